@@ -1,0 +1,41 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first, and only when it is out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-slow check lock clean
+
+setup: $(READY)
+
+# Rebuilt when the locked dependencies or the package's own declaration change.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "plainvit needs Python 3.11 or newer: make PYTHON=python3.12"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/plainvit models
+	$(BIN)/plainvit inspect ViT-Ti/16
+
+test: setup
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Needs uv. The lock is universal and hash-pinned, and names no index.
+lock:
+	uv pip compile pyproject.toml --extra test --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --quiet --upgrade --output-file requirements.lock
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info

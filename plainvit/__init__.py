@@ -1,0 +1,34 @@
+"""plainvit: Vision Transformers from raw images to an answer.
+
+    import plainvit
+    model = plainvit.create("ViT-B/16", classes=10)
+    logits = model(images)                    # [B, 3, 224, 224], uint8 or floats in [0, 1]
+
+Importing this is cheap: torch is loaded when a name below is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plainvit.models import Trace, create
+    from plainvit.names import list_models
+
+__version__ = "0.1.0.dev0"
+__all__ = ["Trace", "__version__", "create", "list_models"]
+
+_HOME = {"Trace": "plainvit.models", "create": "plainvit.models", "list_models": "plainvit.names"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'plainvit' has no attribute {name!r}")
+    import importlib
+
+    from plainvit import device
+
+    device.prepare()  # must come before torch is loaded
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

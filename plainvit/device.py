@@ -1,0 +1,99 @@
+"""What must be settled about the machine before a model runs on it: the attention backend and CPU quirks.
+
+A leaf: it imports nothing of plainvit, and torch only where torch is already needed.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Some virtual CPUs advertise AMX (bf16 tiles) but die with SIGILL when oneDNN uses it. This cap keeps oneDNN below
+# AMX; it is read once, when oneDNN is first used, so it must be set before torch is loaded to be sure.
+ISA_VARIABLE, ISA_BELOW_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+
+_PROBE = "import torch; torch.nn.Linear(64, 64).bfloat16()(torch.ones(64, 64).bfloat16())"
+
+
+def prepare() -> None:
+    """Call before torch is loaded: caps oneDNN on a CPU whose advertised AMX kills the process."""
+    if "torch" not in sys.modules and ISA_VARIABLE not in os.environ and cpu_bf16_kills():
+        os.environ[ISA_VARIABLE] = ISA_BELOW_AMX
+
+
+@functools.cache
+def cpu_bf16_refused() -> bool:
+    """Whether bf16 on this CPU would kill the process, torch having been loaded before the cap could be set."""
+    return ISA_VARIABLE not in os.environ and cpu_bf16_kills()
+
+
+def refuse_cpu_bf16() -> None:
+    raise RuntimeError(
+        "bf16 on this CPU would kill the process (it advertises AMX but cannot run it): import plainvit before torch, "
+        f"or set {ISA_VARIABLE}={ISA_BELOW_AMX} before starting Python, or use fp32"
+    )
+
+
+def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
+    """Runs one bf16 product in a child process, once per CPU and torch, where AMX is advertised."""
+    flags = _cpu_flags(cpuinfo)
+    if "amx_bf16" not in flags.split():
+        return False
+    identity = "\n".join((flags, _torch_version(), probe))
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainvit"
+    file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    try:
+        return bool(json.loads(file.read_text())["kills"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
+    child = subprocess.run(
+        [sys.executable, "-c", probe], env=environment, capture_output=True, timeout=120, check=False
+    )
+    kills = child.returncode in (-signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS)
+    if kills or child.returncode == 0:  # anything else says nothing about the CPU: ask again next time
+        _remember(file, kills)
+    return kills
+
+
+def _cpu_flags(cpuinfo: Path) -> str:
+    try:
+        with cpuinfo.open() as lines:
+            return next((line for line in lines if line.startswith("flags")), "")
+    except OSError:  # not Linux
+        return ""
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _remember(file: Path, kills: bool) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as out:
+            json.dump({"kills": kills}, out)
+        Path(name).replace(file)
+    except OSError:  # a read-only home costs a probe per run, nothing else
+        pass
+
+
+def choose_attention_backend() -> None:
+    """The one place where fused attention is chosen: PyTorch's own order, without cuDNN.
+
+    cuDNN's bf16 backward gave NaN gradients after 120-230 steps of ordinary training on an H200 (torch 2.11, cuDNN
+    9.19). A context manager around the call is not always honoured by compiled code, so it is switched off globally.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,0 +1,159 @@
+"""What a model costs, by arithmetic on its config alone: parameters, multiply-adds, the paper's training compute.
+
+    plainvit models
+
+The tests hold these counts equal to the built model's own parameters and to PyTorch's FLOP counter on it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from plainvit.config import Model, ResNetConfig, ViTConfig, pair
+from plainvit.names import configure
+
+JFT_IMAGES = 303_000_000
+# Table 6: epochs of JFT-300M that the paper pre-trained each model for
+PAPER_EPOCHS: dict[str, tuple[int, ...]] = {
+    "ViT-B/32": (7,),
+    "ViT-B/16": (7,),
+    "ViT-L/32": (7,),
+    "ViT-L/16": (7, 14),
+    "ViT-H/14": (14,),
+    "BiT-R50x1": (7,),
+    "BiT-R50x2": (7,),
+    "BiT-R101x1": (7,),
+    "BiT-R152x1": (7,),
+    "BiT-R152x2": (7, 14),
+    "BiT-R200x3": (14,),
+    "R50x1+ViT-B/32": (7,),
+    "R50x1+ViT-B/16": (7,),
+    "R50x1+ViT-L/32": (7,),
+    "R50x1+ViT-L/16": (7, 14),
+}
+
+
+def parameters(config: Model) -> int:
+    """Learned numbers in the model."""
+    return _vit_parameters(config) if isinstance(config, ViTConfig) else _resnet_parameters(config)
+
+
+def macs(config: Model) -> int:
+    """Multiply-adds of one image's forward pass in matrix products, convolutions and attention."""
+    return _vit_macs(config) if isinstance(config, ViTConfig) else _resnet_macs(config)
+
+
+def training_exaflops(config: Model, images: float) -> float:
+    """Compute to train on that many images: 2 FLOPs a multiply-add, and a backward pass of twice the forward."""
+    return 3 * 2 * macs(config) * images / 1e18
+
+
+def summary(name: str, image_size: int = 224) -> dict[str, Any]:
+    """One row of `plainvit models`."""
+    paper = configure(name)  # the paper pre-trained at 224 px
+    stride = paper.stride[0] if isinstance(paper, ViTConfig) else 1
+    if image_size % stride:  # a table of many models is not refused for one patch that does not fit
+        return {"name": name, "image_size": image_size, "does_not_fit": f"{image_size} px is not divisible by {stride}"}
+    config = paper.replace(image_size=pair(image_size))
+    count = parameters(config)
+    return {
+        "name": name,
+        "image_size": image_size,
+        "tokens": config.tokens if isinstance(config, ViTConfig) else None,
+        "parameters": count,
+        "gmacs": macs(config) / 1e9,
+        "weights_mib": count * 4 / 2**20,
+        "paper_exaflops": {
+            f"{epochs} epochs": training_exaflops(paper, epochs * JFT_IMAGES) for epochs in PAPER_EPOCHS.get(name, ())
+        },
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The rows of `summary` for people."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("model", style="cyan", no_wrap=True)
+    for title in ("tokens", "parameters", f"GMACs at {rows[0]['image_size']}", "fp32 weights", "exaFLOPs"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        if "does_not_fit" in row:
+            shown.add_row(row["name"], "-", "-", "does not fit", "-", style="dim")
+            continue
+        paper = " / ".join(f"{value:,.0f}" for value in row["paper_exaflops"].values())
+        numbers = f"{row['parameters']:,}", f"{row['gmacs']:.2f}", f"{row['weights_mib']:,.0f} MiB"
+        shown.add_row(row["name"], str(row["tokens"] or ""), *numbers, paper)
+    return shown
+
+
+def _vit_parameters(c: ViTConfig) -> int:
+    (h, w), D, M = c.grid, c.width, c.mlp_dim
+    layers = c.depth * (2 if c.axial else 1)
+    attention, mlp = 4 * D * D + 4 * D, 2 * D * M + M + D
+    block = 4 * D + attention + mlp + (2 * D if c.layer_scale is not None else 0)
+    relative = (2 * h * w - 1) * (D // c.heads) if c.posemb == "relative" else 0
+    table = {"1d": (c.prefix_rows + h * w) * D, "2d": (h + w) * D // 2}.get(c.posemb, 0)
+    pool = D + attention + 2 * D + mlp if c.pool == "attention" else 0
+    head = (c.representation or D) * c.classes + c.classes
+    return sum(
+        (
+            _resnet_parameters(c.stem) if c.stem else 0,
+            _patch_size(c) * D + D,
+            c.prefix * D,
+            table * (layers if c.posemb_at == "every" else 1),
+            layers * (block + relative),
+            2 * D if c.norm == "pre" else 0,
+            pool,
+            D * c.representation + c.representation,
+            head + (D * c.classes + c.classes if c.distillation else 0),
+        )
+    )
+
+
+def _vit_macs(c: ViTConfig) -> int:
+    (h, w), D, M, N = c.grid, c.width, c.mlp_dim, c.tokens
+    linear = N * (4 * D * D + 2 * D * M)
+    relative = h * w * (2 * h * w - 1) * D if c.posemb == "relative" else 0
+    blocks = c.depth * (linear + 2 * N * N * D + relative)
+    if c.axial:  # a row block and a column block in place of one
+        blocks = c.depth * (2 * linear + 2 * N * (h + w) * D)
+    pool = h * w * 2 * D * D + 2 * h * w * D + 2 * D * D + 2 * D * M if c.pool == "attention" else 0
+    head = (c.representation or D) * c.classes + (D * c.classes if c.distillation else 0)
+    stem = _resnet_macs(c.stem.replace(image_size=c.image_size)) if c.stem else 0
+    return stem + h * w * _patch_size(c) * D + blocks + pool + D * c.representation + head
+
+
+def _patch_size(c: ViTConfig) -> int:
+    return (c.stem.width if c.stem else c.channels) * c.patch[0] * c.patch[1]
+
+
+def _convolutions(c: ResNetConfig) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(kernel, channels in, channels out, output cells, whether a norm of c_out follows) of every convolution."""
+    h, w = (-(-side // 2) for side in c.image_size)
+    post = not c.preactivation
+    yield 7, c.channels, 64 * c.widen, h * w, post
+    h, w, c_in = -(-h // 2), -(-w // 2), 64 * c.widen
+    for stage, count in enumerate(c.blocks):
+        c_out = 256 * c.widen * 2**stage
+        for unit in range(count):
+            before = h * w
+            if stage and not unit:
+                h, w = -(-h // 2), -(-w // 2)
+            yield 1, c_in, c_out // 4, before, True
+            yield 3, c_out // 4, c_out // 4, h * w, True
+            yield 1, c_out // 4, c_out, h * w, post
+            if not unit:
+                yield 1, c_in, c_out, h * w, post
+            c_in = c_out
+
+
+def _resnet_parameters(c: ResNetConfig) -> int:
+    convolutions = sum(k * k * i * o + (2 * o if norm else 0) for k, i, o, _, norm in _convolutions(c))
+    # Pre-activation: each unit's first norm has the unit's input channels, and one norm follows the last stage
+    inputs = [64 * c.widen] + [256 * c.widen * 2**stage for stage, count in enumerate(c.blocks) for _ in range(count)]
+    norms = 2 * sum(inputs) if c.preactivation else 0
+    return convolutions + norms + (c.width * c.classes + c.classes)
+
+
+def _resnet_macs(c: ResNetConfig) -> int:
+    return sum(k * k * i * o * cells for k, i, o, cells, _ in _convolutions(c)) + c.width * c.classes

@@ -1,0 +1,71 @@
+"""One real forward pass, told by its named intermediates.
+
+plainvit inspect ViT-B/16 --image photo.jpg
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor
+
+from plainvit.config import to_json
+from plainvit.models import Trace, create
+
+
+def report(name: str, image: Path | None = None, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
+    """The settings of a named model and, for one image, shape, mean and spread of all it computes on the way."""
+    model = create(name, image_size=image_size, seed=seed).eval()
+    pixels = read(image, image_size) if image else gradient(image_size)
+    trace = Trace("*")
+    with torch.inference_mode():
+        start = time.perf_counter()
+        model(pixels)
+        seconds = time.perf_counter() - start
+        model(pixels, trace)
+    steps = [
+        {"name": step, "shape": list(x.shape), "mean": x.mean().item(), "std": x.std(correction=0).item()}
+        for step, x in trace.items()
+    ]
+    settings = {key: value for key, value in to_json(model.config).items() if key != "kind"}
+    return {"name": name, "settings": settings, "milliseconds": 1000 * seconds, "steps": steps}
+
+
+def tables(found: dict[str, Any]) -> Group:
+    """The report for people; blocks after the first are alike in shape and left to --json."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("intermediate", style="cyan")
+    for title in ("shape", "mean", "std"):
+        shown.add_column(title, justify="right")
+    for step in found["steps"]:
+        block, _, part = step["name"].partition("/")
+        if part and block != "block0" and part != "tokens":
+            continue
+        shape = " x ".join(map(str, step["shape"]))
+        shown.add_row(step["name"], shape, f"{step['mean']:.4f}", f"{step['std']:.4f}")
+    settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items() if key != "stem")
+    return Group(
+        f"[bold]{found['name']}[/bold]  [dim]{settings}[/dim]\n",
+        shown,
+        f"\none image, fresh weights, {found['milliseconds']:.0f} ms on the CPU; all blocks: --json",
+    )
+
+
+def gradient(size: int) -> Tensor:
+    """A picture that needs no file: red grows to the right, green downwards, blue towards the corner."""
+    ramp = torch.linspace(0, 255, size)
+    x, y = ramp.expand(size, size), ramp.unsqueeze(1).expand(size, size)
+    return torch.stack((x, y, (x + y) / 2)).to(torch.uint8).unsqueeze(0)  # [1, 3, size, size]
+
+
+def read(path: Path, size: int) -> Tensor:
+    """A photo squashed to size x size, as uint8 [1, 3, size, size]."""
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path, formats=("JPEG", "PNG", "WEBP")) as photo:
+        pixels = np.array(photo.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+    return torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)

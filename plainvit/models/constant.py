@@ -1,0 +1,43 @@
+"""Tensors that follow from the config alone: they go where the model goes, but no cast rounds them."""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Constant(nn.Module):
+    """Holds `compute()` on the model's device. A cast of the model leaves it exact; leaving `meta` fills it."""
+
+    value: Tensor
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.register_buffer("value", compute(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
+        target = fn(torch.empty(0, device=self.value.device)).device
+        if target != self.value.device:
+            with torch.device("cpu"):
+                self.value = self.compute().to(target)
+        return self
+
+
+class Normalise(nn.Module):
+    """Pixels, uint8 or floats in [0, 1], to what the weights expect: (x - mean) / std, in fp32 or better."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean = Constant(lambda: torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1))
+        self.std = Constant(lambda: torch.tensor(std, dtype=torch.float64).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.dtype is torch.uint8:
+            x = images.float() / 255
+        elif images.is_floating_point():
+            x = images.to(torch.promote_types(images.dtype, torch.float32))
+        else:
+            raise ValueError(f"images are uint8 or floats in [0, 1], got {images.dtype}")
+        return (x - self.mean.value.to(x.dtype)) / self.std.value.to(x.dtype)

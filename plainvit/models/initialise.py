@@ -1,0 +1,101 @@
+"""Initial weights by name: `google` as the paper's JAX code draws them, `timm` as timm's default does.
+
+Where PyTorch's own helpers would be wrong: Xavier on the fused qkv gives q, k, v a standard deviation sqrt(2) too
+small, so each is drawn as its own D x D matrix; and a truncated normal keeps its std only if the cut is corrected for.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor, nn
+
+if TYPE_CHECKING:
+    from plainvit.models.resnet import Body, ResNet
+    from plainvit.models.vit import ViT
+
+# Standard deviation of a unit normal cut at +-2: what is left after truncation, divided out again (as JAX does)
+TRUNCATED_STD = 0.87962566103423978
+
+
+def lecun_normal(weight: Tensor, generator: Generator | None) -> None:
+    """Truncated normal of variance 1 / fan_in."""
+    std = math.sqrt(1 / weight[0].numel()) / TRUNCATED_STD
+    nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator)
+
+
+@torch.no_grad()
+def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
+    """Draws every weight of a ViT anew, by its config's scheme."""
+    config = model.config
+    draw = {"google": _google, "timm": _timm}[config.init]
+    for name, weight in model.named_parameters():
+        if name.startswith("stem."):
+            continue
+        module, leaf = ("", *name.split("."))[-2:]
+        if leaf == "scale" and config.layer_scale is not None:
+            nn.init.constant_(weight, config.layer_scale)
+        elif module.startswith("norm"):
+            (nn.init.ones_ if leaf == "weight" else nn.init.zeros_)(weight)
+        else:
+            draw(module, leaf, weight, generator)
+    if config.init == "timm":  # its patch embedding keeps PyTorch's default for convolutions, bias included
+        embedding = model.embedding
+        for weight in embedding.parameters():
+            nn.init.uniform_(weight, -(embedding.in_features**-0.5), embedding.in_features**-0.5, generator)
+    if model.stem:
+        initialise_resnet(model.stem, config.init, generator)
+
+
+def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
+    match module, leaf:
+        case "embedding" | "pre_logits", "weight":
+            lecun_normal(weight, generator)
+        case "qkv" | "kv", "weight":  # stacked D x D matrices
+            for matrix in weight.split(weight.shape[1]):
+                nn.init.xavier_uniform_(matrix, generator=generator)
+        case "q" | "out" | "fc1" | "fc2", "weight":
+            nn.init.xavier_uniform_(weight, generator=generator)
+        case "fc1" | "fc2", "bias":
+            nn.init.normal_(weight, 0.0, 1e-6, generator)
+        case _, "table" | "rows" | "columns":
+            nn.init.normal_(weight, 0.0, 0.02, generator)
+        case _, "probe":
+            nn.init.xavier_uniform_(weight[0], generator=generator)
+        case _, "registers":  # not in the paper: the registers paper's
+            nn.init.normal_(weight, 0.0, 1e-6, generator)
+        case _, "distillation_token":  # not in the paper: DeiT's
+            nn.init.trunc_normal_(weight, std=0.02, generator=generator)
+        case _:  # class token, heads, remaining biases
+            nn.init.zeros_(weight)
+
+
+def _timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
+    match module, leaf:
+        case _, "bias":
+            nn.init.zeros_(weight)
+        case _, "class_token" | "registers":
+            nn.init.normal_(weight, 0.0, 1e-6, generator)
+        case _:
+            nn.init.trunc_normal_(weight, std=0.02, generator=generator)
+
+
+@torch.no_grad()
+def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator | None = None) -> None:
+    """Draws every weight of a ResNet anew. Standardisation makes the kernels' scale immaterial in the forward pass."""
+    for name, weight in model.named_parameters():
+        module, leaf = name.split(".")[-2:]
+        if "norm" in module:
+            # Google's hybrid starts the last norm of a unit at 0, so that each unit starts as its shortcut
+            identity = scheme == "google" and module == "norm3" and not model.config.preactivation
+            zero = leaf == "bias" or identity
+            (nn.init.zeros_ if zero else nn.init.ones_)(weight)
+        elif module == "head":
+            if scheme == "timm" and leaf == "weight":
+                nn.init.normal_(weight, 0.0, 0.01, generator)
+            else:
+                nn.init.zeros_(weight)
+        elif scheme == "google":
+            lecun_normal(weight, generator)
+        else:
+            nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -1,0 +1,91 @@
+"""The same ViT at another image size or patch size (paper 3.2): positions and patch kernels carried to a new grid.
+
+    model = resize(model, image_size=384)                   # as Google's code does
+    model = resize(model, (256, 192), method="bicubic-antialias")
+
+The grid is the model's own, rows and columns; nothing is guessed from a number of tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plainvit.config import nearest, pair
+from plainvit.models.vit import ViT
+
+METHODS: dict[str, dict[str, Any]] = {
+    "bilinear-aligned": {"mode": "bilinear", "align_corners": True},  # Google: scipy's zoom of order 1
+    "bilinear": {"mode": "bilinear", "align_corners": False},
+    "bicubic-antialias": {"mode": "bicubic", "align_corners": False, "antialias": True},  # timm
+}
+
+
+def resize(
+    model: ViT,
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    patch: int | tuple[int, int] | None = None,
+    method: str = "bilinear-aligned",
+) -> ViT:
+    """A model for another image size or patch size, which takes over the old one's weights (unchanged ones shared)."""
+    if method not in METHODS:
+        raise ValueError(f"resampling method {method!r} is unknown; {nearest(method, METHODS)}")
+    old = model.config
+    new = old.replace(
+        image_size=old.image_size if image_size is None else pair(image_size),
+        patch=old.patch if patch is None else pair(patch),
+    )
+    if old.posemb == "relative" and new.grid != old.grid:
+        raise ValueError("relative positions are offsets in raster order of their own grid: they have no other size")
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if name == "embedding.weight" and new.patch != old.patch:
+            weights[name] = resample_kernel(weight, old.patch, new.patch)
+        elif name.startswith("positions.") and new.grid != old.grid:
+            weights[name] = _resample_positions(name, weight, old.grid, new.grid, method)
+    with torch.device("meta"):
+        resized = ViT(new)
+    resized.to_empty(device=model.embedding.weight.device)  # for the constants; every weight is assigned next
+    resized.load_state_dict(weights, assign=True)
+    return resized.train(model.training)
+
+
+def _resample_positions(name: str, weight: Tensor, old: tuple[int, int], new: tuple[int, int], method: str) -> Tensor:
+    match name.rsplit(".", 1)[1]:
+        case "rows":
+            return resample_table(weight, (old[0], 1), (new[0], 1), method)
+        case "columns":
+            return resample_table(weight, (1, old[1]), (1, new[1]), method)
+        case _:
+            rows = len(weight) - old[0] * old[1]  # those of the tokens before the patches stay as they are
+            return torch.cat((weight[:rows], resample_table(weight[rows:], old, new, method)))
+
+
+def resample_table(
+    table: Tensor, old: tuple[int, int], new: tuple[int, int], method: str = "bilinear-aligned"
+) -> Tensor:
+    """A table [h*w, D] of vectors on one grid, read off on another; the same grid gives the same table."""
+    if len(table) != old[0] * old[1]:
+        raise ValueError(f"a table of {len(table)} positions is not a grid of {old[0]} x {old[1]}")
+    if old == new:
+        return table
+    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    grid = exact.view(1, *old, -1).permute(0, 3, 1, 2)  # [1, D, h, w]
+    grid = F.interpolate(grid, size=new, **METHODS[method])  # [1, D, h', w']
+    return grid.flatten(2)[0].mT.to(table.dtype).contiguous()  # [h'*w', D]
+
+
+def resample_kernel(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Patch kernels [D, C*P*Q] for another patch size, by the pseudo-inverse of bilinear resizing (FlexiViT).
+
+    A patch of the old size, resized to the new, gives the same token wherever that is possible (always, when larger).
+    """
+    if old == new:
+        return weight
+    cells = old[0] * old[1]
+    images = torch.eye(cells, dtype=torch.float64, device=weight.device).view(cells, 1, *old)
+    resizing = F.interpolate(images, size=new, mode="bilinear").flatten(1)  # [P*Q, P'*Q'], the resize transposed
+    kernels = weight.double().view(len(weight), -1, cells)  # [D, C, P*Q]
+    return (kernels @ torch.linalg.pinv(resizing).mT).flatten(1).to(weight.dtype)  # [D, C*P'*Q']

@@ -1,0 +1,359 @@
+"""The Vision Transformer of "An Image is Worth 16x16 Words" (arXiv 2010.11929), whole.
+
+    model = plainvit.create("ViT-B/16")
+    logits = model(images)                    # images [B, C, H, W]: uint8, or floats in [0, 1]
+
+    trace = Trace("block*/attention")         # records named intermediates; see ViT.trace_names
+    model(images, trace)
+
+Letters: B batch, C channels, P patch, h x w grid of patches, N tokens, D width, H heads, d head width, M mlp_dim,
+K classes. Equations are the paper's; what it leaves open follows Google's code, and says so.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plainvit import device
+from plainvit.config import ViTConfig
+from plainvit.models.constant import Constant, Normalise
+from plainvit.models.initialise import initialise_vit
+from plainvit.models.resnet import Body
+from plainvit.models.trace import Trace, note
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
+
+
+def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Cuts images into flattened patches in raster order: eq. 1's x_p, in the order of a convolution's kernel."""
+    B, C, height, width = images.shape
+    P, Q = patch
+    x = images.reshape(B, C, height // P, P, width // Q, Q)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, h*w, C*P*Q]
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, eqs. 5-8, by PyTorch's fused kernel."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)  # rows: q | k | v, each head by head
+        self.out = nn.Linear(config.width, config.width)
+        self.relative = RelativePositions(config) if config.posemb == "relative" else None
+
+    def forward(self, x: Tensor, trace: Trace | None, name: str) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
+        bias = self.relative(q) if self.relative else None  # [B, H, N, N]
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]
+        if trace is not None:
+            note(trace, f"{name}/values", v)
+            note(trace, f"{name}/heads", heads)
+            if trace.wants(f"{name}/attention"):
+                trace[f"{name}/attention"] = attention_weights(q, k, bias, trace.heads)
+        return self.out(heads.transpose(1, 2).reshape(B, N, D))
+
+
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None, heads: Sequence[int] | None) -> Tensor:
+    """The softmax that the fused kernel never shows, computed beside it: eq. 6, for the heads asked for, in fp32."""
+    if heads is not None:
+        q, k = q[:, heads], k[:, heads]
+        bias = bias[:, heads] if bias is not None else None
+    logits = q @ k.mT * q.shape[-1] ** -0.5  # [B, H, N, N]
+    logits = logits if bias is None else logits + bias
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+
+class RelativePositions(nn.Module):
+    """Table 8, "relative": a learned vector per 1-D offset between two patches, as an extra key for the same query.
+
+    The paper leaves open: here each layer has its table, shared by the heads; offsets are not clipped; tokens before
+    the patches have no offset and get no term; the term is scaled by 1/sqrt(d) like the content's.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        n = config.grid[0] * config.grid[1]
+        self.prefix = config.prefix
+        self.table = nn.Parameter(torch.empty(2 * n - 1, config.width // config.heads))
+        # offset p_q - p_k of each pair, shifted to start at 0
+        self.index = Constant(lambda: torch.arange(n).unsqueeze(1) - torch.arange(n) + n - 1)
+
+    def forward(self, q: Tensor) -> Tensor:
+        B, H, _, d = q.shape
+        by_offset = q[:, :, self.prefix :] @ self.table.to(q.dtype).mT * d**-0.5  # [B, H, n, 2n-1]
+        bias = by_offset.gather(-1, self.index.value.expand(B, H, -1, -1))  # [B, H, n, n]
+        return F.pad(bias, (self.prefix, 0, self.prefix, 0))  # [B, H, N, N]
+
+
+class Positions(nn.Module):
+    """Adds to every token a vector for its place in the grid (eq. 1, Table 8)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        (h, w), D = config.grid, config.width
+        self.kind, self.grid, self.prefix = config.posemb, config.grid, config.prefix
+        self.prefix_rows = config.prefix_rows if self.kind == "1d" else 0
+        if self.kind == "1d":
+            self.table = nn.Parameter(torch.empty(self.prefix_rows + h * w, D))
+        elif self.kind == "2d":
+            self.columns = nn.Parameter(torch.empty(w, D // 2))  # the paper's X
+            self.rows = nn.Parameter(torch.empty(h, D // 2))  # the paper's Y
+        else:
+            self.fixed = Constant(lambda: sincos2d(h, w, D))
+
+    def grid_table(self) -> Tensor:
+        """The vectors of the patches in raster order."""
+        h, w = self.grid
+        if self.kind == "1d":
+            return self.table[self.prefix_rows :]  # [h*w, D]
+        if self.kind == "2d":
+            return torch.cat((self.columns.repeat(h, 1), self.rows.repeat_interleave(w, 0)), 1)  # [h*w, D]
+        return self.fixed.value
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.grid_table()
+        if self.prefix_rows == self.prefix and self.kind == "1d":
+            table = self.table
+        elif self.prefix:  # tokens without a row of their own get zero
+            own = self.table[: self.prefix_rows] if self.kind == "1d" else table[:0]
+            table = torch.cat((own, table.new_zeros(self.prefix - self.prefix_rows, table.shape[1]), table))
+        return x + table.to(x.dtype)  # [B, N, D]
+
+
+def sincos2d(h: int, w: int, D: int, temperature: float = 10_000.0) -> Tensor:
+    """Fixed positions: sin x, cos x, sin y, cos y, each on D/4 frequencies (big_vision's order and spacing)."""
+    y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
+    frequency = temperature ** -(torch.arange(D // 4, dtype=torch.float64) / (D // 4 - 1))
+    x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency  # [h*w, D/4]
+    return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)  # [h*w, D]
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, config.mlp_dim)
+        self.fc2 = nn.Linear(config.mlp_dim, config.width)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
+
+
+class Residual(nn.Module):
+    """What happens to a branch before it is added: dropout, LayerScale (CaiT), stochastic depth per sample."""
+
+    def __init__(self, config: ViTConfig, rate: float) -> None:
+        super().__init__()
+        self.dropout, self.rate = nn.Dropout(config.dropout), rate
+        self.scale = nn.Parameter(torch.empty(config.width)) if config.layer_scale is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        x = x if self.scale is None else x * self.scale
+        if self.rate and self.training:
+            kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)
+            x = x * (kept / (1 - self.rate))
+        return x
+
+
+class Block(nn.Module):
+    """Eqs. 2 and 3; with norm "post", the order of the original Transformer. Axial blocks attend along one axis."""
+
+    def __init__(self, config: ViTConfig, layer: int, layers: int) -> None:
+        super().__init__()
+        rate = config.stochastic_depth * layer / max(layers - 1, 1)
+        self.name, self.pre, self.grid = f"block{layer}", config.norm == "pre", config.grid
+        self.axis = ("row", "column")[layer % 2] if config.axial else None
+        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.residual1 = Residual(config, rate)
+        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.mlp = Mlp(config)
+        self.residual2 = Residual(config, rate)
+
+    def forward(self, x: Tensor, trace: Trace | None = None) -> Tensor:
+        if self.pre:
+            x = x + note(trace, f"{self.name}/msa", self.residual1(self.attend(self.norm1(x), trace)))
+            x = x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(self.norm2(x))))
+        else:
+            x = self.norm1(x + note(trace, f"{self.name}/msa", self.residual1(self.attend(x, trace))))
+            x = self.norm2(x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(x))))
+        return note(trace, f"{self.name}/tokens", x)  # [B, N, D]
+
+    def attend(self, x: Tensor, trace: Trace | None) -> Tensor:
+        if self.axis is None:
+            return self.attention(x, trace, self.name)
+        B, N, D = x.shape
+        x = x.reshape(B, *self.grid, D)  # [B, h, w, D]
+        x = x if self.axis == "row" else x.transpose(1, 2)
+        attended = self.attention(x.reshape(-1, x.shape[2], D), trace, self.name).view_as(x)  # rows (columns) as batch
+        attended = attended if self.axis == "row" else attended.transpose(1, 2)
+        return attended.reshape(B, N, D)
+
+
+class AttentionPool(nn.Module):
+    """Pooling by one learned query over the patches, then a residual MLP (the MAP head of "Scaling ViT")."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        D, self.heads = config.width, config.heads
+        self.probe = nn.Parameter(torch.empty(1, 1, D))
+        self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        q = (
+            self.q(self.probe.to(x.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
+        )  # [B, H, 1, d]
+        k, v = self.kv(x).view(B, N, 2, self.heads, -1).permute(2, 0, 3, 1, 4)  # 2 x [B, H, N, d]
+        x = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, D))  # [B, D]
+        return x + self.mlp(self.norm(x))
+
+
+class ViT(nn.Module):
+    """Images to logits. `encode` gives the tokens, `features` the representation that the last layer reads."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        device.choose_attention_backend()
+        self._cpu_bf16_refused = device.cpu_bf16_refused()
+        self.config = config
+        D, layers = config.width, config.depth * (2 if config.axial else 1)
+        self.normalise = Normalise(config.mean, config.std)
+        self.stem = Body(config.stem) if config.stem else None
+        in_channels = config.stem.width if config.stem else config.channels
+        self.embedding = nn.Linear(in_channels * config.patch[0] * config.patch[1], D)  # eq. 1's E
+        self.class_token = nn.Parameter(torch.empty(1, D)) if config.class_token else None
+        self.distillation_token = nn.Parameter(torch.empty(1, D)) if config.distillation else None
+        self.registers = nn.Parameter(torch.empty(config.registers, D)) if config.registers else None
+        tables = 0 if config.posemb in ("none", "relative") else layers if config.posemb_at == "every" else 1
+        self.positions = nn.ModuleList(Positions(config) for _ in range(tables))
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer, layers) for layer in range(layers))
+        self.norm = nn.LayerNorm(D, config.norm_eps) if config.norm == "pre" else nn.Identity()
+        self.pool = AttentionPool(config) if config.pool == "attention" else None
+        self.pre_logits = nn.Linear(D, config.representation) if config.representation else None
+        self.head = nn.Linear(config.representation or D, config.classes) if config.classes else None
+        self.head_distillation = nn.Linear(D, config.classes) if config.distillation and config.classes else None
+        self.initialise()
+
+    def initialise(self, generator: torch.Generator | None = None) -> Self:
+        """Draws every weight anew by the config's scheme; nothing to do on the meta device."""
+        if not self.embedding.weight.is_meta:
+            initialise_vit(self, generator)
+        return self
+
+    def forward(self, images: Tensor, trace: Trace | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [B, K]. A model with a distillation token gives both heads' logits in training, else their mean."""
+        if trace is not None:
+            trace.check(self.trace_names(), self.config.heads)
+        x = self.encode(images, trace)  # [B, N, D]
+        representation = note(trace, "representation", self.represent(x, trace))
+        if self.head is None:
+            return representation
+        if self.head_distillation is None:
+            return note(trace, "logits", self.head(representation))  # [B, K]
+        logits = self.head(x[:, 0]), self.head_distillation(x[:, 1])
+        return logits if self.training else note(trace, "logits", (logits[0] + logits[1]) / 2)
+
+    def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
+        """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""
+        if layers is None:
+            return self.represent(self.encode(images))
+        depth = len(self.blocks)
+        if not layers or not all(-depth <= layer < depth for layer in layers):
+            raise ValueError(f"layers {list(layers)} are not all among this model's 0 to {depth - 1}")
+        wanted = [layer % depth for layer in layers]
+        kept: dict[int, Tensor] = {}
+        x = self.embed(images)
+        for layer in range(max(wanted) + 1):
+            x = kept[layer] = self.run_block(x, layer)
+            if layer not in wanted:
+                del kept[layer]
+        return [kept[layer] for layer in wanted]
+
+    def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
+        """Tokens after the last block and, unless it comes after pooling, the final norm (eq. 4's LN)."""
+        x = self.embed(images, trace)
+        for layer in range(len(self.blocks)):
+            x = self.run_block(x, layer, trace)
+        return note(trace, "encoded", x if self.config.norm_pooled else self.norm(x))  # [B, N, D]
+
+    def embed(self, images: Tensor, trace: Trace | None = None) -> Tensor:
+        """Eq. 1: patches to tokens, with the tokens before them and positions."""
+        self._check_images(images)
+        dtype = self.embedding.weight.dtype  # the residual stream keeps the weights' precision under autocast
+        x = note(trace, "pixels", self.normalise(images).to(dtype))  # [B, C, H, W]
+        x = x if self.stem is None else self.stem(x, trace)
+        x = note(trace, "patches", self.embedding(patchify(x, self.config.patch)).to(dtype))  # [B, h*w, D]
+        prefix = [p for p in (self.class_token, self.distillation_token, self.registers) if p is not None]
+        if prefix:
+            x = torch.cat([p.expand(x.shape[0], -1, -1) for p in prefix] + [x], 1)  # [B, N, D]
+        if self.positions and self.config.posemb_at == "stem":
+            x = self.positions[0](x)
+        return note(trace, "embedded", self.dropout(x))
+
+    def run_block(self, x: Tensor, layer: int, trace: Trace | None = None) -> Tensor:
+        if self.config.posemb_at != "stem":  # Table 8's other columns: one table per layer, or one for all
+            x = self.positions[layer if self.config.posemb_at == "every" else 0](x)
+        return self.blocks[layer](x, trace)
+
+    def represent(self, x: Tensor, trace: Trace | None = None) -> Tensor:
+        """Tokens [B, N, D] to one vector per image: pooling, then the pre-training head's hidden layer."""
+        if self.config.pool == "average":
+            x = x[:, self.config.prefix :].mean(1)
+        elif self.pool is not None:
+            x = self.pool(x[:, self.config.prefix :])
+        else:  # the class token; with DeiT's second token, the mean of both
+            x = (x[:, 0] + x[:, 1]) / 2 if self.config.distillation else x[:, 0]
+        x = note(trace, "pooled", self.norm(x) if self.config.norm_pooled else x)  # [B, D]
+        return x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
+
+    def replace_head(self, classes: int) -> Self:
+        """For transfer (paper 3.2): drops the whole head and attaches one linear layer of zeros."""
+        self.config = self.config.replace(classes=classes, representation=0)
+        like = self.embedding.weight
+        self.pre_logits = None
+        for name in ("head", "head_distillation"):
+            wanted = classes and (name == "head" or self.config.distillation)
+            layer = nn.Linear(self.config.width, classes, device=like.device, dtype=like.dtype) if wanted else None
+            for parameter in layer.parameters() if layer else ():
+                nn.init.zeros_(parameter)
+            setattr(self, name, layer)
+        return self
+
+    def trace_names(self) -> list[str]:
+        """What a Trace can ask for, in the order of computation."""
+        per_block = ("values", "heads", "attention", "msa", "mlp", "tokens")
+        return [
+            "pixels",
+            *(self.stem.trace_names() if self.stem else ()),
+            *("patches", "embedded"),
+            *(f"{block.name}/{name}" for block in self.blocks for name in per_block),
+            *("encoded", "pooled", "representation", "logits"),
+        ]
+
+    def _check_images(self, images: Tensor) -> None:
+        wanted = (self.config.channels, *self.config.image_size)
+        if images.ndim != 4 or images.shape[1:] != wanted:
+            raise ValueError(
+                f"images of shape {tuple(images.shape)} do not fit this model: it takes [batch, channels, height, "
+                f"width] = [batch, {', '.join(map(str, wanted))}]"
+            )
+        if self._cpu_bf16_refused and images.device.type == "cpu":
+            autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+            if autocast or self.embedding.weight.dtype is torch.bfloat16:
+                device.refuse_cpu_bf16()

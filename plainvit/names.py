@@ -1,0 +1,97 @@
+"""Every model of the paper by its name, each spelled one way: names -> configs, without loading torch.
+
+list_models("*B/16")      configure("R50x1+ViT-B/16", classes=10)
+"""
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from plainvit.config import (
+    RESNET_NUMERICS,
+    STEM_NUMERICS,
+    VIT_NUMERICS,
+    Model,
+    ResNetConfig,
+    ViTConfig,
+    nearest,
+    pair,
+)
+
+# Table 1, with the smaller ones of AugReg and the larger of "Scaling Vision Transformers"
+SIZES: dict[str, dict[str, Any]] = {
+    "Ti": {"width": 192, "depth": 12, "heads": 3, "mlp_dim": 768},
+    "S": {"width": 384, "depth": 12, "heads": 6, "mlp_dim": 1536},
+    # Figure 4's "b": B with its hidden dimensions halved. The paper does not give its heads: B's 12 are kept
+    "b": {"width": 384, "depth": 12, "heads": 12, "mlp_dim": 1536},
+    "B": {"width": 768, "depth": 12, "heads": 12, "mlp_dim": 3072},
+    "L": {"width": 1024, "depth": 24, "heads": 16, "mlp_dim": 4096},
+    "H": {"width": 1280, "depth": 32, "heads": 16, "mlp_dim": 5120},
+    "g": {"width": 1408, "depth": 40, "heads": 16, "mlp_dim": 6144},
+    "G": {"width": 1664, "depth": 48, "heads": 16, "mlp_dim": 8192},
+}
+UNITS: dict[str, tuple[int, ...]] = {
+    "R26": (2, 2, 2, 2),
+    "R50": (3, 4, 6, 3),
+    "R101": (3, 4, 23, 3),
+    "R152": (3, 8, 36, 3),
+    "R200": (3, 24, 36, 3),
+}
+# A hybrid's suffix is its total down-sampling. Under /16 stage 4's units go to the end of stage 3 (paper 4.1).
+# "R+ViT-Ti/16" is AugReg's name for the root alone (stride 4) under 8 x 8 patches: 32 pixels a token, despite its name.
+STEMS: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {
+    ("R50x1", "16"): ((3, 4, 9), 1),
+    ("R50x1", "32"): (UNITS["R50"], 1),
+    ("R26x1", "32"): (UNITS["R26"], 1),
+    ("R", "16"): ((), 8),
+}
+NAMES = (
+    *("ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-b/32", "ViT-B/32", "ViT-B/16", "ViT-B/8", "ViT-L/32", "ViT-L/16"),
+    *("ViT-H/14", "ViT-g/14", "ViT-G/14", "Axial-ViT-B/32", "Axial-ViT-B/16"),
+    *("R+ViT-Ti/16", "R26x1+ViT-S/32", "R50x1+ViT-B/32", "R50x1+ViT-B/16", "R50x1+ViT-L/32", "R50x1+ViT-L/16"),
+    *("BiT-R26x1", "BiT-R50x1", "BiT-R50x2", "BiT-R101x1", "BiT-R101x3", "BiT-R152x1", "BiT-R152x2", "BiT-R152x4"),
+    "BiT-R200x3",
+)
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The named models that match a shell-style pattern; a ViT takes any patch size beyond those listed."""
+    return [name for name in NAMES if fnmatchcase(name, pattern)]
+
+
+def configure(
+    name: str,
+    classes: int = 1000,
+    image_size: int | tuple[int, int] = 224,
+    numerics: str = "google",
+    **settings: Any,
+) -> Model:
+    """The config of a named model; `numerics` says whose arithmetic it follows, `settings` change any field."""
+    settings |= {"classes": classes, "image_size": pair(image_size)}
+    if found := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
+        axial, size, patch = found.groups()
+        shape = {"patch": pair(int(patch)), "image_size": pair(int(patch)), **_size(size, name)}
+        base = ViTConfig(**shape, **_numerics(VIT_NUMERICS, numerics))
+        return base.replace(**({"axial": True, "class_token": False, "pool": "average"} if axial else {}) | settings)
+    if (found := re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)) and (found[1], found[3]) in STEMS:
+        blocks, patch = STEMS[found[1], found[3]]
+        stem = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
+        stem = ResNetConfig(**stem, channels=settings.get("channels", 3), **_numerics(STEM_NUMERICS, numerics))
+        base = {**_size(found[2], name), **_numerics(VIT_NUMERICS, numerics), "patch": pair(patch), "stem": stem}
+        return ViTConfig().replace(**base | settings)
+    if (found := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and found[1] in UNITS:
+        base = ResNetConfig(blocks=UNITS[found[1]], widen=int(found[2]), **_numerics(RESNET_NUMERICS, numerics))
+        return base.replace(**settings)
+    raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
+
+
+def _size(size: str, name: str) -> dict[str, Any]:
+    if size not in SIZES:
+        raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
+    return SIZES[size]
+
+
+def _numerics(known: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    if name not in known:
+        raise ValueError(f"numerics {name!r} is unknown for this kind of model; {nearest(name, known)}")
+    return known[name]
