@@ -68,20 +68,26 @@ def configure(
 ) -> Model:
     """The config of a named model; `numerics` says whose arithmetic it follows, `settings` change any field."""
     settings |= {"classes": classes, "image_size": pair(image_size)}
+    kind, fields = _fields(name, numerics, settings.get("channels", 3))
+    return kind(**fields).replace(**settings)
+
+
+def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
+    """What a name says of its config; an image of one token keeps it valid until the real size is set."""
     if found := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
         axial, size, patch = found.groups()
-        shape = {"patch": pair(int(patch)), "image_size": pair(int(patch)), **_size(size, name)}
-        base = ViTConfig(**shape, **_numerics(VIT_NUMERICS, numerics))
-        return base.replace(**({"axial": True, "class_token": False, "pool": "average"} if axial else {}) | settings)
+        fields = {**_size(size, name), **_numerics(VIT_NUMERICS, numerics)}
+        fields |= {"patch": pair(int(patch)), "image_size": pair(int(patch))}
+        return ViTConfig, fields | ({"axial": True, "class_token": False, "pool": "average"} if axial else {})
     if (found := re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)) and (found[1], found[3]) in STEMS:
         blocks, patch = STEMS[found[1], found[3]]
-        stem = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
-        stem = ResNetConfig(**stem, channels=settings.get("channels", 3), **_numerics(STEM_NUMERICS, numerics))
-        base = {**_size(found[2], name), **_numerics(VIT_NUMERICS, numerics), "patch": pair(patch), "stem": stem}
-        return ViTConfig().replace(**base | settings)
+        shape: dict[str, Any] = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
+        stem = ResNetConfig(**shape, channels=channels, **_numerics(STEM_NUMERICS, numerics))
+        fields = {**_size(found[2], name), **_numerics(VIT_NUMERICS, numerics)}
+        return ViTConfig, fields | {"patch": pair(patch), "stem": stem, "channels": channels}
     if (found := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and found[1] in UNITS:
-        base = ResNetConfig(blocks=UNITS[found[1]], widen=int(found[2]), **_numerics(RESNET_NUMERICS, numerics))
-        return base.replace(**settings)
+        fields = {"blocks": UNITS[found[1]], "widen": int(found[2])}
+        return ResNetConfig, fields | _numerics(RESNET_NUMERICS, numerics)
     raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
 
 
