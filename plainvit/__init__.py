@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plainvit.models import Trace, create
     from plainvit.names import list_models
+    from plainvit.weights import load, save
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Trace", "__version__", "create", "list_models"]
+__all__ = ["Trace", "__version__", "create", "list_models", "load", "save"]
 
-_HOME = {"Trace": "plainvit.models", "create": "plainvit.models", "list_models": "plainvit.names"}
+_HOME = {
+    "Trace": "plainvit.models",
+    "create": "plainvit.models",
+    "list_models": "plainvit.names",
+    "load": "plainvit.weights",
+    "save": "plainvit.weights",
+}
 
 
 def __getattr__(name: str) -> object:

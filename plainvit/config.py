@@ -233,6 +233,31 @@ class ViTConfig(Checked):
         return {"none": 0, "class": self.class_token + self.distillation, "all": self.prefix}[self.posemb_prefix]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preprocess(Checked):
+    """How a photo becomes the model's image; the size, mean and std are the model's own."""
+
+    resize: Literal["squash", "crop"] = "squash"  # to the size, aspect ignored; or short side, then centre crop
+    crop: float = 1.0  # with "crop": the side that is kept, as a share of the resized short side
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not 0 < self.crop <= 1:
+            raise ValueError(f"crop must be above 0 and at most 1, got {self.crop}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class About(Checked):
+    """What weights mean beyond the model: their origin, how photos are prepared, what the classes are called."""
+
+    family: str = "plainvit"
+    preprocess: Preprocess = Preprocess()
+    class_names: tuple[str, ...] = ()
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting -> where its value was learned
+
+
 Model = ViTConfig | ResNetConfig
 _KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
 

@@ -25,6 +25,13 @@ class Constant(nn.Module):
         return self
 
 
+def fill_constants(model: nn.Module, device: torch.device | str) -> None:
+    """Gives a model built on the meta device its constants, before its weights are assigned."""
+    for module in model.modules():
+        if isinstance(module, Constant):
+            module.to_empty(device=device)
+
+
 class Normalise(nn.Module):
     """Pixels, uint8 or floats in [0, 1], to what the weights expect: (x - mean) / std, in fp32 or better."""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import nearest, pair
+from plainvit.models.constant import fill_constants
 from plainvit.models.vit import ViT
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def resize(
             weights[name] = _resample_positions(name, weight, old.grid, new.grid, method)
     with torch.device("meta"):
         resized = ViT(new)
-    resized.to_empty(device=model.embedding.weight.device)  # for the constants; every weight is assigned next
+    fill_constants(resized, model.embedding.weight.device)
     resized.load_state_dict(weights, assign=True)
     return resized.train(model.training)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plainvit.config import ResNetConfig
+from plainvit.config import About, ResNetConfig
 from plainvit.models.constant import Normalise
 from plainvit.models.initialise import initialise_resnet
 from plainvit.models.trace import Trace, note
@@ -132,7 +132,7 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.about = config, About()
         self.normalise = Normalise(config.mean, config.std)
         self.body = Body(config)
         self.head = nn.Linear(config.width, config.classes) if config.classes else None

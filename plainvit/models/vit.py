@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plainvit import device
-from plainvit.config import ViTConfig
+from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
@@ -230,7 +230,7 @@ class ViT(nn.Module):
         super().__init__()
         device.choose_attention_backend()
         self._cpu_bf16_refused = device.cpu_bf16_refused()
-        self.config = config
+        self.config, self.about = config, About()
         D, layers = config.width, config.depth * (2 if config.axial else 1)
         self.normalise = Normalise(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None

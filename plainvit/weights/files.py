@@ -1,0 +1,266 @@
+"""Files -> named tensors, one at a time and only after their headers have been checked; and back, atomically.
+
+Nothing here knows a model. A file is recognised by its first bytes, never by its suffix. Nothing in it is executed:
+NumPy archives are read without pickle, PyTorch files through `weights_only=True`, and no header is believed that
+claims more bytes than the file has.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
+JSON_LIMIT = 16 * 2**20
+
+
+class Tensors(Protocol):
+    """Named tensors of a file: shapes are known at once, values are read when asked for."""
+
+    shapes: dict[str, tuple[int, ...]]
+    metadata: dict[str, str]
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class SafetensorsFiles:
+    """One safetensors file, or the shards of one model."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}
+        self._home: dict[str, Any] = {}
+        for path in paths:
+            try:
+                opened = safe_open(path, framework="pt")
+                self.metadata |= opened.metadata() or {}
+                for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self._home[name] = opened
+            except (SafetensorError, OSError, ValueError, OverflowError) as error:
+                raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
+
+    def read(self, name: str) -> Tensor:
+        return self._home[name].get_tensor(name)
+
+
+class NpzFile:
+    """A NumPy archive; stored members are mapped from disk, compressed ones read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.metadata = path, {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._members: dict[str, tuple[zipfile.ZipInfo, np.dtype, bool, int]] = {}
+        with _clear(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
+            total = sum(member.file_size for member in archive.infolist())
+            if total > 2 * path.stat().st_size + SLACK:
+                raise ValueError(f"it would unpack to {total:,} bytes")
+            for member in archive.infolist():
+                if member.filename.endswith(".npy"):
+                    self._add(archive, member)
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def _add(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+        with archive.open(member) as stream:
+            version = npy.read_magic(stream)
+            header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, fortran, dtype = header(stream)
+            start = stream.tell()
+        name = member.filename.removesuffix(".npy")
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects, which are never loaded")
+        if math.prod(shape) * dtype.itemsize != member.file_size - start:
+            raise ValueError(
+                f"the header of {name} claims shape {shape}, its data has {member.file_size - start} bytes"
+            )
+        self.shapes[name] = shape
+        self._members[name] = member, dtype, fortran, start
+
+    def read(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            with _clear(self.path, "NumPy archive"):
+                self._last = name, self._array(name)
+        return self._tensor(self._last[1])
+
+    def _array(self, name: str) -> np.ndarray:
+        member, dtype, fortran, start = self._members[name]
+        shape, order = self.shapes[name], "F" if fortran else "C"
+        if member.compress_type != zipfile.ZIP_STORED:
+            with zipfile.ZipFile(self.path) as archive, archive.open(member) as stream:
+                stream.read(start)
+                return np.frombuffer(bytearray(stream.read()), dtype).reshape(shape, order=order)
+        with self.path.open("rb") as file:  # a stored member's bytes lie as they are after its local header
+            file.seek(member.header_offset)
+            fields = struct.unpack("<4s5H3I2H", file.read(30))
+            offset = member.header_offset + 30 + fields[-2] + fields[-1] + start
+        if math.prod(shape) == 0:
+            return np.empty(shape, dtype)
+        return np.memmap(self.path, dtype, mode="c", offset=offset, shape=shape, order=order)
+
+    @staticmethod
+    def _tensor(array: np.ndarray) -> Tensor:
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which NumPy does not know
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        if array.dtype.kind not in "fiub":
+            raise ValueError(f"an array of dtype {array.dtype} is not weights")
+        return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
+
+
+class TorchFile:
+    """A PyTorch file: a dictionary of tensors, perhaps inside another that a training run saved around it."""
+
+    # What training codes wrap a state dict in; averaged weights first, as their own evaluations take those
+    WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
+
+    def __init__(self, path: Path) -> None:
+        self.metadata: dict[str, str] = {}
+        with _clear(path, "PyTorch file"):
+            loaded = _load_torch(path)
+        self.wrapper = ""
+        while isinstance(loaded, Mapping) and not any(isinstance(value, Tensor) for value in loaded.values()):
+            inside = next((key for key in self.WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+            if inside is None:
+                raise ValueError(f"{path} holds no state dict: its entries are {', '.join(map(str, list(loaded)[:5]))}")
+            self.wrapper, loaded = inside, loaded[inside]
+        if not isinstance(loaded, Mapping):
+            raise ValueError(f"{path} holds a {type(loaded).__name__}, not a state dict")
+        self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        if size > 2 * path.stat().st_size or any(t.layout is not torch.strided for t in self._tensors.values()):
+            raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file holds: do not trust it")
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Renamed:
+    """A file under other names: {new: (old, None)}, or (old, layer) where old stacks all layers."""
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
+        self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
+        self.shapes = {new: tensors.shapes[old][0 if layer is None else 1 :] for new, (old, layer) in names.items()}
+
+    def read(self, name: str) -> Tensor:
+        old, layer = self._names[name]
+        tensor = self._tensors.read(old)
+        return tensor if layer is None else tensor[layer]
+
+
+def _load_torch(path: Path) -> object:
+    """Tensors and plain containers only; argparse.Namespace is allowed because training codes store their flags so."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except Exception as error:
+            if type(error).__name__ != "UnpicklingError":
+                raise
+            raise ValueError("it holds code or objects beside tensors, and nothing but tensors is loaded") from error
+
+
+@contextlib.contextmanager
+def _clear(path: Path, kind: str) -> Iterator[None]:
+    """Whatever a reader trips over becomes one line."""
+    try:
+        yield
+    except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} is not a sound {kind}: {reason}") from error
+
+
+def open_file(path: Path) -> Tensors:
+    """The tensors of a weights file of any kind."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` or download the file itself"
+        )
+    if start.startswith(b"PK"):
+        with _clear(path, "archive"), zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFile(path)
+    if len(start) > 8 and start[8:9] == b"{":
+        return SafetensorsFiles([path])
+    if start[:1] == b"\x80":  # a pickle: PyTorch's format before 1.6
+        return TorchFile(path)
+    if not start:
+        raise ValueError(f"{path} is empty")
+    raise ValueError(f"{path} is neither safetensors, nor .npz, nor a PyTorch file: it starts with {start[:12]!r}")
+
+
+def open_folder(folder: Path) -> Tensors:
+    """The tensors of a folder as the hub lays it out: one file, or shards with an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        shards = sorted(set(names.values())) if isinstance(names, dict) else []
+        if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
+            raise ValueError(f"{index} is not a list of shards")
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder} lacks the shard {missing[0]}")
+        return SafetensorsFiles([folder / name for name in shards])
+    known = ("model.safetensors", "pytorch_model.bin", "model.pth", "open_clip_pytorch_model.bin")
+    found = [folder / name for name in known if (folder / name).is_file()] or sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"{folder} has no weights in it: expected {', '.join(known[:2])} or another .safetensors file")
+    return open_file(found[0])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > JSON_LIMIT:
+        raise ValueError(f"{path} is larger than any description of a model ({JSON_LIMIT >> 20} MiB)")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside the path, syncs, renames: a reader sees the old file or the whole new one."""
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write(beside)
+        beside.chmod(0o666 & ~_umask())  # safetensors leaves 0600
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,62 @@
+"""plainvit's own format, and the description that it leaves in every safetensors file it writes.
+
+Names are those of the models. The metadata entry "plainvit" holds a schema version, the format of the names (a timm
+file that plainvit wrote says so), the whole config and what is known beyond it.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from plainvit.config import About, Model, Preprocess, from_json, to_json
+from plainvit.weights import google, timm, torchvision, transformers
+from plainvit.weights.files import Tensors
+from plainvit.weights.layout import SAME, Found, Layout, To
+
+SCHEMA = 1  # a newer one is refused
+OTHERS: Mapping[str, ModuleType] = {
+    "google": google,
+    "timm": timm,
+    "transformers": transformers,
+    "torchvision": torchvision,
+}
+FORMATS = ("plainvit", *OTHERS)
+
+
+def layout_for(format: str, config: Model, names: Iterable[str]) -> Layout:  # noqa: A002
+    """The layout of a format by its name; `names` are needed for our own, which is whatever the model has."""
+    return OTHERS[format].layout_for(config) if format in OTHERS else _own_layout(names)
+
+
+def _own_layout(names: Iterable[str]) -> Layout:
+    """Our names are our names, with their indices as a layout spells them."""
+    patterns = (re.sub(r"stages\.\d+\.\d+\.", "stages.{s}.{u}.", name) for name in names)
+    patterns = {re.sub(r"blocks\.\d+\.", "blocks.{i}.", pattern) for pattern in patterns}
+    return {pattern: To((pattern,), SAME) for pattern in patterns}
+
+
+def describe(format: str, config: Model, about: About) -> dict[str, Any]:  # noqa: A002
+    """The metadata of every safetensors file that plainvit writes, in whatever format its weights are."""
+    return {"schema": SCHEMA, "format": format, "config": to_json(config), "about": asdict(about)}
+
+
+def find(tensors: Tensors, path: Path) -> Found:
+    try:
+        described = json.loads(tensors.metadata["plainvit"])
+        schema, format_, about = int(described["schema"]), described["format"], described["about"]
+        if schema > SCHEMA:
+            raise ValueError(f"it has schema {schema}, this plainvit reads up to {SCHEMA}: update plainvit")
+        config = from_json(described["config"])
+        if format_ not in FORMATS:
+            raise ValueError(f"format {format_!r} is unknown")
+        layout = layout_for(format_, config, tensors.shapes)
+        sources = {name: str(source) for name, source in dict(about["sources"]).items()}
+        preprocess = asdict(Preprocess(**about["preprocess"]))
+        names = tuple(str(name) for name in about["class_names"])
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{path} has a description that plainvit cannot read: {error}") from error
+    return Found(str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names})

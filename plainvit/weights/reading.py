@@ -1,0 +1,135 @@
+"""Weights of any known format -> a model.
+
+A file is recognised by what is in it. What the weights cannot say (heads, grid, arithmetic, preprocessing) comes from
+what lies beside them, from the caller, or from the family's convention; `model.about.sources` says which.
+"""
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
+from plainvit.models import ResNet, ViT
+from plainvit.models.resample import resize
+from plainvit.weights import google, own, timm, torchvision, transformers
+from plainvit.weights.files import Tensors, open_file, open_folder, read_json
+from plainvit.weights.grids import Hints
+from plainvit.weights.layout import Found, fill
+
+log = logging.getLogger("plainvit")
+
+
+def load(
+    source: str | Path,
+    classes: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    heads: int | None = None,
+    grid: tuple[int, int] | None = None,
+    resample: str = "bilinear-aligned",
+    dtype: torch.dtype | None = torch.float32,
+) -> ViT | ResNet:
+    """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
+
+    classes replaces the head by one of zeros; image_size resamples the positions on the true grid (`resample` names
+    the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. What was assumed,
+    replaced or left out is logged in a line each.
+    """
+    found, tensors = look(source, heads=heads, image_size=image_size, grid=grid)
+    model = fill(found, tensors, dtype)
+    model.about = _about(found)
+    notes = list(found.notes)
+    head = model.head
+    if head is not None and classes is None and not head.weight.any() and not head.bias.any():
+        notes.append("its head is all zeros: features only, until it is trained")
+    model = _adapted(model, classes, None if image_size is None else pair(image_size), resample, notes)
+    for note in notes:
+        log.warning("%s: %s", source, note)
+    return model
+
+
+def look(
+    source: str | Path,
+    *,
+    heads: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    grid: tuple[int, int] | None = None,
+) -> tuple[Found, Tensors]:
+    """What a source holds, by its headers alone: nothing is loaded yet."""
+    path = resolve(source)
+    hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
+    if path.is_dir():
+        tensors, beside = open_folder(path), path
+    elif path.is_file():
+        tensors, beside = open_file(path), None
+    else:
+        raise ValueError(f"there is no file or folder {path}")
+    if "plainvit" in tensors.metadata:
+        return own.find(tensors, path), tensors
+    config = read_json(beside / "config.json") if beside else {}
+    if transformers.recognise(tensors):
+        processor = read_json(beside / "preprocessor_config.json") if beside else {}
+        return transformers.find(tensors, hints, config, processor), tensors
+    if torchvision.recognise(tensors):
+        return torchvision.find(tensors, hints), tensors
+    if google.recognise(tensors):
+        return google.find(tensors, hints)
+    if timm.recognise(tensors):
+        return timm.find(tensors, hints, config)
+    raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
+
+
+def resolve(source: str | Path) -> Path:
+    """A path as it is; a hub address or a published name, fetched or found in the hub's cache."""
+    if isinstance(source, Path) or Path(source).exists():
+        return Path(source)
+    from plainvit.weights import hub
+
+    if source.startswith("hf:"):
+        return hub.fetch(source.removeprefix("hf:"))
+    if source in hub.published():
+        return hub.fetch(hub.published()[source].hub)
+    if re.fullmatch(r"\w+", source):
+        raise ValueError(
+            f"there is no file {source!r}, nor published weights of that name; {nearest(source, hub.published())}"
+        )
+    return Path(source)
+
+
+def _adapted(
+    model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str, notes: list[str]
+) -> ViT | ResNet:
+    old = model.config
+    if classes is not None and classes != old.classes:
+        model.replace_head(classes)
+        model.about = replace(model.about, class_names=())
+        notes.append(f"head of {old.classes} classes replaced by one of {classes}, all zeros")
+    if size is None or size == old.image_size:
+        return model
+    if isinstance(model, ResNet):
+        model.config = model.config.replace(image_size=size)
+        return model
+    about = model.about
+    model = resize(model, size, method=resample)
+    model.about = about
+    before, after = (
+        " x ".join(map(str, config.grid)) for config in (old, model.config) if isinstance(config, ViTConfig)
+    )
+    notes.append(f"positions resampled from {before} to {after} ({resample})")
+    return model
+
+
+def _about(found: Found) -> About:
+    names = tuple(found.about.get("class_names") or ())
+    if names and len(names) != found.config.classes:
+        found.notes.append(f"{len(names)} class names for {found.config.classes} classes: left out")
+        names = ()
+    preprocess = Preprocess(**found.about.get("preprocess", {}))
+    return About(family=found.family, preprocess=preprocess, class_names=names, sources=found.sources)
+
+
+def _first(tensors: Tensors) -> str:
+    return ", ".join(list(tensors.shapes)[:3]) or "none at all"

@@ -1,0 +1,410 @@
+"""timm's names, and the codes that share them: DeiT, DeiT III, MAE, DINO, DINOv2.
+
+Heads, and for square grids the image size, are not in such a file; config.json beside it (as on the hub) says more.
+Files that only share the names but not the model (SwiGLU, QK norm, relative bias ...) are refused by name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.weights.files import Renamed, Tensors
+from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.layout import CONV1X1, LEAD1, PATCHES, Found, Layout, To, linear, to
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Names that betray a model which is not a plain ViT
+STRANGERS = {
+    r"norm_pre\.": "CLIP's or another ViT with a norm before the blocks",
+    r"blocks\.0\.attn\.q_norm\.": "a ViT with QK norm",
+    r"blocks\.0\.mlp\.w(12|1)\.": "DINOv2 giant or another ViT with a SwiGLU MLP",
+    r"blocks\.0\.mlp\.fc1_[gx]\.": "EVA, with a SwiGLU MLP",
+    r"blocks\.0\.attn\.(q_bias|relative_position)|^rel_pos_bias": "BEiT or EVA, with relative position bias",
+    r"rope|blocks\.0\.attn\.q_proj\.": "EVA-02, DINOv3 or another ViT with rotary positions",
+    r"layers\.0\.blocks\.": "Swin",
+    r"blocks\.0\.0\.": "a DINOv2 training checkpoint with chunked blocks",
+}
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
+# (share of the short side kept, ImageNet's mean and std)
+FAMILIES = {
+    "timm": (0.9, False),
+    "DeiT": (0.875, True),
+    "DeiT III": (1.0, True),
+    "MAE": (0.875, True),
+    "DINO": (0.875, True),
+    "DINOv2": (0.875, True),
+}
+
+
+def vit_layout(
+    *, registers: str = "reg_token", scales: tuple[str, str] = ("ls1.gamma", "ls2.gamma"), norm: str = "norm"
+) -> Layout:
+    """Names of a ViT or hybrid; the arguments are where the codes differ."""
+    block = "blocks.{i}."
+    return {
+        **linear("embedding", "patch_embed.proj.", change=PATCHES),
+        "class_token": to("cls_token", change=LEAD1),
+        "distillation_token": to("dist_token", change=LEAD1),
+        "registers": to(registers, change=LEAD1),
+        "positions.0.table": to("pos_embed", change=LEAD1),
+        **linear(f"{block}norm1", f"{block}norm1."),
+        **linear(f"{block}attention.qkv", f"{block}attn.qkv."),
+        **linear(f"{block}attention.out", f"{block}attn.proj."),
+        f"{block}residual1.scale": to(block + scales[0]),
+        **linear(f"{block}norm2", f"{block}norm2."),
+        **linear(f"{block}mlp.fc1", f"{block}mlp.fc1."),
+        **linear(f"{block}mlp.fc2", f"{block}mlp.fc2."),
+        f"{block}residual2.scale": to(block + scales[1]),
+        **linear("norm", f"{norm}."),
+        "pool.probe": to("attn_pool.latent"),
+        **linear("pool.q", "attn_pool.q."),
+        **linear("pool.kv", "attn_pool.kv."),
+        **linear("pool.out", "attn_pool.proj."),
+        **linear("pool.norm", "attn_pool.norm."),
+        **linear("pool.mlp.fc1", "attn_pool.mlp.fc1."),
+        **linear("pool.mlp.fc2", "attn_pool.mlp.fc2."),
+        **linear("pre_logits", "pre_logits.fc."),
+        **linear("head", "head."),
+        **linear("head_distillation", "head_dist."),
+    }
+
+
+def stem_layout(blocks: tuple[int, ...]) -> dict[str, To]:
+    backbone = "patch_embed.backbone."
+    root = f"{backbone}stem." if blocks else backbone
+    layout = {"stem.root.weight": to(f"{root}conv.weight"), **linear("stem.root_norm", f"{root}norm.")}
+    return layout | _units("stem.stages.{s}.{u}.", backbone + "stages.{s}.blocks.{u}.")
+
+
+def bit_layout() -> Layout:
+    layout = {"body.root.weight": to("stem.conv.weight"), **linear("body.norm", "norm.")}
+    layout |= _units("body.stages.{s}.{u}.", "stages.{s}.blocks.{u}.")
+    return layout | linear("head", "head.fc.", change=CONV1X1)
+
+
+def _units(ours: str, theirs: str) -> dict[str, To]:
+    layout = {f"{ours}projection.weight": to(f"{theirs}downsample.conv.weight")}
+    layout |= linear(f"{ours}norm_projection", f"{theirs}downsample.norm.")
+    for number in "123":
+        layout[f"{ours}conv{number}.weight"] = to(f"{theirs}conv{number}.weight")
+        layout |= linear(f"{ours}norm{number}", f"{theirs}norm{number}.")
+    return layout
+
+
+def recognise(tensors: Tensors) -> bool:
+    names = {_clean(name) for name in tensors.shapes}
+    hybrid = any(name.startswith("patch_embed.backbone.") for name in names)
+    return (
+        hybrid or "patch_embed.proj.weight" in names or {"stem.conv.weight", "stages.0.blocks.0.conv1.weight"} <= names
+    )
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"^(module\.|_orig_mod\.|backbone\.)+", "", name)
+
+
+def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[Found, Tensors]:
+    """What model these names hold; `sidecar` is config.json as timm writes it for the hub."""
+    names: dict[str, tuple[str, int | None]] = {_clean(name): (name, None) for name in tensors.shapes}
+    wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": one with the state dict bare
+    tensors = Renamed(tensors, names)
+    for pattern, what in STRANGERS.items():
+        culprit = next((name for name in tensors.shapes if re.search(pattern, name)), None)
+        if culprit:
+            raise refuse(what, culprit)
+    if "stem.conv.weight" in tensors.shapes:
+        return _find_bit(tensors, sidecar), tensors
+    return _find_vit(tensors, hints, sidecar, _family(tensors, wrapper, sidecar)), tensors
+
+
+def _family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
+    """(family, why): only what decides the normalisation of pixels, which the weights do not show."""
+    names = tensors.shapes
+    if sidecar.get("pretrained_cfg"):
+        return "timm", "config.json"
+    if "dist_token" in names:
+        return "DeiT", "it has a distillation token"
+    if "blocks.0.gamma_1" in names:
+        return "DeiT III", "its LayerScale is named gamma_1"
+    if "register_tokens" in names or ("mask_token" in names and "blocks.0.ls1.gamma" in names):
+        return "DINOv2", "it has DINOv2's mask or register tokens"
+    if "mask_token" in names or any(name.startswith("decoder_") for name in names):
+        return "MAE", "it has a decoder"
+    if wrapper in ("teacher", "student"):
+        return "DINO", f"its weights are under {wrapper!r}"
+    if wrapper == "model":
+        headless = "head.weight" not in names
+        table = tensors.read("pos_embed") if "pos_embed" in names else None
+        if "fc_norm.weight" in names or (headless and table is not None and not table[0, 0].any()):
+            return "MAE", "its weights are under 'model', with fixed positions or an averaged head"
+        return "DeiT", "its weights are under 'model', as in DeiT's files"
+    if wrapper == "" and "head.weight" not in names:
+        return "DINO", "assumed: a bare PyTorch file without a head"
+    return "timm", "assumed: timm's names and nothing more"
+
+
+def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> Found:
+    shapes = tensors.shapes
+    for name, sides in {
+        "patch_embed.proj.weight": 4,
+        "blocks.0.attn.qkv.weight": 2,
+        "blocks.0.mlp.fc1.weight": 2,
+    }.items():
+        if len(shapes.get(name, ())) != sides:
+            raise ValueError(f"this {family[0]} file has no usable {name}: it is incomplete, or of another model")
+    width, channels, *patch = shapes["patch_embed.proj.weight"]
+    stem, class_token, distillation = _find_stem(shapes), "cls_token" in shapes, "dist_token" in shapes
+    register_name = "register_tokens" if "register_tokens" in shapes else "reg_token"
+    registers = shapes.get(register_name, (1, 0))[1]
+    own = class_token + distillation
+    cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
+    rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
+    size = read_grid(rows, cell, {0, own, own + registers}, _with_sidecar(hints, sidecar))
+    heads, heads_source = read_heads(width, hints, family[0])
+    arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
+    averaged = not class_token or ("fc_norm.weight" in shapes and "norm.weight" not in shapes)
+    averaged = averaged or (sidecar.get("global_pool") or arguments.get("global_pool")) == "avg"
+    norm = "fc_norm" if "fc_norm.weight" in shapes and "norm.weight" not in shapes else "norm"
+    activation = _activation(arguments)
+    crop, imagenet = FAMILIES[family[0]]
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet and channels == 3 else ((0.5,), (0.5,))
+    config = ViTConfig(
+        width=width,
+        depth=1 + max(int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))),
+        heads=heads,
+        mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
+        patch=(patch[0], patch[1]),
+        image_size=size.image_size,
+        channels=stem.channels if stem else channels,
+        classes=shapes.get("head.weight", (0,))[0],
+        representation=shapes.get("pre_logits.fc.weight", (0,))[0],
+        pool="attention" if "attn_pool.latent" in shapes else "average" if averaged else "token",
+        class_token=class_token,
+        distillation=distillation,
+        registers=registers,
+        posemb="none" if rows is None else "1d",
+        posemb_prefix="none" if size.prefix_rows == 0 else "class" if size.prefix_rows == own else "all",
+        norm_pooled=norm == "fc_norm",
+        norm_eps=1e-6,
+        activation=activation,
+        layer_scale=1e-5 if _scales(shapes) in shapes else None,
+        stem=stem,
+        mean=tuple(published.get("mean") or mean),
+        std=tuple(published.get("std") or std),
+    )
+    layout = {
+        **vit_layout(
+            registers=register_name,
+            scales=("gamma_1", "gamma_2") if "blocks.0.gamma_1" in shapes else ("ls1.gamma", "ls2.gamma"),
+            norm=norm,
+        ),
+        **(stem_layout(stem.blocks) if stem else {}),
+    }
+    interpolation = published.get("interpolation") or "bicubic"
+    crop = published.get("crop_pct") or (1.0 if family[0] == "timm" and size.image_size[0] >= 384 else crop)
+    where = f"{family[0]} ({family[1]})"
+    sources = {
+        "activation": "config.json" if "act_layer" in arguments else f"{family[0]}'s code: exact GELU",
+        "norm_eps": f"{family[0]}'s code: 1e-6",
+        "heads": heads_source,
+        "image_size": size.source,
+        "mean": "config.json" if published.get("mean") else where,
+        "preprocess": "config.json" if published else where,
+    }
+    if stem:
+        sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
+    left_out = [name for name in shapes if _beside(name)]
+    notes = (
+        [f"left out what is not the encoder: {', '.join(sorted({n.split('.')[0] for n in left_out}))}"]
+        if left_out
+        else []
+    )
+    return Found(
+        family=family[0],
+        config=config,
+        layout=layout,
+        sources=sources,
+        about={
+            "preprocess": {"resize": "crop", "crop": crop, "interpolation": interpolation},
+            "class_names": tuple(published.get("label_names") or ()),
+        },
+        ignore=_beside,
+        notes=notes + size.notes + [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")],
+    )
+
+
+def _with_sidecar(hints: Hints, sidecar: Mapping[str, Any]) -> Hints:
+    """config.json's input size is that of the table, where the caller said nothing."""
+    size = (sidecar.get("pretrained_cfg") or {}).get("input_size")
+    if isinstance(size, list) and len(size) == 3 and hints.image_size is None:
+        return Hints(heads=hints.heads, image_size=(int(size[1]), int(size[2])), grid=hints.grid)
+    return hints
+
+
+def _beside(name: str) -> bool:
+    """Parts of MAE's, DINO's and DINOv2's training that are not the encoder."""
+    return name == "mask_token" or name.startswith(
+        ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.")
+    )
+
+
+def _scales(shapes: Mapping[str, object]) -> str:
+    return "blocks.0.gamma_1" if "blocks.0.gamma_1" in shapes else "blocks.0.ls1.gamma"
+
+
+def _activation(arguments: Mapping[str, Any]) -> Any:
+    name = arguments.get("act_layer", "gelu")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"config.json asks for the activation {name!r}; {nearest(str(name), ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
+    root = shapes.get("patch_embed.backbone.stem.conv.weight") or shapes.get("patch_embed.backbone.conv.weight")
+    if root is None:
+        return None
+    if len(root) != 4:
+        raise ValueError("the hybrid's root convolution has no usable shape: the file is damaged")
+    blocks = _count_units(shapes, r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.")
+    return ResNetConfig(
+        blocks=blocks,
+        widen=max(root[0] // 64, 1),
+        channels=root[1],
+        classes=0,
+        preactivation=False,
+        padding="same",
+        standardise="var+1e-8",
+        norm_eps=1e-5,
+    )
+
+
+def _count_units(shapes: Mapping[str, object], pattern: str) -> tuple[int, ...]:
+    units: dict[int, int] = {}
+    for name in shapes:
+        if found := re.match(pattern, name):
+            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]) + 1)
+    return tuple(units[stage] for stage in sorted(units))
+
+
+def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
+    root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
+    if len(root) != 4 or "stem.norm.weight" in tensors.shapes:
+        raise refuse("a ResNet that is not BiT", "stem")
+    config = ResNetConfig(
+        blocks=_count_units(tensors.shapes, r"stages\.(\d+)\.blocks\.(\d+)\."),
+        widen=max(root[0] // 64, 1),
+        channels=root[1],
+        classes=tensors.shapes.get("head.fc.weight", (0,))[0],
+        standardise="var+1e-8",
+        norm_eps=1e-5,
+        mean=tuple(published.get("mean") or (0.5,)),
+        std=tuple(published.get("std") or (0.5,)),
+    )
+    sources = {
+        "standardise": "timm's code: w / sqrt(var + 1e-8)",
+        "norm_eps": "timm's code: 1e-5",
+        "image_size": "convolutions take any size",
+        "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
+    }
+    return Found("timm", config, bit_layout(), sources, {"preprocess": {"resize": "squash"}})
+
+
+def layout_for(config: Model) -> Layout:
+    if isinstance(config, ResNetConfig):
+        return bit_layout()
+    layout = vit_layout(norm="fc_norm" if config.norm_pooled else "norm")
+    without_hidden = {name: place for name, place in layout.items() if not name.startswith("pre_logits")}
+    return {**without_hidden, **(stem_layout(config.stem.blocks) if config.stem else {})}
+
+
+def lacks(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, why) for what timm's model of these names computes otherwise or does not have."""
+    resnet = config if isinstance(config, ResNetConfig) else config.stem
+    if resnet and (resnet.standardise, resnet.norm_eps) != ("var+1e-8", 1e-5):
+        yield "standardise", "timm computes w / sqrt(var + 1e-8) and GroupNorm 1e-5"
+    if isinstance(config, ResNetConfig):
+        return
+    if config.activation != "gelu":
+        yield "activation", "timm takes a bare file to mean the exact GELU; a folder can say otherwise"
+    if config.norm_eps != 1e-6:
+        yield "norm_eps", "timm has LayerNorm 1e-6"
+    if config.representation:
+        yield "pre_logits", "timm has no hidden layer in the head"
+    if config.posemb not in ("none", "1d"):
+        yield "posemb", "timm has learned 1-D positions"
+    if config.registers and config.posemb_prefix == "class":
+        yield "registers", "timm gives positions to all tokens before the patches or to none"
+    if config.distillation and (config.registers or config.posemb_prefix == "none"):
+        yield "distillation", "timm's distilled DeiT has no registers, and positions for both tokens"
+    if config.pool == "average" and config.class_token and not config.norm_pooled:
+        yield "pool", "timm's average pooling beside a class token norms the pooled vector"
+
+
+HYBRIDS: dict[tuple[tuple[int, ...], int], str] = {
+    ((), 192): "vit_tiny_r_s16_p8_224",
+    ((2, 2, 2, 2), 384): "vit_small_r26_s32_224",
+    ((3, 4, 9), 768): "vit_base_r50_s16_224",
+    ((3, 4, 6, 3), 1024): "vit_large_r50_s32_224",
+}
+RESNETS: dict[tuple[tuple[int, ...], int], str] = {
+    ((3, 4, 6, 3), 1): "resnetv2_50x1_bit",
+    ((3, 4, 23, 3), 1): "resnetv2_101x1_bit",
+    ((3, 4, 23, 3), 3): "resnetv2_101x3_bit",
+    ((3, 8, 36, 3), 2): "resnetv2_152x2_bit",
+    ((3, 8, 36, 3), 4): "resnetv2_152x4_bit",
+}
+
+
+SIDECAR_SAYS = ("activation",)  # config.json in a folder can ask timm for another
+
+
+def sidecar_for(config: Model, about: About) -> dict[str, Any]:
+    """config.json as timm.create_model("local-dir:FOLDER") reads it: what the bare weights cannot say."""
+    published: dict[str, Any] = {
+        "input_size": [config.channels, *config.image_size],
+        "mean": list(config.mean),
+        "std": list(config.std),
+        "num_classes": config.classes,
+        "interpolation": about.preprocess.interpolation,
+        "crop_pct": about.preprocess.crop,
+        "crop_mode": "squash" if about.preprocess.resize == "squash" else "center",
+        "label_names": list(about.class_names) or None,
+    }
+    if isinstance(config, ResNetConfig):
+        architecture, arguments = RESNETS.get((config.blocks, config.widen)), {"in_chans": config.channels}
+    elif config.stem:
+        architecture = HYBRIDS.get((config.stem.blocks, config.width))
+        arguments = {"in_chans": config.channels, "img_size": list(config.image_size)}
+    else:
+        architecture = "deit_base_distilled_patch16_224" if config.distillation else "vit_base_patch16_224"
+        arguments = _arguments(config)
+    if architecture is None:
+        raise ValueError("timm has no model of this shape to name in config.json: write a single file instead")
+    described = {"architecture": architecture, "num_classes": config.classes, "model_args": arguments}
+    return described | {"pretrained_cfg": {key: value for key, value in published.items() if value is not None}}
+
+
+def _arguments(config: ViTConfig) -> dict[str, Any]:
+    """The arguments of timm's VisionTransformer; any size of it can be asked for through one architecture's name."""
+    arguments: dict[str, Any] = {
+        "img_size": list(config.image_size),
+        "patch_size": config.patch[0] if config.patch[0] == config.patch[1] else list(config.patch),
+        "in_chans": config.channels,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": config.mlp_dim / config.width,
+        "act_layer": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
+    }
+    if config.distillation:
+        return arguments
+    arguments |= {
+        "class_token": config.class_token,
+        "global_pool": {"token": "token", "average": "avg", "attention": "map"}[config.pool],
+        "fc_norm": config.norm_pooled,
+        "reg_tokens": config.registers,
+        "no_embed_class": config.posemb_prefix == "none" or not config.prefix,
+        "pos_embed": "learn" if config.posemb == "1d" else "none",
+    }
+    return arguments | ({} if config.layer_scale is None else {"init_values": config.layer_scale})

@@ -1,0 +1,112 @@
+"""torchvision's VisionTransformer, before and after it renamed the MLP's layers. New names are written."""
+
+import re
+from collections.abc import Iterator
+
+from plainvit.config import Model, ResNetConfig, ViTConfig
+from plainvit.weights.files import Tensors
+from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
+from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
+
+BLOCK = "encoder.layers.encoder_layer_{i}."
+
+
+def vit_layout(*, old: bool = False) -> Layout:
+    attention = f"{BLOCK}self_attention."
+    return {
+        **linear("embedding", "conv_proj.", change=PATCHES),
+        "class_token": to("class_token", change=LEAD1),
+        "positions.0.table": to("encoder.pos_embedding", change=LEAD1),
+        **linear("blocks.{i}.norm1", f"{BLOCK}ln_1."),
+        **linear("blocks.{i}.attention.qkv", attention, kernel="in_proj_weight", bias="in_proj_bias"),
+        **linear("blocks.{i}.attention.out", f"{attention}out_proj."),
+        **linear("blocks.{i}.norm2", f"{BLOCK}ln_2."),
+        **linear("blocks.{i}.mlp.fc1", f"{BLOCK}mlp.{'linear_1' if old else '0'}."),
+        **linear("blocks.{i}.mlp.fc2", f"{BLOCK}mlp.{'linear_2' if old else '3'}."),
+        **linear("norm", "encoder.ln."),
+        **linear("pre_logits", "heads.pre_logits."),
+        **linear("head", "heads.head."),
+    }
+
+
+def recognise(tensors: Tensors) -> bool:
+    return "encoder.pos_embedding" in tensors.shapes and any(name.startswith("conv_proj.") for name in tensors.shapes)
+
+
+def find(tensors: Tensors, hints: Hints) -> Found:
+    shapes = tensors.shapes
+    if any(name.startswith("conv_proj.conv_bn") for name in shapes):
+        raise refuse("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
+    first = BLOCK.format(i=0)
+    old = f"{first}mlp.linear_1.weight" in shapes
+    fc1 = shapes.get(f"{first}mlp.{'linear_1' if old else '0'}.weight", ())
+    if len(shapes.get("conv_proj.weight", ())) != 4 or len(fc1) != 2:
+        raise ValueError("this torchvision file has no usable conv_proj or first layer: it is incomplete")
+    width, channels, *patch = shapes["conv_proj.weight"]
+    size = read_grid(shapes["encoder.pos_embedding"][1], (patch[0], patch[1]), {1}, hints)
+    heads, heads_source = read_heads(width, hints, "torchvision")
+    config = ViTConfig(
+        width=width,
+        depth=1 + max(int(found[1]) for name in shapes if (found := re.search(r"encoder_layer_(\d+)\.", name))),
+        heads=heads,
+        mlp_dim=fc1[0],
+        patch=(patch[0], patch[1]),
+        image_size=size.image_size,
+        channels=channels,
+        classes=shapes.get("heads.head.weight", (0,))[0],
+        representation=shapes.get("heads.pre_logits.weight", (0,))[0],
+        norm_eps=1e-6,
+        activation="gelu",
+        mean=IMAGENET_MEAN if channels == 3 else (0.5,),
+        std=IMAGENET_STD if channels == 3 else (0.5,),
+    )
+    sources = {
+        "activation": "torchvision's code: exact GELU",
+        "norm_eps": "torchvision's code: 1e-6",
+        "heads": heads_source,
+        "image_size": size.source,
+        "mean": "torchvision's transforms",
+        "preprocess": "torchvision's transforms",
+    }
+    # 384 px and above: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
+    large = config.image_size[0] >= 384
+    preprocess = {
+        "resize": "crop",
+        "crop": 1.0 if large else 0.875,
+        "interpolation": "bicubic" if large else "bilinear",
+    }
+    notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
+    return Found(
+        "torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes + size.notes
+    )
+
+
+def layout_for(config: Model) -> Layout:
+    assert isinstance(config, ViTConfig)
+    return vit_layout()
+
+
+def lacks(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, why) for what torchvision's ViT computes otherwise or does not have."""
+    if isinstance(config, ResNetConfig):
+        yield "resnet", "torchvision has no BiT"
+        return
+    if config.activation != "gelu":
+        yield "activation", "torchvision has the exact GELU only"
+    if config.norm_eps != 1e-6:
+        yield "norm_eps", "torchvision's ViT has LayerNorm 1e-6"
+    if config.stem:
+        yield "stem", "torchvision has no hybrid ViT"
+    if config.pool != "token" or config.norm_pooled:
+        yield "pool", "torchvision's ViT reads the class token"
+    if config.posemb != "1d" or config.posemb_prefix == "none":
+        yield "posemb", "torchvision's ViT has a learned 1-D table with a row for the class token"
+    if config.registers:
+        yield "registers", "torchvision's ViT has none"
+    if config.distillation:
+        yield "distillation", "torchvision has no DeiT"
+    if config.layer_scale is not None:
+        yield "layer_scale", "torchvision's ViT has none"
+    if config.image_size[0] != config.image_size[1] or config.patch[0] != config.patch[1]:
+        yield "image_size", "torchvision's ViT takes square images and patches"

@@ -1,0 +1,232 @@
+"""transformers' ViT and DeiT: a folder with config.json and preprocessor_config.json, or the weights alone.
+
+The library renamed its modules in version 5 but still writes the old names to disk; both are read, the old written.
+A single file does not say its heads; config.json does, with the activation, LayerNorm's epsilon and the image size.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.weights.files import Tensors
+from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
+from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
+
+PATCH_KERNEL = "embeddings.patch_embeddings.projection.weight"
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
+SPELLINGS = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu"}
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+STRANGERS = {
+    "layer_scale1.": "transformers' DINOv2: load DINOv2's own file instead",
+    "relative_position_bias": "transformers' BEiT",
+    "rope_embeddings": "transformers' DINOv3",
+    "decoder.decoder_layers": "transformers' ViTMAE: load MAE's own file instead",
+}
+
+
+def vit_layout(
+    prefix: str = "vit.", *, new: bool = False, teacher: bool = False, token: str = "distillation_token"
+) -> Layout:
+    """Names of a ViT or DeiT; `token` is ours for DeiT's second token, a plain register where no head reads it."""
+    block = prefix + ("layers.{i}." if new else "encoder.layer.{i}.")
+    inner = f"{block}attention." if new else f"{block}attention.attention."
+    parts = ("q_proj.", "k_proj.", "v_proj.") if new else ("query.", "key.", "value.")
+    embeddings = f"{prefix}embeddings."
+    return {
+        **linear("embedding", f"{embeddings}patch_embeddings.projection.", change=PATCHES),
+        "class_token": to(f"{embeddings}cls_token", change=LEAD1),
+        token: to(f"{embeddings}distillation_token", change=LEAD1),
+        "positions.0.table": to(f"{embeddings}position_embeddings", change=LEAD1),
+        **linear("blocks.{i}.norm1", f"{block}layernorm_before."),
+        **linear("blocks.{i}.attention.qkv", *(inner + part for part in parts)),
+        **linear("blocks.{i}.attention.out", f"{block}attention.{'o_proj' if new else 'output.dense'}."),
+        **linear("blocks.{i}.norm2", f"{block}layernorm_after."),
+        **linear("blocks.{i}.mlp.fc1", f"{block}{'mlp.fc1' if new else 'intermediate.dense'}."),
+        **linear("blocks.{i}.mlp.fc2", f"{block}{'mlp.fc2' if new else 'output.dense'}."),
+        **linear("norm", f"{prefix}layernorm."),
+        **linear("pre_logits", f"{prefix}pooler.dense."),
+        **linear("head", "cls_classifier." if teacher else "classifier."),
+        **linear("head_distillation", "distillation_classifier."),
+    }
+
+
+def recognise(tensors: Tensors) -> bool:
+    return any(name == PATCH_KERNEL or name.endswith(f".{PATCH_KERNEL}") for name in tensors.shapes)
+
+
+def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Found:
+    """`config` and `processor` are config.json and preprocessor_config.json, empty where there are none."""
+    for pattern, what in STRANGERS.items():
+        culprit = next((name for name in tensors.shapes if pattern in name), None)
+        if culprit:
+            raise refuse(what, culprit)
+    prefix = next(name for name in tensors.shapes if name.endswith(PATCH_KERNEL)).removesuffix(PATCH_KERNEL)
+    if prefix not in ("vit.", "deit.", ""):
+        raise refuse(f"a model with a ViT inside, under {prefix!r}", PATCH_KERNEL)
+    shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items()}
+    new = any(name.startswith("layers.") for name in shapes)
+    block, fc1 = ("layers.", "mlp.fc1") if new else ("encoder.layer.", "intermediate.dense")
+    if len(shapes[PATCH_KERNEL]) != 4 or len(shapes.get(f"{block}0.{fc1}.weight", ())) != 2:
+        raise ValueError("this transformers file has no usable patch projection or first layer: it is incomplete")
+    if not config.get("qkv_bias", True):
+        raise refuse("a ViT without biases on q, k and v", "qkv_bias in config.json")
+    width, channels, *patch = shapes[PATCH_KERNEL]
+    second, teacher = "embeddings.distillation_token" in shapes, "distillation_classifier.weight" in shapes
+    family = "transformers DeiT" if second or prefix == "deit." else "transformers ViT"
+    size = read_grid(
+        shapes["embeddings.position_embeddings"][1] if "embeddings.position_embeddings" in shapes else None,
+        (patch[0], patch[1]),
+        {1 + second},
+        _with_config(hints, config, (patch[0], patch[1])),
+    )
+    if config.get("num_attention_heads"):
+        heads, heads_source = int(config["num_attention_heads"]), "config.json"
+    else:
+        heads, heads_source = read_heads(width, hints, family)
+    head = shapes.get("cls_classifier.weight") or shapes.get("classifier.weight") or (0,)
+    hidden = shapes.get("pooler.dense.weight", (0,))[0]
+    if hidden and config.get("pooler_act", "tanh") != "tanh":
+        raise refuse("a ViT whose pooler is not tanh", "pooler_act in config.json")
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if second and channels == 3 else ((0.5,), (0.5,))
+    model = ViTConfig(
+        width=width,
+        depth=1 + max(int(found[1]) for name in shapes if (found := re.match(re.escape(block) + r"(\d+)\.", name))),
+        heads=heads,
+        mlp_dim=shapes[f"{block}0.{fc1}.weight"][0],
+        patch=(patch[0], patch[1]),
+        image_size=size.image_size,
+        channels=channels,
+        classes=head[0],
+        representation=hidden,
+        distillation=teacher,
+        registers=int(second and not teacher),  # a token that no head reads
+        posemb_prefix="all" if second and not teacher else "class",
+        norm_eps=float(config.get("layer_norm_eps", 1e-12)),
+        activation=_activation(config),
+        mean=tuple(processor.get("image_mean") or mean),
+        std=tuple(processor.get("image_std") or std),
+    )
+    told = "config.json" if config else f"{family}'s default"
+    prepared = "preprocessor_config.json" if processor else f"{family}'s convention: square resize"
+    sources = {"activation": told, "norm_eps": told, "heads": heads_source, "image_size": size.source}
+    sources |= {"mean": prepared, "preprocess": prepared}
+    notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
+    return Found(
+        family=family,
+        config=model,
+        layout=vit_layout(prefix, new=new, teacher=teacher, token="distillation_token" if teacher else "registers"),
+        sources=sources,
+        about={"preprocess": _preprocess(processor), "class_names": _class_names(config, head[0])},
+        ignore=lambda name: name.endswith("embeddings.mask_token") or name.startswith("decoder."),
+        notes=notes + size.notes,
+    )
+
+
+def _with_config(hints: Hints, config: Mapping[str, Any], patch: tuple[int, int]) -> Hints:
+    """config.json knows the true grid, square or not."""
+    size = config.get("image_size")
+    if hints.grid or size is None:
+        return hints
+    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    return Hints(heads=hints.heads, grid=(height // patch[0], width // patch[1]))
+
+
+def _activation(config: Mapping[str, Any]) -> Any:
+    name = config.get("hidden_act", "gelu")
+    if name not in SPELLINGS:
+        raise ValueError(f"config.json asks for the activation {name!r}; {nearest(str(name), SPELLINGS)}")
+    return SPELLINGS[name]
+
+
+def _preprocess(processor: Mapping[str, Any]) -> dict[str, Any]:
+    interpolation = RESAMPLING.get(processor.get("resample", 2), "bilinear")
+    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
+    size = processor.get("size") or {}
+    kept, short = (
+        value.get("height", value.get("shortest_edge")) if isinstance(value, dict) else value for value in (crop, size)
+    )
+    if kept and short and kept <= short:
+        return {"resize": "crop", "crop": kept / short, "interpolation": interpolation}
+    return {"resize": "squash", "interpolation": interpolation}
+
+
+def _class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]:
+    """id2label, unless it is the library's filler LABEL_0, LABEL_1 ..."""
+    labels = config.get("id2label") or {}
+    names = tuple(str(labels.get(str(number), "")) for number in range(classes))
+    return () if not all(names) or names[0] == "LABEL_0" else names
+
+
+def layout_for(config: Model) -> Layout:
+    assert isinstance(config, ViTConfig)
+    second = config.distillation or config.registers == 1
+    prefix = "" if not config.classes else "deit." if second else "vit."
+    token = "distillation_token" if config.distillation else "registers"
+    return vit_layout(prefix, teacher=config.distillation, token=token)
+
+
+def lacks(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, why) for what transformers' ViT or DeiT does not have."""
+    if isinstance(config, ResNetConfig):
+        yield "resnet", "transformers' BiT is not written"
+        return
+    if config.stem:
+        yield "stem", "transformers has no hybrid ViT any more"
+    if config.pool != "token" or config.norm_pooled:
+        yield "pool", "transformers' ViT reads the class token"
+    if config.representation and config.classes:
+        yield "pre_logits", "transformers' classifier has no hidden layer"
+    if config.posemb != "1d" or config.posemb_prefix == "none":
+        yield "posemb", "transformers' ViT has a learned 1-D table with a row for the class token"
+    if config.registers > 1 or (config.registers and (config.posemb_prefix != "all" or config.distillation)):
+        yield "registers", "transformers' ViT has none"
+    if config.layer_scale is not None:
+        yield "layer_scale", "transformers' ViT has none"
+
+
+def sidecars_for(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[str, Any]]:
+    """config.json and preprocessor_config.json, as the library reads them."""
+    deit = bool(config.distillation or config.registers)
+    kind = "DeiT" if deit else "ViT"
+    head = "Model" if not config.classes else "ForImageClassification" + ("WithTeacher" if config.distillation else "")
+    names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
+    square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
+    described = {
+        "architectures": [kind + head],
+        "model_type": kind.lower(),
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp_dim,
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size[0] if square[0] else list(config.image_size),
+        "patch_size": config.patch[0] if square[1] else list(config.patch),
+        "num_channels": config.channels,
+        "qkv_bias": True,
+        "dtype": dtype,
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    if config.representation:
+        described |= {"pooler_output_size": config.representation, "pooler_act": "tanh"}
+    prepared: dict[str, Any] = {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(config.mean),
+        "image_std": list(config.std),
+        "resample": next(n for n, name in RESAMPLING.items() if name == about.preprocess.interpolation),
+        "size": {"height": config.image_size[0], "width": config.image_size[1]},
+    }
+    if about.preprocess.resize == "crop":
+        short = {side: round(value / about.preprocess.crop) for side, value in prepared["size"].items()}
+        prepared |= {"do_center_crop": True, "crop_size": prepared["size"], "size": short}
+        prepared["image_processor_type"] = "DeiTImageProcessor"  # ViT's has no crop
+    return {"config.json": described, "preprocessor_config.json": prepared}

@@ -1,0 +1,176 @@
+"""A model -> weights in any known format, whole or not at all."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from plainvit.config import About, Model, ViTConfig, nearest
+from plainvit.models import ResNet, ViT
+from plainvit.weights import own, timm, transformers
+from plainvit.weights.files import write_atomically
+from plainvit.weights.layout import emit, unexpressed
+from plainvit.weights.reading import load
+
+log = logging.getLogger("plainvit")
+
+
+def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: Sequence[str] = ()) -> Path:  # noqa: A002
+    """Writes a model in any of the formats, whole or not at all.
+
+    google is one .npz; plainvit, timm and torchvision one file (.safetensors, or .pth for the latter two); timm may be
+    a folder with its config.json; transformers is a folder. What the format cannot express is refused by name, unless
+    `drop` names it.
+    """
+    if format not in own.FORMATS:
+        raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
+    path = Path(path)
+    folder = format == "transformers" or (format == "timm" and path.suffix not in (".safetensors", ".pth", ".bin"))
+    config, weights = _without(model, _lacks(format, model.config, folder), drop, format)
+    layout = own.layout_for(format, config, weights)
+    stray = unexpressed(layout, weights)
+    assert not stray, f"{format} has no place for {stray}, and did not say so"
+    out = emit(layout, weights, config)
+    metadata = {"format": "pt", "plainvit": json.dumps(own.describe(format, config, model.about))}
+    if format == "google":
+        _write_npz(path, out)
+    elif folder:
+        _write_folder(path, out, metadata, _sidecars(format, config, model.about, weights))
+    elif path.suffix in (".pth", ".bin") and format != "plainvit":
+        write_atomically(path, lambda beside: torch.save(out, beside))
+    else:
+        write_atomically(path, lambda beside: safetensors.torch.save_file(out, beside, metadata))
+    return path
+
+
+def convert(source: str | Path, target: str | Path, format: str, drop: Sequence[str] = (), **hints: Any) -> Path:  # noqa: A002
+    """Weights from one format to another, every number as it was."""
+    return save(load(source, dtype=None, **hints), target, format, drop)
+
+
+def _lacks(format: str, config: Model, folder: bool) -> list[tuple[str, str]]:  # noqa: A002
+    """(part, why) for everything that a format cannot express."""
+    if format == "plainvit":
+        return []
+    beyond = _beyond(config) if isinstance(config, ViTConfig) else ()
+    said = timm.SIDECAR_SAYS if format == "timm" and folder else ()
+    return [*beyond, *(lack for lack in own.OTHERS[format].lacks(config) if lack[0] not in said)]
+
+
+def _beyond(config: ViTConfig) -> Iterable[tuple[str, str]]:
+    """The paper's ablations, which no other library has."""
+    if config.axial:
+        yield "axial", "only plainvit has axial blocks"
+    if config.norm == "post":
+        yield "norm", "only plainvit has post-norm"
+    if config.posemb_at != "stem":
+        yield "posemb_at", "only plainvit adds positions at every layer"
+
+
+# What may be dropped, and how the config then reads; the rest has no meaning without the part
+DROPS: dict[str, Callable[[Model], Model]] = {
+    "activation": lambda c: c.replace(activation="gelu"),
+    "norm_eps": lambda c: c.replace(norm_eps=1e-6),
+    "standardise": lambda c: c,
+    "normalisation": lambda c: c.replace(mean=(0.5,), std=(0.5,)),
+    "pre_logits": lambda c: c.replace(representation=0, classes=0),
+    "registers": lambda c: c.replace(registers=0),
+    "layer_scale": lambda c: c.replace(layer_scale=None),
+    "distillation": lambda c: c.replace(distillation=False),
+}
+
+
+def _without(
+    model: ViT | ResNet,
+    lacking: list[tuple[str, str]],
+    drop: Sequence[str],
+    format: str,  # noqa: A002
+) -> tuple[Model, dict[str, Tensor]]:
+    """Config and weights less the parts that the caller agreed to lose; an error for the others."""
+    for part in drop:
+        if part not in DROPS:
+            raise ValueError(f"nothing called {part!r} can be dropped; {nearest(part, DROPS)}")
+    refused = [(part, why) for part, why in lacking if part not in drop]
+    if refused:
+        parts = "; ".join(f"{part} ({why})" for part, why in refused)
+        droppable = [part for part, _ in refused if part in DROPS]
+        hint = f": drop it by name to go on without ({', '.join(droppable)})" if droppable else ""
+        raise ValueError(f"format {format!r} cannot express {parts}{hint}")
+    config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    for part, _ in lacking:
+        weights = _drop_weights(part, config, weights)
+        if part == "activation" and format == "google":
+            config = config.replace(activation="gelu_tanh")
+        else:
+            config = DROPS[part](config)
+        log.warning("dropped %s", part)
+    return config, weights
+
+
+def _drop_weights(part: str, config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefixes = {
+        "pre_logits": ("pre_logits.", "head."),  # the head reads the hidden layer: alone it means nothing
+        "registers": ("registers",),
+        "distillation": ("distillation_token", "head_distillation."),
+    }.get(part, ())
+    kept = (
+        {name: weight for name, weight in weights.items() if not name.startswith(prefixes)}
+        if prefixes
+        else dict(weights)
+    )
+    if part == "layer_scale":  # folded into the layer before it: the same function, to rounding
+        for name in [name for name in kept if name.endswith(".scale")]:
+            layer = name.replace("residual1.scale", "attention.out").replace("residual2.scale", "mlp.fc2")
+            scale = kept.pop(name)
+            kept[f"{layer}.weight"] = kept[f"{layer}.weight"] * scale[:, None]
+            kept[f"{layer}.bias"] = kept[f"{layer}.bias"] * scale
+    table = kept.get("positions.0.table")
+    if table is not None and isinstance(config, ViTConfig) and part in ("registers", "distillation"):
+        first = config.class_token + (config.distillation if part == "registers" else 0)
+        lost = (config.registers if config.posemb_prefix == "all" else 0) if part == "registers" else 1
+        lost = 0 if config.posemb_prefix == "none" else lost
+        kept["positions.0.table"] = torch.cat((table[:first], table[first + lost :])) if lost else table
+    return kept
+
+
+def _sidecars(format: str, config: Model, about: About, weights: dict[str, Tensor]) -> dict[str, dict[str, Any]]:  # noqa: A002
+    if format == "timm":
+        return {"config.json": timm.sidecar_for(config, about)}
+    assert isinstance(config, ViTConfig)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    return transformers.sidecars_for(config, about, dtype)
+
+
+def _write_folder(
+    path: Path, out: dict[str, Tensor], metadata: dict[str, str], sidecars: dict[str, dict[str, Any]]
+) -> None:
+    """The descriptions first and the weights last: a folder with weights in it is complete."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; this format is a folder")
+    path.mkdir(exist_ok=True)
+    for name, value in sidecars.items():
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(path / name, lambda beside, text=text: beside.write_text(text, encoding="utf-8"))
+    write_atomically(path / "model.safetensors", lambda beside: safetensors.torch.save_file(out, beside, metadata))
+
+
+def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
+    arrays: dict[str, Any] = {name: _as_numpy(tensor) for name, tensor in out.items()}
+
+    def write(beside: Path) -> None:
+        with beside.open("wb") as file:
+            np.savez(file, **arrays)
+
+    write_atomically(path, write)
+
+
+def _as_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:  # as big_vision stores it
+        return tensor.view(torch.uint16).numpy().view("V2")
+    return tensor.numpy()
