@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
 Pattern = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATTERN")]
 
 
@@ -43,26 +44,97 @@ def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = Fal
 
 
 def inspect(
-    name: Name, /, *, image: Path | None = None, image_size: int = 224, seed: int = 0, json: bool = False
+    source: Source,
+    /,
+    *,
+    image: Path | None = None,
+    image_size: int | None = None,
+    heads: int | None = None,
+    seed: int = 0,
+    json: bool = False,
 ) -> None:
-    """One model in detail: its settings, and every named intermediate of one real forward pass.
+    """What a weights file holds and means; or, for a model's name, every step of one real forward pass.
 
-    The names are those that a Trace takes: model(images, Trace("block*/attention")).
+    Of a file it prints each setting and where it was learned: from the shapes, from a file beside it, or from what is
+    known of that library's code. Of a name such as ViT-B/16 it prints the names that a Trace takes, with the shape,
+    mean and spread of each: model(images, Trace("block*/attention")).
 
     Args:
-        name: A model's name, such as ViT-B/16; `plainvit models` lists them.
-        image: A photo to run it on; without one, a colour gradient.
+        source: A weights file or folder, hf:org/name, a name from `plainvit weights`, or a model's name.
+        image: A photo to run a named model on; without one, a colour gradient.
         image_size: Height and width of the images in pixels.
-        seed: Draws the weights.
+        heads: Heads of the file's model, where the file cannot say.
+        seed: Draws a named model's weights.
         json: Print JSON for machines instead of a table.
     """
-    from plainvit.evaluate import forward
+    from plainvit.names import is_model
 
-    report = forward.report(name, image, image_size, seed)
-    _show(report, None if json else forward.tables(report))
+    if is_model(source):
+        from plainvit.evaluate import forward
+
+        report = forward.report(source, image, image_size or 224, seed)
+        _show(report, None if json else forward.tables(report))
+        return
+    from plainvit.evaluate import describe
+
+    described = describe.describe(source, heads=heads, image_size=image_size)
+    _show(described, None if json else describe.table(described))
 
 
-VERBS: dict[str, Callable[..., None]] = {"models": models, "inspect": inspect}
+def convert(
+    source: Source,
+    target: Target,
+    /,
+    *,
+    format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
+    drop: tuple[str, ...] = (),
+    heads: int | None = None,
+    image_size: int | None = None,
+    classes: int | None = None,
+) -> None:
+    """Weights from any library's format to another's, every number as it was.
+
+    What the target cannot express (a hidden layer in the head, another GELU, registers ...) is refused by name; --drop
+    NAME goes on without it. google writes an .npz; transformers a folder that the library loads; timm a folder with
+    its config.json, or a bare file where the name ends in .safetensors or .pth.
+
+    Args:
+        source: A weights file or folder, hf:org/name, or a name from `plainvit weights`.
+        target: The file or folder to write.
+        format: Whose format to write.
+        drop: Parts to leave out, by the names that the refusal gives.
+        heads: Heads of the source's model, where the file cannot say.
+        image_size: Resample the positions to this size first.
+        classes: Replace the head by one of zeros with so many classes first.
+    """
+    from plainvit.weights import convert as run
+
+    print(run(source, target, format, drop, heads=heads, image_size=image_size, classes=classes))
+
+
+def weights(*, json: bool = False) -> None:
+    """Published weights by name, with their hub address, licence and reported accuracy.
+
+    Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL are those of timm's results
+    files, in per cent; an empty field was not at hand.
+
+    Args:
+        json: Print JSON for machines instead of a table.
+    """
+    from dataclasses import asdict
+
+    from plainvit.evaluate import describe
+
+    rows = {name: asdict(entry) for name, entry in describe.PUBLISHED.items()}
+    _show(rows, None if json else describe.published_table())
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "models": models,
+    "inspect": inspect,
+    "weights": weights,
+    "convert": convert,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -54,6 +54,11 @@ NAMES = (
 )
 
 
+def is_model(name: str) -> bool:
+    """Whether a word has the form of a model's name, known or misspelt, rather than of a file's."""
+    return re.search(r"(^|[-+])vi?t-\w+/?\d*$|^bit-r", name, re.IGNORECASE) is not None
+
+
 def list_models(pattern: str = "*") -> list[str]:
     """The named models that match a shell-style pattern; a ViT takes any patch size beyond those listed."""
     return [name for name in NAMES if fnmatchcase(name, pattern)]

@@ -1,23 +1,6 @@
-"""Published weights by name, and the Hugging Face hub: safetensors only, from its cache where there is no network."""
+"""The Hugging Face hub: safetensors only, and from its cache where there is no network."""
 
-from dataclasses import dataclass
 from pathlib import Path
-
-
-@dataclass(frozen=True)
-class Published:
-    """One set of published weights: what it is, where it is, what was reported for it."""
-
-    hub: str
-    family: str
-    licence: str
-    top1: float | None = None  # ImageNet, as reported by timm's results files
-    real: float | None = None  # ImageNet-ReaL, likewise
-
-
-def published() -> dict[str, Published]:
-    """The weights that most people want, by a name that says model, recipe, data and size."""
-    return {}
 
 
 def fetch(address: str) -> Path:

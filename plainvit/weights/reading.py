@@ -14,10 +14,11 @@ import torch
 from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import resize
-from plainvit.weights import google, own, timm, torchvision, transformers
+from plainvit.weights import google, hub, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder, read_json
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import Found, fill
+from plainvit.weights.published import PUBLISHED
 
 log = logging.getLogger("plainvit")
 
@@ -86,15 +87,13 @@ def resolve(source: str | Path) -> Path:
     """A path as it is; a hub address or a published name, fetched or found in the hub's cache."""
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)
-    from plainvit.weights import hub
-
     if source.startswith("hf:"):
         return hub.fetch(source.removeprefix("hf:"))
-    if source in hub.published():
-        return hub.fetch(hub.published()[source].hub)
+    if source in PUBLISHED:
+        return hub.fetch(PUBLISHED[source].hub)
     if re.fullmatch(r"\w+", source):
         raise ValueError(
-            f"there is no file {source!r}, nor published weights of that name; {nearest(source, hub.published())}"
+            f"there is no file {source!r}, nor published weights of that name; {nearest(source, PUBLISHED)}"
         )
     return Path(source)
 

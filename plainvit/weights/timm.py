@@ -226,7 +226,11 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
         layout=layout,
         sources=sources,
         about={
-            "preprocess": {"resize": "crop", "crop": crop, "interpolation": interpolation},
+            "preprocess": {
+                "resize": "squash" if published.get("crop_mode") == "squash" else "crop",
+                "crop": crop,
+                "interpolation": interpolation,
+            },
             "class_names": tuple(published.get("label_names") or ()),
         },
         ignore=_beside,

@@ -109,7 +109,7 @@ def _without(
             config = config.replace(activation="gelu_tanh")
         else:
             config = DROPS[part](config)
-        log.warning("dropped %s", part)
+        log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
     return config, weights
 
 

@@ -1,0 +1,77 @@
+"""What a weights file holds and means, and where each statement comes from; and the table of published weights.
+
+plainvit inspect B_16.npz          plainvit weights
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from plainvit.config import ViTConfig, to_json
+from plainvit.evaluate import cost
+from plainvit.weights.layout import locate
+from plainvit.weights.published import PUBLISHED
+from plainvit.weights.reading import look
+
+IN_THE_WEIGHTS = "shapes of the weights"
+
+
+def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
+    """By the headers alone, but for the head, which is read to see whether it was ever trained."""
+    found, tensors = look(source, **hints)
+    settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
+    if isinstance(found.config, ViTConfig) and found.config.stem:
+        settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
+    head = locate(found.layout, "head.weight")
+    name = head.names[0] if head and head.names[0] in tensors.shapes else None
+    sources = {key: found.sources.get(key, IN_THE_WEIGHTS) for key in settings}
+    sources["std"] = sources["mean"]
+    for key in ("dropout", "stochastic_depth"):
+        sources[key] = "not in a weights file"
+    return {
+        "source": str(source),
+        "family": found.family,
+        "parameters": cost.parameters(found.config),
+        "head": "none" if name is None else "trained" if tensors.read(name).any() else "all zeros: features only",
+        "settings": settings,
+        "preprocess": found.about.get("preprocess", {}),
+        "class_names": list(found.about.get("class_names") or ()),
+        "sources": sources | {"preprocess": found.sources.get("preprocess", IN_THE_WEIGHTS)},
+        "notes": found.notes,
+    }
+
+
+def table(described: dict[str, Any]) -> Group:
+    """The description for people."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for title, style in (("setting", "cyan"), ("value", ""), ("learned from", "dim")):
+        shown.add_column(title, style=style)
+    for key, value in described["settings"].items():
+        shown.add_row(key, _plain(value), described["sources"][key])
+    prepared = ", ".join(f"{key} {value}" for key, value in described["preprocess"].items())
+    shown.add_row("preprocess", prepared, described["sources"]["preprocess"])
+    names = described["class_names"]
+    shown.add_row("class names", f"{len(names)}: {', '.join(names[:3])} ..." if names else "none", "")
+    title = f"{described['family']}, {described['parameters']:,} parameters, head: {described['head']}"
+    return Group(
+        f"[bold]{described['source']}[/bold]: {title}\n", shown, *(f"note: {note}" for note in described["notes"])
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def published_table() -> Table:
+    """Every published set of weights that has a name here."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("name", "hub", "licence", "top-1", "ReaL"):
+        shown.add_column(title, justify="right" if title in ("top-1", "ReaL") else "left", overflow="fold")
+    for name, entry in PUBLISHED.items():
+        numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
+        shown.add_row(f"[cyan]{name}[/cyan]", entry.hub, entry.licence, *numbers)
+    return shown
