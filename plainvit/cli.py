@@ -3,11 +3,11 @@
 Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 resources, 130/143 signals.
 """
 
-import json
+import json as _json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Spec = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
 Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
 Pattern = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATTERN")]
 
@@ -129,42 +130,134 @@ def weights(*, json: bool = False) -> None:
     _show(rows, None if json else describe.published_table())
 
 
+def data_info(spec: Spec, /, *, sheet: Path | None = None, data_root: Path | None = None, json: bool = False) -> None:
+    """Counts, classes, sizes and fingerprint of each split; with --sheet, a page of thumbnails.
+
+    Args:
+        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        sheet: Write a contact sheet of the first split to this PNG.
+        data_root: Where known sets lie, each in a folder of its name.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.data import check
+
+    report = check.info(spec, data_root, sheet)
+    _show(report, None if json else check.info_table(report))
+
+
+def data_check(
+    spec: Spec,
+    /,
+    *,
+    save: Path | None = None,
+    data_root: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Corrupt files, duplicates within and across splits, empty classes, odd sizes. Exit code 3 if any is unreadable.
+
+    Args:
+        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        save: Write the findings to this file, one JSON object a line; it can be given back as a list to exclude.
+        data_root: Where known sets lie, each in a folder of its name.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.data import check
+    from plainvit.disk import write_atomically
+
+    findings = check.check(spec, data_root)
+    if save:
+        lines = "".join(f"{_json.dumps(finding)}\n" for finding in findings)
+        write_atomically(save, lambda beside: beside.write_text(lines, encoding="utf-8"))
+    _show(findings, None if json else check.check_table(findings))
+    if any(finding["problem"] == "unreadable" for finding in findings):
+        sys.exit(3)
+
+
+def data_pack(
+    spec: Spec,
+    target: Target,
+    /,
+    *,
+    side: int = 320,
+    quality: int = 90,
+    data_root: Path | None = None,
+    json: bool = False,
+) -> None:
+    """A faster copy: tar shards (WebDataset) of JPEGs with a short side of --side, and an index for random access.
+
+    Args:
+        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        target: A new folder for the shards.
+        side: Short side in pixels; smaller images stay as they are.
+        quality: Of the JPEGs, 1 to 100.
+        data_root: Where known sets lie, each in a folder of its name.
+        json: Print JSON for machines instead of a line.
+    """
+    from plainvit.data import check
+
+    packed = check.pack(spec, target, side, quality, data_root)
+    line = (
+        f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB, {len(packed['left_out'])} left out: {target}"
+    )
+    _show(packed, None if json else line)
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "models": models,
     "inspect": inspect,
     "weights": weights,
     "convert": convert,
+    "data info": data_info,
+    "data check": data_check,
+    "data pack": data_pack,
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command. Errors that a user can mend are one line on standard error."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--version"]:
-        print(f"plainvit {__version__}")
+    verb = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in VERBS), None)
+    if verb is None:
+        _overview(arguments)
         return
     from plainvit import device
 
     device.prepare()
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            VERBS,
-            prog="plainvit",
-            args=arguments,
-            description="Vision Transformers, from raw images to an answer.",
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        rest = arguments[len(verb.split()) :]
+        tyro.cli(VERBS[verb], prog=f"plainvit {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
     except (ValueError, OSError) as error:
-        print(f"plainvit: {str(error).splitlines()[0]}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _overview(arguments: list[str]) -> None:
+    """All verbs, or those that begin with the word given; anything else is an error with the nearest verb."""
+    word = arguments[0] if arguments else "--help"
+    if word == "--version":
+        print(f"plainvit {__version__}")
+        return
+    verbs = [verb for verb in VERBS if word in ("-h", "--help") or verb.split()[0] == word]
+    if not verbs or not set(arguments[1:]) <= {"-h", "--help"}:
+        from plainvit.config import nearest
+
+        _fail(f"there is no verb {' '.join(arguments[:2])!r}; {nearest(' '.join(arguments[:2]), VERBS)}", 2)
+    print("plainvit: Vision Transformers, from raw images to an answer.\n")
+    for verb in verbs:
+        print(f"  plainvit {verb:12} {(VERBS[verb].__doc__ or '').splitlines()[0]}")
+    print("\nplainvit VERB --help tells more of each; plainvit --version prints the version.")
+
+
+def _fail(line: str, code: int) -> NoReturn:
+    print(f"plainvit: {line}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _show(value: object, renderable: "RenderableType | None") -> None:
     """JSON where no table was made, else the table."""
     if renderable is None:
-        print(json.dumps(value, indent=2))
+        print(_json.dumps(value, indent=2))
         return
     from rich.console import Console
 

@@ -249,6 +249,44 @@ class Preprocess(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Augment(Checked):
+    """What happens to a training image at random; every default is the paper's pre-training."""
+
+    # inception: 5-100 % of the area, aspect 3/4-4/3, by torchvision's sampling or by TensorFlow's;
+    # random: square resize to `resize`, then a random crop (BiT); pad: a random crop from a zero border (CIFAR)
+    crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
+    area: tuple[float, float] = (0.05, 1.0)
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    resize: int = 0
+    pad: int = 4
+    flip: float = 0.5
+    randaugment: tuple[int, int] = (0, 0)  # operations, magnitude of 30
+    three_augment: bool = False  # DeiT III: one of grey, solarise, blur
+    colour: float = 0.0  # jitter of brightness, contrast and saturation, each by up to this share
+    erase: float = 0.0  # probability of erasing a rectangle
+    repeats: int = 1  # repeated augmentation
+    mixup: float = 0.0  # alpha of its beta distribution
+    cutmix: float = 0.0
+    smoothing: float = 0.0  # of the labels
+
+    def __post_init__(self) -> None:
+        for name in ("area", "aspect", "randaugment"):
+            self._set(name, tuple(getattr(self, name)))
+        self._check(positive=("repeats",), natural=("resize", "pad", "randaugment"), rates=("colour", "smoothing"))
+        for name in ("flip", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be a probability, got {getattr(self, name)}")
+        if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
+            raise ValueError(f"area {self.area} and aspect {self.aspect} are (least, most), areas within (0, 1]")
+        if self.crop == "random" and not self.resize:
+            raise ValueError("crop 'random' needs resize: the side of the square that it crops from")
+        if min(self.mixup, self.cutmix) < 0:
+            raise ValueError("mixup and cutmix are alphas of a beta distribution: 0 (off) or above")
+        if self.randaugment[1] > 30:
+            raise ValueError(f"randaugment's magnitude is at most 30, got {self.randaugment[1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class About(Checked):
     """What weights mean beyond the model: their origin, how photos are prepared, what the classes are called."""
 

@@ -1,4 +1,4 @@
-"""Files -> named tensors, one at a time and only after their headers have been checked; and back, atomically.
+"""Files -> named tensors, one at a time and only after their headers have been checked.
 
 Nothing here knows a model. A file is recognised by its first bytes, never by its suffix. Nothing in it is executed:
 NumPy archives are read without pickle, PyTorch files through `weights_only=True`, and no header is believed that
@@ -7,13 +7,10 @@ claims more bytes than the file has.
 
 import argparse
 import contextlib
-import json
 import math
-import os
-import secrets
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +20,9 @@ from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from plainvit.disk import read_json
+
 SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
-JSON_LIMIT = 16 * 2**20
 
 
 class Tensors(Protocol):
@@ -219,48 +217,3 @@ def open_folder(folder: Path) -> Tensors:
     if not found:
         raise ValueError(f"{folder} has no weights in it: expected {', '.join(known[:2])} or another .safetensors file")
     return open_file(found[0])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is no such file."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > JSON_LIMIT:
-        raise ValueError(f"{path} is larger than any description of a model ({JSON_LIMIT >> 20} MiB)")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside the path, syncs, renames: a reader sees the old file or the whole new one."""
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write(beside)
-        beside.chmod(0o666 & ~_umask())  # safetensors leaves 0600
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

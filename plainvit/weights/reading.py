@@ -11,15 +11,18 @@ from pathlib import Path
 
 import torch
 
+from plainvit import hub
 from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
+from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import resize
-from plainvit.weights import google, hub, own, timm, torchvision, transformers
-from plainvit.weights.files import Tensors, open_file, open_folder, read_json
+from plainvit.weights import google, own, timm, torchvision, transformers
+from plainvit.weights.files import Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import Found, fill
 from plainvit.weights.published import PUBLISHED
 
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
 log = logging.getLogger("plainvit")
 
 
@@ -88,9 +91,9 @@ def resolve(source: str | Path) -> Path:
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)
     if source.startswith("hf:"):
-        return hub.fetch(source.removeprefix("hf:"))
+        return hub.fetch(source.removeprefix("hf:"), HUB_FILES)
     if source in PUBLISHED:
-        return hub.fetch(PUBLISHED[source].hub)
+        return hub.fetch(PUBLISHED[source].hub, HUB_FILES)
     if re.fullmatch(r"\w+", source):
         raise ValueError(
             f"there is no file {source!r}, nor published weights of that name; {nearest(source, PUBLISHED)}"

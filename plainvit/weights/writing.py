@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plainvit.config import About, Model, ViTConfig, nearest
+from plainvit.disk import write_atomically
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
-from plainvit.weights.files import write_atomically
 from plainvit.weights.layout import emit, unexpressed
 from plainvit.weights.reading import load
 

@@ -1,18 +1,18 @@
-"""The Hugging Face hub: safetensors only, and from its cache where there is no network."""
+"""The Hugging Face hub: named files only, and from its cache where there is no network. A leaf."""
 
 from pathlib import Path
 
 
-def fetch(address: str) -> Path:
-    """A folder with the weights of `org/name[@revision]`: downloaded, or found in the hub's cache."""
+def fetch(address: str, patterns: list[str], kind: str = "model") -> Path:
+    """A folder with those files of `org/name[@revision]`: downloaded, or found in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     name, _, revision = address.partition("@")
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
-    by_hand = f"where there is a network, run `hf download {name}` and load the folder it prints"
+    option = "" if kind == "model" else f" --repo-type {kind}"
+    by_hand = f"where there is a network, run `hf download {name}{option}` and give the folder it prints"
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+        return Path(snapshot_download(name, repo_type=kind, revision=revision or None, allow_patterns=patterns))
     except HFValidationError as error:
         raise ValueError(f"{name!r} is not a hub address: it should read org/name") from error
     except LocalEntryNotFoundError as error:

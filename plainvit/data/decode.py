@@ -1,0 +1,150 @@
+"""Encoded images -> pixels: one function for training, evaluation and serving.
+
+JPEG goes through libjpeg-turbo at the smallest scale that serves; whatever else, and what a strict decoder rejects,
+through Pillow. Sizes are checked before a pixel is allocated; only listed formats are opened; the first frame counts.
+"""
+
+import io
+import warnings
+
+import numpy as np
+import simplejpeg
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+PIXEL_LIMIT = 50_000_000
+MARGIN = 2  # a scaled-down JPEG keeps at least this many pixels per pixel wanted, so that resizing still antialiases
+
+
+class DataError(ValueError):
+    """Something about the data that its owner can mend; the command ends with exit code 3."""
+
+    exit_code = 3
+
+
+class ImageError(DataError):
+    """One image that cannot be decoded, and why."""
+
+
+def decode(data: bytes, wanted: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
+    """Pixels [height, width, 3] in uint8, upright.
+
+    `wanted` is the (height, width) to which the whole image will be resized: a JPEG at least MARGIN times larger is
+    decoded at a half, a quarter or an eighth of its size, still no smaller than MARGIN times `wanted`.
+    """
+    if data[:2] == b"\xff\xd8":
+        pixels = _decode_jpeg(data, wanted, limit)
+        if pixels is not None:
+            return pixels
+    return _decode_any(data, limit)
+
+
+def size(data: bytes) -> tuple[int, int]:
+    """(height, width) of the upright image, from its header alone."""
+    if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
+        try:
+            return _jpeg_header(data, strict=False)[:2]
+        except ValueError:
+            pass
+    with _opened(data, PIXEL_LIMIT) as image:
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.ndarray | None:
+    """None where Pillow should have a try: CMYK, or what the strict decoder rejects."""
+    try:
+        height, width, colours = _jpeg_header(data, strict=True)
+    except ValueError:
+        return None
+    _check_size(height, width, limit)
+    if colours in ("CMYK", "YCCK"):
+        return None
+    orientation = _orientation(data)
+    if wanted and orientation in (5, 6, 7, 8):
+        wanted = wanted[1], wanted[0]
+    least = (MARGIN * wanted[0], MARGIN * wanted[1]) if wanted else (0, 0)
+    if min(height / (least[0] or height), width / (least[1] or width)) < 2:
+        least = (0, 0)  # libjpeg-turbo's scales between a half and one cost more than they save
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
+    except ValueError:
+        return None
+    return pixels if orientation == 1 else _turned(pixels, orientation)
+
+
+def _jpeg_header(data: bytes, *, strict: bool) -> tuple[int, int, str]:
+    height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=strict)
+    return int(height), int(width), str(colours)
+
+
+def _orientation(data: bytes) -> int:
+    """EXIF's orientation, 1 (upright) for most; Pillow parses the block where there is one."""
+    if b"Exif\0\0" not in data[:65536]:
+        return 1
+    try:
+        with _opened(data, PIXEL_LIMIT) as image:
+            orientation = image.getexif().get(0x0112, 1)
+    except ImageError:
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """What the camera meant: EXIF's eight ways of holding it."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def _decode_any(data: bytes, limit: int) -> np.ndarray:
+    with _opened(data, limit) as image:
+        try:
+            image.load()
+            image = ImageOps.exif_transpose(image)
+            return np.array(_to_rgb(image))
+        except (OSError, ValueError, SyntaxError, EOFError, MemoryError, IndexError) as error:
+            raise ImageError(_reason(error)) from error
+
+
+def _opened(data: bytes, limit: int) -> Image.Image:
+    if not data:
+        raise ImageError("the file is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own size warning: ours is stricter
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise ImageError(f"not an image in a known format: it starts with {data[:12]!r}") from error
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ImageError(_reason(error)) from error
+    _check_size(image.height, image.width, limit)
+    return image
+
+
+def _check_size(height: int, width: int, limit: int) -> None:
+    if height < 1 or width < 1:
+        raise ImageError(f"it has no pixels ({width} x {height})")
+    if height * width > limit:
+        raise ImageError(f"{width} x {height} is over the limit of {limit:,} pixels")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Grey, palette and CMYK as RGB; 16 bits scaled to 8; transparency on white, as a page shows it."""
+    if image.mode.startswith("I") or image.mode == "F":
+        deep = np.asarray(image).astype(np.float64)
+        top = 65535 if deep.max(initial=0) > 255 or image.mode.startswith("I;16") else 255
+        image = Image.fromarray((deep.clip(0, top) * (255 / top)).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        over = image.convert("RGBA")
+        white = Image.new("RGBA", over.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, over)
+    return image.convert("RGB")
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__

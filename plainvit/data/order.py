@@ -1,0 +1,70 @@
+"""Order and randomness as pure functions of (seed, epoch, position).
+
+Nothing here has state: any process can compute any sample's place and its random numbers, so resuming needs one
+integer, and the number of workers or processes never shows. The same hash runs on the CPU and on a GPU, bit for bit.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# SplitMix64's increment and multipliers (Steele, Lea, Flood 2014), as signed 64-bit numbers
+GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: torch's keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def scramble(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (which wraps around): every input bit moves every output bit."""
+    x = (x ^ _shift(x, 30)) * FIRST
+    x = (x ^ _shift(x, 27)) * SECOND
+    return x ^ _shift(x, 31)
+
+
+def uniforms(seed: int, epoch: Tensor, position: Tensor, count: int) -> Tensor:
+    """Random numbers in [0, 1) for each (epoch, position): [B, count] in fp32, 24 bits each."""
+    key = scramble(
+        scramble(epoch.long() + scramble(torch.tensor(seed, device=epoch.device) + GOLDEN)) ^ position.long()
+    )
+    draws = torch.arange(1, count + 1, device=epoch.device) * GOLDEN
+    return _shift(scramble(scramble(key.unsqueeze(1) + draws)), 40).float() * 2.0**-24
+
+
+def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of one epoch: indices sorted by their hash, the same with any version of any library."""
+    salt = scramble(torch.tensor(epoch) + scramble(torch.tensor(seed) ^ GOLDEN))
+    return np.argsort(scramble(torch.arange(count) + salt).numpy(), kind="stable")
+
+
+class Order:
+    """Which sample stands at a global position: epochs of permutations, one after the other, without end.
+
+    With repeats > 1 each sample of the order stands that many times in a row (repeated augmentation); an epoch still
+    has as many positions as samples.
+    """
+
+    def __init__(self, count: int, seed: int, *, repeats: int = 1, shuffle: bool = True) -> None:
+        self.count, self.seed, self.repeats, self.shuffle = count, seed, repeats, shuffle
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def epoch(self, position: np.ndarray) -> np.ndarray:
+        return position // self.count
+
+    def sample(self, position: np.ndarray) -> np.ndarray:
+        """Indices into the source; positions may cross into the next epoch."""
+        out = np.empty(len(position), np.int64)
+        epochs = self.epoch(position)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            out[here] = self._epoch_order(int(epoch))[position[here] % self.count // self.repeats]
+        return out
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, permutation(self.seed, epoch, self.count)
+        return self._order

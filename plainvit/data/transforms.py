@@ -1,0 +1,184 @@
+"""Random crops, flips and colours, as functions of uniform numbers; and the one way a photo is prepared for evaluation.
+
+Everything geometric is a box in the original image, so a JPEG is decoded no larger than its crop needs, and the same
+boxes serve images streamed from disk and images resident on a GPU. The model itself normalises.
+"""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plainvit.config import Augment, Preprocess
+from plainvit.data.decode import decode
+from plainvit.data.decode import size as encoded_size
+
+TRIES = 10
+DRAWS = 4 * TRIES + 9  # of each sample: its crop's tries, then flip, three colours, five for erasing
+
+
+def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
+    """[B, 4] boxes (top, left, height, width) in pixels of images of `sizes` [B, 2], from uniforms [B, DRAWS].
+
+    Boxes of crop 'pad' may reach beyond the image; 'random' gives boxes in the resized square, mapped back.
+    """
+    h, w = sizes[:, 0].float(), sizes[:, 1].float()
+    if augment.crop == "none":
+        return torch.stack((torch.zeros_like(h), torch.zeros_like(w), h, w), 1)
+    if augment.crop == "pad":
+        top, left = ((u[:, i] * (2 * augment.pad + 1)).floor() - augment.pad for i in (0, 1))
+        return torch.stack((top, left, h, w), 1)
+    if augment.crop == "random":
+        spare_h, spare_w = augment.resize - out[0], augment.resize - out[1]
+        top, left = (u[:, 0] * (spare_h + 1)).floor(), (u[:, 1] * (spare_w + 1)).floor()
+        kh, kw = h / augment.resize, w / augment.resize
+        return torch.stack((top * kh, left * kw, out[0] * kh, out[1] * kw), 1)
+    tries = u[:, : 4 * TRIES].view(-1, TRIES, 4)
+    propose = _propose_torchvision if augment.crop == "inception" else _propose_tensorflow
+    ch, cw, fits = propose(tries, h.unsqueeze(1), w.unsqueeze(1), augment)  # each [B, TRIES]
+    first = fits.float().argmax(1, keepdim=True)  # the first try that fits
+    ch, cw = ch.gather(1, first).squeeze(1), cw.gather(1, first).squeeze(1)
+    place = tries.gather(1, first.unsqueeze(2).expand(-1, -1, 4)).squeeze(1)
+    fallback_h, fallback_w = _centre(h, w, augment)
+    none = ~fits.any(1)
+    ch, cw = torch.where(none, fallback_h, ch), torch.where(none, fallback_w, cw)
+    top, left = (place[:, 2] * (h - ch + 1)).floor(), (place[:, 3] * (w - cw + 1)).floor()
+    top, left = torch.where(none, ((h - ch) / 2).floor(), top), torch.where(none, ((w - cw) / 2).floor(), left)
+    return torch.stack((top, left, ch, cw), 1)
+
+
+def _propose_torchvision(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor, Tensor]:
+    """Area uniform, aspect (width / height) log-uniform."""
+    area = (augment.area[0] + u[..., 0] * (augment.area[1] - augment.area[0])) * h * w
+    low, high = (math.log(value) for value in augment.aspect)
+    aspect = torch.exp(low + u[..., 1] * (high - low))
+    ch, cw = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
+    return ch, cw, (ch <= h) & (cw <= w) & (ch > 0) & (cw > 0)
+
+
+def _propose_tensorflow(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor, Tensor]:
+    """tf.image.sample_distorted_bounding_box: aspect uniform, then the height uniform between what the areas allow."""
+    aspect = augment.aspect[0] + u[..., 0] * (augment.aspect[1] - augment.aspect[0])
+    least = (augment.area[0] * h * w / aspect).sqrt().round()
+    most = torch.minimum((augment.area[1] * h * w / aspect).sqrt().round(), ((w + 0.5 - 1e-4) / aspect).floor())
+    most = torch.minimum(most, h)
+    least = torch.minimum(least, most)
+    ch = least + (u[..., 1] * (most - least + 1)).floor()
+    cw = (ch * aspect).round()
+    area = ch * cw
+    inside = (area >= augment.area[0] * h * w) & (area <= augment.area[1] * h * w)
+    return ch, cw, inside & (ch <= h) & (cw <= w) & (ch > 0) & (cw > 0)
+
+
+def _centre(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
+    """Where no try fits: as much of the centre as the aspects allow (torchvision's rule)."""
+    low, high = augment.aspect
+    aspect = w / h
+    ch = torch.where(aspect > high, h, torch.where(aspect < low, (w / low).round(), h))
+    cw = torch.where(aspect > high, (h * high).round(), w)
+    return ch.clamp(min=1), cw.clamp(min=1)
+
+
+def cut(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
+    """One box of one image, resized with antialiasing: uint8 [3, *out]. `extent` is the image's (height, width)."""
+    top, left, ch, cw = box.tolist()
+    scale_h, scale_w = out[0] / max(ch, 1), out[1] / max(cw, 1)
+    wanted = (math.ceil(extent[0] * scale_h), math.ceil(extent[1] * scale_w))
+    pixels = data if isinstance(data, np.ndarray) else decode(data, wanted)
+    kh, kw = pixels.shape[0] / extent[0], pixels.shape[1] / extent[1]  # below 1 where the decoder scaled
+    y0, x0, y1, x1 = round(top * kh), round(left * kw), round((top + ch) * kh), round((left + cw) * kw)
+    y1, x1 = max(y1, y0 + 1), max(x1, x0 + 1)
+    inner = pixels[max(y0, 0) : max(y1, 0), max(x0, 0) : max(x1, 0)]
+    if inner.shape[:2] != (y1 - y0, x1 - x0):  # beyond the image: zeros, of crop 'pad'
+        after = ((y1 - y0) - inner.shape[0] - max(-y0, 0), (x1 - x0) - inner.shape[1] - max(-x0, 0))
+        inner = np.pad(inner, ((max(-y0, 0), after[0]), (max(-x0, 0), after[1]), (0, 0)))
+    return resized(inner, out)
+
+
+def resized(
+    pixels: np.ndarray, out: tuple[int, int], interpolation: str = "bilinear", antialias: bool = True
+) -> Tensor:
+    """Pixels [h, w, 3] as uint8 [3, *out]; torch's own uint8 kernels, channels last."""
+    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).unsqueeze(0)
+    if tuple(image.shape[-2:]) == out:
+        return image[0].contiguous()
+    if interpolation not in ("bilinear", "bicubic"):
+        return _resized_by_pillow(pixels, out, interpolation)
+    smooth = antialias and (image.shape[-2] > out[0] or image.shape[-1] > out[1] or interpolation == "bicubic")
+    return F.interpolate(image, out, mode=interpolation, antialias=smooth)[0].contiguous()
+
+
+def _resized_by_pillow(pixels: np.ndarray, out: tuple[int, int], interpolation: str) -> Tensor:
+    from PIL import Image
+
+    method = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}[interpolation]
+    return (
+        torch.from_numpy(np.array(Image.fromarray(pixels).resize((out[1], out[0]), method)))
+        .permute(2, 0, 1)
+        .contiguous()
+    )
+
+
+def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
+    """A photo as a model evaluates it: uint8 [3, *out]. The same in evaluation, prediction and serving."""
+    extent = data.shape[:2] if isinstance(data, np.ndarray) else encoded_size(data)
+    target = out
+    if preprocess.resize == "crop":  # short side to out / crop, then the centre
+        short = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
+        scale = max(short[0] / extent[0], short[1] / extent[1])
+        target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
+    pixels = data if isinstance(data, np.ndarray) else decode(data, target)
+    image = resized(pixels, target, preprocess.interpolation, preprocess.antialias)
+    top, left = round((target[0] - out[0]) / 2), round((target[1] - out[1]) / 2)
+    return image[:, top : top + out[0], left : left + out[1]].contiguous()
+
+
+def finish(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
+    """Flip, colour and erase a batch on its device, each sample by its own uniforms. uint8 stays so where it can."""
+    flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 :]
+    if augment.flip:
+        images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
+    if augment.colour:
+        images = _coloured(as_floats(images), 1 + (2 * colours - 1) * augment.colour)
+    if augment.erase:
+        images = _erased(images, holes, augment.erase)
+    return images
+
+
+def as_floats(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype is torch.uint8 else images
+
+
+def _coloured(images: Tensor, factors: Tensor) -> Tensor:
+    """Brightness, contrast, saturation, in this order (torchvision shuffles it)."""
+    brightness, contrast, saturation = (factors[:, i].view(-1, 1, 1, 1) for i in range(3))
+    images = (images * brightness).clamp(0, 1)
+    grey = _grey(images)
+    images = torch.lerp(grey.mean((2, 3), keepdim=True).expand_as(images), images, contrast).clamp(0, 1)
+    return torch.lerp(_grey(images).expand_as(images), images, saturation).clamp(0, 1)
+
+
+def _grey(images: Tensor) -> Tensor:
+    weights = images.new_tensor((0.299, 0.587, 0.114)).view(1, 3, 1, 1)
+    return (images * weights).sum(1, keepdim=True)  # [B, 1, H, W]
+
+
+def _erased(images: Tensor, u: Tensor, probability: float) -> Tensor:
+    """A grey rectangle of 2-33 % of the area, aspect 0.3-3.3, where the first draw says so."""
+    _, _, height, width = images.shape
+    area = (0.02 + u[:, 1] * (1 / 3 - 0.02)) * height * width
+    aspect = torch.exp((2 * u[:, 4] - 1) * math.log(1 / 0.3))
+    eh, ew = (area * aspect).sqrt().clamp(max=height), (area / aspect).sqrt().clamp(max=width)
+    top, left = u[:, 2] * (height - eh), u[:, 3] * (width - ew)
+    rows, columns = torch.arange(height, device=u.device), torch.arange(width, device=u.device)
+    inside_rows = (rows >= top.unsqueeze(1)) & (rows < (top + eh).unsqueeze(1))  # [B, H]
+    inside_columns = (columns >= left.unsqueeze(1)) & (columns < (left + ew).unsqueeze(1))  # [B, W]
+    hole = inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1) & (u[:, 0] < probability).view(-1, 1, 1)
+    grey = (
+        torch.tensor(128, dtype=images.dtype, device=u.device)
+        if images.dtype is torch.uint8
+        else images.new_tensor(0.5)
+    )
+    return torch.where(hole.unsqueeze(1), grey, images)
