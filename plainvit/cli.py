@@ -73,7 +73,7 @@ def inspect(
     if is_model(source):
         from plainvit.evaluate import forward
 
-        report = forward.report(source, image, image_size or 224, seed)
+        report = forward.report(source, image, 224 if image_size is None else image_size, seed)
         _show(report, None if json else forward.tables(report))
         return
     from plainvit.evaluate import describe

@@ -13,6 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Some virtual CPUs advertise AMX (bf16 tiles) but die with SIGILL when oneDNN uses it. This cap keeps oneDNN below
 # AMX; it is read once, when oneDNN is first used, so it must be set before torch is loaded to be sure.
@@ -33,11 +37,16 @@ def cpu_bf16_refused() -> bool:
     return ISA_VARIABLE not in os.environ and cpu_bf16_kills()
 
 
-def refuse_cpu_bf16() -> None:
-    raise RuntimeError(
-        "bf16 on this CPU would kill the process (it advertises AMX but cannot run it): import plainvit before torch, "
-        f"or set {ISA_VARIABLE}={ISA_BELOW_AMX} before starting Python, or use fp32"
-    )
+def check_cpu_bf16(weight: "Tensor") -> None:
+    """Raises where a forward pass with this weight would run bf16 on a CPU that is refused it."""
+    import torch
+
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    if weight.device.type == "cpu" and (autocast or weight.dtype is torch.bfloat16):
+        raise RuntimeError(
+            "bf16 on this CPU would kill the process (it advertises AMX but cannot run it): import plainvit before "
+            f"torch, or set {ISA_VARIABLE}={ISA_BELOW_AMX} before starting Python, or use fp32"
+        )
 
 
 def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
@@ -53,9 +62,11 @@ def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, c
     except (OSError, ValueError, KeyError, TypeError):
         pass
     environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
-    child = subprocess.run(
-        [sys.executable, "-c", probe], env=environment, capture_output=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", probe]
+    try:
+        child = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:  # too busy a machine to say anything about its CPU
+        return False
     kills = child.returncode in (-signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS)
     if kills or child.returncode == 0:  # anything else says nothing about the CPU: ask again next time
         _remember(file, kills)

@@ -74,7 +74,7 @@ def configure(
     """The config of a named model; `numerics` says whose arithmetic it follows, `settings` change any field."""
     settings |= {"classes": classes, "image_size": pair(image_size)}
     kind, fields = _fields(name, numerics, settings.get("channels", 3))
-    return kind(**fields).replace(**settings)
+    return kind(**fields | {"channels": settings.get("channels", 3)}).replace(**settings)
 
 
 def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
@@ -89,7 +89,7 @@ def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[
         shape: dict[str, Any] = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
         stem = ResNetConfig(**shape, channels=channels, **_numerics(STEM_NUMERICS, numerics))
         fields = {**_size(found[2], name), **_numerics(VIT_NUMERICS, numerics)}
-        return ViTConfig, fields | {"patch": pair(patch), "stem": stem, "channels": channels}
+        return ViTConfig, fields | {"patch": pair(patch), "stem": stem}
     if (found := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and found[1] in UNITS:
         fields = {"blocks": UNITS[found[1]], "widen": int(found[2])}
         return ResNetConfig, fields | _numerics(RESNET_NUMERICS, numerics)

@@ -12,7 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
-from plainvit.config import to_json
+from plainvit.config import Preprocess, to_json
+from plainvit.data.transforms import prepare
 from plainvit.models import Trace, create
 
 
@@ -63,9 +64,4 @@ def gradient(size: int) -> Tensor:
 
 def read(path: Path, size: int) -> Tensor:
     """A photo squashed to size x size, as uint8 [1, 3, size, size]."""
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path, formats=("JPEG", "PNG", "WEBP")) as photo:
-        pixels = np.array(photo.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
-    return torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
+    return prepare(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)

@@ -1,6 +1,7 @@
 """Tensors that follow from the config alone: they go where the model goes, but no cast rounds them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -32,13 +33,16 @@ def fill_constants(model: nn.Module, device: torch.device | str) -> None:
             module.to_empty(device=device)
 
 
+def _per_channel(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+
+
 class Normalise(nn.Module):
     """Pixels, uint8 or floats in [0, 1], to what the weights expect: (x - mean) / std, in fp32 or better."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self.mean = Constant(lambda: torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1))
-        self.std = Constant(lambda: torch.tensor(std, dtype=torch.float64).view(-1, 1, 1))
+        self.mean, self.std = Constant(partial(_per_channel, mean)), Constant(partial(_per_channel, std))
 
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plainvit import device
 from plainvit.config import About, ResNetConfig
 from plainvit.models.constant import Normalise
 from plainvit.models.initialise import initialise_resnet
@@ -132,6 +133,7 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
+        self._cpu_bf16_refused = device.cpu_bf16_refused()
         self.config, self.about = config, About()
         self.normalise = Normalise(config.mean, config.std)
         self.body = Body(config)
@@ -168,6 +170,8 @@ class ResNet(nn.Module):
                 f"images of shape {tuple(images.shape)} do not fit this model: it takes [batch, channels, height, "
                 f"width] with {self.config.channels} channels"
             )
+        if self._cpu_bf16_refused:
+            device.check_cpu_bf16(self.body.root.weight)
         x = self.normalise(images).to(self.body.root.weight.dtype)
         return note(trace, "encoded", self.body(note(trace, "pixels", x), trace))  # [B, C, H/32, W/32]
 

@@ -11,6 +11,7 @@ K classes. Equations are the paper's; what it leaves open follows Google's code,
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -24,10 +25,16 @@ from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
 from plainvit.models.trace import Trace, note
 
+
+def gelu_sigmoid(x: Tensor) -> Tensor:
+    """The GELU paper's quick form."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_sigmoid": gelu_sigmoid,
     "relu": F.relu,
 }
 
@@ -85,14 +92,18 @@ class RelativePositions(nn.Module):
         n = config.grid[0] * config.grid[1]
         self.prefix = config.prefix
         self.table = nn.Parameter(torch.empty(2 * n - 1, config.width // config.heads))
-        # offset p_q - p_k of each pair, shifted to start at 0
-        self.index = Constant(lambda: torch.arange(n).unsqueeze(1) - torch.arange(n) + n - 1)
+        self.index = Constant(partial(offsets, n))
 
     def forward(self, q: Tensor) -> Tensor:
         B, H, _, d = q.shape
         by_offset = q[:, :, self.prefix :] @ self.table.to(q.dtype).mT * d**-0.5  # [B, H, n, 2n-1]
         bias = by_offset.gather(-1, self.index.value.expand(B, H, -1, -1))  # [B, H, n, n]
         return F.pad(bias, (self.prefix, 0, self.prefix, 0))  # [B, H, N, N]
+
+
+def offsets(n: int) -> Tensor:
+    """p_q - p_k of each pair, shifted to start at 0: [n, n]."""
+    return torch.arange(n).unsqueeze(1) - torch.arange(n) + n - 1
 
 
 class Positions(nn.Module):
@@ -109,7 +120,7 @@ class Positions(nn.Module):
             self.columns = nn.Parameter(torch.empty(w, D // 2))  # the paper's X
             self.rows = nn.Parameter(torch.empty(h, D // 2))  # the paper's Y
         else:
-            self.fixed = Constant(lambda: sincos2d(h, w, D))
+            self.fixed = Constant(partial(sincos2d, h, w, D))
 
     def grid_table(self) -> Tensor:
         """The vectors of the patches in raster order."""
@@ -353,7 +364,5 @@ class ViT(nn.Module):
                 f"images of shape {tuple(images.shape)} do not fit this model: it takes [batch, channels, height, "
                 f"width] = [batch, {', '.join(map(str, wanted))}]"
             )
-        if self._cpu_bf16_refused and images.device.type == "cpu":
-            autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-            if autocast or self.embedding.weight.dtype is torch.bfloat16:
-                device.refuse_cpu_bf16()
+        if self._cpu_bf16_refused:
+            device.check_cpu_bf16(self.embedding.weight)

@@ -1,0 +1,113 @@
+"""On a CUDA device: the numbers of the CPU, in fp32 and bf16, eager, compiled, exported; never cuDNN attention.
+
+python -m pytest -m gpu tests/test_gpu.py
+"""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import plainvit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+NAMES = ["ViT-S/16", "R26x1+ViT-S/32", "BiT-R26x1", "Axial-ViT-B/32"]
+
+
+def random_model(name: str, **settings: object) -> torch.nn.Module:
+    """Fresh weights with a head that is not zero, so that the logits say something."""
+    torch.manual_seed(0)
+    model = plainvit.create(name, classes=10, seed=0, **settings).eval()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    return model
+
+
+def images(batch: int = 4) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32() -> None:
+    """TensorFloat-32 off, for the convolutions too."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32_equals_the_cpu(name: str) -> None:
+    model = random_model(name)
+    with torch.inference_mode():
+        expected = model(images())
+        found = model.cuda()(images().cuda()).cpu()
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("posemb", ["none", "1d", "2d", "relative", "sincos2d"])
+def test_gradients_equal_the_cpu(posemb: str) -> None:
+    model = random_model("ViT-Ti/16", posemb=posemb, depth=3)
+    model(images()).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.cuda()(images().cuda()).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        scale = expected[name].abs().max().clamp(min=1e-3)
+        assert (parameter.grad.cpu() - expected[name]).abs().max() <= 2e-3 * scale, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_autocast_and_weights(name: str) -> None:
+    model = random_model(name).cuda()
+    with torch.inference_mode():
+        expected = model(images().cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            mixed = model(images().cuda())
+        pure = model.bfloat16()(images().cuda())
+    for found in (mixed, pure):
+        assert torch.nn.functional.cosine_similarity(found.float(), expected).min() > 0.99
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_and_exported(name: str) -> None:
+    model = random_model(name).cuda()
+    x = images().cuda()
+    with torch.inference_mode():
+        expected = model(x)
+        compiled = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, expected, atol=1e-3, rtol=1e-3)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    for batch in (1, 3, 7):
+        with torch.no_grad():
+            torch.testing.assert_close(
+                program.module()(images(batch).cuda()), model(images(batch).cuda()), atol=1e-3, rtol=1e-3
+            )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("posemb", ["1d", "relative"])
+def test_attention_is_never_cudnn(compiled: bool, posemb: str) -> None:
+    model = random_model("ViT-S/16", depth=2, posemb=posemb).cuda().train()
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    with torch.autocast("cuda", torch.bfloat16):
+        run(images().cuda()).sum().backward()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            run(images().cuda()).sum().backward()
+    names = {event.key.lower() for event in seen.key_averages()}
+    assert not [name for name in names if "cudnn" in name and ("attention" in name or "sdpa" in name or "fmha" in name)]
+    assert [name for name in names if "flash" in name or "efficient_attention" in name or "fmha" in name]
+
+
+def test_trace_changes_nothing() -> None:
+    model = random_model("ViT-S/16").cuda()
+    trace = plainvit.Trace("block*/attention")
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(model(images().cuda()), model(images().cuda(), trace))
+    rows = trace["block0/attention"].sum(-1)
+    torch.testing.assert_close(rows, torch.ones_like(rows), atol=1e-5, rtol=0)
+
+
+def test_random_numbers_equal_the_cpu() -> None:
+    """The hash behind every augmentation gives the same bits on both."""
+    from plainvit.data.order import uniforms
+
+    epoch, position = torch.arange(64) // 7, torch.arange(64) * 12345
+    assert torch.equal(uniforms(3, epoch, position, 50), uniforms(3, epoch.cuda(), position.cuda(), 50).cpu())
