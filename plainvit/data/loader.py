@@ -97,14 +97,14 @@ class Loader:
         step = start
         while stop is None or step < stop:
             index = self._good(self.order.sample(self.positions(step)))
-            u = self._uniforms(step)
             where = torch.from_numpy(index).to(self.device, non_blocking=True)
-            images = self.resident.cut(where, u, self.augment, self.size)
-            yield Batch(finish(images, u, self.augment), self.resident.labels[where], index)
+            images, labels = self.resident.batch(where, self._uniforms(step), self.augment, self.size)
+            yield Batch(images, labels, index)
             step += 1
 
     def _uniforms(self, step: int) -> Tensor:
-        position = torch.arange(self.share, device=self.device) + (step * self.batch + self.rank * self.share)
+        start = step * self.batch + self.rank * self.share
+        position = torch.arange(start, start + self.share, device=self.device)
         return uniforms(self.seed, position // len(self.source), position % len(self.source), DRAWS)
 
     def _good(self, index: np.ndarray) -> np.ndarray:
@@ -305,6 +305,13 @@ class Resident:
         images, sizes = decode_all(source, bad)
         self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
         self.labels = torch.from_numpy(source.labels).long().to(device)
+        # On a GPU some hundred small kernels would wait for Python: compiled they are a handful. (The uniforms stay
+        # outside: Inductor's CPU code for their 64-bit arithmetic wrote out of bounds under torch 2.15.)
+        self.batch = torch.compile(self._batch, dynamic=False) if device.type == "cuda" else self._batch
+
+    def _batch(self, where: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of the samples `where`, augmented as their uniforms say."""
+        return finish(self.cut(where, u, augment, out), u, augment), self.labels[where]
 
     def cut(self, index: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
         """The boxes of a batch, resized: floats in [0, 1], or uint8 where nothing is resampled."""

@@ -76,6 +76,8 @@ def _timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -
             nn.init.zeros_(weight)
         case _, "class_token" | "registers":
             nn.init.normal_(weight, 0.0, 1e-6, generator)
+        case _, "probe":
+            nn.init.trunc_normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
         case _:
             nn.init.trunc_normal_(weight, std=0.02, generator=generator)
 
@@ -86,9 +88,8 @@ def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator 
     for name, weight in model.named_parameters():
         module, leaf = name.split(".")[-2:]
         if "norm" in module:
-            # Google's hybrid starts the last norm of a unit at 0, so that each unit starts as its shortcut
-            identity = scheme == "google" and module == "norm3" and not model.config.preactivation
-            zero = leaf == "bias" or identity
+            # A hybrid's last norm of a unit starts at 0, so that each unit starts as its shortcut
+            zero = leaf == "bias" or (module == "norm3" and not model.config.preactivation)
             (nn.init.zeros_ if zero else nn.init.ones_)(weight)
         elif module == "head":
             if scheme == "timm" and leaf == "weight":
@@ -97,5 +98,7 @@ def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator 
                 nn.init.zeros_(weight)
         elif scheme == "google":
             lecun_normal(weight, generator)
+        elif not model.config.blocks:  # timm leaves a lone root to PyTorch's default
+            nn.init.uniform_(weight, -(weight[0].numel() ** -0.5), weight[0].numel() ** -0.5, generator)
         else:
             nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -31,8 +31,7 @@ def resize(
     method: str = "bilinear-aligned",
 ) -> ViT:
     """A model for another image size or patch size, which takes over the old one's weights (unchanged ones shared)."""
-    if method not in METHODS:
-        raise ValueError(f"resampling method {method!r} is unknown; {nearest(method, METHODS)}")
+    _check_method(method)
     old = model.config
     new = old.replace(
         image_size=old.image_size if image_size is None else pair(image_size),
@@ -53,6 +52,11 @@ def resize(
     return resized.train(model.training)
 
 
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"resampling method {method!r} is unknown; {nearest(method, METHODS)}")
+
+
 def _resample_positions(name: str, weight: Tensor, old: tuple[int, int], new: tuple[int, int], method: str) -> Tensor:
     match name.rsplit(".", 1)[1]:
         case "rows":
@@ -70,6 +74,7 @@ def resample_table(
     """A table [h*w, D] of vectors on one grid, read off on another; the same grid gives the same table."""
     if len(table) != old[0] * old[1]:
         raise ValueError(f"a table of {len(table)} positions is not a grid of {old[0]} x {old[1]}")
+    _check_method(method)
     if old == new:
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))

@@ -185,4 +185,4 @@ class ResNet(nn.Module):
         return self
 
     def trace_names(self) -> list[str]:
-        return ["pixels", *self.body.trace_names(), "encoded", "pooled", "logits"]
+        return ["pixels", *self.body.trace_names(), "encoded", "pooled", *(("logits",) if self.head else ())]

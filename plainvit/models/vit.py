@@ -354,7 +354,8 @@ class ViT(nn.Module):
             *(self.stem.trace_names() if self.stem else ()),
             *("patches", "embedded"),
             *(f"{block.name}/{name}" for block in self.blocks for name in per_block),
-            *("encoded", "pooled", "representation", "logits"),
+            *("encoded", "pooled", "representation"),
+            *(("logits",) if self.head else ()),
         ]
 
     def _check_images(self, images: Tensor) -> None:
