@@ -9,7 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import plainvit
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # the compiler advises TF32, the profiler speaks of cycles
+]
 
 NAMES = ["ViT-S/16", "R26x1+ViT-S/32", "BiT-R26x1", "Axial-ViT-B/32"]
 
