@@ -71,11 +71,15 @@ def inspect(
     from plainvit.names import is_model
 
     if is_model(source):
+        if heads is not None:
+            raise ValueError("--heads goes with a weights file; a named model has its own")
         from plainvit.evaluate import forward
 
         report = forward.report(source, image, 224 if image_size is None else image_size, seed)
         _show(report, None if json else forward.tables(report))
         return
+    if image is not None:
+        raise ValueError("--image goes with a model's name; a weights file is described, not run")
     from plainvit.evaluate import describe
 
     described = describe.describe(source, heads=heads, image_size=image_size)

@@ -38,11 +38,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
     """One number means a square; a rectangle is (height, width)."""
-    if isinstance(size, int):
-        return size, size
-    both = tuple(size)
+    both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Iterable) else (size,)
     if len(both) != 2 or not all(isinstance(side, int) for side in both):
-        raise ValueError(f"a size is one whole number or (height, width), got {size}")
+        raise ValueError(f"a size is one whole number or (height, width), got {size!r}")
     return both
 
 
@@ -52,9 +50,17 @@ class Checked:
 
     def _check(self, *, positive: Iterable[str] = (), natural: Iterable[str] = (), rates: Iterable[str] = ()) -> None:
         for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                word = getattr(self, name)
-                raise ValueError(f"{name} {word!r} is unknown; {nearest(str(word), get_args(hint))}")
+            value = getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
+            if hint is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} is True or False, got {value!r}")
+            if hint is float or (hint == float | None and value is not None):
+                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if not number or (name.endswith("_eps") and value <= 0):
+                    raise ValueError(
+                        f"{name} must be a number{' above 0' if name.endswith('_eps') else ''}, got {value!r}"
+                    )
         for names, low in ((positive, 1), (natural, 0)):
             for name in names:
                 value = getattr(self, name)
@@ -313,7 +319,7 @@ def to_json(config: Model) -> dict[str, Any]:
 def from_json(values: Mapping[str, Any]) -> Model:
     """The config that `to_json` wrote; an unknown kind or field is an error, not a guess."""
     kind = values.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), _KINDS)}")
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else from_json(value) if isinstance(value, Mapping) else value

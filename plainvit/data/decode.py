@@ -9,11 +9,11 @@ import warnings
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 PIXEL_LIMIT = 50_000_000
-MARGIN = 2  # a scaled-down JPEG keeps at least this many pixels per pixel wanted, so that resizing still antialiases
+MARGIN = 3  # a scaled-down JPEG keeps at least this many pixels per pixel wanted, so that resizing still antialiases
 
 
 class DataError(ValueError):
@@ -47,7 +47,7 @@ def size(data: bytes) -> tuple[int, int]:
         except ValueError:
             pass
     with _opened(data, PIXEL_LIMIT) as image:
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        turned = _exif_orientation(image) in (5, 6, 7, 8)
         return (image.width, image.height) if turned else (image.height, image.width)
 
 
@@ -63,9 +63,9 @@ def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.
     orientation = _orientation(data)
     if wanted and orientation in (5, 6, 7, 8):
         wanted = wanted[1], wanted[0]
-    least = (MARGIN * wanted[0], MARGIN * wanted[1]) if wanted else (0, 0)
-    if min(height / (least[0] or height), width / (least[1] or width)) < 2:
-        least = (0, 0)  # libjpeg-turbo's scales between a half and one cost more than they save
+    spare = min(height / wanted[0], width / wanted[1]) / MARGIN if wanted else 1
+    divisor = next((d for d in (8, 4, 2) if spare >= d), 1)
+    least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
     except ValueError:
@@ -74,7 +74,10 @@ def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.
 
 
 def _jpeg_header(data: bytes, *, strict: bool) -> tuple[int, int, str]:
-    height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=strict)
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=strict)
+    except KeyError as error:  # simplejpeg's own table, where the header ends before the colour space
+        raise ValueError("its header is cut short") from error
     return int(height), int(width), str(colours)
 
 
@@ -84,9 +87,18 @@ def _orientation(data: bytes) -> int:
         return 1
     try:
         with _opened(data, PIXEL_LIMIT) as image:
-            orientation = image.getexif().get(0x0112, 1)
+            return _exif_orientation(image)
     except ImageError:
         return 1
+
+
+def _exif_orientation(image: Image.Image) -> int:
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1  # Pillow turns a TIFF by itself; a PNG without the block would be decoded to look for it
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except Exception as error:  # Pillow's parsers raise anything on damaged metadata
+        raise ImageError(_reason(error)) from error
     return orientation if orientation in range(1, 9) else 1
 
 
@@ -103,10 +115,10 @@ def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 def _decode_any(data: bytes, limit: int) -> np.ndarray:
     with _opened(data, limit) as image:
+        orientation = _exif_orientation(image)
         try:
             image.load()
-            image = ImageOps.exif_transpose(image)
-            return np.array(_to_rgb(image))
+            return _turned(np.array(_to_rgb(image)), orientation)
         except (OSError, ValueError, SyntaxError, EOFError, MemoryError, IndexError) as error:
             raise ImageError(_reason(error)) from error
 
@@ -136,8 +148,8 @@ def _check_size(height: int, width: int, limit: int) -> None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Grey, palette and CMYK as RGB; 16 bits scaled to 8; transparency on white, as a page shows it."""
     if image.mode.startswith("I") or image.mode == "F":
-        deep = np.asarray(image).astype(np.float64)
-        top = 65535 if deep.max(initial=0) > 255 or image.mode.startswith("I;16") else 255
+        deep = np.nan_to_num(np.asarray(image).astype(np.float64))
+        top = 65535 if image.mode.startswith("I") else 1 if deep.max(initial=0) <= 1 else 255
         image = Image.fromarray((deep.clip(0, top) * (255 / top)).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         over = image.convert("RGBA")

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from plainvit.config import Preprocess, to_json
+from plainvit.data.decode import ImageError
 from plainvit.data.transforms import prepare
 from plainvit.models import Trace, create
 
@@ -64,4 +65,7 @@ def gradient(size: int) -> Tensor:
 
 def read(path: Path, size: int) -> Tensor:
     """A photo squashed to size x size, as uint8 [1, 3, size, size]."""
-    return prepare(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)
+    try:
+        return prepare(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)
+    except ImageError as error:
+        raise ImageError(f"{path}: {error}") from error

@@ -46,5 +46,5 @@ def create(
     with torch.device("meta"):  # shapes only: weights are drawn once, and on the device where they will live
         model = build(config)
     model = model.to(dtype).to_empty(device=device)
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    return model.initialise(generator)
+    chosen = None if seed is None or torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
+    return model.initialise(chosen)

@@ -34,6 +34,8 @@ class Trace(dict[str, Tensor]):
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"nothing in this model is named {pattern!r}; {nearest(pattern, names)}")
+        if self.heads is not None and not heads:
+            raise ValueError("this model has no attention heads to choose among")
         if self.heads is not None and not all(0 <= head < heads for head in self.heads):
             raise ValueError(f"heads {list(self.heads)} are not all among this model's 0 to {heads - 1}")
 

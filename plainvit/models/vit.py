@@ -75,9 +75,10 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None, heads: Sequence
     if heads is not None:
         q, k = q[:, heads], k[:, heads]
         bias = bias[:, heads] if bias is not None else None
-    logits = q @ k.mT * q.shape[-1] ** -0.5  # [B, H, N, N]
-    logits = logits if bias is None else logits + bias
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q.to(exact) @ k.to(exact).mT * q.shape[-1] ** -0.5  # [B, H, N, N]
+        return (logits if bias is None else logits + bias).softmax(-1)
 
 
 class RelativePositions(nn.Module):
@@ -222,7 +223,7 @@ class AttentionPool(nn.Module):
         self.probe = nn.Parameter(torch.empty(1, 1, D))
         self.q, self.kv, self.out = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
         self.norm = nn.LayerNorm(D, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.replace(dropout=0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
@@ -277,8 +278,9 @@ class ViT(nn.Module):
             return representation
         if self.head_distillation is None:
             return note(trace, "logits", self.head(representation))  # [B, K]
-        logits = self.head(x[:, 0]), self.head_distillation(x[:, 1])
-        return logits if self.training else note(trace, "logits", (logits[0] + logits[1]) / 2)
+        both = self.head(x[:, 0]), self.head_distillation(x[:, 1])
+        mean = note(trace, "logits", (both[0] + both[1]) / 2)
+        return both if self.training else mean
 
     def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
         """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""

@@ -1,0 +1,251 @@
+"""The models' arithmetic in NumPy float64, written from facts/paper.md and facts/weights.md and from nothing else.
+
+Slow and literal on purpose: sums over the places of a kernel, loops over queries. Weights come as a dictionary of
+arrays in plainvit's names; [B, N, D] are tokens, [B, C, H, W] images and feature maps.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from torch import nn
+
+Array = np.ndarray
+Weights = Mapping[str, Array]
+
+
+def weights_of(module: nn.Module) -> dict[str, Array]:
+    return {name: x.detach().double().numpy() for name, x in module.state_dict().items()}
+
+
+def under(weights: Weights, prefix: str) -> dict[str, Array]:
+    """The weights of one part, without its name."""
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+
+
+# Transformer ----------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Array, weights: Weights, name: str) -> Array:
+    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def layer_norm(x: Array, weights: Weights, name: str, eps: float = 1e-6) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return (
+        centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weights[f"{name}.weight"]
+        + (weights[f"{name}.bias"])
+    )
+
+
+def gelu_tanh(x: Array) -> Array:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def split_heads(x: Array, weights: Weights, heads: int) -> tuple[Array, Array, Array]:
+    """q, k and v, each [B, H, N, d]: thirds of the fused projection, then head by head."""
+    B, N, D = x.shape
+    thirds = np.split(linear(x, weights, "qkv"), 3, axis=-1)
+    q, k, v = (third.reshape(B, N, heads, D // heads).transpose(0, 2, 1, 3) for third in thirds)
+    return q, k, v
+
+
+def attention(x: Array, weights: Weights, heads: int) -> Array:
+    """Eqs. 5 to 8."""
+    q, k, v = split_heads(x, weights, heads)
+    A = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]))
+    return linear((A @ v).transpose(0, 2, 1, 3).reshape(x.shape), weights, "out")
+
+
+def relative_attention(x: Array, weights: Weights, heads: int, prefix: int) -> Array:
+    """Attention with 1-D relative keys between patches: a double loop over queries and keys."""
+    q, k, v = split_heads(x, weights, heads)
+    table, (B, H, N, d) = weights["relative.table"], q.shape
+    patches = N - prefix
+    result = np.zeros((B, N, H, d))
+    for b in range(B):
+        for h in range(H):
+            for i in range(N):
+                logits = np.zeros(N)
+                for j in range(N):
+                    key = k[b, h, j].copy()
+                    if i >= prefix and j >= prefix:
+                        key += table[i - j + patches - 1]
+                    logits[j] = q[b, h, i] @ key / np.sqrt(d)
+                result[b, i, h] = softmax(logits) @ v[b, h]
+    return linear(result.reshape(B, N, H * d), weights, "out")
+
+
+def mlp(x: Array, weights: Weights) -> Array:
+    return linear(gelu_tanh(linear(x, weights, "fc1")), weights, "fc2")
+
+
+def block(x: Array, weights: Weights, heads: int, attend: Callable[..., Array] = attention) -> Array:
+    """Eqs. 2 and 3."""
+    x = x + attend(layer_norm(x, weights, "norm1"), under(weights, "attention."), heads)
+    return x + mlp(layer_norm(x, weights, "norm2"), under(weights, "mlp."))
+
+
+def along_rows(grid: tuple[int, int]) -> Callable[..., Array]:
+    """Attention among the tokens of one row, row after row."""
+
+    def attend(x: Array, weights: Weights, heads: int) -> Array:
+        h, w = grid
+        result = np.empty_like(x)
+        for r in range(h):
+            places = [r * w + c for c in range(w)]
+            result[:, places] = attention(x[:, places], weights, heads)
+        return result
+
+    return attend
+
+
+def along_columns(grid: tuple[int, int]) -> Callable[..., Array]:
+    def attend(x: Array, weights: Weights, heads: int) -> Array:
+        h, w = grid
+        result = np.empty_like(x)
+        for c in range(w):
+            places = [r * w + c for r in range(h)]
+            result[:, places] = attention(x[:, places], weights, heads)
+        return result
+
+    return attend
+
+
+def sincos2d(h: int, w: int, width: int, temperature: float = 10_000.0) -> Array:
+    """sin x, cos x, sin y, cos y, each at width/4 wavelengths from 1 to `temperature`."""
+    quarter = width // 4
+    rows = []
+    for y in range(h):
+        for x in range(w):
+            scales = [temperature ** (-i / (quarter - 1)) for i in range(quarter)]
+            parts = [np.sin(x * s) for s in scales], [np.cos(x * s) for s in scales]
+            parts += [np.sin(y * s) for s in scales], [np.cos(y * s) for s in scales]
+            rows.append(np.concatenate(parts))
+    return np.stack(rows)
+
+
+def vit(tokens: Array, weights: Weights, depth: int, heads: int) -> Array:
+    """Class-token logits of the patches' tokens [B, h*w, D]: eqs. 1 to 4 and one linear head."""
+    first = np.broadcast_to(weights["class_token"], (len(tokens), *weights["class_token"].shape))
+    x = np.concatenate((first, tokens), 1) + weights["positions.0.table"]
+    for layer in range(depth):
+        x = block(x, under(weights, f"blocks.{layer}."), heads)
+    return linear(layer_norm(x, weights, "norm")[:, 0], weights, "head")
+
+
+# ResNet ---------------------------------------------------------------------------------------------------------------
+
+Pads = tuple[tuple[int, int], tuple[int, int]]
+
+
+def same_pads(x: Array, kernel: int, stride: int) -> Pads:
+    """TensorFlow's SAME: ceil(size / stride) outputs, the odd zero at the end."""
+    pads = []
+    for size in x.shape[2:]:
+        outputs = int(np.ceil(size / stride))
+        total = max((outputs - 1) * stride + kernel - size, 0)
+        pads.append((total // 2, total - total // 2))
+    return pads[0], pads[1]
+
+
+def symmetric_pads(x: Array, kernel: int, stride: int) -> Pads:  # noqa: ARG001
+    return (kernel // 2, kernel // 2), (kernel // 2, kernel // 2)
+
+
+def windows(x: Array, kernel: int, stride: int, pads: Pads, fill: float) -> Array:
+    """What each place of a kernel sees: [kernel, kernel, B, C, H', W']."""
+    x = np.pad(x, ((0, 0), (0, 0), *pads), constant_values=fill)
+    height, width = ((side - kernel) // stride + 1 for side in x.shape[2:])
+    spans = range(kernel)
+    return np.stack(
+        [
+            [
+                x[:, :, i : i + stride * height : stride, j : j + stride * width : stride][:, :, :height, :width]
+                for j in spans
+            ]
+            for i in spans
+        ]
+    )
+
+
+def convolve(x: Array, kernels: Array, stride: int, pads: Pads) -> Array:
+    """kernels [O, C, k, k]; a plain sum over the kernel's places."""
+    seen = windows(x, kernels.shape[-1], stride, pads, 0.0)
+    return np.einsum("ijbchw,ocij->bohw", seen, kernels, optimize=True)
+
+
+def max_pool(x: Array, pads: Pads, fill: float) -> Array:
+    return windows(x, 3, 2, pads, fill).max((0, 1))
+
+
+def group_norm(x: Array, weights: Weights, name: str, eps: float) -> Array:
+    B, C, H, W = x.shape
+    groups = x.reshape(B, 32, -1)
+    centred = groups - groups.mean(-1, keepdims=True)
+    x = (centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)).reshape(B, C, H, W)
+    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
+
+
+def relu(x: Array) -> Array:
+    return np.maximum(x, 0)
+
+
+def standardise_hybrid(kernels: Array) -> Array:
+    """Google's vision_transformer: (w - mean) / (std + 1e-5)."""
+    centred = kernels - kernels.mean((1, 2, 3), keepdims=True)
+    return centred / (np.sqrt((centred**2).mean((1, 2, 3), keepdims=True)) + 1e-5)
+
+
+def standardise_bit(kernels: Array) -> Array:
+    """Google's big_transfer: (w - mean) / sqrt(var + 1e-10)."""
+    centred = kernels - kernels.mean((1, 2, 3), keepdims=True)
+    return centred / np.sqrt((centred**2).mean((1, 2, 3), keepdims=True) + 1e-10)
+
+
+def hybrid_stem(x: Array, weights: Weights, blocks: tuple[int, ...]) -> Array:
+    """The ResNet under a hybrid in Google's numbers: v1 units, SAME padding, GroupNorm eps 1e-6."""
+
+    def conv(x: Array, name: str, stride: int = 1) -> Array:
+        kernels = standardise_hybrid(weights[f"{name}.weight"])
+        return convolve(x, kernels, stride, same_pads(x, kernels.shape[-1], stride))
+
+    def norm(x: Array, name: str) -> Array:
+        return group_norm(x, weights, name, 1e-6)
+
+    x = relu(norm(conv(x, "root", 2), "root_norm"))
+    x = max_pool(x, same_pads(x, 3, 2), -np.inf)
+    for stage, count in enumerate(blocks):
+        for unit in range(count):
+            at, stride = f"stages.{stage}.{unit}", 2 if stage and not unit else 1
+            shortcut = x if unit else norm(conv(x, f"{at}.projection", stride), f"{at}.norm_projection")
+            y = relu(norm(conv(x, f"{at}.conv1"), f"{at}.norm1"))
+            y = relu(norm(conv(y, f"{at}.conv2", stride), f"{at}.norm2"))
+            x = relu(shortcut + norm(conv(y, f"{at}.conv3"), f"{at}.norm3"))
+    return x
+
+
+def bit(x: Array, weights: Weights, blocks: tuple[int, ...]) -> Array:
+    """Logits of BiT in Google's numbers: v2 units, symmetric padding, zeros around the max-pool, eps 1e-5."""
+
+    def conv(x: Array, name: str, stride: int = 1) -> Array:
+        kernels = standardise_bit(weights[f"body.{name}.weight"])
+        return convolve(x, kernels, stride, symmetric_pads(x, kernels.shape[-1], stride))
+
+    def norm(x: Array, name: str) -> Array:
+        return relu(group_norm(x, weights, f"body.{name}", 1e-5))
+
+    x = max_pool(conv(x, "root", 2), ((1, 1), (1, 1)), 0.0)
+    for stage, count in enumerate(blocks):
+        for unit in range(count):
+            at, stride = f"stages.{stage}.{unit}", 2 if stage and not unit else 1
+            y = norm(x, f"{at}.norm1")
+            shortcut = x if unit else conv(y, f"{at}.projection", stride)
+            y = norm(conv(y, f"{at}.conv1"), f"{at}.norm2")
+            y = norm(conv(y, f"{at}.conv2", stride), f"{at}.norm3")
+            x = shortcut + conv(y, f"{at}.conv3")
+    return linear(norm(x, "norm").mean((2, 3)), weights, "head")

@@ -1,0 +1,248 @@
+"""The command as a user meets it: what it prints, where errors go, and its exit codes."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import plainvit
+from plainvit.cli import VERBS, main
+from plainvit.evaluate import cost
+
+COMMAND = Path(sys.executable).with_name("plainvit")
+Capture = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capture, *arguments: str) -> str:
+    """Standard output of a call that must go well, and silently otherwise."""
+    main(list(arguments))
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def refused(capsys: Capture, *arguments: str, code: int = 2) -> str:
+    """The one line on standard error of a call that must fail: 2 is wrong usage, 3 bad data."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert caught.value.code == code
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("plainvit: ")
+    return err
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """A PNG whose left half is red and right half is blue."""
+    image = Image.new("RGB", (40, 20), (255, 0, 0))
+    image.paste((0, 0, 255), (20, 0, 40, 20))
+    image.save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+# models ---------------------------------------------------------------------------------------------------------------
+
+
+def test_models_lists_every_name_with_its_parameters(capsys: Capture) -> None:
+    lines = printed(capsys, "models").splitlines()
+    assert len(lines) == 1 + len(plainvit.list_models())
+    for name, line in zip(plainvit.list_models(), lines[1:], strict=True):
+        assert line.startswith(f"{name} ")
+        assert f" {cost.summary(name)['parameters']:,} " in line
+    assert max(map(len, lines)) <= 80  # nothing is cut in an ordinary terminal
+
+
+def test_models_as_json(capsys: Capture) -> None:
+    assert json.loads(printed(capsys, "models", "--json")) == [cost.summary(name) for name in plainvit.list_models()]
+
+
+def test_models_by_pattern_and_size(capsys: Capture) -> None:
+    rows = json.loads(printed(capsys, "models", "*L/*", "--image-size", "384", "--json"))
+    assert [row["name"] for row in rows] == plainvit.list_models("*L/*")
+    assert rows == [cost.summary(name, 384) for name in plainvit.list_models("*L/*")]
+
+
+def test_models_at_a_size_that_does_not_fit_all(capsys: Capture) -> None:
+    lines = printed(capsys, "models", "--image-size", "384").splitlines()
+    dim = [line.split()[0] for line in lines if "does not fit" in line]
+    assert dim == ["ViT-H/14", "ViT-g/14", "ViT-G/14"]
+
+
+def test_no_match_is_refused(capsys: Capture) -> None:
+    assert "'*Z*'" in refused(capsys, "models", "*Z*")
+
+
+@pytest.mark.parametrize("size", ["0", "-32"])
+def test_no_size_is_refused(capsys: Capture, size: str) -> None:
+    assert "image_size" in refused(capsys, "models", "BiT-*", "--image-size", size)
+
+
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_as_json(capsys: Capture) -> None:
+    report = json.loads(printed(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--json"))
+    model = plainvit.create("ViT-Ti/16", image_size=32)
+    assert report["name"] == "ViT-Ti/16"
+    assert (report["settings"]["width"], report["settings"]["image_size"]) == (192, [32, 32])
+    steps = {step["name"]: step for step in report["steps"]}
+    assert list(steps) == model.trace_names()
+    assert steps["block3/attention"]["shape"] == [1, 3, 5, 5]
+    assert steps["block3/attention"]["mean"] == pytest.approx(1 / 5)  # rows of a softmax over five tokens
+    assert steps["logits"]["shape"] == [1, 1000]
+    assert report["milliseconds"] > 0
+
+
+def test_inspect_as_a_table(capsys: Capture) -> None:
+    text = printed(capsys, "inspect", "ViT-Ti/16", "--image-size", "32")
+    for word in ("ViT-Ti/16", "width 192", "block0/attention", "1 x 3 x 5 x 5", "block11/tokens", "logits", "--json"):
+        assert word in text
+    assert "block1/attention" not in text
+
+
+def test_inspect_a_photo(capsys: Capture, photo: Path) -> None:
+    """Half red, half blue: each of these channels is +1 on one half and -1 on the other, green is -1."""
+    report = json.loads(printed(capsys, "inspect", "ViT-Ti/16", "--image", str(photo), "--image-size", "32", "--json"))
+    pixels = next(step for step in report["steps"] if step["name"] == "pixels")
+    assert pixels["shape"] == [1, 3, 32, 32]
+    assert pixels["mean"] == pytest.approx(-1 / 3, abs=0.01)
+    assert pixels["std"] == pytest.approx((8 / 9) ** 0.5, abs=0.02)
+
+
+def test_a_seed_repeats_the_weights(capsys: Capture) -> None:
+    def steps(seed: str) -> list[dict[str, object]]:
+        text = printed(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--seed", seed, "--json")
+        return json.loads(text)["steps"]
+
+    assert steps("3") == steps("3") != steps("4")
+
+
+@pytest.mark.parametrize("name", ["R+ViT-Ti/16", "BiT-R26x1"])
+def test_inspect_other_kinds(capsys: Capture, name: str) -> None:
+    text = printed(capsys, "inspect", name, "--image-size", "32")
+    assert "root" in text
+    assert "logits" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["ViT-X/16"], "nearest: "),
+        (["vit-b/16"], "ViT-B/16"),
+        (["ViT-Ti/16", "--image-size", "33"], "nearest: 32 or 48"),
+        (["ViT-Ti/16", "--image-size", "0"], "image_size"),
+        (["ViT-Ti/16", "--image", "/no/such/photo.png"], "/no/such/photo.png"),
+    ],
+)
+def test_inspect_refuses_in_one_line(capsys: Capture, arguments: list[str], part: str) -> None:
+    assert part in refused(capsys, "inspect", *arguments)
+
+
+def broken(photo: Path, how: str) -> bytes:
+    whole = photo.read_bytes()
+    data = whole.index(b"IDAT")
+    return {
+        "empty": b"",
+        "no image": Path(__file__).read_bytes(),
+        "cut off": whole[: data + 10],
+        "no data": whole.replace(b"IDAT", b"JDAT"),
+        "data ends early": whole[: data - 4] + (4).to_bytes(4, "big") + whole[data:],
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["empty", "no image", "cut off", "no data", "data ends early"])
+def test_a_broken_photo_is_refused_in_one_line(capsys: Capture, photo: Path, how: str) -> None:
+    photo.write_bytes(broken(photo, how))
+    refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+
+
+def test_a_broken_photo_is_named(capsys: Capture, photo: Path) -> None:
+    photo.write_bytes(broken(photo, "no image"))
+    line = refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+    assert photo.name in line
+
+
+def test_a_photo_too_large_to_be_true_is_refused(capsys: Capture, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+
+
+# The command itself ---------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys: Capture) -> None:
+    assert printed(capsys, "--version") == f"plainvit {plainvit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["modls"], ["models", "--imagesize", "3"], ["models", "--image-size", "big"], ["inspect"], ["--verbose"]],
+)
+def test_wrong_usage_exits_with_2(capsys: Capture, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert err
+
+
+OPTIONS = {
+    "models": ["PATTERN", "--image-size", "--json"],
+    "inspect": ["--image", "--image-size", "--seed", "--json"],
+}
+
+
+def helped(capsys: Capture, *arguments: str) -> str:
+    """What a call for help prints; it must succeed, by returning or by exiting with 0."""
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        assert end.code == 0  # noqa: PT017
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb(capsys: Capture, verb: str) -> None:
+    out = helped(capsys, *verb.split(), "--help")
+    parameters = inspect.signature(VERBS[verb]).parameters.values()
+    options = [f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option in ("--help", *options, *OPTIONS.get(verb, ())):
+        assert option in out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help_names_every_verb(capsys: Capture, arguments: list[str]) -> None:
+    out = helped(capsys, *arguments)
+    assert all(verb in out for verb in VERBS)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_installed_command() -> None:
+    found = run("models", "ViT-B/16", "--json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)[0]["parameters"] == 86_567_656
+
+
+def test_the_installed_command_refuses() -> None:
+    found = run("models", "nothing")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == "plainvit: no model matches 'nothing'; `plainvit models` lists them all\n"
+
+
+def test_inspect_leaves_no_gradients_on(capsys: Capture) -> None:
+    """The report runs without autograd, and does not switch it off for others."""
+    printed(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--json")
+    assert torch.is_grad_enabled()

@@ -1,0 +1,241 @@
+"""Configs and names: what is refused, in one line that helps; JSON there and back; each name its published shape.
+
+Independent reference for the named models' structure: timm's own models of the same name, on the meta device.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import timm
+import tiny
+import torch
+from peers import from_timm, from_timm_resnet
+
+import plainvit
+from plainvit.config import ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.models import build
+from plainvit.names import configure, list_models
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+BAD_NAMES: dict[str, tuple[str, ...]] = {  # the name asked for, and what the message must offer
+    "vit-b/16": ("ViT-B/16",),
+    "ViT-B16": ("ViT-B/16",),
+    "ViT-X/16": ("/16",),
+    "R50+ViT-B/16": ("R50x1+ViT-B/16",),
+    "R50x1+ViT-B/14": ("R50x1+ViT-B/16",),
+    "BiT-R51x1": ("BiT-R50x1", "BiT-R101x1"),
+    "BiT-R50": ("BiT-R50x1",),
+    "BiT-R50x0": ("BiT-R50x1",),
+    "ViT-B/0": ("ViT-B/8",),
+    "resnet18": (),
+    "": (),
+    "ViT-B/16\n": ("ViT-B/16",),
+}
+
+
+def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
+    """The message of the ValueError, which must be one line."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        call(*arguments, **settings)
+    assert type(caught.value) is ValueError
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_unknown_models_are_refused_with_the_nearest_names(name: str) -> None:
+    message = refusal(plainvit.create, name)
+    assert "unknown model" in message
+    for offered in BAD_NAMES[name]:
+        assert offered in message.split(";")[-1]
+
+
+BAD_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {  # name of a model, settings, a part of the message
+    "size not divisible": ("ViT-B/16", {"image_size": 225}, "nearest: 224 or 240"),
+    "one side not divisible": ("ViT-B/16", {"image_size": (224, 250)}, "nearest: 240 or 256"),
+    "size below a patch": ("ViT-B/16", {"image_size": 15}, "nearest: 16"),
+    "hybrid's size": ("R50x1+ViT-B/16", {"image_size": 100}, "nearest: 96 or 112"),
+    "size of zero": ("ViT-B/16", {"image_size": 0}, "image_size"),
+    "negative size": ("ViT-B/16", {"image_size": -16}, "image_size"),
+    "three sizes": ("ViT-B/16", {"image_size": (224, 224, 3)}, "(height, width)"),
+    "a size in words": ("ViT-B/16", {"image_size": "224"}, "(height, width)"),
+    "a fractional size": ("ViT-B/16", {"image_size": 224.0}, "224.0"),
+    "ResNet of no size": ("BiT-R50x1", {"image_size": 0}, "image_size"),
+    "heads": ("ViT-B/16", {"heads": 11}, "nearest: 6, 8, 12"),
+    "no heads": ("ViT-B/16", {"heads": 0}, "heads"),
+    "no depth": ("ViT-B/16", {"depth": 0}, "depth"),
+    "fractional depth": ("ViT-B/16", {"depth": 1.5}, "depth"),
+    "negative dropout": ("ViT-B/16", {"dropout": -0.1}, "dropout"),
+    "dropout of one": ("ViT-B/16", {"dropout": 1.0}, "dropout"),
+    "dropout not a number": ("ViT-B/16", {"dropout": float("nan")}, "dropout"),
+    "dropout in words": ("ViT-B/16", {"dropout": "0.1"}, "dropout"),
+    "stochastic depth": ("ViT-B/16", {"stochastic_depth": 1.5}, "stochastic_depth"),
+    "negative classes": ("ViT-B/16", {"classes": -1}, "classes"),
+    "negative registers": ("ViT-B/16", {"registers": -1}, "registers"),
+    "unknown setting": ("ViT-B/16", {"witdh": 64}, "width"),
+    "unknown setting of a hybrid": ("R50x1+ViT-B/16", {"pooling": "token"}, "pool"),
+    "unknown setting of a ResNet": ("BiT-R50x1", {"paddings": "same"}, "padding"),
+    "a ViT's setting for a ResNet": ("BiT-R50x1", {"patch": 16}, "patch"),
+    "unknown posemb": ("ViT-B/16", {"posemb": "2D"}, "2d"),
+    "unknown pool": ("ViT-B/16", {"pool": "avg"}, "average"),
+    "unknown activation": ("ViT-B/16", {"activation": "gelu_tan"}, "gelu_tanh"),
+    "unknown init": ("ViT-B/16", {"init": "jax"}, "google"),
+    "unknown numerics": ("ViT-B/16", {"numerics": "tim"}, "timm"),
+    "no such numerics for a hybrid": ("R50x1+ViT-B/16", {"numerics": "torchvision"}, "timm"),
+    "no such numerics for a ResNet": ("BiT-R50x1", {"numerics": "transformers"}, "google"),
+    "pool token without a class token": ("ViT-B/16", {"class_token": False}, "average"),
+    "distillation with average": ("ViT-B/16", {"distillation": True, "pool": "average"}, "token"),
+    "distillation with representation": ("ViT-B/16", {"distillation": True, "representation": 9}, "representation=0"),
+    "no table to add": ("ViT-B/16", {"posemb": "none", "posemb_at": "every"}, "stem"),
+    "relative at every layer": ("ViT-B/16", {"posemb": "relative", "posemb_at": "shared"}, "stem"),
+    "axial with a class token": ("Axial-ViT-B/16", {"class_token": True}, "class_token=False"),
+    "axial and relative": ("Axial-ViT-B/16", {"posemb": "relative"}, "relative"),
+    "post-norm with fc_norm": ("ViT-B/16", {"norm": "post", "norm_pooled": True}, "norm_pooled"),
+    "odd width in 2d": ("ViT-B/16", {"width": 27, "heads": 3, "posemb": "2d"}, "divisible by 2"),
+    "sincos2d": ("ViT-B/16", {"width": 66, "heads": 3, "posemb": "sincos2d"}, "divisible by 4"),
+    "two means": ("ViT-B/16", {"mean": (0.5, 0.5)}, "3 channels"),
+    "a std of zero": ("ViT-B/16", {"std": (0.5, 0.0, 0.5)}, "std"),
+    "five stages": ("BiT-R50x1", {"blocks": (1, 1, 1, 1, 1)}, "4 stages"),
+    "an empty stage": ("BiT-R50x1", {"blocks": (1, 0)}, "blocks"),
+    "a stem with other channels": ("R50x1+ViT-B/16", {"stem": ResNetConfig(blocks=(1,), channels=1)}, "channels"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings_are_refused_in_one_line(case: str) -> None:
+    name, settings, part = BAD_SETTINGS[case]
+    assert part in refusal(plainvit.create, name, **settings)
+
+
+BAD_IMAGES: dict[str, torch.Tensor] = {
+    "wrong channels": torch.zeros(1, 1, 24, 40),
+    "channels last": torch.zeros(1, 24, 40, 3),
+    "no batch": torch.zeros(3, 24, 40),
+    "wrong dtype": torch.zeros(1, 3, 24, 40, dtype=torch.int64),
+    "booleans": torch.zeros(1, 3, 24, 40, dtype=torch.bool),
+    "complex": torch.zeros(1, 3, 24, 40, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("case", BAD_IMAGES)
+@pytest.mark.parametrize("make", [tiny.vit, tiny.bit])
+def test_bad_images_are_refused_in_one_line(make: Any, case: str) -> None:
+    message = refusal(make(torch.float32), BAD_IMAGES[case])
+    assert ("int64" if case == "wrong dtype" else "images") in message
+
+
+def test_a_vit_refuses_another_size_and_says_its_own() -> None:
+    assert "[batch, 3, 24, 40]" in refusal(tiny.vit(torch.float32), torch.zeros(2, 3, 40, 24))
+
+
+def test_a_config_is_checked_when_replaced() -> None:
+    config = ViTConfig()
+    assert "heads" in refusal(config.replace, heads=7)
+    assert "mlp_dim" in refusal(config.replace, mlp_dims=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.width = 3
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_json_there_and_back(name: str) -> None:
+    config = configure(name, classes=10, image_size=224, dropout=0.1) if "ViT" in name else configure(name, classes=10)
+    text = json.dumps(to_json(config))
+    assert from_json(json.loads(text)) == config
+
+
+def test_json_of_a_rectangle() -> None:
+    config = ViTConfig(image_size=(32, 64), mean=(0.1, 0.2, 0.3), layer_scale=1e-4, posemb="2d", posemb_at="every")
+    values = json.loads(json.dumps(to_json(config)))
+    assert (values["image_size"], values["mean"], values["kind"]) == ([32, 64], [0.1, 0.2, 0.3], "vit")
+    assert from_json(values) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({}, "kind"),
+        ({"kind": "vti"}, "vit"),
+        ({"kind": "vit", "witdh": 3}, "width"),
+        ({"kind": "resnet"}, "blocks"),
+        ({"kind": "resnet", "blocks": [3], "heads": 3}, "heads"),
+        ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "colour": 1}}, "colour"),
+        ({"kind": "vit", "dropout": "much"}, "must be a number"),
+        ({"kind": "vit", "width": -1}, "width"),
+        ({"kind": ["vit"]}, "kind"),
+        ({"kind": "vit", "norm_eps": "small"}, "norm_eps"),
+        ({"kind": "vit", "norm_eps": -1.0}, "norm_eps"),
+        ({"kind": "vit", "layer_scale": "small"}, "layer_scale"),
+        ({"kind": "vit", "class_token": "no"}, "class_token"),
+    ],
+)
+def test_bad_json_is_refused_in_one_line(values: dict[str, Any], part: str) -> None:
+    assert part in refusal(from_json, values)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+TIMM_NAMES = {
+    "ViT-Ti/16": "vit_tiny_patch16_224",
+    "ViT-S/32": "vit_small_patch32_224",
+    "ViT-S/16": "vit_small_patch16_224",
+    "ViT-B/32": "vit_base_patch32_224",
+    "ViT-B/16": "vit_base_patch16_224",
+    "ViT-B/8": "vit_base_patch8_224",
+    "ViT-L/32": "vit_large_patch32_224",
+    "ViT-L/16": "vit_large_patch16_224",
+    "ViT-H/14": "vit_huge_patch14_224",
+    "ViT-g/14": "vit_giant_patch14_224",
+    "ViT-G/14": "vit_gigantic_patch14_224",
+    "R+ViT-Ti/16": "vit_tiny_r_s16_p8_224",
+    "R26x1+ViT-S/32": "vit_small_r26_s32_224",
+    "R50x1+ViT-B/16": "vit_base_r50_s16_224",
+    "R50x1+ViT-L/32": "vit_large_r50_s32_224",
+    "BiT-R50x1": "resnetv2_50x1_bit",
+    "BiT-R101x1": "resnetv2_101x1_bit",
+    "BiT-R101x3": "resnetv2_101x3_bit",
+    "BiT-R152x2": "resnetv2_152x2_bit",
+    "BiT-R152x4": "resnetv2_152x4_bit",
+}
+
+
+@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_named_models_have_the_shape_of_timms(name: str) -> None:
+    """Every weight of timm's model has its counterpart of the same shape, none is left over; and heads agree."""
+    with torch.device("meta"):
+        peer, model = timm.create_model(TIMM_NAMES[name], num_classes=1000), build(configure(name))
+    renamed = (from_timm_resnet if name.startswith("BiT") else from_timm)(peer.state_dict())
+    ours = model.state_dict()
+    assert {key: x.shape for key, x in ours.items()} == {key: x.shape for key, x in renamed.items()}
+    if "ViT" in name:
+        assert model.config.heads == peer.blocks[0].attn.num_heads
+
+
+def test_any_patch_size_has_a_name() -> None:
+    config = configure("ViT-B/20", image_size=240)
+    assert (config.patch, config.grid) == ((20, 20), (12, 12))
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("*", 29), ("BiT-*", 9), ("*B/16", 3), ("ViT-B/16", 1), ("vit*", 0)])
+def test_list_models(pattern: str, count: int) -> None:
+    names = plainvit.list_models(pattern)
+    assert len(names) == len(set(names)) == count
+    assert all(configure(name) for name in names)
+
+
+def test_settings_reach_the_config() -> None:
+    config = plainvit.create("ViT-Ti/16", 10, (32, 64), pool="average", posemb="sincos2d", class_token=False).config
+    assert (config.classes, config.image_size, config.pool, config.posemb) == (10, (32, 64), "average", "sincos2d")
+    assert (config.width, config.heads, config.class_token) == (192, 3, False)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1"])
+def test_any_number_of_channels(name: str) -> None:
+    config = configure(name, channels=5)
+    assert (config.channels, len(config.mean), len(config.std)) == (5, 5, 5)

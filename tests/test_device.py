@@ -1,0 +1,238 @@
+"""The machine's quirks, with a planted cpuinfo and real child processes that die as a bad CPU makes them die."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import plainvit
+from plainvit import device
+
+DIES = "import os, signal; os.kill(os.getpid(), signal.{name})"
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path) -> Path:
+    """A CPU that advertises AMX for bf16."""
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nflags\t\t: fpu sse avx512f amx_bf16 amx_tile\nbogomips\t: 1\n")
+    return file
+
+
+class Probe:
+    """Code for a child process that leaves a mark each time it runs."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self.marks = folder / "marks"
+        self.code = f"open({str(self.marks)!r}, 'a').write('x')\n{code}"
+
+    @property
+    def runs(self) -> int:
+        return len(self.marks.read_text()) if self.marks.exists() else 0
+
+
+@pytest.mark.parametrize(("signal", "kills"), [("SIGILL", True), ("SIGSEGV", True), ("SIGBUS", True)])
+def test_a_child_that_dies_says_so_once(cpuinfo: Path, tmp_path: Path, signal: str, kills: bool) -> None:
+    probe = Probe(tmp_path, DIES.format(name=signal))
+    for _ in range(2):
+        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is kills
+    assert probe.runs == 1  # the second answer came from the cache
+
+
+def test_a_child_that_lives_says_so_once(cpuinfo: Path, tmp_path: Path) -> None:
+    probe = Probe(tmp_path, "")
+    for _ in range(2):
+        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
+    assert probe.runs == 1
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(1)", DIES.format(name="SIGKILL")])
+def test_a_child_that_fails_otherwise_says_nothing(cpuinfo: Path, tmp_path: Path, code: str) -> None:
+    """No torch, or no memory: not the CPU's fault, and asked again next time."""
+    probe = Probe(tmp_path, code)
+    for _ in range(2):
+        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
+    assert probe.runs == 2
+
+
+def test_a_child_that_hangs_says_nothing(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk must not stop the program: the probe's time limit is passed over like any other failure."""
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: run(*a, **k | {"timeout": 0.2}))
+    probe = Probe(tmp_path, "import time; time.sleep(30)")
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
+
+
+@pytest.mark.parametrize("flags", ["flags\t\t: fpu sse avx512f avx512_bf16 amx_tile\n", "Features\t: fp asimd\n", ""])
+def test_no_child_without_amx(tmp_path: Path, flags: str) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{flags}")
+    probe = Probe(tmp_path, DIES.format(name="SIGILL"))
+    assert device.cpu_bf16_kills(file, probe.code, tmp_path / "cache") is False
+    assert probe.runs == 0
+
+
+def test_no_child_without_cpuinfo(tmp_path: Path) -> None:
+    probe = Probe(tmp_path, DIES.format(name="SIGILL"))
+    assert device.cpu_bf16_kills(tmp_path / "absent", probe.code, tmp_path / "cache") is False
+    assert probe.runs == 0
+
+
+def test_another_cpu_is_asked_again(cpuinfo: Path, tmp_path: Path) -> None:
+    probe = Probe(tmp_path, DIES.format(name="SIGILL"))
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache")
+    cpuinfo.write_text(cpuinfo.read_text().replace("amx_tile", "amx_tile amx_int8"))
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache")
+    assert probe.runs == 2
+
+
+@pytest.mark.parametrize("broken", ["", "{}", "[]", "null", "not json", '{"other": 1}'])
+def test_a_broken_cache_is_asked_again_and_mended(cpuinfo: Path, tmp_path: Path, broken: str) -> None:
+    probe, cache = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "cache"
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
+    (file,) = cache.iterdir()
+    file.write_text(broken)
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
+    assert json.loads(file.read_text()) == {"kills": True}
+    assert list(cache.iterdir()) == [file]  # no temporary files are left
+
+
+def test_a_cache_that_cannot_be_written_costs_a_probe_each_time(cpuinfo: Path, tmp_path: Path) -> None:
+    probe, blocked = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "file"
+    blocked.write_text("in the way")
+    for _ in range(2):
+        assert device.cpu_bf16_kills(cpuinfo, probe.code, blocked / "cache") is True
+    assert probe.runs == 2
+
+
+def test_the_cache_is_in_the_users_cache_folder(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    device.cpu_bf16_kills(cpuinfo, "pass")
+    assert len(list((tmp_path / "xdg" / "plainvit").iterdir())) == 1
+
+
+def test_the_probe_runs_without_the_cap(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the cap it would always live, and a good CPU could not be told from a bad one."""
+    monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
+    probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
+    assert device.cpu_bf16_kills(cpuinfo, probe, tmp_path / "cache") is True
+
+
+# When the cap is set --------------------------------------------------------------------------------------------------
+
+
+def in_child(code: str, **environment: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != device.ISA_VARIABLE}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+PREPARED = """
+import os, sys, types
+from plainvit import device
+{before}
+device.cpu_bf16_kills = lambda: {kills}
+device.prepare()
+print(os.environ.get(device.ISA_VARIABLE), "torch" in sys.modules)
+"""
+
+
+def test_prepare_caps_a_bad_cpu_before_torch() -> None:
+    assert in_child(PREPARED.format(before="", kills=True)) == "AVX512_CORE_BF16 False"
+
+
+def test_prepare_leaves_a_good_cpu_alone() -> None:
+    assert in_child(PREPARED.format(before="", kills=False)) == "None False"
+
+
+def test_prepare_is_too_late_after_torch() -> None:
+    loaded = "sys.modules['torch'] = types.ModuleType('torch')"
+    assert in_child(PREPARED.format(before=loaded, kills=True)) == "None True"
+
+
+def test_prepare_respects_the_users_own_cap() -> None:
+    found = in_child(PREPARED.format(before="", kills=True), **{device.ISA_VARIABLE: "AVX2"})
+    assert found == "AVX2 False"
+
+
+def test_the_package_prepares_before_it_loads_the_models() -> None:
+    code = """
+import sys, types, plainvit
+from plainvit import device
+device.prepare = lambda: print("prepared", "torch" in sys.modules)
+class Models(types.ModuleType):
+    def __getattr__(self, name):
+        print("asked for", name)
+sys.modules["plainvit.models"] = Models("plainvit.models")
+plainvit.create
+"""
+    assert in_child(code).splitlines() == ["prepared False", "asked for create"]
+
+
+# Models on a machine that must refuse bf16 ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch was loaded before the cap could be set, on a CPU that dies of bf16."""
+    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
+
+
+def make(kind: str) -> Any:
+    return {"ViT": tiny.vit, "hybrid": tiny.hybrid, "BiT": tiny.bit}[kind](torch.float32)
+
+
+def images(model: Any) -> torch.Tensor:
+    return tiny.images(
+        size=model.config.image_size if hasattr(model.config, "heads") else (32, 32), dtype=torch.float32
+    )
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
+def test_bf16_weights_are_refused_in_one_line(kind: str) -> None:
+    model = make(kind).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"^[^\n]*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16[^\n]*$"):
+        model(images(model))
+    with pytest.raises(RuntimeError, match="bf16 on this CPU"):
+        model.features(images(model))
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
+def test_bf16_autocast_is_refused_in_one_line(kind: str) -> None:
+    model = make(kind)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"^[^\n]*bf16 on this CPU[^\n]*$"):
+        model(images(model))
+
+
+@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
+def test_fp32_runs_where_bf16_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make(kind)(images(make(kind)))
+    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
+    model = make(kind)
+    assert torch.equal(model(images(model)), expected)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert torch.equal(model(images(model)), expected)
+
+
+def test_bf16_runs_where_it_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: False)
+    model = tiny.vit(torch.bfloat16)
+    assert model(images(model)).isfinite().all()
+
+
+def test_creating_a_model_leaves_cudnn_attention_off() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    plainvit.create("ViT-Ti/8", image_size=32, **tiny.SHAPE)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()

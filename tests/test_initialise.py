@@ -1,0 +1,248 @@
+"""Initial weights: each tensor's distribution, by Kolmogorov-Smirnov tests at fixed seeds.
+
+References: the distributions of facts/paper.md for `google` (JAX's definitions through scipy.stats), and models that
+timm itself initialised for `timm`. A wrong scale of a few per cent shows in all but the smallest tensors.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peers import from_timm, from_timm_resnet
+from scipy import stats
+from timm.layers import HybridEmbed, StdConv2d
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_hybrid import _resnetv2
+from torch import Tensor, nn
+
+import plainvit
+from plainvit.models import ViT, build
+from plainvit.names import configure
+
+D, M, DEPTH = 96, 160, 2
+SHAPE: dict[str, Any] = {"width": D, "mlp_dim": M, "depth": DEPTH, "heads": 3, "image_size": (32, 48)}
+SURE = 1e-4  # probability of a false alarm per tensor
+
+
+def google(**settings: Any) -> ViT:
+    return plainvit.create("ViT-Ti/8", seed=0, **SHAPE | {"classes": 50} | settings)
+
+
+def follows(x: Tensor, expected: Any) -> bool:
+    """Whether all of x lies within the distribution's bounds and looks drawn from it."""
+    values = x.detach().double().flatten().numpy()
+    low, high = expected.support()
+    slack = 1 + 1e-6  # fp32
+    inside = values.min() >= low * slack and values.max() <= high * slack
+    return bool(inside and stats.kstest(values, expected.cdf).pvalue > SURE and moments(values, expected))
+
+
+def moments(values: np.ndarray, expected: Any) -> bool:
+    """Mean and standard deviation within five standard errors."""
+    n, std = len(values), expected.std()
+    kurtosis = expected.stats(moments="k") + 3
+    mean_error, std_error = 5 * std / n**0.5, 5 * std * ((kurtosis - 1) / (4 * n)) ** 0.5
+    return abs(values.mean() - expected.mean()) < mean_error and abs(values.std() - std) < std_error
+
+
+def uniform(bound: float) -> Any:
+    return stats.uniform(-bound, 2 * bound)
+
+
+def normal(std: float) -> Any:
+    return stats.norm(0, std)
+
+
+def cut_normal(std: float) -> Any:
+    """A normal of that standard deviation before it is cut at two of them."""
+    return stats.truncnorm(-2, 2, 0, std)
+
+
+def lecun(fan_in: int) -> Any:
+    """JAX's: cut at two, then widened again to a variance of 1 / fan_in."""
+    unit = stats.truncnorm(-2, 2)
+    return cut_normal((1 / fan_in) ** 0.5 / unit.std())
+
+
+def test_these_tests_see_small_mistakes() -> None:
+    """What PyTorch's own helpers would give by mistake is refused."""
+    torch.manual_seed(0)
+    fused = nn.init.xavier_uniform_(torch.empty(3 * D, D))
+    assert follows(fused, uniform((6 / (4 * D)) ** 0.5))
+    assert not follows(fused[:D], uniform((3 / D) ** 0.5))
+    uncorrected = nn.init.trunc_normal_(torch.empty(D, 192), std=192**-0.5, a=-2 * 192**-0.5, b=2 * 192**-0.5)
+    assert not follows(uncorrected, lecun(192))
+    assert not follows(torch.randn(D, 192) * 192**-0.5, lecun(192))  # not cut
+    assert lecun(192).std() == pytest.approx(192**-0.5)
+
+
+# Google ---------------------------------------------------------------------------------------------------------------
+
+
+def test_google_blocks() -> None:
+    model = google()
+    for block in model.blocks:
+        for matrix in block.attention.qkv.weight.split(D):
+            assert follows(matrix, uniform((3 / D) ** 0.5))
+        assert follows(block.attention.out.weight, uniform((3 / D) ** 0.5))
+        for layer in (block.mlp.fc1, block.mlp.fc2):
+            assert follows(layer.weight, uniform((6 / (D + M)) ** 0.5))
+            assert follows(layer.bias, normal(1e-6))
+        assert not block.attention.qkv.bias.any()
+        assert not block.attention.out.bias.any()
+
+
+def test_google_ends() -> None:
+    model = google(representation=160)
+    assert follows(model.embedding.weight, lecun(3 * 8 * 8))
+    assert follows(model.pre_logits.weight, lecun(D))
+    assert follows(model.positions[0].table, normal(0.02))
+    zero = (model.embedding.bias, model.pre_logits.bias, model.head.weight, model.head.bias, model.class_token)
+    assert not any(x.any() for x in zero)
+
+
+def test_google_norms() -> None:
+    for module in google(pool="attention").modules():
+        if isinstance(module, nn.LayerNorm):
+            assert (module.weight == 1).all()
+            assert not module.bias.any()
+
+
+@pytest.mark.parametrize("at", ["every", "shared"])
+def test_google_2d_positions(at: str) -> None:
+    for positions in google(posemb="2d", posemb_at=at, width=960).positions:
+        assert follows(positions.rows, normal(0.02))
+        assert follows(positions.columns, normal(0.02))
+
+
+def test_google_relative_positions() -> None:
+    for block in google(posemb="relative").blocks:
+        assert follows(block.attention.relative.table, normal(0.02))
+
+
+def test_google_attention_pool() -> None:
+    """big_vision's MAP head: Xavier for each matrix, and for the probe as a 1 x D matrix."""
+    pool = google(pool="attention", width=960).pool
+    assert follows(pool.probe, uniform((6 / (1 + 960)) ** 0.5))
+    for matrix in (pool.q.weight, *pool.kv.weight.split(960), pool.out.weight):
+        assert follows(matrix, uniform((3 / 960) ** 0.5))
+    assert follows(pool.mlp.fc1.weight, uniform((6 / (960 + M)) ** 0.5))
+    assert follows(pool.mlp.fc1.bias, normal(1e-6))
+    assert not any(layer.bias.any() for layer in (pool.q, pool.kv, pool.out))
+
+
+def test_google_extras() -> None:
+    """What the paper does not have, each as its own paper draws it."""
+    model = google(distillation=True, registers=4, layer_scale=0.25)
+    assert follows(model.registers, normal(1e-6))
+    assert follows(model.distillation_token, stats.truncnorm(-100, 100, 0, 0.02))
+    assert not model.head_distillation.weight.any()
+    assert all((block.residual1.scale == 0.25).all() for block in model.blocks)
+    assert all((block.residual2.scale == 0.25).all() for block in model.blocks)
+
+
+def test_google_hybrid_stem() -> None:
+    """Each unit starts as its shortcut: the last norm's scale is 0, all other scales are 1."""
+    base = configure("R50x1+ViT-B/16")
+    torch.manual_seed(0)
+    model = build(base.replace(stem=base.stem.replace(blocks=(2, 1)), **SHAPE))
+    for name, module in model.stem.named_modules():
+        if isinstance(module, nn.GroupNorm):
+            assert (module.weight == (0 if name.endswith("norm3") else 1)).all()
+            assert not module.bias.any()
+        elif isinstance(module, nn.Conv2d):
+            assert follows(module.weight, lecun(module.weight[0].numel()))
+    x = torch.rand(1, 256, 6, 6)
+    assert torch.equal(model.stem.stages[0][1](x), x)
+
+
+def test_google_bit() -> None:
+    model = plainvit.create("BiT-R50x1", blocks=(2, 1), seed=0)
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            assert (module.weight == 1).all()
+            assert not module.bias.any()
+        elif isinstance(module, nn.Conv2d):
+            assert follows(module.weight, lecun(module.weight[0].numel()))
+    assert not model.head.weight.any()
+    assert not model.head.bias.any()
+
+
+def test_google_is_the_same_in_float64() -> None:
+    model = google(dtype=torch.float64)
+    assert follows(model.embedding.weight, lecun(3 * 8 * 8))
+    assert follows(model.blocks[0].attention.qkv.weight[:D], uniform((3 / D) ** 0.5))
+
+
+def test_a_fresh_google_model_answers_zero() -> None:
+    assert not google().eval()(torch.rand(2, 3, 32, 48)).any()
+
+
+# timm -----------------------------------------------------------------------------------------------------------------
+
+TIMM_SHAPE: dict[str, Any] = {"embed_dim": D, "depth": DEPTH, "num_heads": 3, "mlp_ratio": M / D, "img_size": (32, 48)}
+
+
+def timm_vit() -> nn.Module:
+    return VisionTransformer(patch_size=8, num_classes=50, reg_tokens=20, init_values=0.25, **TIMM_SHAPE)
+
+
+def timm_map() -> nn.Module:
+    return VisionTransformer(patch_size=8, num_classes=50, global_pool="map", **TIMM_SHAPE)
+
+
+def timm_distilled() -> nn.Module:
+    return VisionTransformerDistilled(patch_size=8, num_classes=50, **TIMM_SHAPE)
+
+
+def timm_hybrid(blocks: tuple[int, ...], patch: int) -> nn.Module:
+    embed = partial(HybridEmbed, backbone=_resnetv2(layers=blocks))
+    shape = TIMM_SHAPE | {"img_size": (32, 64)}
+    return VisionTransformer(patch_size=patch, num_classes=50, embed_layer=embed, **shape)
+
+
+def timm_bit() -> nn.Module:
+    return ResNetV2([2, 1], num_classes=50, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+
+
+def our_vit(name: str = "ViT-Ti/8", **settings: Any) -> nn.Module:
+    settings = SHAPE | {"classes": 50, "init": "timm", "seed": 0} | settings
+    return plainvit.create(name, **settings)
+
+
+def our_hybrid() -> nn.Module:
+    base = configure("R50x1+ViT-B/16")
+    stem = base.stem.replace(blocks=(2, 1))
+    return build(base.replace(stem=stem, patch=1, init="timm", **SHAPE | {"classes": 50, "image_size": (32, 64)}))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "ViT": (timm_vit, lambda: our_vit(registers=20, posemb_prefix="all", layer_scale=0.25)),
+    "map": (timm_map, lambda: our_vit(pool="attention")),
+    "distilled": (timm_distilled, lambda: our_vit(distillation=True)),
+    "hybrid": (lambda: timm_hybrid((2, 1), 1), our_hybrid),
+    "hybrid of the root alone": (lambda: timm_hybrid((), 8), lambda: our_vit("R+ViT-Ti/16", image_size=(32, 64))),
+    "BiT": (timm_bit, lambda: plainvit.create("BiT-R50x1", 50, blocks=(2, 1), init="timm", seed=0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_timm_scheme_draws_as_timm_does(case: str) -> None:
+    """Constants are equal, and random tensors look drawn from one distribution."""
+    make, ours = CASES[case]
+    torch.manual_seed(0)
+    theirs = (from_timm_resnet if case == "BiT" else from_timm)(make().state_dict())
+    weights = ours().state_dict()
+    assert weights.keys() == theirs.keys()
+    assert [name for name, x in weights.items() if not alike(x, theirs[name])] == []
+
+
+def alike(ours: Tensor, theirs: Tensor) -> bool:
+    if theirs.unique().numel() == 1:
+        return torch.equal(ours.unique(), theirs.unique())
+    same_scale = abs(ours.std() - theirs.std()) < 6 * theirs.std() * theirs.numel() ** -0.5
+    return bool(same_scale) and stats.ks_2samp(ours.flatten().numpy(), theirs.flatten().numpy()).pvalue > SURE

@@ -1,0 +1,322 @@
+"""Positions and patch kernels on another grid: against scipy's zoom, timm's resampling, NumPy's pinv, linear ramps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import scipy.ndimage
+import tiny
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor
+
+from plainvit import Trace
+from plainvit.models.resample import METHODS, resample_kernel, resample_table, resize
+
+EXACT = 1e-10
+Grid = tuple[int, int]
+grids = st.tuples(st.integers(1, 12), st.integers(1, 12))
+large_grids = st.tuples(st.integers(5, 12), st.integers(5, 12))
+
+
+def random_table(grid: Grid, width: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(grid[0] * 100 + grid[1])
+    return torch.randn(grid[0] * grid[1], width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+@given(grids, st.sampled_from(list(METHODS)))
+def test_the_same_grid_gives_the_same_table(grid: Grid, method: str) -> None:
+    table = random_table(grid)
+    assert torch.equal(resample_table(table, grid, grid, method), table)
+
+
+@pytest.mark.parametrize(("old", "new"), [(7, 12), (14, 24), (14, 32), (16, 37), (24, 14), (12, 7)])
+def test_aligned_equals_googles_call(old: int, new: int) -> None:
+    """checkpoint.py of vision_transformer, between the grids of published models."""
+    table = random_table((old, old))
+    zoomed = scipy.ndimage.zoom(table.view(old, old, -1).numpy(), (new / old, new / old, 1), order=1)
+    found = resample_table(table, (old, old), (new, new)).view(new, new, -1)
+    assert np.abs(found.numpy() - zoomed).max() < EXACT
+
+
+def zoom(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """Google's call on any grid. Its default mode gives 0 where round-off steps past the last cell, as in 28 to 14."""
+    values = table.detach().view(*old, -1).numpy()
+    zoomed = scipy.ndimage.zoom(values, (new[0] / old[0], new[1] / old[1], 1), order=1, mode="nearest")
+    return torch.from_numpy(zoomed).flatten(0, 1)
+
+
+@settings(max_examples=150)
+@given(grids, grids)
+def test_aligned_equals_scipys_zoom(old: Grid, new: Grid) -> None:
+    table = random_table(old)
+    assert (resample_table(table, old, new, "bilinear-aligned") - zoom(table, old, new)).abs().max() < EXACT
+
+
+@settings(max_examples=150)
+@given(grids, grids)
+def test_bicubic_equals_timm(old: Grid, new: Grid) -> None:
+    assume(old != new)
+    table = random_table(old, dtype=torch.float32)
+    peer = resample_abs_pos_embed(table.unsqueeze(0), list(new), list(old), num_prefix_tokens=0)[0]
+    assert (resample_table(table, old, new, "bicubic-antialias") - peer).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_and_columns_are_not_guessed_from_the_count(method: str) -> None:
+    """7 x 28 and 14 x 14 have equally many positions; a table of the one is not one of the other."""
+    table = random_table((7, 28))
+    square, turned = resample_table(table, (7, 28), (14, 14), method), resample_table(table, (7, 28), (28, 7), method)
+    assert square.shape == turned.shape == table.shape
+    assert not torch.allclose(square, table, atol=0.1)
+    assert not torch.allclose(turned, table, atol=0.1)
+    if method == "bilinear-aligned":
+        assert tiny.difference(square, zoom(table, (7, 28), (14, 14))) < EXACT
+        assert tiny.difference(turned, zoom(table, (7, 28), (28, 7))) < EXACT
+
+
+def ramp(grid: Grid, slopes: tuple[float, float], rows: Tensor, columns: Tensor) -> Tensor:
+    """Values of one linear function at places given in units of `grid`'s cells."""
+    return (1 + slopes[0] * rows.unsqueeze(1) / grid[0] + slopes[1] * columns / grid[1]).reshape(-1, 1)
+
+
+def places(old: int, new: int, aligned: bool) -> Tensor:
+    """Where the new cells' centres lie among the old ones."""
+    i = torch.arange(new, dtype=torch.float64)
+    return i * (old - 1) / max(new - 1, 1) if aligned else (i + 0.5) * old / new - 0.5
+
+
+def cells(grid: Grid) -> tuple[Tensor, Tensor]:
+    return torch.arange(grid[0], dtype=torch.float64), torch.arange(grid[1], dtype=torch.float64)
+
+
+slopes = st.tuples(st.floats(-5, 5), st.floats(-5, 5))
+
+
+@given(grids, grids, slopes)
+def test_aligned_is_exact_on_ramps(old: Grid, new: Grid, slope: tuple[float, float]) -> None:
+    found = resample_table(ramp(old, slope, *cells(old)), old, new, "bilinear-aligned")
+    at = [places(o, n, aligned=True) for o, n in zip(old, new, strict=True)]
+    assert torch.allclose(found, ramp(old, slope, *at), rtol=0, atol=EXACT)
+
+
+@given(large_grids, grids, slopes, st.sampled_from(["bilinear", "bicubic-antialias"]))
+def test_the_others_are_exact_on_ramps_in_the_interior(
+    old: Grid, new: Grid, slope: tuple[float, float], method: str
+) -> None:
+    """Interior: all cells that the kernel reads exist. A cubic stretched to shrink a grid need not keep a slope."""
+    reach = {"bilinear": 1, "bicubic-antialias": 2}[method]
+    if method == "bicubic-antialias":
+        new = (max(old[0], new[0]), max(old[1], new[1]))
+    found = resample_table(ramp(old, slope, *cells(old)), old, new, method).view(new)
+    at = [places(o, n, aligned=False) for o, n in zip(old, new, strict=True)]
+    inside = [(x.floor() >= reach - 1) & (x.ceil() <= o - reach) for x, o in zip(at, old, strict=True)]
+    expected = ramp(old, slope, *at).view(new)
+    assert torch.allclose(found[inside[0]][:, inside[1]], expected[inside[0]][:, inside[1]], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None:
+    table = random_table((4, 6), dtype=dtype)
+    found = resample_table(table, (4, 6), (7, 5), method)
+    assert found.dtype is dtype
+    assert torch.equal(found, resample_table(table.float(), (4, 6), (7, 5), method).to(dtype))
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def resizing_matrix(old: int, new: int) -> np.ndarray:
+    """Bilinear resizing of one axis by half-pixel centres, as a matrix [new, old]."""
+    matrix = np.zeros((new, old))
+    for i in range(new):
+        at = min(max((i + 0.5) * old / new - 0.5, 0), old - 1)
+        low = int(np.floor(at))
+        matrix[i, low] += 1 - (at - low)
+        matrix[i, min(low + 1, old - 1)] += at - low
+    return matrix
+
+
+@settings(max_examples=30)
+@given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_kernels_equal_numpys_pseudo_inverse(old: Grid, new: Grid) -> None:
+    weight = random_table((4, 2 * old[0] * old[1]), 1).view(4, -1)  # [D, C*P*Q] of two channels
+    matrix = np.kron(resizing_matrix(old[0], new[0]), resizing_matrix(old[1], new[1]))  # [P'Q', PQ]
+    expected = weight.view(4, 2, -1).numpy() @ np.linalg.pinv(matrix.T).T
+    found = resample_kernel(weight, old, new)
+    assert np.abs(found.view(4, 2, -1).numpy() - expected).max() < 1e-8
+
+
+@pytest.mark.parametrize("patch", [(8, 8), (10, 8), (16, 13), (24, 32)])
+def test_enlarged_patches_give_the_same_tokens(patch: Grid) -> None:
+    """FlexiViT's property: each patch enlarged on its own, read by the resampled kernel."""
+    model = tiny.vit()
+    size = 3 * patch[0], 5 * patch[1]
+    larger = resize(model, size, patch=patch)
+    images = tiny.images()
+    pixels = images.view(2, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(30, 3, 8, 8)
+    pixels = F.interpolate(pixels, size=patch, mode="bilinear")
+    enlarged = pixels.view(2, 3, 5, 3, *patch).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, *size)
+    assert tiny.difference(larger(enlarged), model(images)) < 1e-8
+
+
+def test_kernels_keep_their_dtype() -> None:
+    weight = random_table((4, 48), 1, torch.bfloat16).view(4, -1)
+    found = resample_kernel(weight, (4, 4), (6, 5))
+    assert (found.dtype, found.shape) == (torch.bfloat16, (4, 90))
+    assert torch.equal(found, resample_kernel(weight.double(), (4, 4), (6, 5)).to(torch.bfloat16))
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+LARGER = {"size": (40, 32), "grid": (5, 4)}  # from 24 x 40 pixels, 3 x 5 patches
+
+
+@pytest.mark.parametrize("at", ["stem", "every", "shared"])
+@pytest.mark.parametrize(
+    ("extra", "rows"),
+    [
+        ({}, 1),
+        ({"registers": 2, "posemb_prefix": "all"}, 3),
+        ({"registers": 2}, 1),
+        ({"distillation": True}, 2),
+        ({"posemb_prefix": "none"}, 0),
+        ({"class_token": False, "pool": "average"}, 0),
+    ],
+)
+def test_resize_zooms_the_patches_and_keeps_the_prefix(at: str, extra: dict[str, Any], rows: int) -> None:
+    model = tiny.vit(posemb_at=at, **extra)
+    resized = resize(model, LARGER["size"])
+    assert (resized.config.image_size, resized.config.grid) == (LARGER["size"], LARGER["grid"])
+    assert len(resized.positions) == len(model.positions) == (3 if at == "every" else 1)
+    for old, new in zip(model.positions, resized.positions, strict=True):
+        assert torch.equal(new.table[:rows], old.table[:rows])
+        assert tiny.difference(new.table[rows:], zoom(old.table[rows:], (3, 5), (5, 4))) < EXACT
+    assert resized(tiny.images(size=LARGER["size"])).shape == (2, 7)
+
+
+@pytest.mark.parametrize("at", ["stem", "every", "shared"])
+def test_resize_of_2d_positions(at: str) -> None:
+    model = tiny.vit(posemb="2d", posemb_at=at)
+    resized = resize(model, LARGER["size"])
+    for old, new in zip(model.positions, resized.positions, strict=True):
+        assert tiny.difference(new.rows, zoom(old.rows, (3, 1), (5, 1))) < EXACT
+        assert tiny.difference(new.columns, zoom(old.columns, (1, 5), (1, 4))) < EXACT
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resize_uses_the_method(method: str) -> None:
+    model = tiny.vit()
+    table = resize(model, LARGER["size"], method=method).positions[0].table
+    expected = resample_table(model.positions[0].table[1:], (3, 5), (5, 4), method)
+    assert torch.equal(table[1:], expected)
+    others = [resample_table(model.positions[0].table[1:], (3, 5), (5, 4), other) for other in METHODS]
+    assert sum(torch.equal(expected, other) for other in others) == 1
+
+
+def test_sincos_positions_are_computed_for_the_new_grid() -> None:
+    resized = resize(tiny.vit(posemb="sincos2d"), LARGER["size"])
+    table = resized.positions[0].grid_table()
+    assert np.abs(table.numpy() - reference.sincos2d(5, 4, 48)).max() < EXACT
+
+
+def test_a_model_without_positions_is_resized() -> None:
+    """Average pooling of a tiled image: twice the patches, the same bag, so the same logits."""
+    model = tiny.vit(posemb="none", pool="average", class_token=False)
+    images = tiny.images()
+    tiled = torch.cat((images, images), 2)
+    assert tiny.difference(resize(model, (48, 40))(tiled), model(images)) < EXACT
+
+
+def test_relative_positions_are_refused_on_another_grid() -> None:
+    model = tiny.vit(posemb="relative")
+    refused("relative", resize, model, LARGER["size"])
+    refused("relative", resize, model, (40, 24))  # as many patches, other rows and columns
+    same_grid = resize(model, (48, 80), patch=16)
+    assert torch.equal(same_grid.blocks[0].attention.relative.table, model.blocks[0].attention.relative.table)
+    assert same_grid(tiny.images(size=(48, 80))).shape == (2, 7)
+
+
+def test_a_hybrid_is_resized() -> None:
+    model = tiny.hybrid()  # 48 x 80 pixels, 6 x 10 tokens
+    resized = resize(model, (64, 32))
+    new, old = resized.positions[0].table, model.positions[0].table
+    assert torch.equal(new[:1], old[:1])
+    assert tiny.difference(new[1:], zoom(old[1:], (6, 10), (8, 4))) < EXACT
+    assert resized(tiny.images(size=(64, 32))).shape == (2, 7)
+    assert resized.stem.root.weight is not None
+    assert torch.equal(resized.stem.root.weight, model.stem.root.weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_resize_keeps_mode_and_dtype(training: bool, dtype: torch.dtype) -> None:
+    model = tiny.vit(dtype).train(training)
+    resized = resize(model, LARGER["size"], patch=4)
+    assert all(module.training is training for module in resized.modules())
+    assert {x.dtype for x in resized.state_dict().values()} == {dtype}
+    assert torch.equal(resized.normalise.mean.value, model.normalise.mean.value)
+
+
+def test_resize_keeps_frozen_weights_frozen() -> None:
+    model = tiny.vit()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    trainable = {name for name, p in resize(model, LARGER["size"], patch=4).named_parameters() if p.requires_grad}
+    assert trainable == {"head.weight", "head.bias"}
+
+
+def test_resize_leaves_the_old_model_as_it_was() -> None:
+    model, images = tiny.vit(), tiny.images()
+    before = model(images)
+    resize(model, LARGER["size"], patch=4)
+    assert torch.equal(model(images), before)
+    assert model.config.image_size == (24, 40)
+
+
+def test_the_same_size_gives_the_same_logits() -> None:
+    model, images = tiny.vit(), tiny.images()
+    assert torch.equal(resize(model)(images), model(images))
+    assert torch.equal(resize(model, (24, 40), patch=8)(images), model(images))
+
+
+def test_patch_alone_changes_the_grid() -> None:
+    """Half the patch on the same image: twice the rows and columns, and the positions follow."""
+    model = tiny.vit()
+    resized = resize(model, patch=(4, 8))
+    assert resized.config.grid == (6, 5)
+    expected = zoom(model.positions[0].table[1:], (3, 5), (6, 5))
+    assert tiny.difference(resized.positions[0].table[1:], expected) < EXACT
+    trace = Trace("patches")
+    resized(tiny.images(), trace)
+    assert trace["patches"].shape == (2, 30, 48)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refused(part: str, call: Any, *arguments: Any, **keywords: Any) -> None:
+    with pytest.raises(ValueError, match=part) as caught:
+        call(*arguments, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals() -> None:
+    model = tiny.vit()
+    refused("nearest: bicubic-antialias", resize, model, 64, method="bicubic")
+    refused("nearest: 24 or 32", resize, model, (30, 40))
+    refused("image_size", resize, model, 0)
+    refused("patch", resize, model, patch=0)
+    refused("15 positions", resample_table, random_table((3, 5)), (4, 4), (5, 5))
+
+
+def test_a_table_by_an_unknown_method_is_refused() -> None:
+    refused("bicubic", resample_table, random_table((3, 5)), (3, 5), (5, 5), "bicubic")

@@ -1,0 +1,211 @@
+"""BiT and hybrids against timm (its numerics) and against NumPy float64 (Google's numerics, reference.py)."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import reference
+import tiny
+import torch
+import torch.nn.functional as F
+from peers import from_timm, from_timm_resnet, scramble
+from timm.layers import HybridEmbed, StdConv2d
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_hybrid import _resnetv2
+
+import plainvit
+from plainvit import Trace
+from plainvit.models import build
+from plainvit.models.resnet import pad_same
+from plainvit.names import configure
+
+EXACT = 1e-10
+# stages, patch and image size of small hybrids: as /16 (stride 8 here), as /32 with odd maps, and the root alone
+HYBRIDS = [((1, 2), 1, (48, 80)), ((2, 1, 1), 1, (80, 48)), ((1,), 2, (24, 40)), ((), 8, (64, 32)), ((), 1, (20, 36))]
+SIZES = [(64, 64), (33, 47), (50, 31), (65, 98), (7, 9)]
+
+
+def timm_hybrid(blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> VisionTransformer:
+    embed = partial(HybridEmbed, backbone=_resnetv2(layers=blocks))
+    shape = {"embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0, "num_classes": 7}
+    peer = VisionTransformer(img_size=size, patch_size=patch, embed_layer=embed, **shape).double().eval()
+    scramble(peer)
+    return peer
+
+
+def timm_bit(blocks: tuple[int, ...]) -> ResNetV2:
+    conv = partial(StdConv2d, eps=1e-8)
+    peer = ResNetV2(list(blocks), num_classes=7, stem_type="fixed", conv_layer=conv).double().eval()
+    scramble(peer)
+    return peer
+
+
+@pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
+def test_hybrid_equals_timm(blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
+    peer = timm_hybrid(blocks, patch, size)
+    model = tiny.hybrid(blocks=blocks, patch=patch, image_size=size, numerics="timm")
+    model.load_state_dict(from_timm(peer.state_dict()))
+    images = tiny.images(size=size)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
+
+
+@pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
+def test_hybrid_equals_numpy(blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
+    model = tiny.hybrid(blocks=blocks, patch=patch, image_size=size)
+    images, weights = tiny.images(size=size), reference.weights_of(model)
+    features = reference.hybrid_stem(images.numpy() * 2 - 1, reference.under(weights, "stem."), blocks)
+    kernels = weights["embedding.weight"].reshape(48, -1, patch, patch)
+    tokens = reference.convolve(features, kernels, patch, ((0, 0), (0, 0))).reshape(2, 48, -1).transpose(0, 2, 1)
+    logits = reference.vit(tokens + weights["embedding.bias"], weights, depth=2, heads=4)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
+
+
+@pytest.mark.parametrize(("blocks", "size"), [*(((2, 1, 1), size) for size in SIZES), ((1, 1, 1, 2), (65, 98))])
+def test_bit_equals_timm(blocks: tuple[int, ...], size: tuple[int, int]) -> None:
+    peer = timm_bit(blocks)
+    model = tiny.bit(blocks=blocks, numerics="timm")
+    model.load_state_dict(from_timm_resnet(peer.state_dict()))
+    images = tiny.images(size=size)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bit_equals_numpy(size: tuple[int, int]) -> None:
+    model = tiny.bit()
+    images = tiny.images(size=size)
+    logits = reference.bit(images.numpy() * 2 - 1, reference.weights_of(model), model.config.blocks)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
+
+
+def test_numerics_are_different_functions() -> None:
+    """Google's and timm's numbers differ by more than these tests' tolerance, and by no more than epsilons do."""
+    images = tiny.images(size=(48, 80))
+    for make in (tiny.hybrid, tiny.bit):
+        google, other = make(numerics="google"), make(numerics="timm")
+        other.load_state_dict(google.state_dict())
+        with torch.inference_mode():
+            assert 10 * EXACT < (google(images) - other(images)).abs().max() < 0.1
+
+
+def test_kernels_are_standardised() -> None:
+    """Scale and offset of a kernel's weights do not matter, up to the epsilon."""
+    model, images = tiny.bit(), tiny.images(size=(33, 47))
+    before = model(images)
+    with torch.no_grad():
+        model.body.stages[0][1].conv2.weight.mul_(7).add_(3)
+    assert tiny.difference(model(images), before) < 1e-6
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(8, 8), (7, 10), (1, 2)])
+def test_same_padding_counts(kernel: int, stride: int, size: tuple[int, int]) -> None:
+    """ceil(size / stride) outputs; a kernel that only copies its centre shows where the zeros went."""
+    x = tiny.images(size=size)
+    padded = pad_same(x, kernel, stride)
+    pads = reference.same_pads(x.numpy(), kernel, stride)
+    assert np.array_equal(padded.numpy(), np.pad(x.numpy(), ((0, 0), (0, 0), *pads)))
+    outputs = F.max_pool2d(padded, kernel, stride).shape[2:]
+    assert tuple(outputs) == tuple(-(-side // stride) for side in size)
+
+
+def test_bits_pool_counts_the_zeros_around_the_map() -> None:
+    """Pre-norm values may be negative; the border's maximum is then the padding's zero, not the values'."""
+    model, trace = tiny.bit(), Trace("root")
+    with torch.no_grad():
+        model.body.root.weight.zero_()
+        model.body.root.weight[:, :, 3, 3] = 1.0  # standardised: a positive centre among negative places
+    black = torch.zeros(1, 3, 32, 32, dtype=torch.float64)  # -1 everywhere after normalisation
+    model(black, trace)
+    assert (model.body.root(black * 2 - 1)[..., :2, :] < 0).all()  # all that the pool's first row sees
+    assert not trace["root"][..., 0, :].any()
+
+
+# Structure ------------------------------------------------------------------------------------------------------------
+
+STEMS = {  # name: units per stage, feature map at 224 px and its channels, grid of tokens
+    "R+ViT-Ti/16": ((), (56, 56), 64, (7, 7)),
+    "R26x1+ViT-S/32": ((2, 2, 2, 2), (7, 7), 2048, (7, 7)),
+    "R50x1+ViT-B/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
+    "R50x1+ViT-B/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
+    "R50x1+ViT-L/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
+    "R50x1+ViT-L/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
+}
+BITS = {  # name: units per stage, widening
+    "BiT-R26x1": ((2, 2, 2, 2), 1),
+    "BiT-R50x1": ((3, 4, 6, 3), 1),
+    "BiT-R50x2": ((3, 4, 6, 3), 2),
+    "BiT-R101x1": ((3, 4, 23, 3), 1),
+    "BiT-R101x3": ((3, 4, 23, 3), 3),
+    "BiT-R152x1": ((3, 8, 36, 3), 1),
+    "BiT-R152x2": ((3, 8, 36, 3), 2),
+    "BiT-R152x4": ((3, 8, 36, 3), 4),
+    "BiT-R200x3": ((3, 24, 36, 3), 3),
+}
+
+
+def traced(name: str) -> tuple[torch.nn.Module, Trace]:
+    """The shapes of a full-sized pass, without its numbers."""
+    with torch.device("meta"):
+        model, trace = build(configure(name)).eval(), Trace("*")
+        model(torch.empty(1, 3, 224, 224), trace)
+    return model, trace
+
+
+def strides(stages: torch.nn.ModuleList) -> list[list[int]]:
+    """Stride of each unit, which must sit on the 3 x 3 convolution."""
+    for stage in stages:
+        for unit in stage:
+            assert unit.conv1.stride == unit.conv3.stride == (1, 1)
+            assert unit.conv2.kernel_size == (3, 3)
+    return [[unit.conv2.stride[0] for unit in stage] for stage in stages]
+
+
+@pytest.mark.parametrize("name", STEMS)
+def test_structure_of_hybrids(name: str) -> None:
+    units, size, channels, grid = STEMS[name]
+    model, trace = traced(name)
+    stages = model.stem.stages
+    assert tuple(map(len, stages)) == units
+    assert strides(stages) == [[2 if stage else 1] + [1] * (count - 1) for stage, count in enumerate(units)]
+    assert trace["root"].shape == (1, 64, 56, 56)
+    last = trace[f"stage{len(units)}"] if units else trace["root"]
+    assert last.shape == (1, channels, *size)
+    assert model.config.grid == grid
+    assert trace["patches"].shape[1] == grid[0] * grid[1]
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_structure_of_resnets(name: str) -> None:
+    units, widen = BITS[name]
+    model, trace = traced(name)
+    assert tuple(map(len, model.body.stages)) == units
+    assert strides(model.body.stages) == [[s] + [1] * (n - 1) for s, n in zip((1, 2, 2, 2), units, strict=True)]
+    for stage, side in enumerate((56, 28, 14, 7)):
+        assert trace[f"stage{stage + 1}"].shape == (1, 256 * widen * 2**stage, side, side)
+    projections = [[unit.projection is not None for unit in stage] for stage in model.body.stages]
+    assert projections == [[True] + [False] * (count - 1) for count in units]
+
+
+def test_every_named_model_with_convolutions_is_checked_above() -> None:
+    assert {*STEMS, *BITS} == {name for name in plainvit.list_models() if name.startswith(("R", "BiT"))}
+
+
+def test_a_resnet_takes_any_size() -> None:
+    model = tiny.bit(torch.float32)
+    for size in ((32, 32), (57, 41)):
+        assert model(tiny.images(size=size, dtype=torch.float32)).shape == (2, 7)
+
+
+def test_replace_head_of_a_resnet_gives_zeros() -> None:
+    model = tiny.bit()
+    images = tiny.images(size=(32, 32))
+    features = model.features(images)
+    assert model.replace_head(5)(images).tolist() == [[0.0] * 5] * 2
+    assert model.config.classes == 5
+    assert torch.equal(model.replace_head(0)(images), features)

@@ -1,0 +1,258 @@
+"""Traces and features: what they record against explicit NumPy attention, and that looking changes nothing.
+
+Independent references: softmax attention written out in NumPy, and the same model run without a trace.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import tiny
+import torch
+from torch import Tensor
+
+import plainvit
+from plainvit import Trace
+from plainvit.models import ResNet, ViT
+
+AXIAL = {"axial": True, "class_token": False, "pool": "average", "depth": 1}
+MODELS: dict[str, Any] = {
+    "plain": lambda: tiny.vit(torch.float32),
+    "relative, registers": lambda: tiny.vit(torch.float32, posemb="relative", registers=2),
+    "post-norm, every": lambda: tiny.vit(torch.float32, norm="post", posemb_at="every"),
+    "map": lambda: tiny.vit(torch.float32, pool="attention", layer_scale=0.1),
+    "pre-training head": lambda: tiny.vit(torch.float32, representation=20),
+    "distilled": lambda: tiny.vit(torch.float32, distillation=True),
+    "fc_norm": lambda: tiny.vit(torch.float32, pool="average", norm_pooled=True),
+    "axial": lambda: tiny.vit(torch.float32, **AXIAL),
+    "headless": lambda: tiny.vit(torch.float32, classes=0),
+    "hybrid": lambda: tiny.hybrid(torch.float32),
+    "BiT": lambda: tiny.bit(torch.float32),
+    "headless BiT": lambda: tiny.bit(torch.float32).replace_head(0),
+}
+TOKENS = ["plain", "relative, registers", "post-norm, every", "map", "pre-training head", "distilled", "hybrid"]
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def fitting(model: ViT | ResNet) -> Tensor:
+    size = model.config.image_size if isinstance(model, ViT) else (48, 40)
+    return tiny.images(size=size, dtype=torch.float32)
+
+
+@every_model
+def test_a_full_trace_records_exactly_the_listed_names(make: Any) -> None:
+    model, trace = make(), Trace("*")
+    model(fitting(model), trace)
+    assert list(trace) == model.trace_names()  # in the order of computation
+
+
+def test_a_distilled_model_in_training_records_what_it_lists() -> None:
+    model, trace = tiny.vit(torch.float32, distillation=True).train(), Trace("*")
+    model(fitting(model), trace)
+    assert list(trace) == model.trace_names()
+
+
+@every_model
+def test_a_trace_changes_neither_logits_nor_gradients(make: Any) -> None:
+    model = make()
+    found = []
+    for trace in (None, Trace("*")):
+        model.zero_grad()
+        logits = model(fitting(model), trace)
+        logits.square().sum().backward()
+        found.append((logits, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (logits, gradients), (logits_traced, gradients_traced) = found
+    assert torch.equal(logits, logits_traced)
+    assert all(torch.equal(gradients[name], gradients_traced[name]) for name in gradients)
+
+
+def test_a_trace_changes_nothing_under_dropout() -> None:
+    model = tiny.vit(torch.float32, dropout=0.3, stochastic_depth=0.3).train()
+    logits = []
+    for trace in (None, Trace("*")):
+        torch.manual_seed(0)
+        logits.append(model(fitting(model), trace))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_attention_weights_are_the_softmax(name: str) -> None:
+    """Every layer's weights, from its own input in NumPy float64, to fp32's precision; and they make the heads."""
+    model, trace = MODELS[name](), Trace("*")
+    model(fitting(model), trace)
+    before = trace["embedded"]
+    for layer, block in enumerate(model.blocks):
+        x = before + model.positions[layer].table if model.config.posemb_at == "every" else before
+        x = block.norm1(x) if model.config.norm == "pre" else x
+        expected = explicit_weights(x, block.attention, model.config.prefix)
+        A = trace[f"block{layer}/attention"]
+        assert A.dtype is torch.float32
+        assert np.abs(A.detach().numpy() - expected).max() < 1e-5
+        heads = expected @ trace[f"block{layer}/values"].detach().numpy()
+        assert np.abs(trace[f"block{layer}/heads"].detach().numpy() - heads).max() < 1e-4
+        before = trace[f"block{layer}/tokens"]
+
+
+def explicit_weights(x: Tensor, attention: torch.nn.Module, prefix: int) -> np.ndarray:
+    weights = reference.weights_of(attention)
+    q, k, _ = reference.split_heads(x.detach().double().numpy(), weights, heads=4)
+    logits = q @ k.transpose(0, 1, 3, 2)
+    if "relative.table" in weights:
+        n = q.shape[2] - prefix
+        for i in range(n):
+            keys = weights["relative.table"][[i - j + n - 1 for j in range(n)]]
+            logits[:, :, prefix + i, prefix:] += q[:, :, prefix + i] @ keys.T
+    return reference.softmax(logits / np.sqrt(q.shape[-1]))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_weights_of_a_bf16_pass_are_fp32s(autocast: bool) -> None:
+    """From the bf16 queries and keys of the pass, but with no more rounding, as the fused kernel has none either."""
+    model, seen = tiny.vit(torch.float32 if autocast else torch.bfloat16), []
+    model.blocks[0].attention.qkv.register_forward_hook(lambda _, __, qkv: seen.append(qkv.double()))
+    trace = Trace("block0/attention")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(fitting(model), trace)
+    q, k, _ = seen[0].view(2, 16, 3, 4, 12).permute(2, 0, 3, 1, 4)
+    exact = (q @ k.mT * 12**-0.5).softmax(-1)
+    assert trace["block0/attention"].dtype is torch.float32
+    assert tiny.difference(trace["block0/attention"].double(), exact) < 1e-5
+
+
+def test_axial_attention_is_per_row_and_per_column() -> None:
+    model, trace = tiny.vit(torch.float32, **AXIAL), Trace("block*/attention")
+    model(fitting(model), trace)
+    assert trace["block0/attention"].shape == (2 * 3, 4, 5, 5)
+    assert trace["block1/attention"].shape == (2 * 5, 4, 3, 3)
+
+
+@pytest.mark.parametrize("heads", [[0], [3, 1], (2,), range(1, 3)])
+@pytest.mark.parametrize("posemb", ["1d", "relative"])
+def test_heads_can_be_chosen(heads: Any, posemb: str) -> None:
+    model = tiny.vit(torch.float32, posemb=posemb)
+    whole, chosen = Trace("block1/attention"), Trace("block1/attention", "block1/values", heads=heads)
+    for trace in (whole, chosen):
+        model(fitting(model), trace)
+    expected = whole["block1/attention"][:, list(heads)]
+    assert tiny.difference(chosen["block1/attention"], expected) < 1e-6
+    assert chosen["block1/values"].shape[1] == 4  # only attention weights are dear enough to choose
+
+
+def test_only_what_is_asked_for_is_kept() -> None:
+    model, trace = tiny.vit(torch.float32), Trace("block[02]/tokens", "pooled")
+    model(fitting(model), trace)
+    assert list(trace) == ["block0/tokens", "block2/tokens", "pooled"]
+
+
+def test_recorded_tensors_are_live() -> None:
+    """The gradient with respect to a recorded tensor is that of the pass itself: checked by finite differences."""
+    model, trace = tiny.vit(), Trace("block0/heads", "block0/attention", "encoded")
+    images = tiny.images()
+    score = model(images, trace)[:, 3].sum()
+    (gradient,) = torch.autograd.grad(score, trace["block0/heads"])
+    step = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out, heads = model.blocks[0].attention.out, trace["block0/heads"].detach()
+    scores = []
+    for size in (1e-5, -1e-5):
+        moved = (heads + size * step).transpose(1, 2).flatten(2)
+        hook = out.register_forward_pre_hook(lambda _, __, moved=moved: (moved,))
+        scores.append(model(images)[:, 3].sum().item())
+        hook.remove()
+    assert abs((scores[0] - scores[1]) / 2e-5 - (gradient * step).sum().item()) < 1e-6
+    assert trace["block0/attention"].grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [("blok0/attention", "block0/attention"), ("block3/tokens", "block0/tokens"), ("logit", "logits")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(pattern: str, meant: str) -> None:
+    model = tiny.vit(torch.float32)
+    with pytest.raises(ValueError, match=rf"^[^\n]*{pattern}[^\n]*nearest: [^\n]*{meant}[^\n]*$"):
+        model(fitting(model), Trace("pooled", pattern))
+
+
+@pytest.mark.parametrize("heads", [[4], [-1], [0, 9]])
+def test_heads_out_of_range_are_refused(heads: list[int]) -> None:
+    model = tiny.vit(torch.float32)
+    with pytest.raises(ValueError, match=r"^[^\n]*0 to 3[^\n]*$"):
+        model(fitting(model), Trace("block0/attention", heads=heads))
+
+
+def test_a_bad_trace_is_refused_before_anything_is_computed() -> None:
+    model = tiny.vit(torch.float32)
+    model.embedding.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match="nothing in this model"):
+        model(fitting(model), Trace("nonsense"))
+
+
+SENTENCE = "a trace needs the eager model: call the model itself, not its torch.compile'd form"
+
+
+@pytest.mark.parametrize("make", [MODELS["plain"], MODELS["BiT"]], ids=["ViT", "BiT"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_trace_of_a_compiled_model_is_refused(make: Any, fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    model = make()
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
+    with pytest.raises(Exception, match="trace") as caught:
+        compiled(fitting(model), Trace("*"))
+    assert SENTENCE in str(caught.value).splitlines()[0]
+
+
+def test_a_trace_of_a_model_compiled_in_place_is_refused() -> None:
+    torch._dynamo.reset()
+    model = tiny.vit(torch.float32)
+    model.compile()
+    with pytest.raises(Exception, match="trace") as caught:
+        model(fitting(model), Trace("*"))
+    assert SENTENCE in str(caught.value).splitlines()[0]
+
+
+# Features -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "distilled"])
+def test_features_are_what_the_head_reads(name: str) -> None:
+    model = MODELS[name]()
+    images = fitting(model)
+    features = model.features(images)
+    read = features if model.head is None else features @ model.head.weight.T + model.head.bias
+    assert features.ndim == 2
+    assert tiny.difference(read, model(images)) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "BiT" not in name])
+def test_features_of_chosen_blocks_are_their_tokens(name: str) -> None:
+    model, trace = MODELS[name](), Trace("block*/tokens")
+    images, last = fitting(model), len(model.blocks) - 1
+    model(images, trace)
+    first, final = model.features(images, layers=(0, -1))
+    assert torch.equal(first, trace["block0/tokens"])
+    assert torch.equal(final, trace[f"block{last}/tokens"])
+    reverse = model.features(images, layers=[-1, 0])
+    assert torch.equal(reverse[1], first)
+
+
+def test_features_of_a_resnets_stages() -> None:
+    model, trace = tiny.bit(torch.float32), Trace("stage*")
+    images = fitting(model)
+    model(images, trace)
+    last, first, again = model.features(images, layers=(-1, 0, 0))
+    assert torch.equal(first, trace["stage1"])
+    assert torch.equal(again, trace["stage1"])
+    assert torch.equal(last, trace["stage3"])
+
+
+@pytest.mark.parametrize("layers", [(), (3,), (-4,), (0, 7)])
+@pytest.mark.parametrize("make", [tiny.vit, tiny.bit])
+def test_features_of_absent_layers_are_refused(make: Any, layers: tuple[int, ...]) -> None:
+    model = make(torch.float32)
+    with pytest.raises(ValueError, match=r"^[^\n]*0 to 2[^\n]*$"):
+        model.features(fitting(model), layers=layers)
+
+
+def test_trace_is_public() -> None:
+    assert plainvit.Trace is Trace
+    assert "Trace" in plainvit.__all__

@@ -1,0 +1,613 @@
+"""The ViT against independent references: timm, torchvision, transformers, torch.nn's own layers, and NumPy float64.
+
+Peers get random weights, which peers.py copies into plainvit; logits then agree to 1e-10 in float64.
+"""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import tiny
+import torch
+import torch.nn.functional as F
+from peers import from_encoder_layer, from_timm, from_torchvision, from_transformers, scramble
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer as TorchvisionViT
+from transformers import ViTConfig as TransformersConfig
+from transformers import ViTForImageClassification
+
+import plainvit
+from plainvit import Trace
+from plainvit.models import ViT
+
+EXACT = 1e-10
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+# The same logits as the other libraries -------------------------------------------------------------------------------
+
+
+def timm_vit(kind: type[VisionTransformer] = VisionTransformer, **settings: Any) -> VisionTransformer:
+    shape = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
+    model = kind(**shape | {"num_classes": 7} | settings).double().eval()
+    scramble(model)
+    return model
+
+
+TIMM_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # timm's settings, and ours
+    "plain": ({}, {}),
+    "registers": ({"reg_tokens": 3}, {"registers": 3, "posemb_prefix": "all"}),
+    "registers without rows": (
+        {"reg_tokens": 2, "no_embed_class": True},
+        {"registers": 2, "posemb_prefix": "none"},
+    ),
+    "LayerScale": ({"init_values": 0.1}, {"layer_scale": 0.1}),
+    "no_embed_class": ({"no_embed_class": True}, {"posemb_prefix": "none"}),
+    "average, fc_norm": ({"global_pool": "avg"}, {"pool": "average", "norm_pooled": True}),
+    "average, norm": ({"global_pool": "avg", "fc_norm": False}, {"pool": "average"}),
+    "average, registers": (
+        {"global_pool": "avg", "reg_tokens": 2, "fc_norm": False},
+        {"pool": "average", "registers": 2, "posemb_prefix": "all"},
+    ),
+    "token, fc_norm": ({"fc_norm": True}, {"norm_pooled": True}),
+    "average, no class token": (
+        {"global_pool": "avg", "class_token": False, "fc_norm": False},
+        {"pool": "average", "class_token": False},
+    ),
+    "map": ({"global_pool": "map"}, {"pool": "attention"}),
+    "map, no class token": (
+        {"global_pool": "map", "class_token": False, "reg_tokens": 1, "no_embed_class": True},
+        {"pool": "attention", "class_token": False, "registers": 1, "posemb_prefix": "none"},
+    ),
+    "no positions": ({"pos_embed": "none"}, {"posemb": "none"}),
+    "gelu_tanh": ({"act_layer": "gelu_tanh"}, {"activation": "gelu_tanh"}),
+    "quick_gelu": ({"act_layer": "quick_gelu"}, {"activation": "gelu_sigmoid"}),
+    "relu": ({"act_layer": "relu"}, {"activation": "relu"}),
+    "square": ({"img_size": 32}, {"image_size": 32}),
+    "tall, rectangular patch": (
+        {"img_size": (36, 16), "patch_size": (12, 8)},
+        {"image_size": (36, 16), "patch": (12, 8)},
+    ),
+    "five channels": ({"in_chans": 5}, {"channels": 5}),
+    "one channel": ({"in_chans": 1}, {"channels": 1}),
+    "headless": ({"num_classes": 0}, {"classes": 0}),
+}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TIMM_CASES.values(), ids=TIMM_CASES)
+def test_equals_timm(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    peer = timm_vit(**theirs)
+    model = tiny.vit(numerics="timm", **ours)
+    model.load_state_dict(from_timm(peer.state_dict()))
+    images = tiny.images(size=model.config.image_size, channels=model.config.channels)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer((images - 0.5) / 0.5)) < EXACT
+
+
+def test_google_numerics_are_timms_with_the_tanh_gelu() -> None:
+    peer = timm_vit(act_layer="gelu_tanh")
+    model = tiny.vit()
+    model.load_state_dict(from_timm(peer.state_dict()))
+    with torch.inference_mode():
+        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
+
+
+def test_equals_timms_distilled_deit() -> None:
+    peer = timm_vit(VisionTransformerDistilled)
+    model = tiny.vit(numerics="timm", distillation=True)
+    model.load_state_dict(from_timm(peer.state_dict()))
+    images = tiny.images()
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
+        pooled = peer.forward_head(peer.forward_features(images * 2 - 1), pre_logits=True)
+        assert tiny.difference(model.features(images), pooled) < EXACT
+
+
+def test_distilled_deit_gives_both_heads_in_training() -> None:
+    peer = timm_vit(VisionTransformerDistilled)
+    model = tiny.vit(numerics="timm", distillation=True)
+    model.load_state_dict(from_timm(peer.state_dict()))
+    peer.set_distilled_training(True)
+    images = tiny.images()
+    with torch.inference_mode():
+        for ours, theirs in zip(model.train()(images), peer.train()(images * 2 - 1), strict=True):
+            assert tiny.difference(ours, theirs) < EXACT
+
+
+def test_distilled_deit_without_prefix_rows() -> None:
+    """The rows of the two first tokens may as well be folded into the tokens themselves (DeiT-III's way)."""
+    peer = timm_vit(VisionTransformerDistilled)
+    state = from_timm(peer.state_dict())
+    table = state["positions.0.table"]
+    state |= {"class_token": state["class_token"] + table[:1], "positions.0.table": table[2:]}
+    state["distillation_token"] = state["distillation_token"] + table[1:2]
+    model = tiny.vit(numerics="timm", distillation=True, posemb_prefix="none")
+    model.load_state_dict(state)
+    with torch.inference_mode():
+        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
+
+
+def test_positions_of_the_class_token_but_not_of_registers() -> None:
+    """posemb_prefix "class": timm's full table with zero rows for the registers."""
+    peer = timm_vit(reg_tokens=2)
+    with torch.no_grad():
+        peer.pos_embed[:, 1:3] = 0
+    state = from_timm(peer.state_dict())
+    state["positions.0.table"] = torch.cat((state["positions.0.table"][:1], state["positions.0.table"][3:]))
+    model = tiny.vit(numerics="timm", registers=2, posemb_prefix="class")
+    model.load_state_dict(state)
+    with torch.inference_mode():
+        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
+
+
+@pytest.mark.parametrize("representation", [None, 20])
+def test_equals_torchvision(representation: int | None) -> None:
+    shape = {"image_size": 32, "patch_size": 8, "num_layers": 3, "num_heads": 4, "hidden_dim": 48, "mlp_dim": 96}
+    peer = TorchvisionViT(**shape, num_classes=7, representation_size=representation).double().eval()
+    scramble(peer)
+    model = tiny.vit(numerics="torchvision", image_size=32, representation=representation or 0)
+    model.load_state_dict(from_torchvision(peer.state_dict()))
+    images = tiny.images(size=(32, 32))
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
+
+
+def transformers_vit() -> ViTForImageClassification:
+    shape = {"image_size": (24, 40), "patch_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = TransformersConfig(**shape, hidden_size=48, intermediate_size=96, num_labels=7)
+    peer = ViTForImageClassification(config).double().eval()
+    scramble(peer)
+    return peer
+
+
+def test_equals_transformers() -> None:
+    peer = transformers_vit()
+    model = tiny.vit(numerics="transformers")
+    model.load_state_dict(from_transformers(peer.state_dict()))
+    images = tiny.images()
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(images * 2 - 1).logits) < EXACT
+
+
+@pytest.mark.parametrize("numerics", ["google", "timm", "torchvision"])
+def test_each_numerics_is_another_function(numerics: str) -> None:
+    """transformers' weights under other numerics are visibly off: the tests above can see the difference."""
+    peer = transformers_vit()
+    model = tiny.vit(numerics=numerics)
+    model.load_state_dict(from_transformers(peer.state_dict()))
+    with torch.inference_mode():
+        assert 1e-8 < tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1).logits) < 0.1
+
+
+def test_equals_numpy_reference() -> None:
+    """Google's numbers, eqs. 1 to 8 in NumPy."""
+    model = tiny.vit()
+    images = tiny.images()
+    pixels = images.numpy() * 2 - 1
+    weights = reference.weights_of(model)
+    cut = pixels.reshape(2, 3, 3, 8, 5, 8).transpose(0, 2, 4, 1, 3, 5).reshape(2, 15, -1)
+    logits = reference.vit(reference.linear(cut, weights, "embedding"), weights, depth=3, heads=4)
+    assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
+
+
+# Pixels ---------------------------------------------------------------------------------------------------------------
+
+
+def test_imagenet_normalisation_is_exact() -> None:
+    peer = timm_vit()
+    model = tiny.vit(numerics="timm", mean=IMAGENET[0], std=IMAGENET[1])
+    model.load_state_dict(from_timm(peer.state_dict()))
+    images = tiny.images()
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in IMAGENET)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer((images - mean) / std)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uint8_equals_floats(dtype: torch.dtype) -> None:
+    model = tiny.vit(dtype, mean=IMAGENET[0], std=IMAGENET[1])
+    bytes_ = (tiny.images() * 255).round().to(torch.uint8)
+    assert torch.equal(model(bytes_), model(bytes_.float() / 255))
+
+
+def test_uint8_covers_the_whole_range() -> None:
+    model = tiny.vit(torch.float32)
+    for value, expected in ((0, -1.0), (255, 1.0)):
+        trace = Trace("pixels")
+        model(torch.full((1, 3, 24, 40), value, dtype=torch.uint8), trace)
+        assert torch.equal(trace["pixels"], torch.full((1, 3, 24, 40), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_constants_are_not_rounded_by_a_cast(dtype: torch.dtype) -> None:
+    model = tiny.vit(torch.float32, mean=IMAGENET[0], std=IMAGENET[1], posemb="sincos2d").to(dtype)
+    for constant, values in ((model.normalise.mean, IMAGENET[0]), (model.normalise.std, IMAGENET[1])):
+        assert torch.equal(constant.value.flatten(), torch.tensor(values, dtype=torch.float64))
+    table = copy.deepcopy(model).float().positions[0].grid_table()
+    assert np.abs(table.double().numpy() - reference.sincos2d(3, 5, 48)).max() < 1e-7
+
+
+def test_bf16_follows_fp32() -> None:
+    model = tiny.vit(torch.float32)
+    images = tiny.images(dtype=torch.float32)
+    exact = model(images)
+    rounded = model.to(torch.bfloat16)(images)
+    assert rounded.dtype is torch.bfloat16
+    assert 0 < tiny.difference(rounded.float(), exact) < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm": "post"}, {"posemb": "relative"}, {"posemb_at": "every"}])
+def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) -> None:
+    model = tiny.vit(torch.float32, **settings)
+    trace = Trace("patches", "embedded", "block*/tokens", "block0/values")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tiny.images(dtype=torch.float32), trace)
+    assert trace.pop("block0/values").dtype is torch.bfloat16  # the products do run in bf16
+    assert len(trace) == 5
+    assert {x.dtype for x in trace.values()} == {torch.float32}
+
+
+# Patches and positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patch", [(8, 8), (4, 10), (24, 40)])
+def test_patch_embedding_is_a_strided_convolution(patch: tuple[int, int]) -> None:
+    model = tiny.vit(patch=patch)
+    images = tiny.images()
+    trace = Trace("patches")
+    model(images, trace)
+    kernel = model.embedding.weight.view(48, 3, *patch)
+    expected = F.conv2d(images * 2 - 1, kernel, model.embedding.bias, stride=patch).flatten(2).mT
+    assert tiny.difference(trace["patches"], expected) < EXACT
+
+
+D, DEPTH, HEADS, ROWS, COLUMNS = 48, 3, 4, 3, 5
+PATCHES = ROWS * COLUMNS
+TABLE_8: dict[tuple[str, str], int] = {  # positions' own parameters, by hand
+    ("none", "stem"): 0,
+    ("1d", "stem"): (1 + PATCHES) * D,
+    ("1d", "every"): DEPTH * (1 + PATCHES) * D,
+    ("1d", "shared"): (1 + PATCHES) * D,
+    ("2d", "stem"): (ROWS + COLUMNS) * (D // 2),
+    ("2d", "every"): DEPTH * (ROWS + COLUMNS) * (D // 2),
+    ("2d", "shared"): (ROWS + COLUMNS) * (D // 2),
+    ("relative", "stem"): DEPTH * (2 * PATCHES - 1) * (D // HEADS),
+}
+
+
+@pytest.mark.parametrize("cell", TABLE_8, ids=" ".join)
+def test_table_8(cell: tuple[str, str]) -> None:
+    bare = tiny.vit(posemb="none", pool="average")
+    model = tiny.vit(posemb=cell[0], posemb_at=cell[1], pool="average")
+    extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in bare.parameters())
+    assert extra == TABLE_8[cell]
+    logits = model(tiny.images())
+    logits.square().sum().backward()
+    assert logits.shape == (2, 7)
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())  # every position is in use
+
+
+@pytest.mark.parametrize("cell", TABLE_8, ids=" ".join)
+def test_positions_tell_patches_apart(cell: tuple[str, str]) -> None:
+    """Without positions an image is a bag of patches; with any of the others it is not."""
+    model = tiny.vit(posemb=cell[0], posemb_at=cell[1])
+    images = tiny.images()
+    swapped = images.clone()
+    swapped[..., :8, :8], swapped[..., 8:16, 16:24] = images[..., 8:16, 16:24], images[..., :8, :8]
+    change = (model(images) - model(swapped)).abs().max()
+    assert change < EXACT if cell[0] == "none" else change > 1e-3
+
+
+def added_by_positions(model: ViT) -> Tensor:
+    """What the positions add to the tokens of an image, seen from outside."""
+    without = copy.deepcopy(model)
+    without.positions = nn.ModuleList()
+    return (model.embed(tiny.images(1)) - without.embed(tiny.images(1)))[0]
+
+
+def test_1d_positions_are_one_row_per_token() -> None:
+    model = tiny.vit()
+    assert tiny.difference(added_by_positions(model), model.positions[0].table) < EXACT
+
+
+def test_2d_positions_share_rows_and_columns() -> None:
+    """The patch in column x and row y gets concat(X[x], Y[y]); the class token gets nothing."""
+    model = tiny.vit(posemb="2d")
+    table = added_by_positions(model)
+    assert not table[0].any()
+    X, Y = model.positions[0].columns, model.positions[0].rows
+    for y in range(ROWS):
+        for x in range(COLUMNS):
+            assert tiny.difference(table[1 + y * COLUMNS + x], torch.cat((X[x], Y[y]))) < EXACT
+
+
+def test_sincos2d_positions() -> None:
+    model = tiny.vit(posemb="sincos2d")
+    expected = np.concatenate((np.zeros((1, D)), reference.sincos2d(ROWS, COLUMNS, D)))
+    assert tiny.difference(added_by_positions(model), torch.from_numpy(expected)) < EXACT
+    assert not [name for name in model.state_dict() if name.startswith("positions")]
+
+
+def test_relative_attention_is_a_double_loop() -> None:
+    """With a class token and a register before the patches, which have no offset."""
+    model = tiny.vit(posemb="relative", registers=1)
+    x = torch.randn(2, 2 + PATCHES, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    attention = model.blocks[1].attention
+    expected = reference.relative_attention(x.numpy(), reference.weights_of(attention), HEADS, prefix=2)
+    assert tiny.difference(attention(x, None, "block1"), torch.from_numpy(expected)) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+@pytest.mark.parametrize("at", ["every", "shared"])
+def test_positions_at_every_layer(kind: str, at: str) -> None:
+    model = tiny.vit(posemb=kind, posemb_at=at)
+    x = torch.cat((model.class_token.expand(2, 1, D), patches(model)), 1)
+    for layer, block in enumerate(model.blocks):
+        positions = model.positions[layer if at == "every" else 0]
+        if kind == "1d":
+            table = positions.table
+        else:
+            places = [torch.cat((positions.columns[i % 5], positions.rows[i // 5])) for i in range(PATCHES)]
+            table = torch.stack([torch.zeros(D), *places])
+        x = block(x + table)
+    assert tiny.difference(model(tiny.images()), model.head(model.norm(x)[:, 0])) < EXACT
+
+
+def patches(model: ViT) -> Tensor:
+    trace = Trace("patches")
+    model(tiny.images(), trace)
+    return trace["patches"]
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norm", "activation"), [("post", "relu"), ("post", "gelu"), ("pre", "gelu"), ("pre", "relu")])
+def test_blocks_equal_torchs_encoder_layers(norm: str, activation: str) -> None:
+    settings = {"dropout": 0.0, "batch_first": True, "layer_norm_eps": 1e-6, "dtype": torch.float64}
+    settings |= {"activation": activation, "norm_first": norm == "pre"}
+    layers = [nn.TransformerEncoderLayer(D, HEADS, 96, **settings) for _ in range(DEPTH)]
+    model = tiny.vit(norm=norm, activation=activation)
+    x = model.embed(tiny.images())
+    for seed, (layer, block) in enumerate(zip(layers, model.blocks, strict=True)):
+        scramble(layer, seed)
+        block.load_state_dict(from_encoder_layer(layer.state_dict()))
+        x = layer(x)
+    x = model.norm(x)[:, 0] if norm == "pre" else x[:, 0]  # a post-norm block ends with its norm
+    assert tiny.difference(model(tiny.images()), F.linear(x, model.head.weight, model.head.bias)) < EXACT
+
+
+AXIAL: dict[str, Any] = {"axial": True, "class_token": False, "pool": "average", "depth": 2}
+
+
+def test_axial_blocks_are_loops_over_rows_then_columns() -> None:
+    model = tiny.vit(**AXIAL)
+    assert len(model.blocks) == 4  # two in place of one
+    trace = Trace("embedded", "block*/tokens")
+    model(tiny.images(), trace)
+    weights, x = reference.weights_of(model), trace["embedded"].detach().numpy()
+    for layer in range(4):
+        attend = (reference.along_rows, reference.along_columns)[layer % 2]((ROWS, COLUMNS))
+        x = reference.block(x, reference.under(weights, f"blocks.{layer}."), HEADS, attend)
+        assert tiny.difference(trace[f"block{layer}/tokens"], torch.from_numpy(x)) < EXACT
+
+
+def test_an_axial_row_block_mixes_nothing_between_rows() -> None:
+    model = tiny.vit(**AXIAL)
+    images = tiny.images(1)
+    changed = images.clone()
+    changed[..., 8:16, 16:24] = 0  # the patch in row 1, column 2
+    traces = Trace("block0/tokens", "block1/tokens"), Trace("block0/tokens", "block1/tokens")
+    for x, trace in zip((images, changed), traces, strict=True):
+        model(x, trace)
+    after_rows, after_columns = (
+        (traces[0][name] != traces[1][name]).any(-1).view(ROWS, COLUMNS) for name in ("block0/tokens", "block1/tokens")
+    )
+    assert after_rows.tolist() == [[False] * 5, [True] * 5, [False] * 5]
+    assert after_columns.all()
+
+
+def test_axial_on_one_row() -> None:
+    """The row block is then an ordinary one, and in the column block each token attends to itself alone."""
+    model = tiny.vit(**AXIAL | {"depth": 1}, image_size=(8, 40))
+    trace = Trace("embedded", "block*/tokens")
+    model(tiny.images(size=(8, 40)), trace)
+    weights = reference.weights_of(model)
+    first = reference.block(trace["embedded"].detach().numpy(), reference.under(weights, "blocks.0."), HEADS)
+    assert tiny.difference(trace["block0/tokens"], torch.from_numpy(first)) < EXACT
+
+    def to_itself(x: np.ndarray, weights: reference.Weights, heads: int) -> np.ndarray:  # noqa: ARG001
+        return reference.linear(reference.linear(x, weights, "qkv")[..., 2 * D :], weights, "out")
+
+    second = reference.block(first, reference.under(weights, "blocks.1."), HEADS, to_itself)
+    assert tiny.difference(trace["block1/tokens"], torch.from_numpy(second)) < EXACT
+
+
+# Heads ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_pre_training_head_is_linear_tanh_linear() -> None:
+    model = tiny.vit(representation=20)
+    trace = Trace("encoded", "representation")
+    logits = model(tiny.images(), trace)
+    weights = reference.weights_of(model)
+    hidden = np.tanh(reference.linear(trace["encoded"][:, 0].detach().numpy(), weights, "pre_logits"))
+    assert tiny.difference(trace["representation"], torch.from_numpy(hidden)) < EXACT
+    assert tiny.difference(logits, torch.from_numpy(reference.linear(hidden, weights, "head"))) < EXACT
+
+
+@pytest.mark.parametrize("settings", [{}, {"representation": 20}, {"distillation": True}, {"classes": 0}])
+def test_replace_head_leaves_one_linear_layer_of_zeros(settings: dict[str, Any]) -> None:
+    model = tiny.vit(**settings)
+    body = {name: x.clone() for name, x in model.state_dict().items() if not name.startswith(("head", "pre_logits"))}
+    assert model.replace_head(11) is model
+    heads = ("head", "head_distillation") if "distillation" in settings else ("head",)
+    shapes = {f"{head}.weight": (11, D) for head in heads} | {f"{head}.bias": (11,) for head in heads}
+    new = {name: x for name, x in model.state_dict().items() if name not in body}
+    assert {name: x.shape for name, x in new.items()} == shapes
+    assert not any(x.any() for x in new.values())
+    assert all(torch.equal(model.state_dict()[name], x) for name, x in body.items())
+    assert model(tiny.images()).tolist() == [[0.0] * 11] * 2
+    assert (model.config.classes, model.config.representation) == (11, 0)
+
+
+def test_replace_head_by_none_gives_the_pooled_features() -> None:
+    model = tiny.vit(representation=20)
+    trace = Trace("pooled")
+    model(tiny.images(), trace)
+    assert torch.equal(model.replace_head(0)(tiny.images()), trace["pooled"])
+
+
+def test_attention_pool_equals_multihead_attention() -> None:
+    model = tiny.vit(pool="attention")
+    pool, x = model.pool, torch.randn(2, 9, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    peer = nn.MultiheadAttention(D, HEADS, batch_first=True, dtype=torch.float64)
+    state = {
+        f"in_proj_{leaf}": torch.cat((getattr(pool.q, leaf), getattr(pool.kv, leaf))) for leaf in ("weight", "bias")
+    }
+    state |= {f"out_proj.{leaf}": getattr(pool.out, leaf) for leaf in ("weight", "bias")}
+    peer.load_state_dict(state)
+    pooled = peer(pool.probe.expand(2, 1, D), x, x, need_weights=False)[0][:, 0]
+    hidden = F.gelu(
+        pool.mlp.fc1(F.layer_norm(pooled, (D,), pool.norm.weight, pool.norm.bias, 1e-6)), approximate="tanh"
+    )
+    assert tiny.difference(pool(x), pooled + pool.mlp.fc2(hidden)) < EXACT
+
+
+# Regularisation -------------------------------------------------------------------------------------------------------
+
+
+def dropouts(model: ViT) -> list[tuple[Tensor, Tensor]]:
+    """What went into and came out of each dropout, in order, and the logits last."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    logits = model(tiny.images())
+    return [*seen, (logits, logits)]
+
+
+def test_dropout_is_where_the_paper_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After positions, the attention's projection, the MLP's activation and its last layer; nowhere else.
+
+    The whole training pass is told again by hand around the recorded masks: were there another dropout, on attention
+    weights or in the head, the two would differ.
+    """
+    calls = []
+    monkeypatch.setattr(F, "dropout", lambda *a, original=F.dropout, **k: calls.append(a) or original(*a, **k))
+    model = tiny.vit(dropout=0.4).train()
+    torch.manual_seed(0)
+    (before, x), *rest, (logits, _) = dropouts(model)
+    assert len(calls) == 1 + 3 * DEPTH
+    tokens = torch.cat((model.class_token.expand(2, 1, D), patches(model.eval())), 1)
+    assert tiny.difference(before, tokens + model.positions[0].table) < EXACT
+    for layer, block in enumerate(model.blocks):
+        weights = reference.weights_of(block)
+        (attended, msa), (hidden, kept), (projected, mlp) = rest[3 * layer : 3 * layer + 3]
+        by_hand = reference.attention(block.norm1(x).detach().numpy(), reference.under(weights, "attention."), HEADS)
+        assert tiny.difference(attended, torch.from_numpy(by_hand)) < EXACT
+        x = x + msa
+        by_hand = reference.gelu_tanh(block.mlp.fc1(block.norm2(x)).detach().numpy())
+        assert tiny.difference(hidden, torch.from_numpy(by_hand)) < EXACT
+        assert tiny.difference(projected, block.mlp.fc2(kept)) < EXACT
+        x = x + mlp
+    assert tiny.difference(logits, model.head(model.norm(x)[:, 0])) < EXACT
+
+
+def test_dropout_drops_at_its_rate() -> None:
+    torch.manual_seed(0)
+    for x, y in dropouts(tiny.vit(dropout=0.4).train())[:-1]:
+        kept = y != 0
+        assert torch.allclose(y[kept], x[kept] / 0.6, rtol=1e-12)
+        count = x.numel()
+        assert abs(kept.sum().item() - 0.6 * count) < 5 * (0.6 * 0.4 * count) ** 0.5
+
+
+def test_no_dropout_in_evaluation() -> None:
+    images = tiny.images()
+    assert torch.equal(tiny.vit(dropout=0.4, stochastic_depth=0.4)(images), tiny.vit()(images))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"depth": 1}, [0.0]),
+        ({"depth": 3}, [0.0, 0.15, 0.3]),
+        ({"depth": 4}, [0.0, 0.1, 0.2, 0.3]),
+        (AXIAL, [0.0, 0.1, 0.2, 0.3]),
+    ],
+)
+def test_stochastic_depth_drops_whole_samples_at_linear_rates(settings: dict[str, Any], rates: list[float]) -> None:
+    model = tiny.vit(**settings | {"stochastic_depth": 0.3, "image_size": (8, 16)})
+    samples, x = 4000, model.embed(tiny.images(1, (8, 16))).detach()
+    torch.manual_seed(0)
+    for block, rate in zip(model.blocks, rates, strict=True):
+        trace, exact = Trace(f"{block.name}/m*"), Trace(f"{block.name}/m*")
+        with torch.no_grad():
+            block.eval()(x, exact)
+            block.train()(x.expand(samples, -1, -1), trace)
+        branch, whole = trace[f"{block.name}/msa"], exact[f"{block.name}/msa"]
+        dropped = {name: (y == 0).flatten(1).all(1) for name, y in trace.items()}
+        kept = branch[~dropped[f"{block.name}/msa"]]
+        assert torch.allclose(kept, (whole / (1 - rate)).expand_as(kept), rtol=0, atol=1e-12)
+        error = 5 * (rate * (1 - rate) / samples) ** 0.5
+        for gone in dropped.values():
+            assert abs(gone.double().mean().item() - rate) <= error
+        assert (branch.mean(0) - whole[0]).abs().max() <= whole.abs().max() * error / (1 - rate) + 1e-12
+        both = torch.stack(list(dropped.values())).all(0).double().mean().item()
+        assert abs(both - rate**2) <= 5 * (rate**2 / samples) ** 0.5  # the two branches are dropped independently
+
+
+# Seeds and places -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("ViT-Ti/8", tiny.SHAPE), ("R+ViT-Ti/16", tiny.SHAPE), ("BiT-R50x1", {"blocks": (1, 1)})]
+)
+def test_seeds(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    def weights(seed: int) -> dict[str, Tensor]:
+        return plainvit.create(name, image_size=32, seed=seed, dtype=dtype, **settings).state_dict()
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert all(x.dtype is dtype for x in first.values())
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    drawn = [key for key, x in first.items() if x.unique().numel() > 1]
+    assert len(drawn) > 2
+    assert not any(torch.equal(first[key], other[key]) for key in drawn)
+
+
+def test_a_seed_leaves_torchs_own_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    plainvit.create("ViT-Ti/8", image_size=32, seed=1, **tiny.SHAPE)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_create_and_build_give_the_same_kind_of_model() -> None:
+    """create() passes by the meta device; nothing may be left there, and constants must be filled."""
+    model = plainvit.create("ViT-Ti/8", image_size=32, seed=1, posemb="sincos2d", **tiny.SHAPE)
+    built = ViT(model.config)
+    for (name, x), (other, y) in zip(model.named_buffers(), built.named_buffers(), strict=True):
+        assert name == other
+        assert x.device.type == "cpu"
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"posemb": kind} for kind in ("1d", "2d", "relative", "sincos2d")),
+        *({"activation": name} for name in ("gelu", "gelu_tanh", "gelu_sigmoid", "relu")),
+    ],
+)
+def test_a_model_can_be_copied_and_sent_to_another_process(settings: dict[str, Any]) -> None:
+    model, images = tiny.vit(torch.float32, **settings), tiny.images(dtype=torch.float32)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(images), model(images))
