@@ -84,8 +84,8 @@ class Checked:
                     f"{name} has {len(values)} values for {channels} channels; give one, or one per channel"
                 )
             self._set(name, values)
-            if name == "std" and min(values) <= 0:
-                raise ValueError(f"std must be above 0, got {values}")
+            if not all(math.isfinite(value) for value in values) or (name == "std" and min(values) <= 0):
+                raise ValueError(f"{name} must be finite{', and above 0' if name == 'std' else ''}, got {values}")
 
     def replace(self, **changes: Any) -> Self:
         """The same config with some fields changed; a misspelt field is an error that names the nearest."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from plainvit.disk import read_json
 
+MOST_WRAPPERS = 4
 SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
 
 
@@ -112,7 +113,7 @@ class NpzFile:
     def _tensor(array: np.ndarray) -> Tensor:
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which NumPy does not know
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        if array.dtype.kind not in "fiub":
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
             raise ValueError(f"an array of dtype {array.dtype} is not weights")
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
 
@@ -128,16 +129,24 @@ class TorchFile:
         with _clear(path, "PyTorch file"):
             loaded = _load_torch(path)
         self.wrapper = ""
-        while isinstance(loaded, Mapping) and not any(isinstance(value, Tensor) for value in loaded.values()):
+        for _ in range(MOST_WRAPPERS):
+            if not isinstance(loaded, Mapping) or any(isinstance(value, Tensor) for value in loaded.values()):
+                break
             inside = next((key for key in self.WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
             if inside is None:
-                raise ValueError(f"{path} holds no state dict: its entries are {', '.join(map(str, list(loaded)[:5]))}")
+                raise ValueError(
+                    f"{path} holds no state dict: its entries are {', '.join(map(repr, list(loaded)[:5]))}"
+                )
             self.wrapper, loaded = inside, loaded[inside]
-        if not isinstance(loaded, Mapping):
+        if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
             raise ValueError(f"{path} holds a {type(loaded).__name__}, not a state dict")
         self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+        if any(
+            t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized for t in self._tensors.values()
+        ):
+            raise ValueError(f"{path} holds tensors that are not plain numbers (sparse, quantised or without data)")
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
-        if size > 2 * path.stat().st_size or any(t.layout is not torch.strided for t in self._tensors.values()):
+        if size > 2 * path.stat().st_size:
             raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file holds: do not trust it")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -205,15 +214,18 @@ def open_folder(folder: Path) -> Tensors:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = read_json(index).get("weight_map")
-        shards = sorted(set(names.values())) if isinstance(names, dict) else []
+        shards = list(names.values()) if isinstance(names, dict) else []
         if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
             raise ValueError(f"{index} is not a list of shards")
+        shards = sorted(set(shards))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
-            raise ValueError(f"{folder} lacks the shard {missing[0]}")
+            raise ValueError(f"{folder} lacks the shard {missing[0]!r}")
         return SafetensorsFiles([folder / name for name in shards])
     known = ("model.safetensors", "pytorch_model.bin", "model.pth", "open_clip_pytorch_model.bin")
-    found = [folder / name for name in known if (folder / name).is_file()] or sorted(folder.glob("*.safetensors"))
+    found = [folder / name for name in known if (folder / name).is_file()] or [
+        path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
+    ]
     if not found:
         raise ValueError(f"{folder} has no weights in it: expected {', '.join(known[:2])} or another .safetensors file")
     return open_file(found[0])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.names import UNITS
 from plainvit.weights.files import Renamed, Tensors
-from plainvit.weights.grids import Hints, read_grid
+from plainvit.weights.grids import Hints, count_layers, count_units, read_grid
 from plainvit.weights.layout import (
     CONV1X1_HWIO,
     HWIO,
@@ -26,6 +26,7 @@ from plainvit.weights.layout import (
     to,
 )
 
+MOST_LAYERS = 1000
 _CODE = "Google's code"
 _BLOCK = re.compile(r"Transformer/encoderblock_(\d+)/")
 _STACKED = "Transformer/encoderblock/"
@@ -142,6 +143,8 @@ def _unstacked(tensors: Tensors, prefix: str) -> Tensors:
     names: dict[str, tuple[str, int | None]] = {}
     for name, shape in tensors.shapes.items():
         if name.startswith(stacked) and shape:
+            if not 0 < shape[0] <= MOST_LAYERS:
+                raise ValueError(f"this big_vision file stacks {shape[0]:,} layers: it is damaged")
             names |= {name.replace(_STACKED, f"Transformer/encoderblock_{i}/"): (name, i) for i in range(shape[0])}
         else:
             names[name] = name, None
@@ -160,13 +163,15 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
     *patch, channels, width = shapes["embedding/kernel"]
     class_token, pooled = "cls" in shapes, any(name.startswith("MAPHead_0/") for name in shapes)
     table = shapes.get("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding")
+    if table is None and not big_vision:
+        raise ValueError("this Google file has no table of positions: it is incomplete, or of another model")
     stem = _find_stem(shapes)
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     prefix_rows = 0 if big_vision else int(class_token)
     size = read_grid(table[1] if table else None, cell, {prefix_rows}, hints)
     config = ViTConfig(
         width=width,
-        depth=1 + max(int(found[1]) for name in shapes if (found := _BLOCK.match(name))),
+        depth=count_layers(shapes, r"Transformer/encoderblock_(\d+)/"),
         heads=shapes[attention][1],
         mlp_dim=shapes[mlp][1],
         patch=(patch[0], patch[1]),
@@ -204,13 +209,9 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
 def _find_stem(shapes: dict[str, tuple[int, ...]]) -> ResNetConfig | None:
     if "conv_root/kernel" not in shapes:
         return None
-    units: dict[int, int] = {}
-    for name in shapes:
-        if found := re.match(r"block(\d+)/unit(\d+)/", name):
-            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]))
     *_, channels, width = shapes["conv_root/kernel"]
     return ResNetConfig(
-        blocks=tuple(units[stage] for stage in sorted(units)),
+        blocks=count_units(shapes, r"block(\d+)/unit(\d+)/", 1),
         widen=max(width // 64, 1),
         channels=channels,
         classes=0,
@@ -224,17 +225,15 @@ def _find_stem(shapes: dict[str, tuple[int, ...]]) -> ResNetConfig | None:
 def _find_bit(tensors: Tensors) -> tuple[Found, Tensors]:
     """Some files number the convolutions (standardized_conv2d_12); the numbers say nothing."""
     names = {re.sub(r"(conv2d|group_norm)_\d+/", r"\1/", name): (name, None) for name in tensors.shapes}
+    if len(names) < len(tensors.shapes):
+        raise ValueError("this BiT file has one weight under two names")
     tensors = Renamed(tensors, dict(names))
-    units: dict[int, int] = {}
-    for name in tensors.shapes:
-        if found := re.match(r"resnet/block(\d+)/unit(\d+)/", name):
-            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]))
     root = tensors.shapes.get("resnet/root_block/standardized_conv2d/kernel", ())
     if len(root) != 4:
         raise ValueError("this BiT file has no usable root convolution: it is incomplete, or of another model")
     head = tensors.shapes.get("resnet/head/conv2d/kernel")
     config = ResNetConfig(
-        blocks=tuple(units[stage] for stage in sorted(units)),
+        blocks=count_units(tensors.shapes, r"resnet/block(\d+)/unit(\d+)/", 1),
         widen=max(root[3] // 64, 1),
         channels=root[2],
         classes=head[-1] if head else 0,

@@ -1,6 +1,8 @@
 """What a file of bare weights cannot say, and how far its own conventions go: the grid and the number of heads."""
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from plainvit.names import SIZES
@@ -56,6 +58,24 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: set[int], hints
         f"a table of {rows} positions is not a square grid: give the grid, load(..., grid=(rows, columns)), or the "
         "image size it was trained at, load(..., image_size=(height, width))"
     )
+
+
+def count_layers(names: Iterable[str], pattern: str) -> int:
+    """How many layers a file numbers from 0 on; numbers with gaps are refused before anything is built for them."""
+    numbers = {int(found[1]) for name in names if (found := re.match(pattern, name))}
+    if not numbers or max(numbers) + 1 != len(numbers):
+        raise ValueError(f"the file's layers are not numbered 0, 1, 2 ... ({len(numbers)} found): it is incomplete")
+    return len(numbers)
+
+
+def count_units(names: Iterable[str], pattern: str, first: int) -> tuple[int, ...]:
+    """Units in each stage of a ResNet, stages and units numbered from `first` on without gaps."""
+    pairs = {(int(found[1]) - first, int(found[2]) - first) for name in names if (found := re.match(pattern, name))}
+    stages = sorted({stage for stage, _ in pairs})
+    units = tuple(sum(1 for stage, _ in pairs if stage == one) for one in stages)
+    if stages != list(range(len(stages))) or any((s, u) not in pairs for s, n in enumerate(units) for u in range(n)):
+        raise ValueError("the file's stages and units are not numbered in a row: it is incomplete")
+    return units
 
 
 def read_heads(width: int, hints: Hints, family: str) -> tuple[int, str]:

@@ -5,7 +5,7 @@ and to the change of shape between the two. Reading and writing use the same tab
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,8 @@ def _owned(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | Non
     whole = torch.empty(shape, dtype=dtype or parts[0].dtype)
     for target, part in zip(whole.chunk(len(parts)), parts, strict=True):
         target.copy_(part.reshape(target.shape))
+    if whole.dtype != parts[0].dtype and not torch.isfinite(whole).all():
+        raise ValueError(f"a weight is too large for {str(dtype).removeprefix('torch.')}: load with another dtype")
     return whole
 
 
@@ -133,7 +135,8 @@ def _checked(tensor: Tensor, name: str) -> Tensor:
 def _check_names(found: Found, places: Mapping[str, To | None], tensors: Tensors) -> None:
     wanted = {their for place in places.values() if place for their in place.names}
     homeless = [name for name, place in places.items() if place is None]
-    assert not homeless, homeless  # a format only describes models that it has names for
+    if homeless:
+        raise ValueError(f"this {found.family} file is described as having {some(homeless)}, which its format has not")
     missing = sorted(wanted - tensors.shapes.keys())
     if missing:
         raise ValueError(f"this {found.family} file lacks {some(missing)}: it is incomplete, or of another model")
@@ -148,16 +151,16 @@ def _check_shapes(
     for name, place in places.items():
         assert place is not None
         for their, example in theirs(place, torch.empty(shapes[name], device="meta"), found.config):
-            if squeezed(tensors.shapes[their]) != squeezed(example.shape):
+            if not _same_shape(tensors.shapes[their], tuple(example.shape)):
                 raise ValueError(
                     f"{their} has shape {tensors.shapes[their]} where this {found.family} model has "
                     f"{tuple(example.shape)}: the file is damaged, or of another model"
                 )
 
 
-def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Without sides of 1: old files keep GroupNorm's vectors as (1, 1, 1, c)."""
-    return tuple(side for side in shape if side != 1)
+def _same_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Equal, but for old files that keep GroupNorm's vectors as (1, 1, 1, c)."""
+    return found == expected or (len(expected) == 1 and found == (1, 1, 1, *expected))
 
 
 def unexpressed(layout: Layout, names: Iterable[str]) -> list[str]:
@@ -183,5 +186,5 @@ def theirs(place: To, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]
 
 def some(names: Iterable[str], count: int = 3) -> str:
     """The first few of a list, and how many more."""
-    names = list(names)
+    names = [repr(name)[1:-1] for name in names]  # a name from a file may hold anything
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

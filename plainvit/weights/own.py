@@ -12,7 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from plainvit.config import About, Model, Preprocess, from_json, to_json
+import torch
+
+from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.models import build
 from plainvit.weights import google, timm, torchvision, transformers
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import SAME, Found, Layout, To
@@ -24,6 +27,7 @@ OTHERS: Mapping[str, ModuleType] = {
     "transformers": transformers,
     "torchvision": torchvision,
 }
+MOST_TOKENS = 1_000_000
 FORMATS = ("plainvit", *OTHERS)
 
 
@@ -44,6 +48,16 @@ def describe(format: str, config: Model, about: About) -> dict[str, Any]:  # noq
     return {"schema": SCHEMA, "format": format, "config": to_json(config), "about": asdict(about)}
 
 
+def _check_extent(config: Model, tensors: Tensors) -> None:
+    """No model is built, not even its shapes, that is far larger than the file."""
+    if isinstance(config, ViTConfig) and (config.depth > len(tensors.shapes) or config.tokens > MOST_TOKENS):
+        raise ValueError(
+            f"it describes {config.depth:,} layers and {config.tokens:,} tokens, which the file cannot hold"
+        )
+    if isinstance(config, ResNetConfig) and sum(config.blocks) > len(tensors.shapes):
+        raise ValueError(f"it describes {sum(config.blocks):,} units, which the file cannot hold")
+
+
 def find(tensors: Tensors, path: Path) -> Found:
     try:
         described = json.loads(tensors.metadata["plainvit"])
@@ -53,10 +67,13 @@ def find(tensors: Tensors, path: Path) -> Found:
         config = from_json(described["config"])
         if format_ not in FORMATS:
             raise ValueError(f"format {format_!r} is unknown")
-        layout = layout_for(format_, config, tensors.shapes)
+        _check_extent(config, tensors)
+        with torch.device("meta"):
+            layout = layout_for(format_, config, build(config).state_dict())
         sources = {name: str(source) for name, source in dict(about["sources"]).items()}
         preprocess = asdict(Preprocess(**about["preprocess"]))
         names = tuple(str(name) for name in about["class_names"])
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-        raise ValueError(f"{path} has a description that plainvit cannot read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} has a description that plainvit cannot read: {reason}") from error
     return Found(str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names})

@@ -19,7 +19,7 @@ from plainvit.models.resample import resize
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
-from plainvit.weights.layout import Found, fill
+from plainvit.weights.layout import Found, fill, some
 from plainvit.weights.published import PUBLISHED
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
@@ -71,6 +71,14 @@ def look(
         tensors, beside = open_file(path), None
     else:
         raise ValueError(f"there is no file or folder {path}")
+    try:
+        return _find(tensors, path, beside, hints)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values no format writes
+        raise ValueError(f"{path} is not a sound model: {type(error).__name__}, {error}".replace("\n", " ")) from error
+
+
+def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tuple[Found, Tensors]:
+    """Asks each format whether these are its names."""
     if "plainvit" in tensors.metadata:
         return own.find(tensors, path), tensors
     config = read_json(beside / "config.json") if beside else {}
@@ -134,4 +142,4 @@ def _about(found: Found) -> About:
 
 
 def _first(tensors: Tensors) -> str:
-    return ", ".join(list(tensors.shapes)[:3]) or "none at all"
+    return some(tensors.shapes) or "none at all"

@@ -10,7 +10,7 @@ from typing import Any
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import Renamed, Tensors
-from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.grids import Hints, count_layers, count_units, read_grid, read_heads, refuse
 from plainvit.weights.layout import CONV1X1, LEAD1, PATCHES, Found, Layout, To, linear, to
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -107,6 +107,8 @@ def _clean(name: str) -> str:
 def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[Found, Tensors]:
     """What model these names hold; `sidecar` is config.json as timm writes it for the hub."""
     names: dict[str, tuple[str, int | None]] = {_clean(name): (name, None) for name in tensors.shapes}
+    if len(names) < len(tensors.shapes):
+        raise ValueError("the file has one weight under two names (with and without a wrapper's prefix)")
     wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": one with the state dict bare
     tensors = Renamed(tensors, names)
     for pattern, what in STRANGERS.items():
@@ -161,6 +163,8 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
     size = read_grid(rows, cell, {0, own, own + registers}, _with_sidecar(hints, sidecar))
+    if rows is None and (sidecar.get("model_args") or {}).get("pos_embed") != "none":
+        raise ValueError(f"this {family[0]} file has no pos_embed: it is incomplete, or of another model")
     heads, heads_source = read_heads(width, hints, family[0])
     arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
     averaged = not class_token or ("fc_norm.weight" in shapes and "norm.weight" not in shapes)
@@ -171,7 +175,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet and channels == 3 else ((0.5,), (0.5,))
     config = ViTConfig(
         width=width,
-        depth=1 + max(int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))),
+        depth=count_layers(shapes, r"blocks\.(\d+)\."),
         heads=heads,
         mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
         patch=(patch[0], patch[1]),
@@ -270,7 +274,7 @@ def _find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
         return None
     if len(root) != 4:
         raise ValueError("the hybrid's root convolution has no usable shape: the file is damaged")
-    blocks = _count_units(shapes, r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.")
+    blocks = count_units(shapes, r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", 0)
     return ResNetConfig(
         blocks=blocks,
         widen=max(root[0] // 64, 1),
@@ -283,20 +287,12 @@ def _find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
     )
 
 
-def _count_units(shapes: Mapping[str, object], pattern: str) -> tuple[int, ...]:
-    units: dict[int, int] = {}
-    for name in shapes:
-        if found := re.match(pattern, name):
-            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]) + 1)
-    return tuple(units[stage] for stage in sorted(units))
-
-
 def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
     root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
     if len(root) != 4 or "stem.norm.weight" in tensors.shapes:
         raise refuse("a ResNet that is not BiT", "stem")
     config = ResNetConfig(
-        blocks=_count_units(tensors.shapes, r"stages\.(\d+)\.blocks\.(\d+)\."),
+        blocks=count_units(tensors.shapes, r"stages\.(\d+)\.blocks\.(\d+)\.", 0),
         widen=max(root[0] // 64, 1),
         channels=root[1],
         classes=tensors.shapes.get("head.fc.weight", (0,))[0],

@@ -1,11 +1,10 @@
 """torchvision's VisionTransformer, before and after it renamed the MLP's layers. New names are written."""
 
-import re
 from collections.abc import Iterator
 
 from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, refuse
 from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
@@ -48,7 +47,7 @@ def find(tensors: Tensors, hints: Hints) -> Found:
     heads, heads_source = read_heads(width, hints, "torchvision")
     config = ViTConfig(
         width=width,
-        depth=1 + max(int(found[1]) for name in shapes if (found := re.search(r"encoder_layer_(\d+)\.", name))),
+        depth=count_layers(shapes, r"encoder\.layers\.encoder_layer_(\d+)\."),
         heads=heads,
         mlp_dim=fc1[0],
         patch=(patch[0], patch[1]),

@@ -10,7 +10,7 @@ from typing import Any
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import Tensors
-from plainvit.weights.grids import Hints, read_grid, read_heads, refuse
+from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, refuse
 from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
@@ -92,7 +92,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if second and channels == 3 else ((0.5,), (0.5,))
     model = ViTConfig(
         width=width,
-        depth=1 + max(int(found[1]) for name in shapes if (found := re.match(re.escape(block) + r"(\d+)\.", name))),
+        depth=count_layers(shapes, re.escape(block) + r"(\d+)\."),
         heads=heads,
         mlp_dim=shapes[f"{block}0.{fc1}.weight"][0],
         patch=(patch[0], patch[1]),
