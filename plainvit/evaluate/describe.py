@@ -15,8 +15,6 @@ from plainvit.weights.layout import locate
 from plainvit.weights.published import PUBLISHED
 from plainvit.weights.reading import look
 
-IN_THE_WEIGHTS = "shapes of the weights"
-
 
 def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     """By the headers alone, but for the head, which is read to see whether it was ever trained."""
@@ -26,9 +24,9 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
         settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
     head = locate(found.layout, "head.weight")
     name = head.names[0] if head and head.names[0] in tensors.shapes else None
-    sources = {key: found.sources.get(key, IN_THE_WEIGHTS) for key in settings}
+    sources = {key: found.sources.get(key, found.default) for key in settings}
     sources["std"] = sources["mean"]
-    for key in ("dropout", "stochastic_depth"):
+    for key in {"dropout", "stochastic_depth"} & settings.keys():
         sources[key] = "not in a weights file"
     return {
         "source": str(source),
@@ -38,7 +36,7 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
         "settings": settings,
         "preprocess": found.about.get("preprocess", {}),
         "class_names": list(found.about.get("class_names") or ()),
-        "sources": sources | {"preprocess": found.sources.get("preprocess", IN_THE_WEIGHTS)},
+        "sources": sources | {"preprocess": found.sources.get("preprocess", found.default)},
         "notes": found.notes,
     }
 

@@ -209,8 +209,8 @@ def open_file(path: Path) -> Tensors:
     raise ValueError(f"{path} is neither safetensors, nor .npz, nor a PyTorch file: it starts with {start[:12]!r}")
 
 
-def open_folder(folder: Path) -> Tensors:
-    """The tensors of a folder as the hub lays it out: one file, or shards with an index."""
+def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
+    """The tensors of a folder as the hub lays it out: one file, or shards with an index; `safe_only`, safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = read_json(index).get("weight_map")
@@ -222,10 +222,12 @@ def open_folder(folder: Path) -> Tensors:
         if missing:
             raise ValueError(f"{folder} lacks the shard {missing[0]!r}")
         return SafetensorsFiles([folder / name for name in shards])
-    known = ("model.safetensors", "pytorch_model.bin", "model.pth", "open_clip_pytorch_model.bin")
+    known = ("model.safetensors",) if safe_only else ("model.safetensors", "pytorch_model.bin", "model.pth")
     found = [folder / name for name in known if (folder / name).is_file()] or [
         path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
     ]
     if not found:
-        raise ValueError(f"{folder} has no weights in it: expected {', '.join(known[:2])} or another .safetensors file")
+        raise ValueError(
+            f"{folder} has no weights in it: expected {' or '.join(known[:2])}, or another .safetensors file"
+        )
     return open_file(found[0])

@@ -168,7 +168,7 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
     stem = _find_stem(shapes)
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     prefix_rows = 0 if big_vision else int(class_token)
-    size = read_grid(table[1] if table else None, cell, {prefix_rows}, hints)
+    size = read_grid(table[1] if table else None, cell, (prefix_rows,), hints)
     config = ViTConfig(
         width=width,
         depth=count_layers(shapes, r"Transformer/encoderblock_(\d+)/"),
@@ -202,7 +202,7 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
         about={"preprocess": {"resize": "squash", "interpolation": "bilinear", "antialias": False}},
         # optimizer state, counters, the text tower: what lies beside the image tower's prefix
         ignore=lambda name: bool(prefix) and not name.startswith(prefix),
-        notes=size.notes,
+        notes=[f"image size {size.source}"] if size.source.startswith("assumed") else [],
     )
 
 

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from plainvit.names import SIZES
 
@@ -22,38 +22,35 @@ class Grid:
     image_size: tuple[int, int]
     prefix_rows: int
     source: str
-    notes: list[str] = field(default_factory=list)
 
 
-def read_grid(rows: int | None, cell: tuple[int, int], prefixes: set[int], hints: Hints) -> Grid:
-    """The image size behind a table of positions, `prefixes` being how many rows may belong to other tokens.
+def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], hints: Hints) -> Grid:
+    """The image size behind a table of positions; `prefixes` are the rows that other tokens may have, likeliest first.
 
     A square number of patches is a square grid, by every family's convention. Any other is an error unless the caller
-    gives the grid or the image size: nothing is guessed.
+    gives the grid, or an image size that fits the rows: nothing is guessed.
     """
     if rows is None:
         size = hints.image_size or (hints.grid and (hints.grid[0] * cell[0], hints.grid[1] * cell[1]))
         if size:
             return Grid(size, 0, "given by the caller")
         assumed = tuple(max(224 // side, 1) * side for side in cell)
-        return Grid((assumed[0], assumed[1]), 0, "assumed: the file has no table of positions", ["image size assumed"])
+        return Grid((assumed[0], assumed[1]), 0, "assumed: the file has no table of positions")
     if hints.grid:
         h, w = hints.grid
         if rows - h * w not in prefixes:
             raise ValueError(f"a table of {rows} positions is not a grid of {h} x {w}")
         return Grid((h * cell[0], w * cell[1]), rows - h * w, "grid given by the caller")
-    square = {prefix for prefix in prefixes if rows > prefix and math.isqrt(rows - prefix) ** 2 == rows - prefix}
-    if len(square) == 1:
-        prefix = square.pop()
-        side = math.isqrt(rows - prefix)
-        return Grid((side * cell[0], side * cell[1]), prefix, f"{rows} rows of positions, taken as {side} x {side}")
-    if hints.image_size:
-        h, w = hints.image_size[0] // cell[0], hints.image_size[1] // cell[1]
-        exact = (h * cell[0], w * cell[1]) == hints.image_size
-        if exact and rows - h * w in prefixes:
-            return Grid(
-                hints.image_size, rows - h * w, f"image size given by the caller; {rows} rows of positions fit it"
-            )
+    for prefix in prefixes:
+        side = math.isqrt(max(rows - prefix, 0))
+        if side and side * side == rows - prefix:
+            return Grid((side * cell[0], side * cell[1]), prefix, f"{rows} rows of positions, taken as {side} x {side}")
+        if hints.image_size:
+            h, w = hints.image_size[0] // cell[0], hints.image_size[1] // cell[1]
+            if (h * cell[0], w * cell[1]) == hints.image_size and rows - h * w == prefix:
+                return Grid(
+                    hints.image_size, prefix, f"image size given by the caller; {rows} rows of positions fit it"
+                )
     raise ValueError(
         f"a table of {rows} positions is not a square grid: give the grid, load(..., grid=(rows, columns)), or the "
         "image size it was trained at, load(..., image_size=(height, width))"

@@ -48,6 +48,7 @@ class Found:
     about: dict[str, Any] = field(default_factory=dict)  # preprocess, class_names
     ignore: Callable[[str], bool] = lambda _: False  # keys that belong to the file but not to the model
     notes: list[str] = field(default_factory=list)
+    default: str = "shapes of the weights"  # where the settings without an entry in `sources` were learned
 
 
 def _patch_kernel(weight: Tensor, config: Model) -> Tensor:

@@ -76,4 +76,7 @@ def find(tensors: Tensors, path: Path) -> Found:
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} has a description that plainvit cannot read: {reason}") from error
-    return Found(str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names})
+    beyond = {"preprocess": preprocess, "class_names": names}
+    found = Found(str(about.get("family")), config, layout, sources, beyond)
+    found.default = "the file's own description"
+    return found

@@ -47,7 +47,7 @@ def load(
     model.about = _about(found)
     notes = list(found.notes)
     head = model.head
-    if head is not None and classes is None and not head.weight.any() and not head.bias.any():
+    if head is not None and classes is None and not head.weight.any():
         notes.append("its head is all zeros: features only, until it is trained")
     model = _adapted(model, classes, None if image_size is None else pair(image_size), resample, notes)
     for note in notes:
@@ -66,7 +66,7 @@ def look(
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
     if path.is_dir():
-        tensors, beside = open_folder(path), path
+        tensors, beside = open_folder(path, safe_only=_from_hub(source)), path
     elif path.is_file():
         tensors, beside = open_file(path), None
     else:
@@ -92,6 +92,10 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
     if timm.recognise(tensors):
         return timm.find(tensors, hints, config)
     raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
+
+
+def _from_hub(source: str | Path) -> bool:
+    return isinstance(source, str) and not Path(source).exists()
 
 
 def resolve(source: str | Path) -> Path:

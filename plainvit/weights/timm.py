@@ -5,10 +5,10 @@ Files that only share the names but not the model (SwiGLU, QK norm, relative bia
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Renamed, Tensors
 from plainvit.weights.grids import Hints, count_layers, count_units, read_grid, read_heads, refuse
 from plainvit.weights.layout import CONV1X1, LEAD1, PATCHES, Found, Layout, To, linear, to
@@ -20,9 +20,9 @@ STRANGERS = {
     r"blocks\.0\.attn\.q_norm\.": "a ViT with QK norm",
     r"blocks\.0\.mlp\.w(12|1)\.": "DINOv2 giant or another ViT with a SwiGLU MLP",
     r"blocks\.0\.mlp\.fc1_[gx]\.": "EVA, with a SwiGLU MLP",
+    r"layers\.0\.blocks\.": "Swin",
     r"blocks\.0\.attn\.(q_bias|relative_position)|^rel_pos_bias": "BEiT or EVA, with relative position bias",
     r"rope|blocks\.0\.attn\.q_proj\.": "EVA-02, DINOv3 or another ViT with rotary positions",
-    r"layers\.0\.blocks\.": "Swin",
     r"blocks\.0\.0\.": "a DINOv2 training checkpoint with chunked blocks",
 }
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
@@ -155,6 +155,8 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     }.items():
         if len(shapes.get(name, ())) != sides:
             raise ValueError(f"this {family[0]} file has no usable {name}: it is incomplete, or of another model")
+    if shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[-1] * 2 == shapes["blocks.0.mlp.fc1.weight"][0]:
+        raise refuse("a ViT with a packed SwiGLU MLP", "blocks.0.mlp.fc1 is twice as wide as fc2")
     width, channels, *patch = shapes["patch_embed.proj.weight"]
     stem, class_token, distillation = _find_stem(shapes), "cls_token" in shapes, "dist_token" in shapes
     register_name = "register_tokens" if "register_tokens" in shapes else "reg_token"
@@ -162,13 +164,17 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     own = class_token + distillation
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
-    size = read_grid(rows, cell, {0, own, own + registers}, _with_sidecar(hints, sidecar))
-    if rows is None and (sidecar.get("model_args") or {}).get("pos_embed") != "none":
-        raise ValueError(f"this {family[0]} file has no pos_embed: it is incomplete, or of another model")
-    heads, heads_source = read_heads(width, hints, family[0])
+    prefixes = (own, own + registers, 0)
+    size = read_grid(rows, cell, prefixes, _with_sidecar(hints, sidecar, rows, cell, prefixes))
     arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
+    told = Hints(heads=arguments.get("num_heads")) if hints.heads is None and "num_heads" in arguments else hints
+    heads, heads_source = read_heads(width, told, family[0])
+    heads_source = heads_source if told is hints else "config.json"
     averaged = not class_token or ("fc_norm.weight" in shapes and "norm.weight" not in shapes)
-    averaged = averaged or (sidecar.get("global_pool") or arguments.get("global_pool")) == "avg"
+    pool = arguments.get("global_pool") or sidecar.get("global_pool")
+    if pool not in (None, "", "token", "avg", "map"):
+        raise refuse(f"a ViT pooled by {pool!r}", "global_pool in config.json")
+    averaged = averaged or pool == "avg"
     norm = "fc_norm" if "fc_norm.weight" in shapes and "norm.weight" not in shapes else "norm"
     activation = _activation(arguments)
     crop, imagenet = FAMILIES[family[0]]
@@ -213,6 +219,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
         "norm_eps": f"{family[0]}'s code: 1e-6",
         "heads": heads_source,
         "image_size": size.source,
+        "posemb": "pos_embed" if rows else "assumed: none, since the file has no pos_embed",
         "mean": "config.json" if published.get("mean") else where,
         "preprocess": "config.json" if published else where,
     }
@@ -235,19 +242,24 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
                 "crop": crop,
                 "interpolation": interpolation,
             },
-            "class_names": tuple(published.get("label_names") or ()),
+            "class_names": tuple(published.get("label_names") or sidecar.get("label_names") or ()),
         },
         ignore=_beside,
-        notes=notes + size.notes + [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")],
+        notes=notes + [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")],
     )
 
 
-def _with_sidecar(hints: Hints, sidecar: Mapping[str, Any]) -> Hints:
-    """config.json's input size is that of the table, where the caller said nothing."""
-    size = (sidecar.get("pretrained_cfg") or {}).get("input_size")
-    if isinstance(size, list) and len(size) == 3 and hints.image_size is None:
-        return Hints(heads=hints.heads, image_size=(int(size[1]), int(size[2])), grid=hints.grid)
-    return hints
+def _with_sidecar(
+    hints: Hints, sidecar: Mapping[str, Any], rows: int | None, cell: tuple[int, int], prefixes: Sequence[int]
+) -> Hints:
+    """config.json's image size is that of the table, square or not, where the table agrees."""
+    size = (sidecar.get("model_args") or {}).get("img_size") or (sidecar.get("pretrained_cfg") or {}).get("input_size")
+    if hints.grid or size is None:
+        return hints
+    height, width = pair(size if isinstance(size, int) else tuple(size)[-2:])
+    grid = height // cell[0], width // cell[1]
+    fits = rows is None or rows - grid[0] * grid[1] in prefixes
+    return Hints(heads=hints.heads, image_size=hints.image_size, grid=grid if fits else None)
 
 
 def _beside(name: str) -> bool:
@@ -291,7 +303,9 @@ def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
     root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
     if len(root) != 4 or "stem.norm.weight" in tensors.shapes:
         raise refuse("a ResNet that is not BiT", "stem")
+    size = published.get("input_size") or (3, 224, 224)
     config = ResNetConfig(
+        image_size=(int(size[1]), int(size[2])),
         blocks=count_units(tensors.shapes, r"stages\.(\d+)\.blocks\.(\d+)\.", 0),
         widen=max(root[0] // 64, 1),
         channels=root[1],
@@ -303,8 +317,10 @@ def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
     )
     sources = {
         "standardise": "timm's code: w / sqrt(var + 1e-8)",
+        "padding": "timm's code: symmetric, zeros before the root's pooling",
+        "preprocess": "BiT's evaluation: square resize",
         "norm_eps": "timm's code: 1e-5",
-        "image_size": "convolutions take any size",
+        "image_size": "config.json" if published.get("input_size") else "convolutions take any size",
         "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
     }
     return Found("timm", config, bit_layout(), sources, {"preprocess": {"resize": "squash"}})
@@ -376,6 +392,7 @@ def sidecar_for(config: Model, about: About) -> dict[str, Any]:
     elif config.stem:
         architecture = HYBRIDS.get((config.stem.blocks, config.width))
         arguments = {"in_chans": config.channels, "img_size": list(config.image_size)}
+        arguments["act_layer"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     else:
         architecture = "deit_base_distilled_patch16_224" if config.distillation else "vit_base_patch16_224"
         arguments = _arguments(config)

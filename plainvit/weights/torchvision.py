@@ -43,7 +43,7 @@ def find(tensors: Tensors, hints: Hints) -> Found:
     if len(shapes.get("conv_proj.weight", ())) != 4 or len(fc1) != 2:
         raise ValueError("this torchvision file has no usable conv_proj or first layer: it is incomplete")
     width, channels, *patch = shapes["conv_proj.weight"]
-    size = read_grid(shapes["encoder.pos_embedding"][1], (patch[0], patch[1]), {1}, hints)
+    size = read_grid(shapes["encoder.pos_embedding"][1], (patch[0], patch[1]), (1,), hints)
     heads, heads_source = read_heads(width, hints, "torchvision")
     config = ViTConfig(
         width=width,
@@ -76,9 +76,7 @@ def find(tensors: Tensors, hints: Hints) -> Found:
         "interpolation": "bicubic" if large else "bilinear",
     }
     notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
-    return Found(
-        "torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes + size.notes
-    )
+    return Found("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
 
 
 def layout_for(config: Model) -> Layout:

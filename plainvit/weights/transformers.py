@@ -78,7 +78,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     size = read_grid(
         shapes["embeddings.position_embeddings"][1] if "embeddings.position_embeddings" in shapes else None,
         (patch[0], patch[1]),
-        {1 + second},
+        (1 + second,),
         _with_config(hints, config, (patch[0], patch[1])),
     )
     if config.get("num_attention_heads"):
@@ -120,7 +120,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
         sources=sources,
         about={"preprocess": _preprocess(processor), "class_names": _class_names(config, head[0])},
         ignore=lambda name: name.endswith("embeddings.mask_token") or name.startswith("decoder."),
-        notes=notes + size.notes,
+        notes=notes,
     )
 
 
