@@ -180,7 +180,7 @@ class ViTConfig(Checked):
 
     def _check_shapes(self) -> None:
         if self.width % self.heads:
-            divisors = [n for n in range(1, self.width + 1) if self.width % n == 0]
+            divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:3])
             raise ValueError(f"heads {self.heads} must divide width {self.width}; nearest: {', '.join(map(str, near))}")
         for side, stride in zip(self.image_size, self.stride, strict=True):

@@ -1,9 +1,10 @@
 """Small files read with a limit, all files written whole or not at all. A leaf: it imports nothing of plainvit."""
 
+import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,41 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+class DiskError(OSError, ValueError):
+    """A file that could not be written; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Writes beside the path, syncs, renames: a reader sees the old file or the whole new one."""
+    write_together({path: write})
+
+
+def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
+    """Several files of one folder: all are written beside first, and only then renamed, in the order given."""
+    beside = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}
+    path = next(iter(writers))
     if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        raise DiskError(f"cannot write {path}: there is no folder {path.parent}")
     try:
-        write(beside)
-        beside.chmod(0o666 & ~_umask())  # safetensors leaves 0600
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
+        for path, write in writers.items():
+            write(beside[path])
+            beside[path].chmod(0o666 & ~_umask())  # safetensors leaves 0600
+            with beside[path].open("rb") as file:
+                os.fsync(file.fileno())
+        for path in writers:
+            beside[path].replace(path)
         _sync_folder(path.parent)
+    except DiskError:
+        raise
+    except Exception as error:  # each writer has its own kind: OSError, SafetensorError, RuntimeError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DiskError(f"cannot write {path}: {reason}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        for one in beside.values():
+            with contextlib.suppress(OSError):
+                one.unlink(missing_ok=True)
 
 
 def _umask() -> int:

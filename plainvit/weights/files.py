@@ -22,6 +22,7 @@ from torch import Tensor
 
 from plainvit.disk import read_json
 
+SHARD_INDEX = "model.safetensors.index.json"
 MOST_WRAPPERS = 4
 SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
 
@@ -211,7 +212,7 @@ def open_file(path: Path) -> Tensors:
 
 def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     """The tensors of a folder as the hub lays it out: one file, or shards with an index; `safe_only`, safetensors."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / SHARD_INDEX
     if index.is_file():
         names = read_json(index).get("weight_map")
         shards = list(names.values()) if isinstance(names, dict) else []

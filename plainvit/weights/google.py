@@ -272,8 +272,9 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         yield "activation", "Google's code has the tanh GELU only"
     if config.norm_eps != 1e-6:
         yield "norm_eps", "Google's code has LayerNorm 1e-6 only"
-    if config.stem and (config.stem.standardise, config.stem.norm_eps) != ("std+1e-5", 1e-6):
-        yield "standardise", "Google's hybrids compute (w - mean) / (std + 1e-5), GroupNorm 1e-6"
+    stem = config.stem
+    if stem and (stem.standardise, stem.norm_eps, stem.padding) != ("std+1e-5", 1e-6, "same"):
+        yield "standardise", "Google's hybrids compute (w - mean) / (std + 1e-5), GroupNorm 1e-6, SAME padding"
     for part in ("registers", "distillation"):
         if getattr(config, part):
             yield part, "Google's code has none"
@@ -281,8 +282,8 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         yield "layer_scale", "Google's code has none"
     if config.norm_pooled:
         yield "pool", "Google's code norms all tokens before pooling"
-    if config.pool == "average" and config.class_token:
-        yield "pool", "Google's average pooling has no class token"
+    if config.pool != "token" and config.class_token:
+        yield "pool", "Google's average and attention pooling have no class token"
     if config.posemb not in ("1d", "sincos2d"):
         yield "posemb", "Google's code has learned 1-D and sin-cos positions only"
     if config.posemb == "sincos2d" and config.class_token:

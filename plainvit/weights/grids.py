@@ -41,20 +41,29 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], 
         if rows - h * w not in prefixes:
             raise ValueError(f"a table of {rows} positions is not a grid of {h} x {w}")
         return Grid((h * cell[0], w * cell[1]), rows - h * w, "grid given by the caller")
-    for prefix in prefixes:
-        side = math.isqrt(max(rows - prefix, 0))
-        if side and side * side == rows - prefix:
-            return Grid((side * cell[0], side * cell[1]), prefix, f"{rows} rows of positions, taken as {side} x {side}")
-        if hints.image_size:
-            h, w = hints.image_size[0] // cell[0], hints.image_size[1] // cell[1]
-            if (h * cell[0], w * cell[1]) == hints.image_size and rows - h * w == prefix:
-                return Grid(
-                    hints.image_size, prefix, f"image size given by the caller; {rows} rows of positions fit it"
-                )
+    distinct = list(dict.fromkeys(prefixes))
+    squares = [prefix for prefix in distinct if _side(rows - prefix)]
+    fitting = [prefix for prefix in distinct if rows - prefix == _cells(hints.image_size, cell)]
+    if len(squares) == 1 and (not fitting or distinct.index(squares[0]) <= distinct.index(fitting[0])):
+        side = _side(rows - squares[0])
+        return Grid((side * cell[0], side * cell[1]), squares[0], f"{rows} rows of positions, taken as {side} x {side}")
+    if fitting and hints.image_size:
+        return Grid(hints.image_size, fitting[0], f"image size given by the caller; {rows} rows of positions fit it")
     raise ValueError(
-        f"a table of {rows} positions is not a square grid: give the grid, load(..., grid=(rows, columns)), or the "
-        "image size it was trained at, load(..., image_size=(height, width))"
+        f"a table of {rows} positions is not a square grid, or could be several: give load(..., grid=(rows, columns)), "
+        "or the image size it was trained at, load(..., image_size=(height, width))"
     )
+
+
+def _side(count: int) -> int:
+    """The side of a square of so many cells; 0 where there is none."""
+    side = math.isqrt(max(count, 0))
+    return side if side * side == count else 0
+
+
+def _cells(size: tuple[int, int] | None, cell: tuple[int, int]) -> int | None:
+    """Patches of an image; None where they do not fill it."""
+    return None if size is None or size[0] % cell[0] or size[1] % cell[1] else size[0] // cell[0] * (size[1] // cell[1])
 
 
 def count_layers(names: Iterable[str], pattern: str) -> int:

@@ -174,7 +174,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     pool = arguments.get("global_pool") or sidecar.get("global_pool")
     if pool not in (None, "", "token", "avg", "map"):
         raise refuse(f"a ViT pooled by {pool!r}", "global_pool in config.json")
-    averaged = averaged or pool == "avg"
+    averaged = not class_token or pool == "avg" or (averaged and pool != "token")
     norm = "fc_norm" if "fc_norm.weight" in shapes and "norm.weight" not in shapes else "norm"
     activation = _activation(arguments)
     crop, imagenet = FAMILIES[family[0]]
@@ -337,8 +337,9 @@ def layout_for(config: Model) -> Layout:
 def lacks(config: Model) -> Iterator[tuple[str, str]]:
     """(part, why) for what timm's model of these names computes otherwise or does not have."""
     resnet = config if isinstance(config, ResNetConfig) else config.stem
-    if resnet and (resnet.standardise, resnet.norm_eps) != ("var+1e-8", 1e-5):
-        yield "standardise", "timm computes w / sqrt(var + 1e-8) and GroupNorm 1e-5"
+    padding = "symmetric" if isinstance(config, ResNetConfig) else "same"
+    if resnet and (resnet.standardise, resnet.norm_eps, resnet.padding) != ("var+1e-8", 1e-5, padding):
+        yield "standardise", f"timm computes w / sqrt(var + 1e-8), GroupNorm 1e-5 and {padding} padding"
     if isinstance(config, ResNetConfig):
         return
     if config.activation != "gelu":
@@ -391,8 +392,7 @@ def sidecar_for(config: Model, about: About) -> dict[str, Any]:
         architecture, arguments = RESNETS.get((config.blocks, config.widen)), {"in_chans": config.channels}
     elif config.stem:
         architecture = HYBRIDS.get((config.stem.blocks, config.width))
-        arguments = {"in_chans": config.channels, "img_size": list(config.image_size)}
-        arguments["act_layer"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
+        arguments = _arguments(config)
     else:
         architecture = "deit_base_distilled_patch16_224" if config.distillation else "vit_base_patch16_224"
         arguments = _arguments(config)

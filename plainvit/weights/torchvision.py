@@ -70,9 +70,10 @@ def find(tensors: Tensors, hints: Hints) -> Found:
     }
     # 384 px and above: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
     large = config.image_size[0] >= 384
+    short = 242 if (width, patch[0]) == (1024, 16) else 256  # L/16 alone is resized to 242
     preprocess = {
         "resize": "crop",
-        "crop": 1.0 if large else 0.875,
+        "crop": 1.0 if large else 224 / short,
         "interpolation": "bicubic" if large else "bilinear",
     }
     notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]

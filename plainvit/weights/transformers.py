@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, refuse
 from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
@@ -82,7 +82,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
         _with_config(hints, config, (patch[0], patch[1])),
     )
     if config.get("num_attention_heads"):
-        heads, heads_source = int(config["num_attention_heads"]), "config.json"
+        heads, heads_source = config["num_attention_heads"], "config.json"
     else:
         heads, heads_source = read_heads(width, hints, family)
     head = shapes.get("cls_classifier.weight") or shapes.get("classifier.weight") or (0,)
@@ -129,7 +129,7 @@ def _with_config(hints: Hints, config: Mapping[str, Any], patch: tuple[int, int]
     size = config.get("image_size")
     if hints.grid or size is None:
         return hints
-    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    height, width = pair(size)
     return Hints(heads=hints.heads, grid=(height // patch[0], width // patch[1]))
 
 
@@ -156,7 +156,7 @@ def _class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]:
     """id2label, unless it is the library's filler LABEL_0, LABEL_1 ..."""
     labels = config.get("id2label") or {}
     names = tuple(str(labels.get(str(number), "")) for number in range(classes))
-    return () if not all(names) or names[0] == "LABEL_0" else names
+    return () if not names or not all(names) or names[0] == "LABEL_0" else names
 
 
 def layout_for(config: Model) -> Layout:
@@ -217,6 +217,7 @@ def sidecars_for(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[
     prepared: dict[str, Any] = {
         "image_processor_type": f"{kind}ImageProcessor",
         "do_resize": True,
+        "do_center_crop": False,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from plainvit.config import About, Model, ViTConfig, nearest
-from plainvit.disk import write_atomically
+from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
+from plainvit.disk import DiskError, read_json, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
+from plainvit.weights.files import SHARD_INDEX
 from plainvit.weights.layout import emit, unexpressed
 from plainvit.weights.reading import load
 
@@ -73,17 +75,33 @@ def _beyond(config: ViTConfig) -> Iterable[tuple[str, str]]:
         yield "posemb_at", "only plainvit adds positions at every layer"
 
 
-# What may be dropped, and how the config then reads; the rest has no meaning without the part
-DROPS: dict[str, Callable[[Model], Model]] = {
-    "activation": lambda c: c.replace(activation="gelu"),
-    "norm_eps": lambda c: c.replace(norm_eps=1e-6),
-    "standardise": lambda c: c,
-    "normalisation": lambda c: c.replace(mean=(0.5,), std=(0.5,)),
-    "pre_logits": lambda c: c.replace(representation=0, classes=0),
-    "registers": lambda c: c.replace(registers=0),
-    "layer_scale": lambda c: c.replace(layer_scale=None),
-    "distillation": lambda c: c.replace(distillation=False),
-}
+# What may be dropped; the rest has no meaning without the part
+DROPS = (
+    *("activation", "norm_eps", "standardise", "normalisation"),  # the target's own takes its place
+    *("pre_logits", "registers", "layer_scale", "distillation"),
+)
+
+
+def _dropped(part: str, config: Model, format: str) -> Model:  # noqa: A002
+    """The config as the target will read it, without the part."""
+    match part:
+        case "activation" | "norm_eps":
+            return config.replace(**{part: VIT_NUMERICS[format][part]})
+        case "standardise" if isinstance(config, ViTConfig):
+            assert config.stem
+            return config.replace(stem=config.stem.replace(**STEM_NUMERICS[format], padding="same"))
+        case "standardise":
+            return config.replace(**RESNET_NUMERICS[format], padding="symmetric")
+        case "normalisation":
+            return config.replace(mean=(0.5,), std=(0.5,))
+        case "pre_logits":
+            return config.replace(representation=0, classes=0)
+        case "registers":
+            return config.replace(registers=0)
+        case "layer_scale":
+            return config.replace(layer_scale=None)
+        case _:
+            return config.replace(distillation=False)
 
 
 def _without(
@@ -105,10 +123,7 @@ def _without(
     config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     for part, _ in lacking:
         weights = _drop_weights(part, config, weights)
-        if part == "activation" and format == "google":
-            config = config.replace(activation="gelu_tanh")
-        else:
-            config = DROPS[part](config)
+        config = _dropped(part, config, format)
         log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
     return config, weights
 
@@ -150,14 +165,46 @@ def _sidecars(format: str, config: Model, about: About, weights: dict[str, Tenso
 def _write_folder(
     path: Path, out: dict[str, Tensor], metadata: dict[str, str], sidecars: dict[str, dict[str, Any]]
 ) -> None:
-    """The descriptions first and the weights last: a folder with weights in it is complete."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; this format is a folder")
-    path.mkdir(exist_ok=True)
+    """All files or none; shards of an earlier model, which would be read instead, go with the new one's arrival."""
+    new = not path.exists()
+    if path.is_file():
+        raise DiskError(f"cannot write {path}: it is a file, and this format is a folder")
+    if not path.parent.is_dir():
+        raise DiskError(f"cannot write {path}: there is no folder {path.parent}")
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"cannot write into {path}: {error.strerror}") from error
+    old = [path / name for name in _shards(path)]
+    writers: dict[Path, Callable[[Path], object]] = {}
     for name, value in sidecars.items():
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(path / name, lambda beside, text=text: beside.write_text(text, encoding="utf-8"))
-    write_atomically(path / "model.safetensors", lambda beside: safetensors.torch.save_file(out, beside, metadata))
+        writers[path / name] = lambda beside, text=text: beside.write_text(text, encoding="utf-8")
+    writers[path / "model.safetensors"] = lambda beside: safetensors.torch.save_file(out, beside, metadata)
+    try:
+        write_together(writers)
+    except DiskError:
+        if new and not any(path.iterdir()):
+            path.rmdir()
+        raise
+    for stale in old:
+        stale.unlink(missing_ok=True)
+
+
+def _shards(folder: Path) -> list[str]:
+    """The index of a sharded model and the shards that it names, the index first."""
+    index = folder / SHARD_INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = read_json(index).get("weight_map")
+    except ValueError:
+        names = None
+    named = names.values() if isinstance(names, dict) else ()
+    return [
+        SHARD_INDEX,
+        *{name for name in named if isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)},
+    ]
 
 
 def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
