@@ -4,8 +4,11 @@ JPEG goes through libjpeg-turbo at the smallest scale that serves; whatever else
 through Pillow. Sizes are checked before a pixel is allocated; only listed formats are opened; the first frame counts.
 """
 
+import contextlib
 import io
+import threading
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import simplejpeg
@@ -13,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 PIXEL_LIMIT = 50_000_000
+_FILTERS = threading.Lock()
 MARGIN = 3  # a scaled-down JPEG keeps at least this many pixels per pixel wanted, so that resizing still antialiases
 
 
@@ -96,7 +100,8 @@ def _exif_orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1  # Pillow turns a TIFF by itself; a PNG without the block would be decoded to look for it
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        with _quiet():
+            orientation = image.getexif().get(0x0112, 1)
     except Exception as error:  # Pillow's parsers raise anything on damaged metadata
         raise ImageError(_reason(error)) from error
     return orientation if orientation in range(1, 9) else 1
@@ -119,7 +124,7 @@ def _decode_any(data: bytes, limit: int) -> np.ndarray:
         try:
             image.load()
             return _turned(np.array(_to_rgb(image)), orientation)
-        except (OSError, ValueError, SyntaxError, EOFError, MemoryError, IndexError) as error:
+        except Exception as error:  # Pillow's decoders raise anything on damaged data
             raise ImageError(_reason(error)) from error
 
 
@@ -127,15 +132,22 @@ def _opened(data: bytes, limit: int) -> Image.Image:
     if not data:
         raise ImageError("the file is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own size warning: ours is stricter
+        with _quiet():
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
         raise ImageError(f"not an image in a known format: it starts with {data[:12]!r}") from error
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's parsers raise anything on damaged data, and its size warning may be an error
         raise ImageError(_reason(error)) from error
     _check_size(image.height, image.width, limit)
     return image
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Pillow warns of what it also raises or we refuse. Filters are the process's: one thread at a time changes them."""
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _check_size(height: int, width: int, limit: int) -> None:

@@ -8,10 +8,13 @@ fits is decoded once into device memory as uint8, and everything happens there, 
 from the same numbers either way. A worker that dies is replaced, and its batch made again.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import DataError, ImageError, decode
@@ -68,31 +72,39 @@ class Loader:
         self.workers = min(os.cpu_count() or 1, 8) if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        fits = not augment.randaugment[0] and not augment.three_augment and _fits(source, self.device)
+        per_image = bool(augment.randaugment[0] or augment.three_augment)  # torchvision's, one image at a time
+        if mode == "resident" and per_image:
+            raise ValueError(
+                "a resident set has no randaugment or three_augment, which work on one image at a time: use mode 'streamed'"
+            )
+        fits = not per_image and _fits(source, self.device)
         self.resident = (
             Resident(source, self.device, self.bad) if mode == "resident" or (mode == "auto" and fits) else None
         )
+        for index, reason in self.bad.items():
+            log.warning("%s: %s", source.name(index), reason)
 
     def positions(self, step: int) -> np.ndarray:
         """Global positions of this process's part of a step's batch."""
         start = step * self.batch + self.rank * self.share
         return np.arange(start, start + self.share)
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch]:
         """From step `start` on, without end unless `stop` is given."""
         made = self._resident(start, stop) if self.resident else self._streamed(start, stop)
-        for batch in made:
-            self._count(batch.bad)
-            yield batch
+        with contextlib.closing(made):  # the workers end with the loop that asked for batches, however it ends
+            for batch in made:
+                self._count(batch.bad)
+                yield batch
 
-    def _streamed(self, start: int, stop: int | None) -> Iterator[Batch]:
-        work = _Train(self)
-        for step, made in _in_order(work, start, stop, self.workers, pin=self.device.type == "cuda"):
-            images, labels, index, bad = made
-            images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-            yield Batch(finish(images, self._uniforms(step), self.augment), labels, index.numpy(), bad)
+    def _streamed(self, start: int, stop: int | None) -> Generator[Batch]:
+        made = _in_order(_Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
+        with contextlib.closing(made):
+            for step, (images, labels, index, bad) in made:
+                images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
+                yield Batch(finish(images, self._uniforms(step), self.augment), labels, index.numpy(), bad)
 
-    def _resident(self, start: int, stop: int | None) -> Iterator[Batch]:
+    def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
         assert self.resident is not None
         step = start
         while stop is None or step < stop:
@@ -139,14 +151,15 @@ def evaluation_batches(
     world: int = 1,
     workers: int = 0,
     device: str | torch.device = "cpu",
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Every image of the source once over all processes, in order; the last batch may be smaller."""
     index = np.arange(rank, len(source), world)
     work = _Evaluate(source, index, batch, size, preprocess)
-    for _, (images, labels, where, bad) in _in_order(
-        work, 0, len(work), workers, pin=torch.device(device).type == "cuda"
-    ):
-        yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True), where.numpy(), bad)
+    made = _in_order(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
+    with contextlib.closing(made):
+        for _, (images, labels, where, bad) in made:
+            images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
+            yield Batch(images, labels, where.numpy(), bad)
 
 
 Made = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
@@ -254,48 +267,81 @@ def _readable(source: Source, index: int) -> Readable:
 
 def _in_order(
     work: Dataset[Made], start: int, stop: int | None, workers: int, *, pin: bool
-) -> Iterator[tuple[int, Made]]:
+) -> Generator[tuple[int, Made]]:
     """(step, item) from `start` on. A killed worker costs a restart of the pool from the step that is due."""
     step, failures = start, 0
     while stop is None or step < stop:
-        steps = range(step, stop if stop is not None else step + 2**40)
-        context = multiprocessing.get_context("fork") if workers and os.name == "posix" else None
-        pool = DataLoader(
-            work,
-            sampler=steps,  # pyright: ignore[reportArgumentType]
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=pin,
-            prefetch_factor=4 if workers else None,
-            multiprocessing_context=context,
-        )
+        items = _pool(work, step, stop, workers, pin=pin)
         try:
-            for item in pool:
+            while stop is None or step < stop:
+                item = next(items)
+                if isinstance(item, Exception):
+                    raise item
                 failures = 0
                 yield step, item
                 step += 1
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not workers or ("DataLoader worker" not in str(error) and isinstance(error, RuntimeError)):
                 raise
             failures += 1
             if failures == 3:
-                raise DataError(
-                    f"data workers died three times at step {step}: {str(error).splitlines()[0]}"
-                ) from error
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise DataError(f"data workers died three times at step {step}: {reason}") from error
             log.warning("a data worker died at step %d; the batch is made again", step)
+        finally:
+            if workers:
+                items._shutdown_workers()
+
+
+def _pool(work: Dataset[Made], start: int, stop: int | None, workers: int, *, pin: bool) -> Any:
+    """An iterator over steps, made by worker processes. It draws nothing from torch's global generator."""
+    steps = range(start, stop if stop is not None else start + 2**40)
+    pool = DataLoader(
+        _Caught(work),
+        sampler=steps,  # pyright: ignore[reportArgumentType]
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin,
+        prefetch_factor=4 if workers else None,
+        multiprocessing_context=multiprocessing.get_context("fork") if workers and os.name == "posix" else None,
+        generator=torch.Generator(),
+    )
+    items = iter(pool)
+    if workers and threading.current_thread() is threading.main_thread():
+        # torch's handler raises a worker's death in whatever code the main thread runs; next() notices it as well
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal_handling._SIGCHLD_handler_set = False
+    return items
+
+
+class _Caught(Dataset[Any]):
+    """An error travels back as it is, with its own words, instead of a worker's traceback."""
+
+    def __init__(self, work: Dataset[Made]) -> None:
+        self.work = work
+
+    def __getitem__(self, step: int) -> Made | Exception:
+        try:
+            return self.work[step]
+        except Exception as error:
+            return error.with_traceback(None)
 
 
 def _fits(source: Source, device: torch.device) -> bool:
-    """Whether all images, padded to the largest, fit: judged by a sample of their headers."""
+    """Whether all images, padded to the largest, fit: judged by a sample of their headers, then by all of them."""
     if len(source) > 2_000_000:
         return False
-    extents = [_readable(source, int(i))[2] for i in np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int)]
-    height, width = (max(sides) for sides in zip(*extents, strict=True))
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] * RESIDENT_SHARE
     else:
         free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * RESIDENT_SHARE, 4e9)
-    return height * width <= 160 * 160 and len(source) * height * width * 3 <= free
+    few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
+    for chosen in (few, range(len(source))):
+        extents = (_readable(source, int(index))[2] for index in chosen)
+        height, width = (max(sides) for sides in zip(*extents, strict=True))
+        if height * width > 160 * 160 or len(source) * height * width * 3 > free:
+            return False
+    return True
 
 
 class Resident:

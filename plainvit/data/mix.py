@@ -34,8 +34,8 @@ def mix(images: Tensor, targets: Tensor, augment: Augment, seed: int, step: int)
         share = max(share, 1 - share)  # both orders occur, so this loses nothing and keeps each image's own label first
         return torch.lerp(as_floats(partner), as_floats(images), share), torch.lerp(other, targets, share)
     top, left, bottom, right = _hole(random, share, images.shape[2], images.shape[3])
-    images = images.clone()
-    images[:, :, top:bottom, left:right] = partner[:, :, top:bottom, left:right]
+    images = as_floats(images).clone()
+    images[:, :, top:bottom, left:right] = as_floats(partner)[:, :, top:bottom, left:right]
     share = 1 - (bottom - top) * (right - left) / (images.shape[2] * images.shape[3])
     return images, torch.lerp(other, targets, share)
 

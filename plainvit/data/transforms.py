@@ -9,10 +9,11 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
-from plainvit.data.decode import decode
+from plainvit.data.decode import PIXEL_LIMIT, decode
 from plainvit.data.decode import size as encoded_size
 
 TRIES = 10
@@ -41,7 +42,8 @@ def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int])
     first = fits.float().argmax(1, keepdim=True)  # the first try that fits
     ch, cw = ch.gather(1, first).squeeze(1), cw.gather(1, first).squeeze(1)
     place = tries.gather(1, first.unsqueeze(2).expand(-1, -1, 4)).squeeze(1)
-    fallback_h, fallback_w = _centre(h, w, augment)
+    # torchvision falls back to the centre, TensorFlow to the whole image
+    fallback_h, fallback_w = _centre(h, w, augment) if augment.crop == "inception" else (h, w)
     none = ~fits.any(1)
     ch, cw = torch.where(none, fallback_h, ch), torch.where(none, fallback_w, cw)
     top, left = (place[:, 2] * (h - ch + 1)).floor(), (place[:, 3] * (w - cw + 1)).floor()
@@ -84,17 +86,41 @@ def _centre(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
 def cut(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
     """One box of one image, resized with antialiasing: uint8 [3, *out]. `extent` is the image's (height, width)."""
     top, left, ch, cw = box.tolist()
-    scale_h, scale_w = out[0] / max(ch, 1), out[1] / max(cw, 1)
-    wanted = (math.ceil(extent[0] * scale_h), math.ceil(extent[1] * scale_w))
+    wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
     pixels = data if isinstance(data, np.ndarray) else decode(data, wanted)
-    kh, kw = pixels.shape[0] / extent[0], pixels.shape[1] / extent[1]  # below 1 where the decoder scaled
-    y0, x0, y1, x1 = round(top * kh), round(left * kw), round((top + ch) * kh), round((left + cw) * kw)
-    y1, x1 = max(y1, y0 + 1), max(x1, x0 + 1)
-    inner = pixels[max(y0, 0) : max(y1, 0), max(x0, 0) : max(x1, 0)]
-    if inner.shape[:2] != (y1 - y0, x1 - x0):  # beyond the image: zeros, of crop 'pad'
-        after = ((y1 - y0) - inner.shape[0] - max(-y0, 0), (x1 - x0) - inner.shape[1] - max(-x0, 0))
-        inner = np.pad(inner, ((max(-y0, 0), after[0]), (max(-x0, 0), after[1]), (0, 0)))
-    return resized(inner, out)
+    k = divisor(pixels, extent)
+    return resized_box(pixels, (top / k, left / k, (top + ch) / k, (left + cw) / k), out)
+
+
+def divisor(pixels: np.ndarray, extent: tuple[int, int]) -> int:
+    """By how much the decoder scaled: 1, 2, 4 or 8. The last row of a scaled image may stand for less than a pixel."""
+    return round(max(extent[0] / pixels.shape[0], extent[1] / pixels.shape[1]))
+
+
+def resized_box(
+    pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str = "bilinear"
+) -> Tensor:
+    """A box (top, left, bottom, right) as uint8 [3, *out]: by torch on whole pixels, by Pillow on fractions of them."""
+    if all(side == int(side) for side in box):
+        y0, x0, y1, x1 = (int(side) for side in box)
+        return resized(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation)
+    top, left, bottom, right = box
+    inside = (max(left, 0), max(top, 0), min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
+    method = Image.Resampling[interpolation.upper()]
+    found = Image.fromarray(pixels).resize((out[1], out[0]), method, box=inside)
+    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+
+
+def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarray:
+    """Rows y0 to y1 and columns x0 to x1; beyond the image, zeros (crop 'pad')."""
+    height, width, _ = pixels.shape
+    if y0 >= 0 and x0 >= 0 and y1 <= height and x1 <= width:
+        return pixels[y0:y1, x0:x1]
+    window = np.zeros((y1 - y0, x1 - x0, 3), pixels.dtype)
+    rows, columns = slice(max(y0, 0), min(y1, height)), slice(max(x0, 0), min(x1, width))
+    if rows.start < rows.stop and columns.start < columns.stop:
+        window[rows.start - y0 : rows.stop - y0, columns.start - x0 : columns.stop - x0] = pixels[rows, columns]
+    return window
 
 
 def resized(
@@ -111,14 +137,9 @@ def resized(
 
 
 def _resized_by_pillow(pixels: np.ndarray, out: tuple[int, int], interpolation: str) -> Tensor:
-    from PIL import Image
-
-    method = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}[interpolation]
-    return (
-        torch.from_numpy(np.array(Image.fromarray(pixels).resize((out[1], out[0]), method)))
-        .permute(2, 0, 1)
-        .contiguous()
-    )
+    method = Image.Resampling[interpolation.upper()]
+    found = Image.fromarray(pixels).resize((out[1], out[0]), method)
+    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
 
 
 def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
@@ -130,7 +151,16 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
         scale = max(short[0] / extent[0], short[1] / extent[1])
         target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
     pixels = data if isinstance(data, np.ndarray) else decode(data, target)
-    image = resized(pixels, target, preprocess.interpolation, preprocess.antialias)
+    k = divisor(pixels, extent)
+    if target[0] * target[1] > PIXEL_LIMIT:  # 1 x 30000 would become gigabytes: only the centre is resized
+        box = tuple(
+            (extent[axis] * (0.5 + side * out[axis] / target[axis] / 2)) / k for side in (-1, 1) for axis in (0, 1)
+        )
+        return resized_box(pixels, box, out)
+    if k > 1:
+        image = resized_box(pixels, (0, 0, extent[0] / k, extent[1] / k), target, preprocess.interpolation)
+    else:
+        image = resized(pixels, target, preprocess.interpolation, preprocess.antialias)
     top, left = round((target[0] - out[0]) / 2), round((target[1] - out[1]) / 2)
     return image[:, top : top + out[0], left : left + out[1]].contiguous()
 
@@ -171,7 +201,8 @@ def _erased(images: Tensor, u: Tensor, probability: float) -> Tensor:
     area = (0.02 + u[:, 1] * (1 / 3 - 0.02)) * height * width
     aspect = torch.exp((2 * u[:, 4] - 1) * math.log(1 / 0.3))
     eh, ew = (area * aspect).sqrt().clamp(max=height), (area / aspect).sqrt().clamp(max=width)
-    top, left = u[:, 2] * (height - eh), u[:, 3] * (width - ew)
+    eh, ew = eh.round().clamp(min=1), ew.round().clamp(min=1)
+    top, left = (u[:, 2] * (height - eh + 1)).floor(), (u[:, 3] * (width - ew + 1)).floor()
     rows, columns = torch.arange(height, device=u.device), torch.arange(width, device=u.device)
     inside_rows = (rows >= top.unsqueeze(1)) & (rows < (top + eh).unsqueeze(1))  # [B, H]
     inside_columns = (columns >= left.unsqueeze(1)) & (columns < (left + ew).unsqueeze(1))  # [B, W]
