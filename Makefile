@@ -22,7 +22,7 @@ demo: setup
 test: setup
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -144,7 +144,7 @@ def _opened(data: bytes, limit: int) -> Image.Image:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Pillow warns of what it also raises or we refuse. Filters are the process's: one thread at a time changes them."""
+    """Pillow warns of what it also raises or we refuse. Filters are the process's: one thread at a time sets them."""
     with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

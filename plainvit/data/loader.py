@@ -75,7 +75,7 @@ class Loader:
         per_image = bool(augment.randaugment[0] or augment.three_augment)  # torchvision's, one image at a time
         if mode == "resident" and per_image:
             raise ValueError(
-                "a resident set has no randaugment or three_augment, which work on one image at a time: use mode 'streamed'"
+                "a resident set has no randaugment or three_augment, which work image by image: use mode 'streamed'"
             )
         fits = not per_image and _fits(source, self.device)
         self.resident = (

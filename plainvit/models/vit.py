@@ -76,7 +76,7 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None, heads: Sequence
         q, k = q[:, heads], k[:, heads]
         bias = bias[:, heads] if bias is not None else None
     exact = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
         logits = q.to(exact) @ k.to(exact).mT * q.shape[-1] ** -0.5  # [B, H, N, N]
         return (logits if bias is None else logits + bias).softmax(-1)
 

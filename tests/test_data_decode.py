@@ -1,0 +1,715 @@
+"""Decoding: against Pillow bit for bit (its draft mode for scaled JPEGs), analytic pixels, and hostile files."""
+
+import io
+import json
+import re
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import by_pillow, encode, jpeg, noise, photo, png, real_data
+from PIL import Image, ImageOps
+from torchvision.transforms.v2.functional import resize
+
+from plainvit.config import Preprocess
+from plainvit.data.decode import MARGIN, PIXEL_LIMIT, DataError, ImageError, decode, size
+from plainvit.data.transforms import prepare
+
+ORIENTATION = 0x0112
+
+
+def refusal(data: bytes, function: Callable[[bytes], object] = decode) -> str:
+    """The one line of an ImageError."""
+    with pytest.raises(ImageError) as caught:
+        function(data)
+    text = str(caught.value)
+    assert text.strip()
+    assert "\n" not in text
+    assert len(text) < 300
+    return text
+
+
+# JPEG -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(61, 83), (16, 16), (1, 1), (7, 300)])
+def test_jpeg_equals_pillow(shape: tuple[int, int], subsampling: int, progressive: bool, mode: str) -> None:
+    image = photo(*shape).convert(mode)
+    data = encode(image, "JPEG", quality=80, subsampling=subsampling, progressive=progressive)
+    assert np.array_equal(decode(data), by_pillow(data))
+    assert size(data) == shape
+
+
+def test_real_photos_equal_pillow() -> None:
+    for data in photographs():
+        assert np.array_equal(decode(data), by_pillow(data))
+        assert size(data) == by_pillow(data).shape[:2]
+
+
+def test_pixels_are_plain_uint8() -> None:
+    for data in (jpeg(), png()):
+        pixels = decode(data)
+        assert pixels.dtype == np.uint8
+        assert pixels.flags["C_CONTIGUOUS"]
+        assert pixels.flags["WRITEABLE"]
+        assert pixels.ndim == 3
+
+
+def test_bytes_after_the_end_do_no_harm() -> None:
+    data = jpeg()
+    assert np.array_equal(decode(data + b"\0" * 500), by_pillow(data))
+
+
+# Orientation ----------------------------------------------------------------------------------------------------------
+
+
+def held(orientation: int, form: str = "JPEG", shape: tuple[int, int] = (64, 160)) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    options = {"quality": 90} if form == "JPEG" else {"lossless": True} if form == "WEBP" else {}
+    return encode(photo(*shape, seed=3), form, exif=exif, **options)
+
+
+def upright(data: bytes, least: tuple[int, int] | None = None) -> np.ndarray:
+    """Pillow's reading, turned by Pillow; with `least`, decoded at the smallest scale not below (height, width)."""
+    with Image.open(io.BytesIO(data)) as image:
+        if least:
+            image.draft("RGB", (least[1], least[0]))
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_orientation_equals_pillow(form: str, orientation: int) -> None:
+    data = held(orientation, form)
+    expected = upright(data)
+    assert expected.shape[:2] == ((64, 160) if orientation < 5 else (160, 64))
+    assert np.array_equal(decode(data), expected)
+    assert size(data) == expected.shape[:2]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_orientation_of_a_scaled_jpeg(factor: int, orientation: int) -> None:
+    data = held(orientation, shape=(128, 320))
+    height, width = (128, 320) if orientation < 5 else (320, 128)
+    small = decode(data, (height // factor // MARGIN, width // factor // MARGIN))
+    assert small.shape[:2] == (height // factor, width // factor)
+    assert np.array_equal(small, upright(data, (128 // factor, 320 // factor)))
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None:
+    data = held(orientation)
+    assert np.array_equal(decode(data), by_pillow(data))
+    assert size(data) == (64, 160)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        *(b"", b"garbage", b"II*\0\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff", b"MM\0*\0\0\0\x08\0\x01\x01\x12"),
+        b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x01abcd",
+        b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\xff\x06\0\0\0",
+    ],
+)
+def test_a_broken_exif_block_is_upright(block: bytes) -> None:
+    plain = jpeg(height=40, width=56)
+    data = plain[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + plain[2:]
+    assert np.array_equal(decode(data), by_pillow(plain))
+    assert size(data) == (40, 56)
+
+
+# Scaled JPEGs ---------------------------------------------------------------------------------------------------------
+
+
+def scale_that_serves(side: tuple[int, int], wanted: tuple[int, int]) -> int:
+    """The largest of 8, 4, 2, 1 by which both sides can be divided and still be MARGIN times what is wanted."""
+    fits = {k: all(s >= MARGIN * k * w for s, w in zip(side, wanted, strict=True)) for k in (8, 4, 2)}
+    return next((k for k, serves in fits.items() if serves), 1)
+
+
+def test_the_margin_leaves_room_to_antialias() -> None:
+    assert MARGIN >= 2
+
+
+def test_the_smallest_scale_that_serves_is_chosen() -> None:
+    """One of a whole, a half, a quarter, an eighth; the same pixels as Pillow's draft mode, which has these four."""
+    data = jpeg(height=320, width=480)
+    for height in (1, *range(10, 90), 100, 159, 160, 161, 320, 400):
+        wanted = (height, height * 3 // 2)
+        scale = scale_that_serves((320, 480), wanted)
+        small = decode(data, wanted)
+        assert small.shape == (320 // scale, 480 // scale, 3), f"wanted {wanted}"
+        assert np.array_equal(small, upright(data, (320 // scale, 480 // scale)))
+
+
+def test_the_side_that_needs_more_decides() -> None:
+    data = jpeg(height=320, width=480)
+    assert decode(data, (1, 240 // MARGIN)).shape[:2] == (160, 240)
+    assert decode(data, (160 // MARGIN, 1)).shape[:2] == (160, 240)
+    assert decode(data, (1, 240 // MARGIN + 1)).shape[:2] == (320, 480)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 120), st.integers(1, 120))
+def test_never_less_than_the_margin(height: int, width: int, want_h: int, want_w: int) -> None:
+    small = decode(jpeg(height=height, width=width), (want_h, want_w)).shape
+    assert small[:2] == (height, width) or (small[0] >= MARGIN * want_h and small[1] >= MARGIN * want_w)
+
+
+def test_other_formats_are_never_scaled() -> None:
+    assert decode(png(height=64, width=96), (4, 6)).shape == (64, 96, 3)
+
+
+def photographs() -> list[bytes]:
+    table = pq.read_table(real_data() / "imagenet-photos" / "photos-00.parquet")
+    found = [cell["bytes"].as_py() for cell in table.column("image")]
+    assert len(found) > 40
+    return found
+
+
+def psnr(found: torch.Tensor, expected: torch.Tensor) -> float:
+    error = float(((found.double() - expected.double()) ** 2).mean())
+    return 10 * np.log10(255**2 / error) if error else np.inf
+
+
+@pytest.mark.parametrize("side", [20, 32, 40, 48])
+def test_scaling_costs_next_to_nothing(side: int) -> None:
+    """Pillow's draft mode, told the scaled image's fractional extent, stays above 39 dB on each of these photos."""
+    scaled, worst = 0, np.inf
+    for data in photographs():
+        whole = by_pillow(data)
+        scaled += decode(data, (side, side)).shape[0] < whole.shape[0]
+        expected = resize(torch.from_numpy(whole).permute(2, 0, 1), [side, side], antialias=True)
+        worst = min(worst, psnr(prepare(data, Preprocess(), (side, side)), expected))
+    assert scaled > 20
+    assert worst >= 38
+
+
+# Kinds of pixels ------------------------------------------------------------------------------------------------------
+
+RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
+COLOURS = photo(20, 30, seed=5)
+
+
+def test_cmyk() -> None:
+    for form in ("JPEG", "TIFF"):
+        data = encode(COLOURS.convert("CMYK"), form)
+        assert np.array_equal(decode(data), by_pillow(data))
+        assert np.abs(decode(data).astype(int) - np.array(COLOURS)).mean() < 6  # not inverted, not CMY as RGB
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "PPM", "GIF"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_lossless_formats_give_back_the_pixels(form: str, mode: str) -> None:
+    image = COLOURS.convert(mode) if form != "GIF" else COLOURS.quantize(64)
+    options = {"lossless": True} if form == "WEBP" else {}
+    data = encode(image, form, **options)
+    assert np.array_equal(decode(data), np.array(image.convert("RGB")))
+    assert size(data) == (20, 30)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("WEBP", {"quality": 70}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "tiff_adobe_deflate"}),
+        ("TIFF", {"compression": "jpeg"}),
+        ("PNG", {"interlace": 1}),
+    ],
+)
+def test_compressed_formats_equal_pillow(form: str, options: dict[str, object]) -> None:
+    data = encode(COLOURS, form, **options)
+    assert np.array_equal(decode(data), by_pillow(data))
+
+
+def test_one_bit() -> None:
+    image = Image.fromarray(RAMP > 100)
+    assert image.mode == "1"
+    for form in ("PNG", "TIFF", "BMP", "PPM"):
+        assert np.array_equal(decode(encode(image, form)), np.repeat(((RAMP > 100) * 255)[..., None], 3, -1))
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled_to_eight(form: str) -> None:
+    """Every one of the 65,536 levels, rounded to the nearest of 256."""
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    assert np.array_equal(decode(encode(deep, form))[..., 1], np.round(deep / 257).astype(np.uint8))
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_a_dark_sixteen_bit_image_stays_dark(form: str) -> None:
+    """What a level means follows from the format, not from the brightest pixel that happens to occur."""
+    deep = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    assert np.array_equal(decode(encode(deep, form))[..., 0], np.round(deep / 257).astype(np.uint8))
+
+
+def test_what_is_no_number_gives_no_warning() -> None:
+    pixels = decode(encode(np.full((4, 4), np.nan, np.float32), "TIFF"))
+    assert pixels.shape == (4, 4, 3)
+
+
+def on_white(rgba: np.ndarray) -> np.ndarray:
+    alpha = rgba[..., 3:].astype(np.float64) / 255
+    return rgba[..., :3] * alpha + 255 * (1 - alpha)
+
+
+def see_through(seed: int = 0) -> np.ndarray:
+    rgba = np.random.default_rng(seed).integers(0, 256, (24, 24, 4), dtype=np.uint8)
+    rgba[:8, :, 3], rgba[8:16, :, 3] = 0, 255
+    return rgba
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "WEBP"])
+def test_rgba_lies_on_white(form: str) -> None:
+    rgba = see_through()
+    options = {"lossless": True, "exact": True} if form == "WEBP" else {}
+    found = decode(encode(rgba, form, **options))
+    assert (found[:8] == 255).all()
+    assert np.array_equal(found[8:16], rgba[8:16, :, :3])
+    assert np.abs(found - on_white(rgba)).max() <= 1
+
+
+def test_grey_with_alpha_lies_on_white() -> None:
+    rgba = see_through()
+    rgba[..., 1] = rgba[..., 2] = rgba[..., 0]
+    found = decode(encode(Image.fromarray(rgba).convert("LA"), "PNG"))
+    assert np.abs(found - on_white(rgba)).max() <= 1
+
+
+def palette_image() -> tuple[Image.Image, np.ndarray]:
+    """A palette of four colours, and its indices."""
+    indices = np.arange(64, dtype=np.uint8).reshape(8, 8) % 4
+    image = Image.fromarray(indices).convert("P")
+    image.putdata(indices.ravel())
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 10, 20, 30])
+    return image, indices
+
+
+FOUR = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [10, 20, 30]])
+
+
+def test_a_palette() -> None:
+    image, indices = palette_image()
+    for form in ("PNG", "GIF", "BMP", "TIFF"):
+        assert np.array_equal(decode(encode(image, form)), FOUR[indices])
+
+
+def test_a_palette_with_an_alpha_for_each_colour() -> None:
+    image, indices = palette_image()
+    alphas = [0, 64, 128, 255]
+    rgba = np.concatenate([FOUR, np.array(alphas)[:, None]], 1)[indices]
+    found = decode(encode(image, "PNG", transparency=bytes(alphas)))
+    assert np.abs(found - on_white(rgba)).max() <= 1
+
+
+@pytest.mark.parametrize("form", ["PNG", "GIF"])
+def test_a_palette_with_one_clear_colour(form: str) -> None:
+    image, indices = palette_image()
+    expected = np.array([[255, 0, 0], [255, 255, 255], [0, 0, 255], [10, 20, 30]])[indices]
+    assert np.array_equal(decode(encode(image, form, transparency=1)), expected)
+
+
+def test_a_clear_colour_without_a_palette() -> None:
+    """PNG's tRNS chunk for RGB and for grey: one colour means nothing is there."""
+    pixels = noise(8, 8)
+    pixels[0, 0] = (1, 2, 3)
+    found = decode(encode(pixels, "PNG", transparency=(1, 2, 3)))
+    assert found[0, 0].tolist() == [255, 255, 255]
+    assert np.array_equal(found[1:], pixels[1:])
+    grey = decode(encode(RAMP, "PNG", transparency=7))
+    assert grey[0, 7].tolist() == [255, 255, 255]
+    assert np.array_equal(grey[1:, :, 0], RAMP[1:])
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_the_first_frame_counts(form: str) -> None:
+    frames = [Image.new("RGB", (16, 12), colour) for colour in ("red", "lime", "blue")]
+    options = {"lossless": True} if form == "WEBP" else {}
+    data = encode(frames[0], form, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.n_frames == 3
+    assert np.array_equal(decode(data), np.array(frames[0]))
+
+
+def test_content_decides_and_no_suffix() -> None:
+    """decode() never sees a name: each format is told by its first bytes."""
+    for data in (encode(COLOURS, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")):
+        assert np.array_equal(decode(data), by_pillow(data))
+
+
+@pytest.mark.parametrize("form", ["ICO", "TGA", "PCX", "PDF", "EPS", "SGI", "ICNS", "DDS", "JPEG2000", "IM", "XBM"])
+def test_formats_off_the_list_are_refused(form: str) -> None:
+    image = photo(32, 32).convert("1") if form == "XBM" else photo(32, 32)
+    assert "known format" in refusal(encode(image, form))
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png_of(width: int, height: int, rows: bytes | None = None) -> bytes:
+    """A one-bit PNG whose header says so; without rows, its pixels are a lie."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    body = zlib.compress(rows if rows is not None else b"\0\0", 9)
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def honest_bomb() -> bytes:
+    """12000 x 12000 in 17 KB, every pixel of it there."""
+    return png_of(12000, 12000, bytes(1501) * 12000)
+
+
+def jpeg_of(width: int, height: int) -> bytes:
+    """A small JPEG whose frame header claims another size."""
+    data = bytearray(jpeg())
+    place = data.index(b"\xff\xc0") + 5
+    data[place : place + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def gif_of(width: int, height: int) -> bytes:
+    data = bytearray(encode(photo(8, 8).quantize(4), "GIF"))
+    data[6:10] = struct.pack("<HH", width, height)
+    return bytes(data)
+
+
+def bmp_of(width: int, height: int) -> bytes:
+    data = bytearray(encode(photo(8, 8), "BMP"))
+    data[18:26] = struct.pack("<ii", width, height)
+    return bytes(data)
+
+
+def webp_of(width: int, height: int) -> bytes:
+    """An animation whose canvas is so large, around one small frame."""
+    small = encode(photo(16, 16), "WEBP")[12:]
+    canvas = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
+    frame = bytes(6) + struct.pack("<I", 15)[:3] * 2 + struct.pack("<I", 100)[:3] + b"\0" + small
+    parts = [(b"VP8X", b"\2\0\0\0" + canvas), (b"ANIM", bytes(6)), (b"ANMF", frame)]
+    body = b"WEBP" + b"".join(kind + struct.pack("<I", len(data)) + data for kind, data in parts)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def tiff_of(width: int, height: int) -> bytes:
+    tags = [(256, width), (257, height), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, height), (279, 64)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(4) + bytes(64)
+
+
+def ppm_of(width: int, height: int) -> bytes:
+    return f"P6 {width} {height} 255\n".encode() + bytes(100)
+
+
+CLAIMS: dict[str, Callable[[int, int], bytes]] = {
+    "PNG": png_of,
+    "JPEG": jpeg_of,
+    "GIF": gif_of,
+    "BMP": bmp_of,
+    "WEBP": webp_of,
+    "TIFF": tiff_of,
+    "PPM": ppm_of,
+}
+
+
+@pytest.mark.parametrize("side", [12000, 16000, 30000])
+@pytest.mark.parametrize("form", CLAIMS)
+def test_a_bomb_is_refused_at_once(form: str, side: int) -> None:
+    data = CLAIMS[form](min(side, 16383) if form == "WEBP" else side, min(side, 16383) if form == "WEBP" else side)
+    assert len(data) < 100_000
+    start = time.perf_counter()
+    reason = refusal(data)
+    assert time.perf_counter() - start < 0.5
+    assert "limit" in reason
+
+
+def test_the_limit_is_named_with_the_size() -> None:
+    assert refusal(png_of(12000, 12001)) == "12000 x 12001 is over the limit of 50,000,000 pixels"
+    assert refusal(jpeg_of(12000, 12001)) == "12000 x 12001 is over the limit of 50,000,000 pixels"
+    assert PIXEL_LIMIT == 50_000_000
+
+
+@pytest.mark.parametrize("data", [jpeg(height=10, width=10), png(height=10, width=10)], ids=["JPEG", "PNG"])
+def test_the_limit_is_exact_and_can_be_set(data: bytes) -> None:
+    assert decode(data, limit=100).shape == (10, 10, 3)
+    with pytest.raises(ImageError, match="over the limit of 99 pixels"):
+        decode(data, limit=99)
+    with pytest.raises(ImageError, match="over the limit of 99 pixels"):
+        decode(data, (1, 1), limit=99)
+
+
+MEASURE = """
+import json, resource, sys, time
+from plainvit.data.decode import ImageError, decode, size
+small, *bombs = [open(path, "rb").read() for path in sys.argv[1:]]
+for data in bombs:  # once, so that Pillow's readers are loaded
+    try: decode(data[:40])
+    except ImageError: pass
+decode(small)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, start, refused = peak(), time.perf_counter(), 0
+for data in bombs:
+    try: decode(data)
+    except ImageError: refused += 1
+print(json.dumps([refused, peak() - before, time.perf_counter() - start]))
+"""
+
+
+def test_no_pixel_of_a_bomb_is_allocated(tmp_path: Path) -> None:
+    """In a process of its own, since the peak of memory is the whole process's."""
+    bombs = [honest_bomb(), *(make(12000, 12000) for make in CLAIMS.values()), jpeg_of(65500, 65500)]
+    assert len(bombs[0]) < 20_000
+    paths = [tmp_path / str(number) for number in range(len(bombs) + 1)]
+    for path, data in zip(paths, [png(), *bombs], strict=True):
+        path.write_bytes(data)
+    child = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True, timeout=60
+    )
+    refused, megabytes, seconds = json.loads(child.stdout)
+    assert refused == len(bombs)
+    assert megabytes < 64
+    assert seconds < 1
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize(("width", "height"), [(0, 0), (0, 5), (5, 0)])
+def test_no_pixels_at_all(form: str, width: int, height: int) -> None:
+    data = CLAIMS[form](width, height)
+    refusal(data)
+    refusal(data, size)
+
+
+def test_a_gif_without_pixels() -> None:
+    """A GIF's frame widens its screen, so both must be empty."""
+    data = bytearray(gif_of(0, 0))
+    place = data.index(b",\0\0\0\0") + 5  # the frame's own size
+    data[place : place + 4] = bytes(4)
+    refusal(bytes(data))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("shape", [(1, 30000), (30000, 1)])
+def test_a_thin_image_is_an_image(form: str, shape: tuple[int, int]) -> None:
+    data = encode(noise(*shape), form)
+    assert np.array_equal(decode(data), by_pillow(data))
+    assert size(data) == shape
+    assert decode(data, (8, 8)).shape[:2] == shape
+
+
+def test_a_size_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'From its header alone': no pixel is loaded, whatever the format."""
+    made = {form: encode(COLOURS, form) for form in CLAIMS}
+    loaded: list[str] = []
+    original = Image.Image.load
+    monkeypatch.setattr(Image.Image, "load", lambda self: loaded.append(str(self.format)) or original(self))
+    for form, data in made.items():
+        assert size(data) == (20, 30), form
+    assert loaded == []
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+EXIF = Image.Exif()
+EXIF[ORIENTATION] = 6
+EXIF[0x010E] = "a description"
+SOUND: dict[str, bytes] = {
+    "jpeg": jpeg(height=24, width=40),
+    "jpeg with exif": jpeg(height=24, width=40, exif=EXIF),
+    "jpeg progressive": jpeg(height=24, width=40, progressive=True),
+    "jpeg cmyk": encode(photo(24, 40).convert("CMYK"), "JPEG"),
+    "png": png(height=24, width=40),
+    "png with exif": encode(noise(24, 40), exif=EXIF),
+    "png palette": encode(photo(24, 40).quantize(16), "PNG", transparency=b"\0\x80\xff"),
+    "png deep": encode(np.arange(960, dtype=np.uint16).reshape(24, 40)),
+    "gif": encode(photo(24, 40).quantize(16), "GIF"),
+    "bmp": encode(photo(24, 40), "BMP"),
+    "tiff": encode(photo(24, 40), "TIFF"),
+    "tiff lzw": encode(photo(24, 40), "TIFF", compression="tiff_lzw"),
+    "webp": encode(photo(24, 40), "WEBP"),
+    "webp lossless": encode(photo(24, 40), "WEBP", lossless=True, exif=EXIF),
+    "ppm": encode(photo(24, 40), "PPM"),
+    "pgm deep": encode(np.arange(960, dtype=np.uint16).reshape(24, 40), "PPM"),
+}
+
+
+def attempt(data: bytes) -> None:
+    """decode() and size() give pixels and a size, or an ImageError of one line; nothing else, and soon."""
+    for function in (decode, size, lambda data: decode(data, (4, 4))):
+        start, reason = time.perf_counter(), "none"
+        try:
+            found = function(data)
+            assert found.ndim == 3 if isinstance(found, np.ndarray) else len(found) == 2
+        except ImageError as error:
+            reason = str(error)
+        assert re.fullmatch(r"[^\n]+", reason)
+        assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_cut_short_anywhere(kind: str) -> None:
+    data = SOUND[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is said beside the error has a test of its own
+        for end in range(0, len(data), max(len(data) // 80, 1)):
+            attempt(data[:end])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOUND if "gif" not in kind])
+def test_half_a_file_is_no_image(kind: str) -> None:
+    refusal(SOUND[kind][: len(SOUND[kind]) // 2])
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.2, 0.5, 0.9, 0.99])
+def test_a_truncated_jpeg_is_refused(share: float) -> None:
+    data = jpeg(height=200, width=200, quality=95)
+    refusal(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("kept", [2, 20, 100, 300, 600])
+def test_a_jpeg_that_ends_in_its_header_has_no_size(kept: int) -> None:
+    refusal(jpeg()[:kept], size)
+
+
+def test_a_truncated_png_has_a_size_or_a_reason() -> None:
+    """Its header is whole, so its size is known; were it not given, the reason is an ImageError all the same."""
+    data = png(height=64, width=64)
+    assert size(data[: len(data) // 2]) == (64, 64)
+
+
+def test_empty_and_foreign_files() -> None:
+    assert refusal(b"") == "the file is empty"
+    assert refusal(b"", size) == "the file is empty"
+    page = b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>"
+    assert "not an image in a known format" in refusal(page)
+    assert "<!DOCTYPE" in refusal(page)
+    for data in (
+        b"\0",
+        b"\xff\xd8",
+        b"\xff\xd8\xff\xe0",
+        b"\x89PNG\r\n\x1a\n",
+        b"GIF89a",
+        b"RIFF\0\0\0\0WEBP",
+        b"BM",
+        b"P6",
+    ):
+        refusal(data)
+        refusal(data, size)
+
+
+def test_an_image_error_is_a_data_error() -> None:
+    assert issubclass(ImageError, DataError)
+    assert issubclass(DataError, ValueError)
+    assert DataError.exit_code == 3
+
+
+MAGIC = [
+    b"",
+    b"\xff\xd8\xff",
+    b"\x89PNG\r\n\x1a\n",
+    b"GIF89a",
+    b"BM",
+    b"II*\0",
+    b"MM\0*",
+    b"RIFF\x40\0\0\0WEBP",
+    b"P6 ",
+]
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(MAGIC), st.binary(max_size=300))
+def test_random_bytes(magic: bytes, rest: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attempt(magic + rest)
+
+
+def mutations(kinds: list[str]) -> st.SearchStrategy[bytes]:
+    """Sound files with some bytes changed, dropped or inserted, mostly near the front where the structure is."""
+
+    def mutate(kind: str, edits: list[tuple[float, int, bytes]], end: float) -> bytes:
+        data = bytearray(SOUND[kind])
+        for place, dropped, inserted in edits:
+            start = int(place**2 * len(data))
+            data[start : start + dropped] = inserted
+        return bytes(data[: max(int(len(data) * end), 1)])
+
+    edit = st.tuples(st.floats(0, 1), st.integers(0, 12), st.binary(max_size=8))
+    return st.builds(
+        mutate, st.sampled_from(kinds), st.lists(edit, min_size=1, max_size=6), st.sampled_from([1.0, 1.0, 0.95, 0.6])
+    )
+
+
+@settings(max_examples=1500)
+@given(mutations(list(SOUND)))
+def test_damaged_files(data: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attempt(data)
+
+
+def loud_files() -> Iterator[bytes]:
+    """Files about which Pillow itself would warn: tags that reach beyond the end, a block that stops."""
+    tiff = SOUND["tiff"]
+    yield tiff[:4] + tiff[4:].replace(struct.pack("<HH", 273, 4), struct.pack("<HH", 273, 12), 1)
+    exif = jpeg(height=24, width=40, exif=EXIF)
+    place = exif.index(b"a description")
+    yield exif[: place - 30] + b"\xff\xff\xff\x7f" + exif[place - 26 :]
+    yield exif.replace(struct.pack(">HHI", 0x010E, 2, 14), struct.pack(">HHI", 0x010E, 2, 2**30))
+    yield exif.replace(struct.pack("<HHI", 0x010E, 2, 14), struct.pack("<HHI", 0x010E, 2, 2**30))
+
+
+def test_damage_is_told_by_the_error_alone() -> None:
+    """No warning beside it: a worker's warnings would bury the log."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for data in loud_files():
+            attempt(data)
+    assert [str(warning.message) for warning in heard] == []
+
+
+def test_threads_leave_the_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads inside Pillow at once, the first to come in the first to go out: the filters are as before."""
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    original, data, turn = Image.open, png(), iter((0, 1))
+
+    def slow(*arguments: Any, **options: Any) -> Image.Image:
+        if next(turn) == 0:
+            first_in.set()
+            second_in.wait(1)
+        else:
+            second_in.set()
+            first_out.wait(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(Image, "open", slow)
+    before = list(warnings.filters)
+    threads = [threading.Thread(target=decode, args=(data,)) for _ in range(2)]
+    threads[0].start()
+    first_in.wait(1)
+    threads[1].start()
+    threads[0].join(10)
+    first_out.set()
+    threads[1].join(10)
+    after = list(warnings.filters)
+    warnings.filters[:] = before
+    assert after == before

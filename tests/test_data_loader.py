@@ -1,0 +1,798 @@
+"""Loading: every arrangement of workers, processes and restarts against one process reading in order, byte for byte.
+
+The order is recomputed with the pure functions that test_data_order.py holds to 64-bit arithmetic; prepared images are
+held to torchvision in test_data_transforms.py.
+"""
+
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
+from PIL import Image
+from torch import Tensor
+
+from plainvit.config import Augment, Preprocess
+from plainvit.data import shards
+from plainvit.data.check import pack
+from plainvit.data.decode import DataError
+from plainvit.data.generated import Pixels
+from plainvit.data.loader import Batch, Loader, decode_all, evaluation_batches, sample_boxes
+from plainvit.data.order import permutation
+from plainvit.data.sources import Source, Subset, open_source
+from plainvit.data.transforms import prepare
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
+
+LEVEL = 1 / 255 + 1e-5
+EVERYTHING = Augment(randaugment=(2, 12), colour=0.3, erase=0.4)
+Stream = list[Batch]
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    """A test that waits for ever fails instead."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("this test hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(90)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """37 files of many sizes, formats and classes."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for number in range(37):
+        height, width = random.integers(20, 90, 2)
+        image = photo(int(height), int(width), seed=number)
+        path = root / f"class{number % 5}" / f"{number}.{'png' if number % 4 == 0 else 'jpg'}"
+        path.parent.mkdir(exist_ok=True)
+        image.save(path)
+    return open_source(str(root))
+
+
+def stream(
+    source: Source,
+    start: int = 0,
+    stop: int = 6,
+    *,
+    batch: int = 12,
+    world: int = 1,
+    side: int = 32,
+    augment: Augment = EVERYTHING,
+    **options: Any,
+) -> Stream:
+    """Global batches: the shares of all processes, one after the other."""
+    options = {"mode": "streamed", "workers": 0, "seed": 11, **options}
+    ranks = [
+        Loader(source, batch=batch, size=(side, side), augment=augment, rank=rank, world=world, **options).batches(
+            start, stop
+        )
+        for rank in range(world)
+    ]
+    return [joined(shares) for shares in zip(*ranks, strict=True)]
+
+
+def joined(shares: tuple[Batch, ...]) -> Batch:
+    return Batch(
+        torch.cat([share.images for share in shares]),
+        torch.cat([share.labels for share in shares]),
+        np.concatenate([share.index for share in shares]),
+        [flaw for share in shares for flaw in share.bad],
+    )
+
+
+def samples(batches: Stream) -> tuple[Tensor, Tensor, list[int]]:
+    whole = joined(tuple(batches))
+    return whole.images, whole.labels, whole.index.tolist()
+
+
+def assert_same(found: Stream, expected: Stream) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.images.dtype is other.images.dtype
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
+        assert np.array_equal(one.index, other.index)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The one line of a DataError."""
+    with pytest.raises(DataError) as caught:
+        call()
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# The same stream, however it is made ----------------------------------------------------------------------------------
+
+
+def test_what_a_batch_is(photos: Source) -> None:
+    for one in stream(photos, augment=Augment()):
+        assert one.images.shape == (12, 3, 32, 32)
+        assert one.images.dtype is torch.uint8
+        assert one.labels.dtype is torch.int64
+        assert one.labels.tolist() == photos.labels[one.index].tolist()
+        assert one.bad == []
+
+
+def test_the_order_is_that_of_the_permutations(photos: Source) -> None:
+    expected = np.concatenate([permutation(11, epoch, 37) for epoch in range(3)])
+    assert samples(stream(photos, stop=9))[2] == expected[: 9 * 12].tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers(photos: Source, workers: int) -> None:
+    assert_same(stream(photos, workers=workers), stream(photos))
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_number_of_processes(photos: Source, world: int, mode: str) -> None:
+    augment = EVERYTHING.replace(randaugment=(0, 0))
+    assert_same(stream(photos, world=world, mode=mode, augment=augment), stream(photos, mode=mode, augment=augment))
+
+
+@pytest.mark.parametrize("start", [1, 3, 5])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_going_on_in_the_middle(photos: Source, start: int, workers: int) -> None:
+    assert_same(stream(photos, start, 6, workers=workers), stream(photos)[start:])
+
+
+def test_going_on_after_a_long_time(photos: Source) -> None:
+    far = 10**7
+    assert_same(stream(photos, far, far + 2, workers=2), stream(photos, far, far + 2))
+    place = far * 12 % 37
+    assert (
+        samples(stream(photos, far, far + 1))[2][: 37 - place]
+        == permutation(11, far * 12 // 37, 37)[place : place + 12].tolist()
+    )
+
+
+def test_a_change_of_workers_and_processes_in_mid_epoch(photos: Source) -> None:
+    parts = stream(photos, 0, 2, workers=3) + stream(photos, 2, 3, world=4) + stream(photos, 3, 6, world=2, workers=2)
+    assert_same(parts, stream(photos))
+
+
+def test_another_seed_is_another_stream(photos: Source) -> None:
+    first, second = samples(stream(photos)), samples(stream(photos, seed=12))
+    assert first[2] != second[2]
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_a_sample_does_not_know_its_batch(photos: Source, mode: str) -> None:
+    """Another batch size: at the same position the same sample with the same pixels."""
+    augment = EVERYTHING.replace(randaugment=(0, 0)) if mode == "resident" else EVERYTHING
+    expected = samples(stream(photos, stop=5, batch=12, mode=mode, augment=augment))
+    for batch in (1, 4, 30):
+        found = samples(stream(photos, stop=60 // batch, batch=batch, mode=mode, augment=augment))
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        assert found[2] == expected[2]
+
+
+def test_the_global_generator_decides_nothing_and_is_left_alone(photos: Source) -> None:
+    """Dropout draws from it: were it moved by a loader, a resumed run would not equal one that was never stopped."""
+    expected = stream(photos, stop=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        for workers in (0, 2):
+            assert_same(stream(photos, stop=2, workers=workers), expected)
+            assert torch.equal(torch.get_rng_state(), before)
+        stream(photos, stop=2, mode="resident", augment=Augment())
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source]:
+    """Every kind of source, of which some hold files, maps or locks that a worker inherits."""
+    plant(tmp_path / "folder", {f"{'ab'[i % 2]}/{i}.jpg": jpeg(i) for i in range(20)})
+    write_parquet(
+        tmp_path / "parquet" / "train-00.parquet", [png(i) for i in range(20)], [i % 3 for i in range(20)], group=3
+    )
+    pack(str(tmp_path / "folder"), tmp_path / "tars")
+    monkeypatch.setattr(shards, "IN_MEMORY", 0)
+    folders = {name: open_source(str(tmp_path / name)) for name in ("folder", "parquet", "tars")}
+    made = {"shapes": open_source("shapes:size=16,count=20"), "digits": Subset(open_source("digits"), np.arange(20))}
+    return folders | made
+
+
+def test_every_kind_of_source_can_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in kinds(tmp_path, monkeypatch).values():
+        source.image(3)  # so that a file is open before the workers are
+        expected = stream(source, stop=4, side=16, augment=Augment())
+        assert_same(stream(source, stop=4, side=16, augment=Augment(), workers=2), expected)
+
+
+def test_without_a_stop_there_is_no_end(photos: Source) -> None:
+    loader = Loader(photos, batch=30, size=(8, 8), augment=Augment(), seed=11, workers=2, mode="streamed")
+    found = list(itertools.islice(loader.batches(), 10))
+    assert_same(found, stream(photos, stop=10, batch=30, side=8, augment=Augment()))
+
+
+def test_no_process_is_left_behind(photos: Source) -> None:
+    loader = Loader(photos, batch=4, size=(8, 8), augment=Augment(), workers=2, mode="streamed")
+    batches = loader.batches()
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_epoch_ends_within_a_batch() -> None:
+    source = open_source("shapes:size=8,count=10")
+    index = samples(stream(source, stop=5, batch=8, side=8, augment=Augment()))[2]
+    for epoch in range(4):
+        assert sorted(index[10 * epoch : 10 * (epoch + 1)]) == list(range(10))
+
+
+def test_a_batch_larger_than_the_set() -> None:
+    source = open_source("shapes:size=8,count=3")
+    index = samples(stream(source, stop=2, batch=10, side=8, augment=Augment()))[2]
+    assert [sorted(index[i : i + 3]) for i in range(0, 18, 3)] == [[0, 1, 2]] * 6
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_repeats_are_the_same_image_in_other_crops(mode: str) -> None:
+    source = open_source("shapes:size=32,count=24")
+    images, _, index = samples(stream(source, stop=2, augment=Augment(repeats=3), mode=mode))
+    thrice = np.array(index).reshape(-1, 3)
+    assert (thrice == thrice[:, :1]).all()
+    assert thrice[:, 0].tolist() == permutation(11, 0, 24)[:8].tolist()
+    for first, second, third in images.view(8, 3, *images.shape[1:]):
+        assert not torch.equal(first, second)
+        assert not torch.equal(second, third)
+
+
+def test_repeats_with_any_number_of_processes_and_workers(photos: Source) -> None:
+    augment = Augment(repeats=3)
+    expected = stream(photos, augment=augment)
+    assert_same(stream(photos, augment=augment, world=4), expected)
+    assert_same(stream(photos, augment=augment, workers=2), expected)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(photos: Source) -> None:
+    with pytest.raises(ValueError, match="10 cannot be shared equally by 4"):
+        stream(photos, batch=10, world=4)
+
+
+# Workers that die -----------------------------------------------------------------------------------------------------
+
+
+def in_a_child(work: Callable[[], str]) -> str:
+    """What `work` returns, or the error it ends with, in a process of its own.
+
+    torch raises a worker's death wherever the main thread happens to be: in here that would be pytest.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+
+    def run() -> None:
+        torch.set_num_threads(1)  # the parent's threads did not come along
+        try:
+            result = work()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        there.send(result)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    there.close()
+    try:
+        answer = here.recv() if here.poll(60) else "it hangs"
+    except EOFError:
+        answer = "it died"
+    process.join(20)
+    process.kill()
+    process.join()
+    return answer
+
+
+def digest(batches: Stream) -> str:
+    whole = hashlib.sha256()
+    for one in batches:
+        for part in (one.images.numpy(), one.labels.numpy(), one.index):
+            whole.update(np.ascontiguousarray(part).tobytes())
+    return f"{len(batches)} {whole.hexdigest()}"
+
+
+def kill_workers(count: int) -> None:
+    for child in multiprocessing.active_children()[:count]:
+        os.kill(child.pid or 0, signal.SIGKILL)
+
+
+def struck(batches: Iterator[Batch], at: tuple[int, ...], count: int, pause: float) -> str:
+    """The digest of a stream of which workers are killed after some of its batches."""
+    found = []
+    for number in itertools.count():
+        if number in at:
+            kill_workers(count)
+            time.sleep(pause)
+        one = next(batches, None)
+        if one is None:
+            return digest(found)
+        found.append(one)
+    return ""
+
+
+def killed_stream(source: Source, workers: int, at: tuple[int, ...], count: int, pause: float) -> str:
+    options = {"augment": EVERYTHING, "seed": 11, "workers": workers, "mode": "streamed"}
+    loader = Loader(source, batch=12, size=(32, 32), **options)
+    return in_a_child(lambda: struck(loader.batches(0, 30), at, count, pause))
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.0], ids=["waiting", "computing"])
+def test_a_killed_worker_changes_nothing(photos: Source, pause: float) -> None:
+    """While the loop waits for a batch, and while it is busy with one: a training step must not be struck by it."""
+    assert killed_stream(photos, 2, (5,), 1, pause) == digest(stream(photos, stop=30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "count"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("pause", [0.02, 1.0])
+def test_workers_killed_again_and_again(photos: Source, pause: float, workers: int, count: int) -> None:
+    assert killed_stream(photos, workers, (0, 5, 6, 18), count, pause) == digest(stream(photos, stop=30))
+
+
+def test_a_killed_worker_is_told_of(photos: Source) -> None:
+    def work() -> str:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("plainvit").addHandler(handler)
+        struck(
+            Loader(photos, batch=12, size=(8, 8), augment=Augment(), workers=2, mode="streamed").batches(0, 60),
+            (2,),
+            1,
+            0.0,
+        )
+        return "\n".join(told)
+
+    told = in_a_child(work)
+    assert told.count("\n") == 0
+    assert "worker died" in told
+
+
+def test_evaluation_survives_a_killed_worker(photos: Source) -> None:
+    def work() -> str:
+        options = {"size": (24, 24), "preprocess": Preprocess(resize="crop", crop=0.9), "workers": 2}
+        return struck(evaluation_batches(photos, batch=3, **options), (2,), 1, 0)
+
+    assert in_a_child(work) == digest(evaluated(photos, 3)[0])
+
+
+class Trap(Pixels):
+    """Images in memory, one of which does something to whoever reads it."""
+
+    def __init__(self, strike: Callable[[], None], count: int = 40) -> None:
+        super().__init__(noise(8, 8)[None].repeat(count, 0), np.zeros(count), ("a",), np.arange(count))
+        self.strike, self.home = strike, os.getpid()
+
+    def read(self, index: int) -> np.ndarray:
+        if index == 17 and os.getpid() != self.home:
+            self.strike()
+        return super().read(index)
+
+
+def test_an_image_that_kills_every_worker_ends_the_run() -> None:
+    """Three deaths at one step are no accident; without a limit the loop would never end."""
+
+    def work() -> str:
+        source = Trap(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        return digest(stream(source, stop=10, batch=4, side=8, augment=Augment(), workers=2))
+
+    ending = in_a_child(work)
+    assert ending.startswith("DataError: ")
+    assert "died" in ending
+
+
+def test_an_error_in_a_worker_is_not_a_death() -> None:
+    def strike() -> None:
+        raise RuntimeError("a fault of the program")
+
+    with pytest.raises(RuntimeError, match="a fault of the program"):
+        stream(Trap(strike), stop=10, batch=4, side=8, augment=Augment(), workers=2)
+
+
+def test_an_error_takes_the_workers_along(tmp_path: Path) -> None:
+    """While the error is still being told; left to the garbage collector, each worker costs five seconds at the end."""
+    source = flawed_set(tmp_path, 300, dict.fromkeys(range(0, 300, 10), b"<html>"))
+    with pytest.raises(DataError) as caught:
+        stream(source, stop=100, batch=50, side=8, augment=Augment(), workers=2)
+    deadline = time.monotonic() + 3
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert multiprocessing.active_children() == []
+    assert "cannot be decoded" in str(caught.value)
+
+
+# Streamed and resident ------------------------------------------------------------------------------------------------
+
+
+def floats(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype is torch.uint8 else images
+
+
+def difference(source: Source, augment: Augment, side: int, steps: int = 4) -> Tensor:
+    """Between the two ways, per pixel; samples and labels are the same."""
+    options = {"stop": steps, "batch": 32, "side": side, "augment": augment}
+    streamed, resident = (samples(stream(source, mode=mode, **options)) for mode in ("streamed", "resident"))
+    assert streamed[2] == resident[2]
+    assert torch.equal(streamed[1], resident[1])
+    assert floats(resident[0]).min() >= 0
+    assert floats(resident[0]).max() <= 1
+    return (floats(streamed[0]) - floats(resident[0])).abs()
+
+
+def tiny_imagenet() -> Source:
+    return Subset(open_source("tiny-imagenet", "val", data_root=real_data()), np.arange(100, 200))
+
+
+SETS: dict[str, Callable[[], Source]] = {
+    "shapes": lambda: open_source("shapes:size=64,count=100"),
+    "tiny-imagenet": tiny_imagenet,
+}
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5)],
+    ids=["torchvision", "tensorflow", "erasing"],
+)
+@pytest.mark.parametrize("name", SETS)
+def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None:
+    """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to grey levels."""
+    assert difference(SETS[name](), augment, 64).max() <= LEVEL
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [Augment(crop="pad"), Augment(crop="none"), Augment(crop="pad", pad=9, colour=0.4, erase=0.5)],
+    ids=["pad", "none", "colour"],
+)
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_not_resampled_is_the_same(name: str, augment: Augment) -> None:
+    assert difference(SETS[name](), augment, 64).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_colours_are_the_same_either_way(name: str) -> None:
+    """Up to 1.4 brighter, 1.4 times the contrast and the saturation: a rounded level may grow to 1.4 cubed."""
+    assert difference(SETS[name](), Augment(colour=0.4), 64).max() <= 1.4**3 * LEVEL
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_bits_crop_is_the_same_either_way(name: str) -> None:
+    """Resized to a square of 80 and cut to 64: within a grey level on average, as crops of other kinds are."""
+    assert difference(SETS[name](), Augment(crop="random", resize=80), 64).mean() <= LEVEL
+
+
+@pytest.mark.parametrize("crop", ["inception", "none"])
+@pytest.mark.parametrize("side", [64, 128])
+def test_mixed_sizes_in_resident_memory(side: int, crop: str) -> None:
+    """Pets of 96 x 96 to 96 x 200 pixels, each in the corner of a canvas: the filters differ where crops shrink, the
+
+    pictures do not: within 1.5 grey levels on average and 5 for the worst picture.
+    """
+    source = Subset(open_source("oxford-pets", "test", data_root=real_data()), np.arange(96))
+    shapes = {source.image(i).shape for i in range(96)}
+    assert len(shapes) > 10
+    apart = difference(source, Augment(crop=crop), side, steps=3) * 255
+    assert apart.mean() < 1.5
+    assert apart.mean((1, 2, 3)).max() < 5
+
+
+def test_the_canvas_around_a_small_image_never_shows() -> None:
+    """White images of many sizes on a black canvas stay white, whatever is cut from them."""
+    white = {f"a/{i}.png": encode(np.full((8 + i, 40 - i, 3), 255, np.uint8)) for i in range(30)}
+
+    class Whites(Source):
+        labels, classes = np.zeros(30, np.int32), ("a",)
+
+        def read(self, index: int) -> bytes:
+            return list(white.values())[index]
+
+        def name(self, index: int) -> str:
+            return list(white)[index]
+
+    for augment in (Augment(), Augment(crop="inception-tf"), Augment(crop="none"), Augment(crop="random", resize=40)):
+        for one in stream(Whites(), stop=5, side=32, augment=augment, mode="resident"):
+            assert floats(one.images).min() > 0.999
+
+
+def test_decoding_all_equals_pillow(photos: Source) -> None:
+    bad: dict[int, str] = {}
+    images, sizes = decode_all(photos, bad, threads=3)
+    assert bad == {}
+    assert images.shape[2:] == (int(sizes[:, 0].max()), int(sizes[:, 1].max()))
+    for index in range(len(photos)):
+        expected = by_pillow(photos.read(index))
+        height, width = sizes[index].tolist()
+        assert (height, width) == expected.shape[:2]
+        assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
+
+
+def test_boxes_are_sampled_as_a_plane_would_be() -> None:
+    """On a linear ramp bilinear sampling is exact: each pixel of the result is the ramp at its centre."""
+    y, x = torch.meshgrid(torch.arange(40.0), torch.arange(50.0), indexing="ij")
+    ramp = (2 * x + 3 * y + 10).expand(2, 3, 40, 50)
+    boxes = torch.tensor([[3.0, 5.0, 20.0, 30.0], [10.5, 2.25, 24.5, 40.0]])
+    found = sample_boxes(ramp * 255, boxes, (40, 50))
+    for image, (top, left, height, width) in zip(found, boxes.tolist(), strict=True):
+        rows = top - 0.5 + (torch.arange(40) + 0.5) * height / 40
+        columns = left - 0.5 + (torch.arange(50) + 0.5) * width / 50
+        rows, columns = rows.clamp(top, top + height - 1), columns.clamp(left, left + width - 1)
+        assert torch.allclose(image[0], 2 * columns[None, :] + 3 * rows[:, None] + 10, atol=1e-3)
+
+
+def test_the_way_is_chosen_by_size(photos: Source) -> None:
+    def chosen(source: Source, augment: Augment | None = None, **options: Any) -> bool:
+        options = {"workers": 0, **options}
+        made = Loader(source, batch=2, size=(32, 32), augment=augment or Augment(), **options)
+        return made.resident is not None
+
+    assert chosen(photos)
+    assert chosen(open_source("digits"))
+    assert not chosen(photos, mode="streamed")
+    assert not chosen(open_source("shapes:size=400,count=4"))
+    assert chosen(open_source("shapes:size=400,count=4"), mode="resident")
+    assert not chosen(photos, Augment(randaugment=(2, 9)))
+    assert not chosen(photos, Augment(three_augment=True))
+
+
+@pytest.mark.parametrize("augment", [Augment(randaugment=(2, 9)), Augment(three_augment=True)])
+def test_resident_refuses_what_it_cannot_do(photos: Source, augment: Augment) -> None:
+    """Rather than train without the augmentation that was asked for."""
+    with pytest.raises(ValueError, match="resident"):
+        Loader(photos, batch=2, size=(32, 32), augment=augment, workers=0, mode="resident")
+
+
+class OneLarge(Source):
+    """400 images of 16 x 16, and one among them of 600 x 600."""
+
+    labels, classes = np.zeros(400, np.int32), ("a",)
+
+    def read(self, index: int) -> np.ndarray:
+        return np.zeros((600, 600, 3) if index == 3 else (16, 16, 3), np.uint8)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+
+def test_one_large_image_does_not_make_a_large_canvas_for_all() -> None:
+    """A canvas of its size for each would be 432 MB for 0.3 MB of small images; with a million of them, a petabyte."""
+    loader = Loader(OneLarge(), batch=2, size=(16, 16), augment=Augment(), workers=0)
+    assert loader.resident is None or loader.resident.images.nbytes < 50e6
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side: int = 24) -> list[Stream]:
+    preprocess = Preprocess(resize="crop", crop=0.9)
+    return [
+        list(
+            evaluation_batches(
+                source, batch=batch, size=(side, side), preprocess=preprocess, rank=rank, world=world, workers=workers
+            )
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_every_image_is_evaluated_once(photos: Source, batch: int, world: int) -> None:
+    ranks = evaluated(photos, batch, world)
+    index = [one for batches in ranks for made in batches for one in made.index.tolist()]
+    assert sorted(index) == list(range(37))
+    for batches in ranks:
+        order = [one for made in batches for one in made.index.tolist()]
+        assert order == sorted(order)
+        assert all(len(made.images) == batch for made in batches[:-1])
+        for made in batches:
+            assert made.labels.tolist() == photos.labels[made.index].tolist()
+            assert len(made.images) == len(made.labels) == len(made.index) > 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_prepares_each_image(photos: Source, workers: int) -> None:
+    preprocess = Preprocess(resize="crop", crop=0.9)
+    for made in evaluated(photos, 10, workers=workers)[0]:
+        for image, one in zip(made.images, made.index, strict=True):
+            assert torch.equal(image, prepare(photos.read(int(one)), preprocess, (24, 24)))
+
+
+def test_more_processes_than_images() -> None:
+    source = open_source("shapes:size=16,count=3")
+    ranks = evaluated(source, 4, world=5)
+    assert [sum(len(made.images) for made in batches) for batches in ranks] == [1, 1, 1, 0, 0]
+
+
+def test_a_bad_image_is_counted_in_evaluation(tmp_path: Path) -> None:
+    """n is the size of the set all the same: a set must not get easier by its bad images."""
+    plant(tmp_path, {f"a/{i}.png": png(i) for i in range(9)} | {"a/5.png": b"<html>"})
+    for workers in (0, 2):
+        made = evaluated(open_source(str(tmp_path)), 4, workers=workers)[0]
+        assert sum(len(one.images) for one in made) == 9
+        assert [index for one in made for index, _ in one.bad] == [5]
+        assert "<html>" in next(reason for one in made for _, reason in one.bad)
+
+
+# Bad images -----------------------------------------------------------------------------------------------------------
+
+SOUND = jpeg(1, 40, 40, quality=95)
+FLAWS: dict[str, bytes | None] = {
+    "empty": b"",
+    "html": b"<html>404</html>",
+    "cut in the pixels": SOUND[: len(SOUND) * 2 // 3],
+    "cut in the header": SOUND[:100],
+    "cut png": png(1, 40, 40)[:2000],
+    "missing": None,
+    "bomb": b"P6 12000 12000 255\n" + bytes(64),
+}
+
+
+def flawed_set(root: Path, count: int, flaws: dict[int, bytes | None]) -> Source:
+    """PNGs named by their index, some of them replaced; None is removed after the folder was listed."""
+    plant(root, {f"{'ab'[i >= count // 2]}/{i:04}.png": png(i) for i in range(count)})
+    source = open_source(str(root))
+    for index, data in flaws.items():
+        path = root / source.name(index)
+        path.unlink() if data is None else path.write_bytes(data)
+    return source
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_below_one_per_cent_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str, mode: str
+) -> None:
+    """The next image stands in with its own label; the flaw is counted once and told once, with its file and reason."""
+    source = flawed_set(tmp_path, 200, {17: FLAWS[flaw], 99: FLAWS[flaw]})
+    loader = Loader(source, batch=40, size=(8, 8), augment=Augment(), seed=11, workers=0, mode=mode)
+    with caplog.at_level(logging.WARNING, "plainvit"):
+        found = samples(list(loader.batches(0, 10)))
+    order = np.concatenate([permutation(11, epoch, 200) for epoch in range(2)])
+    expected = np.where(order == 17, 18, np.where(order == 99, 100, order))
+    assert found[2] == expected.tolist()
+    assert found[1].tolist() == source.labels[expected].tolist()
+    assert sorted(loader.bad) == [17, 99]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all(any(source.name(index) in line for line in told) for index in (17, 99))
+
+
+@pytest.mark.parametrize("flaw", ["html", "cut in the pixels"])
+def test_stand_ins_are_the_same_for_all(tmp_path: Path, flaw: str) -> None:
+    """Neighbours that are bad too, and the last image, whose next is the first."""
+    source = flawed_set(tmp_path, 500, {20: FLAWS[flaw], 21: FLAWS[flaw], 499: FLAWS[flaw]})
+    options = {"stop": 10, "batch": 52, "side": 8, "augment": Augment()}
+    expected = stream(source, **options)
+    assert {20, 21, 499} & set(samples(expected)[2]) == set()
+    for workers in (1, 3):
+        assert_same(stream(source, workers=workers, **options), expected)
+    for world in (2, 4):
+        assert_same(stream(source, world=world, **options), expected)
+    assert_same(stream(source, start=5, **options), expected[5:])
+    resident = stream(source, mode="resident", **options)
+    assert samples(resident)[2] == samples(expected)[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("bad", "goes_on"), [(3, True), (4, False)])
+def test_the_limit_is_one_per_cent(tmp_path: Path, bad: int, goes_on: bool, workers: int) -> None:
+    source = flawed_set(tmp_path, 300, {10 * i: b"<html>" for i in range(bad)})
+
+    def run() -> Stream:
+        return stream(source, stop=6, batch=50, side=8, augment=Augment(), workers=workers)
+
+    if goes_on:
+        assert len(run()) == 6
+        return
+    message = refused(run)
+    assert "4 of 300" in message
+    assert "1%" in message
+
+
+def test_the_limit_holds_for_a_resident_set(tmp_path: Path) -> None:
+    source = flawed_set(tmp_path, 300, {10 * i: FLAWS["cut in the pixels"] for i in range(4)})
+    message = refused(lambda: stream(source, stop=1, side=8, augment=Augment(), mode="resident"))
+    assert "4 of 300" in message
+
+
+def test_a_changed_byte_in_a_shard_is_one_bad_image(tmp_path: Path) -> None:
+    """A checksum that does not match is no worse than a file that does not decode: counted, and training goes on."""
+    plant(tmp_path / "set", {f"a/{i:03}.jpg": jpeg(i) for i in range(200)})
+    pack(str(tmp_path / "set"), tmp_path / "packed")
+    row = pq.read_table(tmp_path / "packed" / "index.parquet").to_pylist()[17]
+    path = tmp_path / "packed" / row["shard"]
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + row["length"] // 2] ^= 0xFF
+    path.write_bytes(data)
+    source = open_source(str(tmp_path / "packed"))
+    for mode in ("streamed", "resident"):
+        loader = Loader(source, batch=50, size=(8, 8), augment=Augment(), workers=0, mode=mode)
+        assert len(list(loader.batches(0, 4))) == 4
+        assert list(loader.bad) == [17]
+        assert "checksum" in loader.bad[17]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["auto", "streamed", "resident"])
+@pytest.mark.parametrize("flaw", ["html", "cut in the pixels", "cut in the header"])
+def test_a_set_that_is_all_broken(tmp_path: Path, flaw: str, mode: str, workers: int) -> None:
+    """One line, the same with and without workers, and soon."""
+    source = flawed_set(tmp_path, 60, dict.fromkeys(range(60), FLAWS[flaw]))
+    start = time.monotonic()
+    message = refused(lambda: stream(source, batch=4, side=8, augment=Augment(), mode=mode, workers=workers))
+    assert "image" in message
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("crop", ["inception", "inception-tf", "random", "pad", "none"])
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_thin_and_single_pixels_are_trained_on(tmp_path: Path, crop: str, mode: str) -> None:
+    shapes = [(1, 300), (300, 1), (1, 1), (2, 2), (1, 2), (20, 20)]
+    plant(tmp_path, {f"a/{i}.png": png(i, *shape) for i, shape in enumerate(shapes)})
+    source = open_source(str(tmp_path))
+    loader = Loader(source, batch=6, size=(16, 16), augment=Augment(crop=crop, resize=20), workers=0, mode=mode)
+    for one in loader.batches(0, 20):
+        assert one.images.shape == (6, 3, 16, 16)
+    assert loader.bad == {}
+
+
+def test_two_loaders_at_once(photos: Source) -> None:
+    """Training and evaluation side by side, each with workers of its own."""
+    first = Loader(photos, batch=12, size=(32, 32), augment=EVERYTHING, seed=11, workers=2, mode="streamed").batches(
+        0, 6
+    )
+    second = evaluation_batches(
+        photos, batch=7, size=(24, 24), preprocess=Preprocess(resize="crop", crop=0.9), workers=2
+    )
+    pairs = list(zip(first, second, strict=True))
+    assert_same([one for one, _ in pairs], stream(photos))
+    assert_same([one for _, one in pairs], evaluated(photos, 7)[0])
+
+
+def test_a_loader_may_be_read_in_a_thread(photos: Source) -> None:
+    """As a prefetching loop does; signals are no help there."""
+    found: Stream = []
+    thread = threading.Thread(target=lambda: found.extend(stream(photos, workers=2)))
+    thread.start()
+    thread.join(60)
+    assert_same(found, stream(photos))
+
+
+def test_upright_photos_are_trained_on(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plant(tmp_path, {"a/turned.jpg": jpeg(3, 30, 60, exif=exif)})
+    for mode in ("streamed", "resident"):
+        one = stream(
+            open_source(str(tmp_path)), stop=1, batch=1, side=60, augment=Augment(crop="none", flip=0), mode=mode
+        )[0]
+        turned = np.rot90(by_pillow(jpeg(3, 30, 60)), 3)
+        expected = prepare(np.ascontiguousarray(turned), Preprocess(), (60, 60))
+        assert (floats(one.images[0]) - floats(expected)).abs().max() <= 2 * LEVEL

@@ -1,0 +1,253 @@
+"""Order and randomness: against SplitMix64 in Python's own integers, its published outputs, and chi-square tests."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from torch import Tensor
+
+from plainvit.data.order import GOLDEN, Order, permutation, scramble, uniforms
+
+MASK = 2**64 - 1
+STEP = 0x9E3779B97F4A7C15
+RARE = 1e-4  # a sound generator stays above this; every test here is seeded, so it passes always or never
+words = st.integers(0, MASK)
+seeds = st.integers(0, 2**63 - 1)
+
+
+def finalise(x: int) -> int:
+    """SplitMix64's output function as Steele, Lea and Flood print it."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+def uniforms_by_hand(seed: int, epoch: int, position: int, count: int) -> list[float]:
+    key = finalise(finalise((epoch + finalise((seed + STEP) & MASK)) & MASK) ^ position)
+    return [(finalise(finalise((key + i * STEP) & MASK)) >> 40) / 2**24 for i in range(1, count + 1)]
+
+
+def permutation_by_hand(seed: int, epoch: int, count: int) -> list[int]:
+    salt = finalise((epoch + finalise(seed ^ STEP)) & MASK)
+    return sorted(range(count), key=lambda i: signed(finalise((i + salt) & MASK)))
+
+
+def draw(seed: int = 0, epoch: int = 0, start: int = 0, rows: int = 20_000, count: int = 1) -> Tensor:
+    return uniforms(seed, torch.full((rows,), epoch), torch.arange(start, start + rows), count)
+
+
+def evenness(values: np.ndarray, bins: int) -> float:
+    """The p-value of the values, whole numbers below `bins`, being equally frequent."""
+    return float(chisquare(np.bincount(values.ravel(), minlength=bins)).pvalue)
+
+
+# The hash -------------------------------------------------------------------------------------------------------------
+
+
+def test_published_outputs() -> None:
+    """The first numbers of SplitMix64 from 1234567, as its reference program prints them."""
+    states = torch.tensor(1234567) + torch.arange(1, 6) * GOLDEN
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [value & MASK for value in scramble(states).tolist()] == expected
+
+
+@settings(max_examples=300)
+@given(st.lists(words, min_size=1, max_size=9))
+def test_scramble_equals_64_bit_arithmetic(values: list[int]) -> None:
+    found = scramble(torch.tensor([signed(value) for value in values]))
+    assert [value & MASK for value in found.tolist()] == [finalise(value) for value in values]
+
+
+@given(seeds, st.integers(0, 10**6), st.integers(0, 2**40), st.integers(1, 60))
+def test_uniforms_equal_64_bit_arithmetic(seed: int, epoch: int, position: int, count: int) -> None:
+    found = uniforms(seed, torch.tensor([epoch]), torch.tensor([position]), count)
+    assert found.dtype is torch.float32
+    assert found.tolist() == [uniforms_by_hand(seed, epoch, position, count)]
+
+
+# Uniform numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_uniforms_lie_in_the_half_open_interval() -> None:
+    u = draw(rows=100_000, count=20)
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert torch.equal(u * 2**24, (u * 2**24).round())  # 24 bits: exact in fp32
+
+
+def test_uniforms_are_uniform() -> None:
+    u = draw(rows=50_000, count=8).numpy()
+    for column in range(8):
+        assert evenness((u[:, column] * 64).astype(int), 64) > RARE
+    assert evenness((u * 4096).astype(int) % 64, 64) > RARE  # the middle bits too
+    assert evenness((u * 2**24).astype(int) % 64, 64) > RARE  # and the lowest
+
+
+AXES = {
+    "draw": lambda: draw(count=2).unbind(1),
+    "far draw": lambda: draw(count=49)[:, [0, 48]].unbind(1),
+    "position": lambda: (draw(start=0)[:, 0], draw(start=1)[:, 0]),
+    "epoch": lambda: (draw(epoch=0)[:, 0], draw(epoch=1)[:, 0]),
+    "seed": lambda: (draw(seed=0)[:, 0], draw(seed=1)[:, 0]),
+    "seed against epoch": lambda: (draw(seed=1, epoch=0)[:, 0], draw(seed=0, epoch=1)[:, 0]),
+    "epoch against position": lambda: (draw(epoch=1, start=0)[:, 0], draw(epoch=0, start=1)[:, 0]),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_neighbours_on_every_axis_are_independent(axis: str) -> None:
+    first, second = (values.numpy() for values in AXES[axis]())
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / np.sqrt(len(first))
+    assert evenness((first * 16).astype(int) * 16 + (second * 16).astype(int), 256) > RARE
+
+
+def test_draws_are_not_correlated_pairwise() -> None:
+    """49 draws have 1176 pairs: 5 standard errors are passed by chance once in 1400 such matrices."""
+    u = draw(rows=20_000, count=49).double().numpy()
+    pairs = np.corrcoef(u.T)[np.triu_indices(49, 1)]
+    assert np.abs(pairs).max() < 5 / np.sqrt(20_000)
+    assert abs(pairs.std() * np.sqrt(20_000) - 1) < 0.1
+
+
+def test_no_two_samples_share_their_numbers() -> None:
+    rows = torch.cat([draw(seed, epoch, rows=500, count=4) for seed in range(4) for epoch in range(4)])
+    assert len(torch.unique(rows, dim=0)) == len(rows)
+
+
+def test_a_sample_does_not_know_its_neighbours() -> None:
+    epoch, position = torch.arange(64) % 3, torch.arange(64) * 7919
+    whole = uniforms(5, epoch, position, 49)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniforms(5, epoch[order], position[order], 49), whole[order])
+    for row in (0, 17, 63):
+        assert torch.equal(uniforms(5, epoch[row : row + 1], position[row : row + 1], 49)[0], whole[row])
+
+
+def test_more_draws_leave_the_first_as_they_were() -> None:
+    assert torch.equal(draw(rows=100, count=49)[:, :7], draw(rows=100, count=7))
+
+
+# Permutations ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [*range(1, 40), 100, 1023, 1024, 1025, 65_537])
+def test_every_index_occurs_once(count: int) -> None:
+    assert np.array_equal(np.sort(permutation(3, 1, count)), np.arange(count))
+
+
+@settings(max_examples=50)
+@given(seeds, st.integers(0, 2**40), st.integers(1, 300))
+def test_permutation_equals_64_bit_arithmetic(seed: int, epoch: int, count: int) -> None:
+    assert permutation(seed, epoch, count).tolist() == permutation_by_hand(seed, epoch, count)
+
+
+def test_permutations_differ_by_epoch_and_seed() -> None:
+    orders = {tuple(permutation(seed, epoch, 100)) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+
+
+def test_seed_and_epoch_do_not_stand_for_each_other() -> None:
+    assert permutation(0, 1, 100).tolist() != permutation(1, 0, 100).tolist()
+
+
+def test_all_orders_of_four_are_equally_frequent() -> None:
+    number = {order: i for i, order in enumerate(itertools.permutations(range(4)))}
+    found = [number[tuple(permutation(0, epoch, 4).tolist())] for epoch in range(6000)]
+    assert evenness(np.array(found), 24) > RARE
+
+
+def test_every_sample_may_come_first_and_any_may_follow() -> None:
+    orders = np.stack([permutation(seed, 0, 12) for seed in range(5000)])
+    assert evenness(orders[:, 0], 12) > RARE
+    assert evenness(orders[:, -1], 12) > RARE
+    assert evenness((orders[:, 1] - orders[:, 0]) % 12 - 1, 11) > RARE
+
+
+# What a run of today must find again tomorrow: frozen, not computed
+GOLDEN_ORDERS = {
+    (0, 0, 10): [6, 1, 2, 3, 5, 8, 9, 4, 0, 7],
+    (0, 1, 10): [0, 5, 2, 3, 8, 4, 7, 1, 9, 6],
+    (1, 0, 10): [6, 7, 5, 8, 0, 3, 1, 2, 9, 4],
+    (42, 7, 16): [7, 0, 5, 6, 8, 1, 13, 3, 2, 4, 10, 12, 11, 9, 14, 15],
+    (1099511627777, 90, 5): [1, 3, 0, 2, 4],
+}
+
+
+@pytest.mark.parametrize(("seed", "epoch", "count"), GOLDEN_ORDERS)
+def test_golden_permutations(seed: int, epoch: int, count: int) -> None:
+    assert permutation(seed, epoch, count).tolist() == GOLDEN_ORDERS[seed, epoch, count]
+
+
+def test_golden_uniforms() -> None:
+    expected = [[12715458, 2570733, 10986732], [14566802, 9425147, 11132663]]
+    found = uniforms(42, torch.tensor([0, 3]), torch.tensor([0, 12345]), 3)
+    assert (found * 2**24).long().tolist() == expected
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+def sequence(order: Order, start: int, stop: int) -> list[int]:
+    return order.sample(np.arange(start, stop)).tolist()
+
+
+def test_epochs_follow_each_other() -> None:
+    order = Order(10, seed=4)
+    expected = [*permutation_by_hand(4, 0, 10), *permutation_by_hand(4, 1, 10), *permutation_by_hand(4, 2, 10)]
+    assert sequence(order, 0, 30) == expected
+    assert sequence(order, 7, 23) == expected[7:23]  # across both borders at once
+
+
+def test_epoch_numbers() -> None:
+    assert Order(10, 0).epoch(np.array([0, 9, 10, 99, 100])).tolist() == [0, 0, 1, 9, 10]
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 20), st.integers(1, 4), st.lists(st.integers(0, 200), min_size=1, max_size=30))
+def test_random_access_equals_sequential(count: int, repeats: int, wanted: list[int]) -> None:
+    whole = sequence(Order(count, 9, repeats=repeats), 0, 201)
+    random_access = Order(count, 9, repeats=repeats)
+    assert random_access.sample(np.array(wanted)).tolist() == [whole[position] for position in wanted]
+    assert [sequence(random_access, p, p + 1)[0] for p in wanted] == [whole[position] for position in wanted]
+
+
+def test_far_positions() -> None:
+    far = 10**12
+    assert sequence(Order(7, 1), 7 * far, 7 * far + 7) == permutation_by_hand(1, far, 7)
+
+
+def test_without_shuffling() -> None:
+    assert sequence(Order(4, 0, shuffle=False), 0, 10) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4])
+def test_repeats_stand_in_a_row_and_leave_the_epoch_as_long(repeats: int) -> None:
+    order = Order(12, seed=2, repeats=repeats)
+    for epoch in range(3):
+        found = np.array(sequence(order, 12 * epoch, 12 * (epoch + 1))).reshape(-1, repeats)
+        assert (found == found[:, :1]).all()
+        assert found[:, 0].tolist() == permutation_by_hand(2, epoch, 12)[: 12 // repeats]
+
+
+def test_repeats_that_do_not_divide_the_set() -> None:
+    first = permutation_by_hand(0, 0, 10)
+    assert sequence(Order(10, 0, repeats=3), 0, 10) == [*np.repeat(first[:3], 3), first[3]]
+    assert sequence(Order(10, 0, repeats=3), 10, 11) == permutation_by_hand(0, 1, 10)[:1]
+
+
+def test_a_set_of_one() -> None:
+    assert sequence(Order(1, 0), 0, 5) == [0] * 5

@@ -1,0 +1,750 @@
+"""Crops, flips, colours and mixing: against torchvision, timm and Pillow, and TensorFlow's sampling rewritten."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import timm.data
+import torch
+import torch.nn.functional as F
+import torchvision.transforms.v2.functional as VF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import by_pillow, encode, noise, photo
+from PIL import Image
+from scipy.stats import beta, binomtest, chisquare, ks_2samp, kstest
+from torch import Tensor
+from torchvision.transforms import RandomResizedCrop, v2
+
+from plainvit.config import Augment, Preprocess
+from plainvit.data.decode import decode
+from plainvit.data.loader import Loader
+from plainvit.data.mix import mix, soft_labels
+from plainvit.data.order import uniforms
+from plainvit.data.sources import open_source
+from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
+
+RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
+FLIP, COLOURS, HOLES = 4 * TRIES, slice(4 * TRIES + 1, 4 * TRIES + 4), slice(4 * TRIES + 4, 4 * TRIES + 9)
+PAPER = Augment()
+TENSORFLOW = Augment(crop="inception-tf")
+
+
+def draws(count: int, seed: int = 0) -> Tensor:
+    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), DRAWS)
+
+
+def boxes_of(augment: Augment, size: tuple[int, int], count: int = 4000, out: int = 224, seed: int = 0) -> np.ndarray:
+    return crop_boxes(draws(count, seed), torch.tensor([size] * count), augment, (out, out)).double().numpy()
+
+
+def shapes_of(boxes: np.ndarray, size: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+    """What the law of a random box is made of: area, aspect, and where it lies within what is free."""
+    top, left, height, width = boxes.T
+    yield "area", height * width / (size[0] * size[1])
+    yield "aspect", width / height
+    for name, place, free in (("top", top, size[0] - height), ("left", left, size[1] - width)):
+        yield name, place[free > 9] / free[free > 9]
+
+
+def as_tensor(pixels: np.ndarray) -> Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+# Inception crops ------------------------------------------------------------------------------------------------------
+
+SIZES = [(224, 224), (375, 500), (500, 375), (64, 64), (200, 600), (700, 300)]
+
+
+def by_torchvision(size: tuple[int, int], augment: Augment, count: int = 4000) -> np.ndarray:
+    image = torch.empty((1, *size))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        area, aspect = list(augment.area), list(augment.aspect)
+        return np.array([RandomResizedCrop.get_params(image, area, aspect) for _ in range(count)], float)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inception_crops_follow_torchvisions_law(size: tuple[int, int]) -> None:
+    ours, theirs = boxes_of(PAPER, size), by_torchvision(size, PAPER)
+    for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
+        assert ks_2samp(found, expected).pvalue > RARE, name
+
+
+def test_other_areas_and_aspects_follow_torchvisions_law() -> None:
+    augment = Augment(area=(0.3, 0.5), aspect=(0.5, 2.0))
+    ours, theirs = boxes_of(augment, (300, 400)), by_torchvision((300, 400), augment)
+    for (name, found), (_, expected) in zip(shapes_of(ours, (300, 400)), shapes_of(theirs, (300, 400)), strict=True):
+        assert ks_2samp(found, expected).pvalue > RARE, name
+
+
+@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (1, 30000), (30000, 1), (7, 61), (61, 7)])
+def test_where_no_try_fits_the_centre_is_torchvisions(size: tuple[int, int]) -> None:
+    """So long that no crop of 90 % has an aspect within bounds: both fall back on the same centre."""
+    augment = Augment(area=(0.9, 1.0))
+    expected = np.unique(by_torchvision(size, augment, 50), axis=0)
+    assert len(expected) == 1
+    assert np.array_equal(np.unique(boxes_of(augment, size, 50), axis=0), expected)
+
+
+def test_an_image_within_the_aspects_falls_back_on_itself() -> None:
+    """1 x 1 and 2 x 2: no try rounds to anything but the image or nothing."""
+    assert np.unique(boxes_of(PAPER, (1, 1), 200), axis=0).tolist() == [[0, 0, 1, 1]]
+
+
+# TensorFlow's crops ---------------------------------------------------------------------------------------------------
+
+
+def tensorflow_box(random: np.random.Generator, size: tuple[int, int], augment: Augment) -> tuple[int, int, int, int]:
+    """tf.image.sample_distorted_bounding_box as documented and as its kernel computes it: 100 tries, then all of it."""
+    height, width = size
+    least, most = (share * height * width for share in augment.area)
+    for _ in range(100):
+        aspect = random.uniform(*augment.aspect)
+        h, top_h = round(np.sqrt(least / aspect)), round(np.sqrt(most / aspect))
+        if round(top_h * aspect) > width:
+            top_h = int((width + 0.5 - 1e-7) / aspect)
+            top_h -= round(top_h * aspect) > width
+        top_h = min(top_h, height)
+        h = min(h, top_h)
+        h += random.integers(top_h - h + 1)
+        h += h * round(h * aspect) < least
+        h -= h * round(h * aspect) > most
+        w = round(h * aspect)
+        if least <= h * w <= most and 0 < h <= height and 0 < w <= width:
+            top = random.integers(height - h) if h < height else 0
+            left = random.integers(width - w) if w < width else 0
+            return int(top), int(left), int(h), int(w)
+    return 0, 0, height, width
+
+
+def by_tensorflow(size: tuple[int, int], augment: Augment, count: int = 4000) -> np.ndarray:
+    random = np.random.default_rng(2)
+    return np.array([tensorflow_box(random, size, augment) for _ in range(count)], float)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensorflow_crops_follow_its_law(size: tuple[int, int]) -> None:
+    ours, theirs = boxes_of(TENSORFLOW, size), by_tensorflow(size, TENSORFLOW)
+    for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
+        assert ks_2samp(found, expected).pvalue > RARE, name
+
+
+def test_tensorflow_has_more_small_crops() -> None:
+    """The difference that facts/paper.md names between the two."""
+    area = {
+        name: dict(shapes_of(boxes_of(a, (300, 300)), (300, 300)))["area"]
+        for name, a in (("tf", TENSORFLOW), ("tv", PAPER))
+    }
+    assert area["tf"].mean() < area["tv"].mean() - 0.05
+
+
+@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (1, 30000)])
+def test_where_no_try_fits_tensorflow_takes_the_whole_image(size: tuple[int, int]) -> None:
+    """Its documentation: "After max_attempts failures, return the entire image"."""
+    assert np.unique(by_tensorflow(size, TENSORFLOW, 20), axis=0).tolist() == [[0, 0, *size]]
+    assert np.unique(boxes_of(TENSORFLOW, size, 20), axis=0).tolist() == [[0, 0, *size]]
+
+
+# All boxes ------------------------------------------------------------------------------------------------------------
+
+sides = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.just(30000))
+edge = st.sampled_from([0.0, 0.5, 1 - 2.0**-24])
+
+
+@settings(max_examples=200)
+@given(sides, sides, st.sampled_from(["inception", "inception-tf", "none"]), st.integers(0, 10**6), edge, st.booleans())
+def test_boxes_lie_inside(height: int, width: int, crop: str, seed: int, value: float, extreme: bool) -> None:
+    u = torch.full((4, DRAWS), value) if extreme else draws(4, seed)
+    boxes = crop_boxes(u, torch.tensor([[height, width]] * 4), Augment(crop=crop), (32, 32))
+    top, left, h, w = boxes.T
+    assert (boxes == boxes.round()).all()
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (h >= 1).all()
+    assert (w >= 1).all()
+    assert (top + h <= height).all()
+    assert (left + w <= width).all()
+
+
+@pytest.mark.parametrize("crop", ["inception", "inception-tf", "random", "pad", "none"])
+def test_a_box_does_not_know_its_neighbours(crop: str) -> None:
+    augment = Augment(crop=crop, resize=256)
+    sizes = torch.randint(20, 600, (64, 2), generator=torch.Generator().manual_seed(0))
+    whole = crop_boxes(draws(64), sizes, augment, (224, 224))
+    for i in range(64):
+        assert torch.equal(crop_boxes(draws(64)[i : i + 1], sizes[i : i + 1], augment, (224, 224))[0], whole[i])
+
+
+def test_no_crop_is_the_whole_image() -> None:
+    assert boxes_of(Augment(crop="none"), (30, 50), 3).tolist() == [[0, 0, 30, 50]] * 3
+
+
+def evenly(values: np.ndarray, bins: int) -> bool:
+    return chisquare(np.bincount(values.astype(int), minlength=bins)).pvalue > RARE
+
+
+def test_pad_moves_by_every_offset_equally_often() -> None:
+    boxes = boxes_of(Augment(crop="pad", pad=4), (32, 32), 8100, out=32)
+    assert (boxes[:, 2:] == 32).all()
+    assert evenly(boxes[:, 0] + 4, 9)
+    assert evenly(boxes[:, 1] + 4, 9)
+    assert evenly((boxes[:, 0] + 4) * 9 + boxes[:, 1] + 4, 81)
+
+
+def test_random_takes_every_offset_equally_often() -> None:
+    """BiT: of the square of 40, every window of 32 is as likely; boxes are those windows in the image's pixels."""
+    boxes = boxes_of(Augment(crop="random", resize=40), (80, 120), 8100, out=32)
+    assert np.allclose(boxes[:, 2:], [64, 96])
+    offsets = boxes[:, :2] / [2, 3]
+    assert np.abs(offsets - offsets.round()).max() < 1e-4
+    assert evenly(offsets[:, 0].round() * 9 + offsets[:, 1].round(), 81)
+
+
+# Cutting --------------------------------------------------------------------------------------------------------------
+
+PICTURE = np.array(photo(90, 120, seed=1))
+
+
+def box(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+CUTS = [
+    (0, 0, 90, 120),
+    (10, 20, 60, 60),
+    (5, 7, 33, 81),
+    (0, 0, 16, 16),
+    (89, 119, 1, 1),
+    (3, 0, 1, 120),
+    (30, 40, 24, 24),
+]
+
+
+@pytest.mark.parametrize("place", CUTS)
+@pytest.mark.parametrize("out", [(24, 24), (48, 16), (64, 100)])
+def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tuple[int, int]) -> None:
+    """torchvision's on floats, and Pillow's bilinear filter: both to within a grey level, which is rounding."""
+    top, left, height, width = place
+    found = cut(PICTURE, box(*place), out, (90, 120))
+    assert found.dtype is torch.uint8
+    assert found.shape == (3, *out)
+    floats = VF.resized_crop(as_tensor(PICTURE).double(), top, left, height, width, list(out), antialias=True)
+    assert (found - floats.round()).abs().max() <= 1
+    patch = Image.fromarray(PICTURE[top : top + height, left : left + width])
+    pillow = np.array(patch.resize((out[1], out[0]), Image.Resampling.BILINEAR)).astype(int)
+    assert np.abs(found.permute(1, 2, 0).numpy() - pillow).max() <= 1
+
+
+def test_a_cut_of_the_same_size_is_a_copy() -> None:
+    assert torch.equal(cut(PICTURE, box(30, 40, 24, 24), (24, 24), (90, 120)), as_tensor(PICTURE[30:54, 40:64]))
+
+
+def test_a_cut_of_a_file_equals_a_cut_of_its_pixels() -> None:
+    for data in (encode(PICTURE, "PNG"), encode(PICTURE, "JPEG", quality=95)):
+        for place in CUTS[:3]:
+            expected = cut(by_pillow(data), box(*place), (48, 48), (90, 120))
+            assert torch.equal(cut(data, box(*place), (48, 48), (90, 120)), expected)
+
+
+@pytest.mark.parametrize("pad", [1, 4])
+def test_cutting_beyond_the_border_gives_zeros(pad: int) -> None:
+    pixels = noise(12, 10)
+    padded = np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)))
+    for top in range(-pad, pad + 1):
+        for left in range(-pad, pad + 1):
+            expected = padded[top + pad : top + pad + 12, left + pad : left + pad + 10]
+            assert torch.equal(cut(pixels, box(top, left, 12, 10), (12, 10), (12, 10)), as_tensor(expected))
+
+
+@pytest.mark.parametrize("shape", [(1, 30), (30, 1), (2, 3), (4, 4), (1, 1)])
+def test_a_border_wider_than_the_image(shape: tuple[int, int]) -> None:
+    """A thin image may leave its own box; what is left is black."""
+    pixels = noise(*shape)
+    padded = np.pad(pixels, ((5, 5), (5, 5), (0, 0)))
+    for top in range(-5, 6):
+        for left in range(-5, 6):
+            expected = padded[top + 5 : top + 5 + shape[0], left + 5 : left + 5 + shape[1]]
+            assert torch.equal(cut(pixels, box(top, left, *shape), shape, shape), as_tensor(expected))
+
+
+def test_the_crops_of_a_scaled_jpeg_are_in_their_place() -> None:
+    """Ramps along both axes: a crop's mean says where its centre was, to a quarter of a pixel of the result."""
+    ramp = np.linspace(0, 255, 1024)
+    pixels = np.zeros((1024, 1024, 3))
+    pixels[..., 0], pixels[..., 1] = ramp[None, :], ramp[:, None]
+    data = encode(pixels.round().astype(np.uint8), "JPEG", quality=98, subsampling=0)
+    assert decode(data, (32, 32)).shape[0] == 128
+    for index, place in enumerate(boxes_of(Augment(area=(0.3, 1.0)), (1024, 1024), 60)):
+        side = (16, 32, 48)[index % 3]
+        red, green, _ = (
+            cut(data, torch.from_numpy(place), (side, side), (1024, 1024)).double().mean((1, 2)) * 1023 / 255
+        )
+        top, left, height, width = place
+        assert abs(float(green) - (top + height / 2 - 0.5)) < 0.3 * height / side + 1
+        assert abs(float(red) - (left + width / 2 - 0.5)) < 0.3 * width / side + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "resize", "out"), [((64, 64), 160, 128), ((64, 64), 80, 64), ((96, 130), 112, 96), ((300, 400), 256, 224)]
+)
+def test_random_equals_resize_then_crop(shape: tuple[int, int], resize: int, out: int) -> None:
+    """BiT's own order by torchvision: a square first, then the window."""
+    pixels = np.array(photo(*shape, seed=2))
+    whole = VF.resize(as_tensor(pixels).double(), [resize, resize], antialias=True)
+    u = draws(12)
+    for row, place in zip(
+        u, crop_boxes(u, torch.tensor([shape] * 12), Augment(crop="random", resize=resize), (out, out)), strict=True
+    ):
+        top, left = (int(row[i] * (resize - out + 1)) for i in (0, 1))
+        expected = whole[:, top : top + out, left : left + out]
+        assert (cut(pixels, place, (out, out), shape) - expected).abs().mean() < 1
+
+
+# Preparing for evaluation ---------------------------------------------------------------------------------------------
+
+SHAPES = [(90, 120), (120, 90), (333, 500), (500, 331), (224, 224), (256, 256), (64, 64), (100, 1000), (37, 53)]
+KINDS = {"bilinear": v2.InterpolationMode.BILINEAR, "bicubic": v2.InterpolationMode.BICUBIC}
+
+
+def share_within(found: Tensor, expected: Tensor, levels: int) -> float:
+    return float(((found.int() - expected.int()).abs() <= levels).double().mean())
+
+
+@pytest.mark.parametrize("interpolation", KINDS)
+@pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolation: str) -> None:
+    """All pixels within a grey level, and 99 % of them equal."""
+    image = as_tensor(np.array(photo(*shape, seed=4)))
+    steps = [v2.Resize(int(96 / crop + 1e-6), KINDS[interpolation], antialias=True), v2.CenterCrop(96)]
+    expected = v2.Compose(steps)(image)
+    preprocess = Preprocess(resize="crop", crop=crop, interpolation=interpolation)
+    found = prepare(image.permute(1, 2, 0).numpy(), preprocess, (96, 96))
+    assert found.shape == (3, 96, 96)
+    assert share_within(found, expected, 1) == 1
+    assert share_within(found, expected, 0) > 0.99
+
+
+@pytest.mark.parametrize("interpolation", KINDS)
+@pytest.mark.parametrize("out", [(96, 96), (64, 128)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_squash_equals_torchvision(shape: tuple[int, int], out: tuple[int, int], interpolation: str) -> None:
+    image = as_tensor(np.array(photo(*shape, seed=4)))
+    expected = v2.Resize(list(out), KINDS[interpolation], antialias=True)(image)
+    found = prepare(image.permute(1, 2, 0).numpy(), Preprocess(interpolation=interpolation), out)
+    assert share_within(found, expected, 1) == 1
+    assert share_within(found, expected, 0) > 0.99
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_crop_equals_timm(shape: tuple[int, int], interpolation: str) -> None:
+    """timm resizes with Pillow, whose integer arithmetic rounds by itself: 99 % within one grey level, all in two."""
+    image = photo(*shape, seed=6)
+    transform = timm.data.create_transform(
+        96, interpolation=interpolation, crop_pct=0.9, mean=(0.0,) * 3, std=(1.0,) * 3
+    )
+    expected = (transform(image) * 255).round().to(torch.uint8)
+    found = prepare(np.array(image), Preprocess(resize="crop", crop=0.9, interpolation=interpolation), (96, 96))
+    assert share_within(found, expected, 2) == 1
+    assert share_within(found, expected, 1) > 0.99
+
+
+def test_nearest_and_lanczos_are_pillows() -> None:
+    image = photo(70, 110, seed=7)
+    for name, method in (("nearest", Image.Resampling.NEAREST), ("lanczos", Image.Resampling.LANCZOS)):
+        expected = as_tensor(np.array(image.resize((48, 32), method)))
+        assert torch.equal(prepare(np.array(image), Preprocess(interpolation=name), (32, 48)), expected)
+
+
+@pytest.mark.parametrize("interpolation", KINDS)
+@pytest.mark.parametrize("out", [(32, 32), (40, 200)])
+def test_antialiasing_can_be_left_out(interpolation: str, out: tuple[int, int]) -> None:
+    """Only the neighbours of each sample count, however far apart samples are; grey enough that nothing is clipped."""
+    pixels = noise(90, 120) // 4 + 96
+    preprocess = Preprocess(interpolation=interpolation, antialias=False)
+    expected = F.interpolate(as_tensor(pixels)[None].double(), out, mode=interpolation)[0]
+    assert (prepare(pixels, preprocess, out) - expected.round()).abs().max() <= 1
+    assert (prepare(pixels, preprocess.replace(antialias=True), out) - expected).abs().mean() > 2
+
+
+def test_the_right_size_is_left_alone() -> None:
+    for preprocess in (Preprocess(), Preprocess(resize="crop"), Preprocess(interpolation="bicubic")):
+        assert torch.equal(prepare(PICTURE[:, :90], preprocess, (90, 90)), as_tensor(PICTURE[:, :90]))
+
+
+def test_files_and_pixels_are_prepared_alike() -> None:
+    data = encode(photo(120, 90), "PNG")
+    assert torch.equal(prepare(data, Preprocess(), (48, 48)), prepare(by_pillow(data), Preprocess(), (48, 48)))
+
+
+def test_a_turned_photo_is_prepared_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = photo(64, 160, seed=9)
+    data, expected = encode(image, "PNG", exif=exif), np.rot90(np.array(image), 3)
+    preprocess = Preprocess(resize="crop", crop=0.9)
+    assert torch.equal(
+        prepare(data, preprocess, (48, 48)), prepare(np.ascontiguousarray(expected), preprocess, (48, 48))
+    )
+
+
+THIN = """
+import resource, time
+import numpy as np
+from plainvit.config import Preprocess
+from plainvit.data.transforms import prepare
+limit = 4 * 2**30
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for shape in ((1, 30000, 3), (30000, 1, 3)):
+    for resize in ("squash", "crop"):
+        image = prepare(np.full(shape, 77, np.uint8), Preprocess(resize=resize, crop=0.875), (224, 224))
+        assert image.shape == (3, 224, 224) and (image == 77).all()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_thin_photo_needs_no_gigabytes() -> None:
+    """1 x 30000 with its short side at 256 would be 7.7 million pixels long: only the centre of it is wanted."""
+    child = subprocess.run([sys.executable, "-c", THIN], capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr[-300:]
+    assert int(child.stdout) < 500
+
+
+# Flips, colours, holes ------------------------------------------------------------------------------------------------
+
+
+def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
+    return torch.stack([as_tensor(noise(side, side, seed + i)) for i in range(count)])
+
+
+def test_flips_are_exact_and_as_frequent_as_asked() -> None:
+    images, u = batch(8), draws(8)
+    for flip in (0.0, 0.3, 0.5, 1.0):
+        found = finish(images, u, Augment(flip=flip))
+        assert found.dtype is torch.uint8
+        for image, result, number in zip(images, found, u[:, FLIP], strict=True):
+            assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
+
+
+@pytest.mark.parametrize("flip", [0.1, 0.5, 0.9])
+def test_the_frequency_of_flips(flip: float) -> None:
+    images = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
+    flipped = int(finish(images, draws(5000), Augment(flip=flip))[:, 0, 0, 0].sum())
+    assert binomtest(flipped, 5000, flip).pvalue > RARE
+
+
+@pytest.mark.parametrize("colour", [0.1, 0.4, 0.9])
+def test_colours_equal_torchvisions(colour: float) -> None:
+    """The same factors in the same order; torchvision's grey weighs red by 0.2989 and ours by 0.299."""
+    images, u = batch(32), draws(32)
+    found = finish(images, u, Augment(flip=0, colour=colour))
+    factors = 1 + (2 * u[:, COLOURS] - 1) * colour
+    assert factors.min() < 1 < factors.max()
+    for image, result, (brightness, contrast, saturation) in zip(images, found, factors.tolist(), strict=True):
+        expected = VF.adjust_brightness(image.float() / 255, brightness)
+        expected = VF.adjust_saturation(VF.adjust_contrast(expected, contrast), saturation)
+        assert (result - expected).abs().max() < 2.5e-4 * colour
+
+
+def test_colours_do_not_know_their_neighbours() -> None:
+    images, u, augment = batch(16), draws(16), Augment(colour=0.4, erase=0.5)
+    whole = finish(images, u, augment)
+    for i in range(16):
+        assert torch.equal(finish(images[i : i + 1], u[i : i + 1], augment)[0], whole[i])
+
+
+def test_nothing_asked_is_nothing_done() -> None:
+    images = batch(4)
+    assert torch.equal(finish(images, draws(4), Augment(flip=0)), images)
+
+
+def holes(probability: float, count: int, side: int, floats: bool = False) -> tuple[Tensor, Tensor]:
+    """Images without grey in them, erased; and where they are grey afterwards [B, H, W]."""
+    images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
+    found = finish(images, draws(count), Augment(flip=0, erase=probability))
+    grey = 0.5 if floats else 128
+    assert set(found.unique().tolist()) <= {0, grey}
+    assert (found == found[:, :1]).all()
+    return found, found[:, 0] == grey
+
+
+@pytest.mark.parametrize("probability", [0.25, 0.6, 1.0])
+def test_the_frequency_of_erasing(probability: float) -> None:
+    _, grey = holes(probability, 4000, 24)
+    assert binomtest(int(grey.any(2).any(1).sum()), 4000, probability).pvalue > RARE
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_holes_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> None:
+    _, grey = holes(1.0, 800, 96, floats)
+    rows, columns = grey.any(2).sum(1).double(), grey.any(1).sum(1).double()
+    assert torch.equal(grey.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
+    area = (rows * columns / 96**2).numpy()
+    assert area.min() > 0.015
+    assert area.max() < 0.345
+    whole = ((rows < 95) & (columns < 95)).numpy()  # not cut to the image
+    assert ((rows / columns).numpy()[whole] < 3.7).all()
+    assert ((columns / rows).numpy()[whole] < 3.7).all()
+    assert kstest(area, "uniform", (0.02, 1 / 3 - 0.02)).statistic < 0.06
+    assert kstest(np.log((rows / columns).numpy()), "uniform", (np.log(0.3), 2 * np.log(1 / 0.3))).statistic < 0.08
+
+
+def test_holes_lie_anywhere() -> None:
+    """As often at one border as at the other, and never out of reach of either."""
+    _, grey = holes(1.0, 4000, 40)
+    for lines in (grey.any(2), grey.any(1)):  # [B, 40]: rows, then columns
+        often = lines.double().mean(0)
+        assert torch.allclose(often, often.flip(0), atol=0.04)
+        assert abs(float(often[0] - often[-1])) < 0.02
+        assert 0.02 < float(often[0]) < float(often[20])
+
+
+# torchvision's augmentations ------------------------------------------------------------------------------------------
+
+CHAINS = {"randaugment": Augment(randaugment=(2, 15)), "three": Augment(three_augment=True)}
+SHAPES_SPEC = "shapes:size=32,count=48"
+
+
+def augmented(augment: Augment, size: int = 12, workers: int = 0, world: int = 1, stop: int = 48) -> Tensor:
+    parts = []
+    for rank in range(world):
+        loader = Loader(
+            open_source(SHAPES_SPEC),
+            batch=size,
+            size=(32, 32),
+            augment=augment,
+            seed=3,
+            rank=rank,
+            world=world,
+            workers=workers,
+            mode="streamed",
+        )
+        parts.append([one.images for one in loader.batches(0, stop // size)])
+    return torch.cat([share for step in zip(*parts, strict=True) for share in step])
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chains_do_not_know_batches_workers_or_the_global_seed(chain: str) -> None:
+    augment = CHAINS[chain]
+    expected = augmented(augment)
+    assert not torch.equal(expected, augmented(augment.replace(randaugment=(0, 0), three_augment=False)))
+    assert torch.equal(augmented(augment, size=4), expected)
+    assert torch.equal(augmented(augment, size=12, world=3), expected)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        assert torch.equal(augmented(augment, workers=2), expected)
+
+
+def plain(augment: Augment) -> Augment:
+    return augment.replace(crop="none", flip=0.0)
+
+
+def blur_distance(image: Tensor, result: Tensor, sigma: float) -> float:
+    blurred = VF.gaussian_blur(image, [9, 9], [sigma, sigma])
+    return float((result.float() - blurred.float()).abs().mean())
+
+
+def test_three_augment_takes_one_of_three() -> None:
+    """With nothing else on, each image is torchvision's grey or solarised picture of it, or a blurred one."""
+    before = augmented(Augment(crop="none", flip=0), size=48, stop=240)
+    after = augmented(plain(CHAINS["three"]), size=48, stop=240)
+    kinds = []
+    for image, result in zip(before, after, strict=True):
+        if torch.equal(result, VF.rgb_to_grayscale(image, 3)):
+            kinds.append(0)
+        elif torch.equal(result, VF.solarize(image, 128)):
+            kinds.append(1)
+        else:
+            kinds.append(2)
+            assert min(blur_distance(image, result, sigma) for sigma in np.linspace(0.1, 2, 39)) < 2
+    assert chisquare(np.bincount(kinds, minlength=3)).pvalue > RARE
+
+
+def test_randaugment_differs_from_sample_to_sample() -> None:
+    """Of the 14 operations two are drawn: some images come out as they were, most do not, and in many ways."""
+    before = augmented(Augment(crop="none", flip=0), size=48, stop=480)
+    after = augmented(plain(CHAINS["randaugment"]), size=48, stop=480)
+    change = (after.float() - before.float()).abs().mean((1, 2, 3))
+    assert 0 < int((change == 0).sum()) < 120
+    assert len(change.unique()) > 300
+    fill = (after == torch.tensor([128, 128, 128]).view(3, 1, 1)).all(1).double().mean((1, 2))
+    assert (fill > 0.02).sum() > 50  # shears, shifts and turns leave grey behind, not black
+
+
+def test_operations_and_magnitude_are_obeyed() -> None:
+    before = augmented(Augment(crop="none", flip=0), size=48, stop=144).float()
+    change = [
+        float((augmented(Augment(crop="none", flip=0, randaugment=setting), size=48, stop=144) - before).abs().mean())
+        for setting in ((1, 3), (1, 25), (4, 25))
+    ]
+    assert change[0] < change[1] < change[2]
+
+
+# Mixing ---------------------------------------------------------------------------------------------------------------
+
+
+def pairs(count: int = 8, side: int = 16, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Random images as floats, and one-hot targets of which no two neighbours are alike."""
+    images = batch(count, side).float() / 255
+    return images, F.one_hot(torch.arange(count) % classes, classes).float()
+
+
+def partner(values: Tensor) -> Tensor:
+    order = [index ^ 1 for index in range(len(values))]
+    return values[order]
+
+
+def own_share(targets: Tensor, mixed: Tensor) -> float:
+    """What is left of each sample's own label; the same for all."""
+    shares = (mixed * targets).sum(1)
+    assert torch.equal(shares, shares[:1].expand_as(shares))
+    return float(shares[0])
+
+
+MIXUP, CUTMIX = Augment(mixup=0.8), Augment(cutmix=1.0)
+BOTH = Augment(mixup=0.8, cutmix=1.0)
+
+
+@pytest.mark.parametrize("augment", [MIXUP, CUTMIX, BOTH])
+def test_mixed_targets_are_distributions(augment: Augment) -> None:
+    images, targets = pairs()
+    for step in range(50):
+        mixed, soft = mix(images, targets, augment, 0, step)
+        assert mixed.shape == images.shape
+        assert (soft >= 0).all()
+        assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6)
+        share = own_share(targets, soft)
+        assert torch.allclose(soft, share * targets + (1 - share) * partner(targets), atol=1e-6)
+        assert mixed.min() >= 0
+        assert mixed.max() <= 1
+
+
+def test_mixup_is_convex_in_pixels_as_in_labels() -> None:
+    images, targets = pairs()
+    for step in range(50):
+        mixed, soft = mix(images, targets, MIXUP, 0, step)
+        share = own_share(targets, soft)
+        assert torch.allclose(mixed, share * images + (1 - share) * partner(images), atol=1e-6)
+
+
+def test_mixup_of_bytes_equals_mixup_of_floats() -> None:
+    images, targets = pairs()
+    found, _ = mix((images * 255).round().to(torch.uint8), targets, MIXUP, 0, 5)
+    assert torch.allclose(found, mix(images, targets, MIXUP, 0, 5)[0], atol=1e-6)
+
+
+def test_cutmix_takes_a_rectangle_as_large_as_the_labels_say() -> None:
+    images, targets = pairs(side=21)
+    for step in range(100):
+        mixed, soft = mix(images, targets, CUTMIX, 0, step)
+        foreign = (mixed != images).any(1)  # [B, H, W]
+        assert torch.equal(mixed, torch.where(foreign.unsqueeze(1), partner(images), images))
+        hole = foreign.any(0)
+        count = int(hole.sum())
+        assert count == int(hole.any(0).sum()) * int(hole.any(1).sum())
+        assert own_share(targets, soft) == pytest.approx(1 - count / 21**2, abs=1e-6)
+        assert torch.allclose((soft * partner(targets)).sum(1), torch.full((8,), count / 21**2), atol=1e-6)
+
+
+def test_mixups_share_follows_the_beta_law() -> None:
+    """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
+    images, targets = pairs(2, 1, 2)
+    for alpha in (0.2, 0.8, 1.0):
+        shares = [own_share(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(1200)]
+        law = beta(alpha, alpha)
+        assert min(shares) >= 0.5
+        assert kstest(shares, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+def test_cutmix_share_follows_torchvisions_law(alpha: float) -> None:
+    """Holes are cut off at the border there as here, so the law is compared with its own CutMix."""
+    images, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
+    ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(1200)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs_mix = v2.CutMix(alpha=alpha, num_classes=2)
+        theirs = [float(theirs_mix(images, torch.tensor([0, 1]))[1][0, 0]) for _ in range(1200)]
+    assert ks_2samp(ours, theirs).pvalue > RARE
+
+
+def test_with_both_on_each_step_takes_one() -> None:
+    images, targets = pairs(2, 16, 2)
+    cuts = 0
+    for step in range(1000):
+        mixed, _ = mix(images, targets, BOTH, 0, step)
+        cuts += bool(((mixed == images) | (mixed == partner(images))).all())
+    assert binomtest(cuts, 1000, 0.5).pvalue > RARE
+
+
+def test_both_give_the_same_kind_of_images() -> None:
+    """ "Images as floats in [0, 1]", whichever is drawn: a compiled step must not see bytes now and floats then."""
+    images, targets = batch(4), torch.eye(4)
+    kinds = {mix(images, targets, BOTH, 0, step)[0].dtype for step in range(30)}
+    assert kinds == {torch.float32}
+
+
+@pytest.mark.parametrize("augment", [MIXUP, CUTMIX, BOTH])
+@pytest.mark.parametrize("world", [2, 4])
+def test_mixing_does_not_know_the_number_of_processes(augment: Augment, world: int) -> None:
+    images, targets = pairs(16)
+    for step in range(20):
+        whole = mix(images, targets, augment, 7, step)
+        parts = [mix(x, y, augment, 7, step) for x, y in zip(images.chunk(world), targets.chunk(world), strict=True)]
+        assert torch.equal(torch.cat([x for x, _ in parts]), whole[0])
+        assert torch.equal(torch.cat([y for _, y in parts]), whole[1])
+
+
+def test_mixing_follows_from_seed_and_step() -> None:
+    images, targets = pairs()
+    first = mix(images, targets, BOTH, 1, 10)
+    assert all(torch.equal(a, b) for a, b in zip(first, mix(images, targets, BOTH, 1, 10), strict=True))
+    assert not torch.equal(first[1], mix(images, targets, BOTH, 1, 11)[1])
+    assert not torch.equal(first[1], mix(images, targets, BOTH, 2, 10)[1])
+
+
+def test_mixing_leaves_its_input_alone() -> None:
+    images, targets = pairs()
+    kept = images.clone(), targets.clone()
+    for step in range(10):
+        mix(images, targets, BOTH, 0, step)
+    assert torch.equal(images, kept[0])
+    assert torch.equal(targets, kept[1])
+
+
+@pytest.mark.parametrize("augment", [MIXUP, CUTMIX])
+@pytest.mark.parametrize("count", [1, 7])
+def test_an_odd_batch_is_refused(augment: Augment, count: int) -> None:
+    images, targets = pairs(count)
+    with pytest.raises(ValueError, match=f"even, got {count}"):
+        mix(images, targets, augment, 0, 0)
+
+
+def test_without_mixing_nothing_changes() -> None:
+    images, targets = pairs(7)
+    found = mix(images, targets, Augment(), 0, 0)
+    assert found[0] is images
+    assert found[1] is targets
+
+
+# Labels ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_smoothing_equals_torchs(smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(32, 7, generator=generator), torch.randint(0, 7, (32,), generator=generator)
+    soft = soft_labels(labels, 7, smoothing)
+    assert torch.allclose(soft.sum(1), torch.ones(32), atol=1e-6)
+    expected = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
+    assert torch.allclose(F.cross_entropy(logits, soft, reduction="none"), expected, atol=1e-5)
+
+
+def test_without_smoothing_labels_are_one_hot() -> None:
+    labels = torch.tensor([2, 0])
+    assert soft_labels(labels, 3).tolist() == [[0, 0, 1], [1, 0, 0]]

@@ -1,0 +1,62 @@
+"""The README's own commands and code, run as they stand there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+COMMANDS = [
+    line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if line.startswith("plainvit ")
+]
+NETWORK = ("hf:", "weights_from_the_hub")  # commands that fetch something are not run here
+
+
+def test_there_are_commands_and_code() -> None:
+    assert len(COMMANDS) >= 3
+    assert blocks("python")
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not any(word in c for word in NETWORK)])
+def test_command(command: str, tmp_path: Path) -> None:
+    """In an empty folder, as someone who has just installed plainvit would."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {"images": torch.rand(2, 3, 192, 256)})
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", "\n".join(blocks("sh")), re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target

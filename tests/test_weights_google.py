@@ -1,0 +1,586 @@
+"""Google's archives, written here from facts/weights.md and computed here in NumPy float64, against `plainvit.load`.
+
+The reference reads Google's own keys: einsums over heads as flax has them, kernels height x width x in x out. Only the
+sums of a convolution come from reference.py. What plainvit loads must agree to 1e-12 of the output's scale; what it
+writes back must have the same keys and the same bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import tiny
+import torch
+
+import plainvit
+
+EXACT = 1e-12
+D, H, M, DEPTH, P, CLASSES = 48, 4, 96, 2, 8, 7
+Array = np.ndarray
+Arrays = dict[str, Array]
+
+
+# Writing the archives -------------------------------------------------------------------------------------------------
+
+
+class Draw:
+    """Random arrays of the scale that a trained layer has; fp32, as Google's files are."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Array:
+        return (mean + scale * self.generator.standard_normal(shape)).astype(np.float32)
+
+    def kernel(self, *shape: int, fan: int) -> Array:
+        return self(*shape, scale=1.5 * fan**-0.5)
+
+    def bias(self, *shape: int) -> Array:
+        return self(*shape, scale=0.3)
+
+    def gain(self, *shape: int) -> Array:
+        return self(*shape, scale=0.3, mean=1.0)
+
+
+def norm_arrays(draw: Draw, name: str, shape: tuple[int, ...] = (D,)) -> Arrays:
+    return {f"{name}/scale": draw.gain(*shape), f"{name}/bias": draw.bias(*shape)}
+
+
+def dense_arrays(draw: Draw, name: str, before: int, after: int) -> Arrays:
+    return {f"{name}/kernel": draw.kernel(before, after, fan=before), f"{name}/bias": draw.bias(after)}
+
+
+def attention_arrays(draw: Draw, name: str) -> Arrays:
+    arrays = {f"{name}/out/kernel": draw.kernel(H, D // H, D, fan=D), f"{name}/out/bias": draw.bias(D)}
+    for part in ("query", "key", "value"):
+        arrays[f"{name}/{part}/kernel"] = draw.kernel(D, H, D // H, fan=D)
+        arrays[f"{name}/{part}/bias"] = draw.bias(H, D // H)
+    return arrays
+
+
+def block_arrays(draw: Draw, name: str, numbers: tuple[int, int, int]) -> Arrays:
+    attention, mlp, norm2 = numbers
+    return {
+        **norm_arrays(draw, f"{name}/LayerNorm_0"),
+        **attention_arrays(draw, f"{name}/MultiHeadDotProductAttention_{attention}"),
+        **norm_arrays(draw, f"{name}/LayerNorm_{norm2}"),
+        **dense_arrays(draw, f"{name}/MlpBlock_{mlp}/Dense_0", D, M),
+        **dense_arrays(draw, f"{name}/MlpBlock_{mlp}/Dense_1", M, D),
+    }
+
+
+OLD, NEW = (1, 3, 2), (0, 0, 1)  # module numbers of vit_jax's files and of big_vision
+
+
+def encoder_arrays(draw: Draw, numbers: tuple[int, int, int]) -> Arrays:
+    arrays = norm_arrays(draw, "Transformer/encoder_norm")
+    for layer in range(DEPTH):
+        arrays |= block_arrays(draw, f"Transformer/encoderblock_{layer}", numbers)
+    return arrays
+
+
+def original(
+    hidden: int = 0, cells: int = 16, stem: Arrays | None = None, kernel: tuple[int, int, int] = (P, P, 3)
+) -> Arrays:
+    """vit_jax: original, AugReg and SAM are alike but for pre_logits; a hybrid has its ResNet beside."""
+    draw = Draw()
+    arrays = {
+        "embedding/kernel": draw.kernel(*kernel, D, fan=np.prod(kernel)),
+        "embedding/bias": draw.bias(D),
+        "cls": draw(1, 1, D, scale=0.5),
+        "Transformer/posembed_input/pos_embedding": draw(1, cells + 1, D, scale=0.5),
+        **encoder_arrays(draw, OLD),
+        **(dense_arrays(draw, "pre_logits", D, hidden) if hidden else {}),
+        **dense_arrays(draw, "head", hidden or D, CLASSES),
+    }
+    return arrays | (stem or {})
+
+
+def stem_arrays(blocks: tuple[int, ...], old: bool = False) -> Arrays:
+    """A hybrid's ResNet; old files keep GroupNorm's vectors as (1, 1, 1, c)."""
+    draw, before = Draw(1), 64
+    lead = (1, 1, 1) if old else ()
+    arrays = {"conv_root/kernel": draw.kernel(7, 7, 3, 64, fan=147), **norm_arrays(draw, "gn_root", (*lead, 64))}
+    for b, count in enumerate(blocks, 1):
+        after = 128 * 2**b
+        for u in range(1, count + 1):
+            name, inner = f"block{b}/unit{u}", after // 4
+            sizes = {1: (1, 1, before, inner), 2: (3, 3, inner, inner), 3: (1, 1, inner, after)}
+            for number, size in sizes.items():
+                arrays[f"{name}/conv{number}/kernel"] = draw.kernel(*size, fan=np.prod(size[:3]))
+                arrays |= norm_arrays(draw, f"{name}/gn{number}", (*lead, size[3]))
+            if u == 1:
+                arrays[f"{name}/conv_proj/kernel"] = draw.kernel(1, 1, before, after, fan=before)
+                arrays |= norm_arrays(draw, f"{name}/gn_proj", (*lead, after))
+            before = after
+    return arrays
+
+
+def big_vision(pool: str = "gap", hidden: int = 0, cells: int | None = 16, head: bool = True) -> Arrays:
+    """Without a prefix: that is put on when the file is written. cells=None has fixed sin-cos positions."""
+    draw = Draw(2)
+    arrays = {
+        "embedding/kernel": draw.kernel(P, P, 3, D, fan=P * P * 3),
+        "embedding/bias": draw.bias(D),
+        **encoder_arrays(draw, NEW),
+    }
+    if cells:
+        arrays["pos_embedding"] = draw(1, cells, D, scale=0.5)
+    if pool == "tok":
+        arrays["cls"] = draw(1, 1, D, scale=0.5)
+    if pool == "map":
+        arrays["MAPHead_0/probe"] = draw(1, 1, D)
+        arrays |= norm_arrays(draw, "MAPHead_0/LayerNorm_0")
+        arrays |= attention_arrays(draw, "MAPHead_0/MultiHeadDotProductAttention_0")
+        arrays |= dense_arrays(draw, "MAPHead_0/MlpBlock_0/Dense_0", D, M)
+        arrays |= dense_arrays(draw, "MAPHead_0/MlpBlock_0/Dense_1", M, D)
+    if hidden:
+        arrays |= dense_arrays(draw, "pre_logits", D, hidden)
+    return arrays | (dense_arrays(draw, "head", hidden or D, CLASSES) if head else {})
+
+
+def bit_arrays(blocks: tuple[int, ...], conv: str = "standardized_conv2d") -> Arrays:
+    draw, before = Draw(3), 64
+    arrays = {f"resnet/root_block/{conv}/kernel": draw.kernel(7, 7, 3, 64, fan=147)}
+    for b, count in enumerate(blocks, 1):
+        after = 128 * 2**b
+        for u in range(1, count + 1):
+            name, inner = f"resnet/block{b}/unit{u:02d}", after // 4
+            sizes = {"a": (1, 1, before, inner), "b": (3, 3, inner, inner), "c": (1, 1, inner, after)}
+            for letter, size in sizes.items():
+                arrays[f"{name}/{letter}/{conv}/kernel"] = draw.kernel(*size, fan=np.prod(size[:3]))
+                arrays |= bit_norm(draw, f"{name}/{letter}/group_norm", size[2])
+            if u == 1:
+                arrays[f"{name}/a/proj/{conv}/kernel"] = draw.kernel(1, 1, before, after, fan=before)
+            before = after
+    arrays |= bit_norm(draw, "resnet/group_norm", before)
+    head = {"kernel": draw.kernel(1, 1, before, CLASSES, fan=before), "bias": draw.bias(CLASSES)}
+    return arrays | {f"resnet/head/conv2d/{name}": x for name, x in head.items()}
+
+
+def bit_norm(draw: Draw, name: str, width: int) -> Arrays:
+    return {f"{name}/gamma": draw.gain(width), f"{name}/beta": draw.bias(width)}
+
+
+def prefixed(arrays: Arrays, prefix: str) -> Arrays:
+    return {prefix + name: x for name, x in arrays.items()}
+
+
+def stacked(arrays: Arrays) -> Arrays:
+    """big_vision's scanned layers: one array with a leading axis for all blocks."""
+    first = "Transformer/encoderblock_0/"
+    out = {name: x for name, x in arrays.items() if "/encoderblock_" not in name}
+    for name in arrays:
+        if name.startswith(first):
+            layers = [arrays[name.replace("encoderblock_0", f"encoderblock_{i}")] for i in range(DEPTH)]
+            out[name.replace("encoderblock_0", "encoderblock")] = np.stack(layers)
+    return out
+
+
+def to_bf16(x: Array) -> Array:
+    """As big_vision's files hold bfloat16: two raw bytes, the upper half of a float32."""
+    return (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16).view("V2")
+
+
+def from_bf16(x: Array) -> Array:
+    return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def save(arrays: Arrays, path: Path, write: Callable[..., None] = np.savez) -> Path:
+    write(path, **arrays)
+    return path
+
+
+# The reference --------------------------------------------------------------------------------------------------------
+
+
+def dense(x: Array, w: Mapping[str, Array], name: str) -> Array:
+    return x @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+
+
+def layer_norm(x: Array, w: Mapping[str, Array], name: str) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}/scale"] + w[f"{name}/bias"]
+
+
+def attend(queries: Array, x: Array, w: Mapping[str, Array], name: str) -> Array:
+    """flax: one einsum into the heads, one out of them."""
+    q, k, v = (
+        np.einsum("bnd,dhe->bnhe", source, w[f"{name}/{part}/kernel"]) + w[f"{name}/{part}/bias"]
+        for part, source in (("query", queries), ("key", x), ("value", x))
+    )
+    weights = reference.softmax(np.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(D / H))
+    mixed = np.einsum("bhqk,bkhe->bqhe", weights, v)
+    return np.einsum("bqhe,hed->bqd", mixed, w[f"{name}/out/kernel"]) + w[f"{name}/out/bias"]
+
+
+def mlp(x: Array, w: Mapping[str, Array], name: str) -> Array:
+    return dense(reference.gelu_tanh(dense(x, w, f"{name}/Dense_0")), w, f"{name}/Dense_1")
+
+
+def encode(x: Array, w: Mapping[str, Array], numbers: tuple[int, int, int]) -> Array:
+    attention, hidden, norm2 = numbers
+    for layer in range(DEPTH):
+        at = f"Transformer/encoderblock_{layer}"
+        y = layer_norm(x, w, f"{at}/LayerNorm_0")
+        x = x + attend(y, y, w, f"{at}/MultiHeadDotProductAttention_{attention}")
+        x = x + mlp(layer_norm(x, w, f"{at}/LayerNorm_{norm2}"), w, f"{at}/MlpBlock_{hidden}")
+    return layer_norm(x, w, "Transformer/encoder_norm")
+
+
+def embed(pixels: Array, w: Mapping[str, Array]) -> Array:
+    """A convolution whose stride is its kernel: tokens in raster order."""
+    kernel = w["embedding/kernel"]
+    B, p = len(pixels), kernel.shape[0]
+    seen = reference.convolve(pixels, kernel.transpose(3, 2, 0, 1), p, ((0, 0), (0, 0)))
+    return seen.reshape(B, D, -1).transpose(0, 2, 1) + w["embedding/bias"]
+
+
+def with_class(x: Array, w: Mapping[str, Array]) -> Array:
+    return np.concatenate((np.broadcast_to(w["cls"], (len(x), 1, D)), x), 1)
+
+
+def logits(x: Array, w: Mapping[str, Array]) -> Array:
+    x = np.tanh(dense(x, w, "pre_logits")) if "pre_logits/kernel" in w else x
+    return dense(x, w, "head") if "head/kernel" in w else x
+
+
+def run_original(pixels: Array, w: Mapping[str, Array]) -> Array:
+    """vit_jax: positions over all tokens, the class token read out."""
+    x = with_class(embed(pixels, w), w) + w["Transformer/posembed_input/pos_embedding"]
+    return logits(encode(x, w, OLD)[:, 0], w)
+
+
+def run_big_vision(pixels: Array, w: Mapping[str, Array]) -> Array:
+    """big_vision: positions on the patches before the class token joins; gap, tok or map."""
+    grid = [side // P for side in pixels.shape[2:]]
+    positions = w["pos_embedding"] if "pos_embedding" in w else reference.sincos2d(*grid, D)
+    x = embed(pixels, w) + positions
+    x = encode(with_class(x, w) if "cls" in w else x, w, NEW)
+    if "cls" in w:
+        return logits(x[:, 0], w)
+    if "MAPHead_0/probe" not in w:
+        return logits(x.mean(1), w)
+    probe = np.broadcast_to(w["MAPHead_0/probe"], (len(x), 1, D))
+    x = attend(probe, x, w, "MAPHead_0/MultiHeadDotProductAttention_0")
+    return logits((x + mlp(layer_norm(x, w, "MAPHead_0/LayerNorm_0"), w, "MAPHead_0/MlpBlock_0"))[:, 0], w)
+
+
+def group_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
+    weights = {"gn.weight": scale.reshape(-1), "gn.bias": bias.reshape(-1)}
+    return reference.group_norm(x, weights, "gn", eps)
+
+
+def run_stem(x: Array, w: Mapping[str, Array], blocks: tuple[int, ...]) -> Array:
+    """Google's hybrid: v1 units, SAME padding, w / (std + 1e-5), GroupNorm 1e-6."""
+
+    def conv(x: Array, name: str, stride: int = 1) -> Array:
+        kernel = reference.standardise_hybrid(w[f"{name}/kernel"].transpose(3, 2, 0, 1))
+        return reference.convolve(x, kernel, stride, reference.same_pads(x, kernel.shape[-1], stride))
+
+    def norm(x: Array, name: str) -> Array:
+        return group_norm(x, w[f"{name}/scale"], w[f"{name}/bias"], 1e-6)
+
+    x = reference.relu(norm(conv(x, "conv_root", 2), "gn_root"))
+    x = reference.max_pool(x, reference.same_pads(x, 3, 2), -np.inf)
+    for b, count in enumerate(blocks, 1):
+        for u in range(1, count + 1):
+            at, stride = f"block{b}/unit{u}", 2 if b > 1 and u == 1 else 1
+            shortcut = norm(conv(x, f"{at}/conv_proj", stride), f"{at}/gn_proj") if u == 1 else x
+            y = reference.relu(norm(conv(x, f"{at}/conv1"), f"{at}/gn1"))
+            y = reference.relu(norm(conv(y, f"{at}/conv2", stride), f"{at}/gn2"))
+            x = reference.relu(shortcut + norm(conv(y, f"{at}/conv3"), f"{at}/gn3"))
+    return x
+
+
+def run_bit(x: Array, w: Mapping[str, Array], blocks: tuple[int, ...], conv_name: str) -> Array:
+    """big_transfer: v2 units, symmetric padding, w / sqrt(var + 1e-10), zeros around the root's pooling."""
+
+    def conv(x: Array, name: str, stride: int = 1) -> Array:
+        kernel = reference.standardise_bit(w[f"{name}/{conv_name}/kernel"].transpose(3, 2, 0, 1))
+        return reference.convolve(x, kernel, stride, reference.symmetric_pads(x, kernel.shape[-1], stride))
+
+    def norm(x: Array, name: str) -> Array:
+        return reference.relu(group_norm(x, w[f"{name}/gamma"], w[f"{name}/beta"], 1e-5))
+
+    x = reference.max_pool(conv(x, "resnet/root_block", 2), ((1, 1), (1, 1)), 0.0)
+    for b, count in enumerate(blocks, 1):
+        for u in range(1, count + 1):
+            at, stride = f"resnet/block{b}/unit{u:02d}", 2 if b > 1 and u == 1 else 1
+            y = norm(x, f"{at}/a/group_norm")
+            shortcut = conv(y, f"{at}/a/proj", stride) if u == 1 else x
+            y = norm(conv(y, f"{at}/a"), f"{at}/b/group_norm")
+            y = norm(conv(y, f"{at}/b", stride), f"{at}/c/group_norm")
+            x = shortcut + conv(y, f"{at}/c")
+    x = norm(x, "resnet/group_norm").mean((2, 3))
+    return x @ w["resnet/head/conv2d/kernel"][0, 0] + w["resnet/head/conv2d/bias"]
+
+
+def wide(arrays: Arrays) -> Arrays:
+    return {name: x.astype(np.float64) for name, x in arrays.items()}
+
+
+def gap(path: Path, expected: Callable[[Array], Array], size: tuple[int, int] = (32, 32), **hints: Any) -> float:
+    """plainvit's logits of the file beside the reference's, relative to the reference's scale."""
+    model = plainvit.load(path, dtype=torch.float64, **hints)
+    images = tiny.images(size=size)
+    theirs = expected(images.numpy() * 2 - 1)  # Google: (x - 127.5) / 127.5
+    with torch.inference_mode():
+        return tiny.difference(model(images), torch.from_numpy(theirs)) / np.abs(theirs).max()
+
+
+# The original layout --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("hidden", [0, D, 20])
+def test_original_and_augreg(tmp_path: Path, hidden: int, write: Callable[..., None]) -> None:
+    arrays = original(hidden)
+    path = save(arrays, tmp_path / "a.npz", write)
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+def test_a_suffix_says_nothing(tmp_path: Path) -> None:
+    arrays = original()
+    path = save(arrays, tmp_path / "a.npz").rename(tmp_path / "weights.safetensors")
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_fortran_order(tmp_path: Path, write: Callable[..., None]) -> None:
+    arrays = original(20)
+    path = save({name: np.asfortranarray(x) for name, x in arrays.items()}, tmp_path / "a.npz", write)
+    with np.load(path) as archive:
+        assert archive["embedding/kernel"].flags.f_contiguous
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+def test_big_endian(tmp_path: Path) -> None:
+    arrays = original()
+    path = save({name: x.astype(">f4") for name, x in arrays.items()}, tmp_path / "a.npz")
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_precisions(tmp_path: Path, dtype: type) -> None:
+    arrays = {name: x.astype(dtype) for name, x in original().items()}
+    path = save(arrays, tmp_path / "a.npz")
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+@pytest.mark.parametrize("hints", [{"grid": (3, 5)}, {"image_size": (24, 40)}])
+def test_a_table_that_is_no_square(tmp_path: Path, hints: dict[str, Any]) -> None:
+    arrays = original(cells=15)
+    path = save(arrays, tmp_path / "a.npz")
+    with pytest.raises(ValueError, match=r"16 positions.*grid=.*image_size="):
+        plainvit.load(path)
+    assert gap(path, lambda x: run_original(x, wide(arrays)), (24, 40), **hints) < EXACT
+
+
+def test_without_a_head(tmp_path: Path) -> None:
+    arrays = {name: x for name, x in original().items() if not name.startswith("head/")}
+    path = save(arrays, tmp_path / "a.npz")
+    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
+
+
+def test_google_numerics_are_learned(tmp_path: Path) -> None:
+    model = plainvit.load(save(original(), tmp_path / "a.npz"))
+    config = model.config
+    assert (config.activation, config.norm_eps, config.mean, config.std) == ("gelu_tanh", 1e-6, (0.5,) * 3, (0.5,) * 3)
+    assert (config.heads, config.grid, config.mlp_dim) == (H, (4, 4), M)
+    prepared = model.about.preprocess
+    assert (prepared.resize, prepared.interpolation, prepared.antialias) == ("squash", "bilinear", False)
+
+
+# Hybrids --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["(c,)", "(1, 1, 1, c)"])
+@pytest.mark.parametrize(("blocks", "size"), [((1, 2), (32, 32)), ((2, 1, 1), (64, 64))])
+def test_hybrid(tmp_path: Path, blocks: tuple[int, ...], size: tuple[int, int], old: bool) -> None:
+    channels = 128 * 2 ** len(blocks)
+    arrays = original(stem=stem_arrays(blocks, old), kernel=(1, 1, channels))
+    path = save(arrays, tmp_path / "h.npz")
+    w = wide(arrays)
+    assert gap(path, lambda x: run_original(run_stem(x, w, blocks), w), size) < EXACT
+
+
+def test_stem_only_hybrid_is_32_pixels_a_token(tmp_path: Path) -> None:
+    """R+Ti/16: the root's stride of 4 under 8 x 8 patches, despite the name."""
+    arrays = original(cells=4, stem=stem_arrays(()), kernel=(8, 8, 64))
+    path = save(arrays, tmp_path / "h.npz")
+    w = wide(arrays)
+    assert plainvit.load(path).config.image_size == (64, 64)
+    assert gap(path, lambda x: run_original(run_stem(x, w, ()), w), (64, 64)) < EXACT
+
+
+def test_hybrid_at_a_size_with_uneven_padding(tmp_path: Path) -> None:
+    """A rectangle whose maps are odd on the way: SAME pads differ between the sides."""
+    arrays = original(cells=15, stem=stem_arrays((1, 1)), kernel=(1, 1, 512))
+    path = save(arrays, tmp_path / "h.npz")
+    w = wide(arrays)
+    assert gap(path, lambda x: run_original(run_stem(x, w, (1, 1)), w), (24, 40), grid=(3, 5)) < EXACT
+
+
+# big_vision -----------------------------------------------------------------------------------------------------------
+
+PREFIXES = ["params/", "opt/target/", "params/img/"]
+BIG_VISION: dict[str, dict[str, Any]] = {
+    "gap": {},
+    "tok": {"pool": "tok"},
+    "map": {"pool": "map"},
+    "gap, hidden layer": {"hidden": 20},
+    "map, no head": {"pool": "map", "head": False},
+}
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["", "scanned"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("settings", BIG_VISION.values(), ids=BIG_VISION)
+def test_big_vision(tmp_path: Path, settings: dict[str, Any], prefix: str, scanned: bool) -> None:
+    arrays = big_vision(**settings)
+    path = save(prefixed(stacked(arrays) if scanned else arrays, prefix), tmp_path / "b.npz")
+    assert gap(path, lambda x: run_big_vision(x, wide(arrays))) < EXACT
+
+
+def beside(prefix: str, arrays: Arrays) -> Iterator[tuple[str, Array]]:
+    """What a training run's file holds beyond the image tower: moments of the optimiser, counters, a text tower."""
+    one = np.ones(1, np.float32)
+    for name, x in arrays.items():
+        yield f"opt/0/mu/{prefix.removeprefix('params/')}{name}", x
+    yield "opt/0/count", np.array(7)
+    yield "chrono/steps", np.array(7)
+    if prefix == "params/img/":
+        yield from (("params/t", one), ("params/b", one))
+        yield "params/txt/Embed_0/embedding", Draw()(30, D)
+        yield "params/txt/pos_embedding", Draw()(1, 9, D)
+        for name in encoder_arrays(Draw(), NEW):
+            yield f"params/txt/Encoder_0/{name}", one
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["", "scanned"])
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("prefix", ["params/", "params/img/"])
+def test_what_lies_beside_the_image_tower_is_left(tmp_path: Path, prefix: str, first: bool, scanned: bool) -> None:
+    arrays = big_vision("map")
+    kept = stacked(arrays) if scanned else arrays
+    ours, other = prefixed(kept, prefix), dict(beside(prefix, kept))
+    path = save(other | ours if first else ours | other, tmp_path / "b.npz")
+    assert gap(path, lambda x: run_big_vision(x, wide(arrays))) < EXACT
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["", "scanned"])
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_bf16_stored_as_two_raw_bytes(tmp_path: Path, write: Callable[..., None], scanned: bool) -> None:
+    arrays = {name: to_bf16(x) for name, x in big_vision("map").items()}
+    path = save(prefixed(stacked(arrays) if scanned else arrays, "params/"), tmp_path / "b.npz", write)
+    w = wide({name: from_bf16(x) for name, x in arrays.items()})
+    assert gap(path, lambda x: run_big_vision(x, w)) < EXACT
+    assert {x.dtype for x in plainvit.load(path, dtype=None).state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
+def test_fixed_positions(tmp_path: Path, size: tuple[int, int]) -> None:
+    """No table in the file: sin-cos, on whatever grid the caller's image size has."""
+    arrays = big_vision(cells=None)
+    path = save(prefixed(arrays, "params/"), tmp_path / "b.npz")
+    assert gap(path, lambda x: run_big_vision(x, wide(arrays)), size, image_size=size) < EXACT
+
+
+def test_fixed_positions_without_a_size_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(prefixed(big_vision(cells=None), "params/"), tmp_path / "b.npz")
+    assert plainvit.load(path).config.image_size == (224, 224)
+    assert "image size assumed" in caplog.text
+
+
+# BiT ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("conv", ["standardized_conv2d", "standardized_conv2d_7"])
+@pytest.mark.parametrize("size", [(32, 32), (33, 47)])
+def test_bit(tmp_path: Path, size: tuple[int, int], conv: str) -> None:
+    arrays = bit_arrays((2, 1), conv)
+    path = save(arrays, tmp_path / "bit.npz")
+    assert gap(path, lambda x: run_bit(x, wide(arrays), (2, 1), conv), size) < EXACT
+
+
+def test_bit_with_ten_units_and_more(tmp_path: Path) -> None:
+    """Zero-padded numbers: unit02 comes before unit10."""
+    arrays = bit_arrays((11,))
+    assert "resnet/block1/unit11/a/group_norm/gamma" in arrays
+    path = save(arrays, tmp_path / "bit.npz")
+    assert gap(path, lambda x: run_bit(x, wide(arrays), (11,), "standardized_conv2d"), (16, 16)) < EXACT
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+ROUND: dict[str, tuple[Callable[[], Arrays], dict[str, Any]]] = {
+    "original": (original, {}),
+    "original, pre_logits": (lambda: original(D), {}),
+    "original, fp16": (lambda: {name: x.astype(np.float16) for name, x in original().items()}, {}),
+    "original, float64": (lambda: {name: x.astype(np.float64) for name, x in original().items()}, {}),
+    "original, rectangle": (lambda: original(cells=15), {"grid": (3, 5)}),
+    "hybrid": (lambda: original(stem=stem_arrays((1, 2)), kernel=(1, 1, 512)), {}),
+    "stem only": (lambda: original(cells=4, stem=stem_arrays(()), kernel=(8, 8, 64)), {}),
+    "big_vision, gap": (lambda: prefixed(big_vision(), "params/"), {}),
+    "big_vision, tok": (lambda: prefixed(big_vision("tok"), "params/"), {}),
+    "big_vision, map": (lambda: prefixed(big_vision("map"), "params/"), {}),
+    "big_vision, bf16": (lambda: {f"params/{name}": to_bf16(x) for name, x in big_vision("map").items()}, {}),
+    "big_vision, fixed positions": (lambda: prefixed(big_vision(cells=None), "params/"), {"image_size": 32}),
+    "BiT": (lambda: bit_arrays((2, 2, 2, 2)), {}),
+}
+
+
+def same_bits(found: Path, expected: Arrays) -> None:
+    """Names, dtypes and bytes; shapes too, but for the sides of 1 of an old GroupNorm."""
+    with np.load(found, allow_pickle=False) as archive:
+        assert set(archive.files) == set(expected)
+        for name, x in expected.items():
+            y = archive[name]
+            assert (y.dtype, y.tobytes()) == (x.dtype, x.tobytes()), name
+            shape = x.shape[-1:] if x.ndim == 4 and x.shape[:3] == (1, 1, 1) and "gn" in name else x.shape
+            assert y.shape == shape, name
+
+
+@pytest.mark.parametrize(("build", "hints"), ROUND.values(), ids=ROUND)
+def test_there_and_back_is_the_same_file(tmp_path: Path, build: Callable[[], Arrays], hints: dict[str, Any]) -> None:
+    arrays = build()
+    model = plainvit.load(save(arrays, tmp_path / "a.npz"), dtype=None, **hints)
+    same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), arrays)
+
+
+def test_old_group_norms_come_back_as_vectors(tmp_path: Path) -> None:
+    arrays = original(stem=stem_arrays((1, 2), old=True), kernel=(1, 1, 512))
+    model = plainvit.load(save(arrays, tmp_path / "a.npz"), dtype=None)
+    same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), arrays)
+
+
+def test_scanned_layers_come_back_one_by_one(tmp_path: Path) -> None:
+    arrays = big_vision("map")
+    model = plainvit.load(save(prefixed(stacked(arrays), "params/img/"), tmp_path / "a.npz"), dtype=None)
+    same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), prefixed(arrays, "params/"))
+
+
+def test_numbered_convolutions_come_back_without_numbers(tmp_path: Path) -> None:
+    """Two units in each stage make the smallest shape that counts as BiT."""
+    model = plainvit.load(save(bit_arrays((2, 2, 2, 2), "standardized_conv2d_3"), tmp_path / "a.npz"), dtype=None)
+    same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), bit_arrays((2, 2, 2, 2)))
+
+
+def test_a_folded_class_row_is_the_same_function(tmp_path: Path) -> None:
+    """facts (a): cls += pe[:, 0]; pe = pe[:, 1:] takes an original file to big_vision's form, logits unchanged."""
+    old = wide(original())
+    table = old.pop("Transformer/posembed_input/pos_embedding")
+    new = old | {"cls": old["cls"] + table[:, :1], "pos_embedding": table[:, 1:]}
+    renames = {
+        "MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0",
+        "MlpBlock_3": "MlpBlock_0",
+        "LayerNorm_2": "LayerNorm_1",
+    }
+    for before, after in renames.items():
+        new = {name.replace(before, after): x for name, x in new.items()}
+    path = save(prefixed(new, "params/"), tmp_path / "b.npz")
+    assert gap(path, lambda x: run_original(x, wide(original()))) < EXACT

@@ -1,0 +1,1194 @@
+"""Broken and hostile files: each is refused in one line, nothing in it runs, nothing is left behind, memory stays low.
+
+The truth here is the issue's list and the formats' own definitions: every lie is written by hand into a file that was
+sound before. A file may load or be refused with ValueError; anything else (another exception, a hang, a marker file, a
+stray file) is a failure.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import test_weights_google as google
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import plainvit
+
+SECONDS = 2  # of processor time: the most that a hostile file may cost
+Values = dict[str, Tensor]
+
+
+class TooSlow(BaseException):
+    """Not an Exception: no handler may take it for a fault of the file."""
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    except TooSlow:
+        pytest.fail(f"more than {SECONDS} s for one file")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def load_or_refuse(path: Path, **hints: Any) -> Any:
+    """The model, or the one line that refuses it; any other end is a failure."""
+    with in_time():
+        try:
+            return plainvit.load(path, **hints)
+        except ValueError as error:
+            text = str(error)
+    assert text.strip(), "a refusal says something"
+    assert len(text.splitlines()) == 1, text
+    return text
+
+
+def refuse(path: Path, **hints: Any) -> str:
+    names = sorted(path.parent.rglob("*"))
+    said = load_or_refuse(path, **hints)
+    assert isinstance(said, str), "it was taken for sound"
+    assert sorted(path.parent.rglob("*")) == names, "something was left behind"
+    return said
+
+
+# Sound files, small enough that most of their bytes matter ------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
+HINTS = {"heads": 2}
+
+
+def small(**settings: Any) -> Any:
+    return tiny.vit(torch.float32, **SMALL | settings)
+
+
+@cache
+def sound(kind: str) -> Values:
+    """Weights of each layout under its own names, as plainvit writes them (which other tests hold to the libraries)."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _sound(kind, Path(folder))
+
+
+def _sound(kind: str, folder: Path) -> Values:
+    if kind in ("google", "big_vision"):
+        model = small() if kind == "google" else small(pool="attention", class_token=False)
+        with np.load(plainvit.save(model, folder / "m.npz", format="google")) as archive:
+            return {name: torch.from_numpy(archive[name]) for name in archive.files}
+    if kind == "scanned":
+        flat = sound("big_vision")
+        return {
+            name.replace("encoderblock_0", "encoderblock"): x[None] if "encoderblock_0" in name else x
+            for name, x in flat.items()
+        }
+    if kind == "hybrid":
+        arrays = google.original(cells=4, stem=google.stem_arrays((1,)), kernel=(1, 1, 256))
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
+    if kind == "BiT":
+        return {name: torch.from_numpy(x) for name, x in google.bit_arrays((1,)).items()}
+    if kind == "timm BiT":
+        plainvit.save(tiny.bit(torch.float32, (1,), "timm"), folder / "m.pth", format="timm")
+        return torch.load(folder / "m.pth", weights_only=True)
+    if kind == "transformers":
+        path = plainvit.save(small(numerics="timm"), folder / "m", format="transformers") / "model.safetensors"
+        return safetensors.torch.load_file(path)
+    if kind == "plainvit":
+        return {name: x.clone() for name, x in small().state_dict().items()}
+    plainvit.save(small(numerics="timm"), folder / "m.pth", format=kind)
+    return torch.load(folder / "m.pth", weights_only=True)
+
+
+ARCHIVES = ("google", "hybrid", "big_vision", "scanned", "BiT")
+KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *ARCHIVES)
+
+
+@cache
+def description() -> str:
+    """What plainvit writes of its small model into a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = plainvit.save(small(), Path(folder) / "m.safetensors")
+        with safetensors.safe_open(path, "pt") as file:
+            return file.metadata()["plainvit"]
+
+
+def store(kind: str, values: Mapping[str, Tensor], folder: Path) -> Path:
+    """Weights in the container that they come in."""
+    if kind in ARCHIVES:
+        path = folder / "m.npz"
+        np.savez(path, **{name: x.numpy() for name, x in values.items()})
+        return path
+    path = folder / "m.safetensors"
+    metadata = {"plainvit": description()} if kind == "plainvit" else None
+    safetensors.torch.save_file({name: x.contiguous() for name, x in values.items()}, path, metadata)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sound_files_are_sound(tmp_path: Path, kind: str) -> None:
+    assert isinstance(load_or_refuse(store(kind, sound(kind), tmp_path), **HINTS), nn.Module)
+
+
+# Weights that are wrong -----------------------------------------------------------------------------------------------
+
+MAY_BE_ABSENT = {"pos_embed", "params/pos_embedding"}  # timm's pos_embed="none"; big_vision's fixed positions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_weight_is_refused(tmp_path: Path, kind: str) -> None:
+    for name in sound(kind).keys() - MAY_BE_ABSENT:
+        values = {other: x for other, x in sound(kind).items() if other != name}
+        refuse(store(kind, values, tmp_path), **HINTS)
+
+
+@pytest.mark.parametrize("name", ["evil", "evil\nname", "blocks.0.evil.weight", "head.evil"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extra_weight_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    inside = f"params/{name}" if kind in ("big_vision", "scanned") else name  # what lies beside the tower is left
+    said = refuse(store(kind, sound(kind) | {inside: torch.ones(2)}, tmp_path), **HINTS)
+    assert "evil" in said
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "longer": lambda x: torch.cat((x, x[:1])) if x.ndim else x,
+    "wider": lambda x: torch.cat((x, x[..., :1]), -1),
+    "flat": lambda x: x.reshape(-1),
+    "scalar": lambda x: x.flatten()[0],
+    "twice": lambda x: torch.stack((x, x)),
+    "swapped": lambda x: x.movedim(0, -1),
+    "empty": lambda x: x[:0],
+    "hollow": lambda x: x[..., :0],
+    "without sides of 1": lambda x: x.squeeze(),
+    "with sides of 1": lambda x: x[None, ..., None],
+}
+
+
+def telling_names(kind: str) -> list[str]:
+    """Every weight of a ViT; of a ResNet the first of each shape and leaf, as its units are alike."""
+    if kind not in ("hybrid", "BiT", "timm BiT"):
+        return list(sound(kind))
+    kinds = {
+        (x.ndim, name.replace(".", "/").rsplit("/", 1)[-1], "head" in name): name for name, x in sound(kind).items()
+    }
+    roots = [name for name in sound(kind) if "root" in name or "stem" in name or "embedding" in name]
+    return [*kinds.values(), *roots]
+
+
+PATCHES = (
+    *("embedding/kernel", "params/embedding/kernel", "patch_embed.proj.weight", "conv_proj.weight"),
+    "vit.embeddings.patch_embeddings.projection.weight",
+)
+
+
+@pytest.mark.parametrize("change", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_shape_is_refused(tmp_path: Path, kind: str, change: str) -> None:
+    """The same numbers with other sides of 1 may load, and must then be the same model."""
+    right = plainvit.load(store(kind, sound(kind), tmp_path), **HINTS).state_dict()
+    for name in telling_names(kind):
+        x = sound(kind)[name]
+        wrong = SHAPES[change](x)
+        if wrong.shape == x.shape:
+            continue
+        found = load_or_refuse(store(kind, sound(kind) | {name: wrong}, tmp_path), **HINTS)
+        if isinstance(found, str) or (name in PATCHES and found.config.patch != (8, 8)):
+            continue  # another kernel is another patch size
+        assert [side for side in wrong.shape if side != 1] == [side for side in x.shape if side != 1], name
+        assert all(torch.equal(found.state_dict()[ours], y) for ours, y in right.items()), name
+
+
+def some_names(kind: str) -> list[str]:
+    names = list(sound(kind))
+    return [names[0], names[len(names) // 2], names[-1]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, kind: str, value: float) -> None:
+    for name in some_names(kind):
+        broken = sound(kind)[name].clone()
+        broken.view(-1)[-1] = value
+        assert "finite" in refuse(store(kind, sound(kind) | {name: broken}, tmp_path), **HINTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("kind", ["plainvit", "timm", "transformers", "google"])
+def test_a_dtype_that_is_not_of_weights_is_refused(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    for name in some_names(kind):
+        wrong = sound(kind)[name].to(dtype)
+        assert "dtype" in refuse(store(kind, sound(kind) | {name: wrong}, tmp_path), **HINTS)
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "U4", "S4", "datetime64[s]", "c16", "V3", "u2,u1"])
+def test_a_dtype_that_only_numpy_has_is_refused(tmp_path: Path, dtype: str) -> None:
+    arrays = {name: x.numpy() for name, x in sound("google").items()}
+    for name in ("cls", "head/bias", "embedding/kernel"):
+        np.savez(tmp_path / "m.npz", **arrays | {name: np.zeros(arrays[name].shape, dtype)})
+        refuse(tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8"])
+def test_a_dtype_of_a_byte_is_refused(tmp_path: Path, dtype: str) -> None:
+    header, body = parts(store("timm", sound("timm"), tmp_path))
+    header["cls_token"] |= {"dtype": dtype, "shape": [1, 4, 16]}
+    assemble(tmp_path / "m.safetensors", header, body)
+    refuse(tmp_path / "m.safetensors", **HINTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_numbers_too_large_for_the_precision_asked_for_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Finite in the file, infinite in the model."""
+    values = {name: x.double() for name, x in sound("timm").items()}
+    values["norm.weight"][0] = 1e300
+    path = store("timm", values, tmp_path)
+    assert isinstance(load_or_refuse(path, dtype=None, **HINTS), nn.Module)
+    refuse(path, dtype=dtype, **HINTS)
+
+
+def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
+    """Prefixes and numbers that are taken off must not make one weight hide another."""
+    timm = sound("timm") | {"module.norm.bias": torch.ones(16)}
+    refuse(store("timm", timm, tmp_path), **HINTS)
+    kernel = "resnet/root_block/standardized_conv2d/kernel"
+    bit = sound("BiT") | {kernel.replace("conv2d/", "conv2d_7/"): sound("BiT")[kernel] + 1}
+    refuse(store("BiT", bit, tmp_path))
+
+
+# Numbers in names that cost time --------------------------------------------------------------------------------------
+
+MANY = 99_999_999
+NUMBERED = {
+    "timm": f"blocks.{MANY}.norm1.weight",
+    "timm BiT": f"stages.0.blocks.{MANY}.norm1.weight",
+    "transformers": f"vit.encoder.layer.{MANY}.layernorm_before.weight",
+    "torchvision": f"encoder.layers.encoder_layer_{MANY}.ln_1.weight",
+    "google": f"Transformer/encoderblock_{MANY}/LayerNorm_0/scale",
+    "hybrid": f"block1/unit{MANY}/gn1/scale",
+    "big_vision": f"params/Transformer/encoderblock_{MANY}/LayerNorm_0/scale",
+    "BiT": f"resnet/block1/unit{MANY}/a/group_norm/gamma",
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_a_block_of_a_high_number_costs_nothing(tmp_path: Path, kind: str) -> None:
+    refuse(store(kind, sound(kind) | {NUMBERED[kind]: torch.ones(16)}, tmp_path), **HINTS)
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, kind: str) -> None:
+    name = NUMBERED[kind].replace(str(MANY), "9" * 5000)
+    refuse(store(kind, sound(kind) | {name: torch.ones(16)}, tmp_path), **HINTS)
+
+
+def test_a_billion_empty_layers_cost_nothing(tmp_path: Path) -> None:
+    """big_vision stacks layers on a leading axis; an array of 10^9 x 0 takes no room in the file."""
+    arrays = {name: x.numpy() for name, x in sound("scanned").items()}
+    arrays["params/Transformer/encoderblock/evil"] = np.empty((10**9, 0), np.float32)
+    np.savez(tmp_path / "m.npz", **arrays)
+    refuse(tmp_path / "m.npz")
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """What a pickle does when it is trusted."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def zipped(value: object, path: Path) -> None:
+    torch.save(value, path)
+
+
+def legacy(value: object, path: Path) -> None:
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def bare_pickle(value: object, path: Path) -> None:
+    path.write_bytes(pickle.dumps(value))
+
+
+def text_pickle(value: object, path: Path) -> None:
+    path.write_bytes(pickle.dumps(value, protocol=0))
+
+
+WRITERS = (zipped, legacy, bare_pickle, text_pickle)
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda evil: evil,
+    "beside": lambda evil: {"model": sound("timm"), "args": evil},
+    "inside": lambda evil: sound("timm") | {"evil": evil},
+    "as a name": lambda evil: {"model": sound("timm"), (evil,): 1},
+}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".bin", ".safetensors", ".npz"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_pickle_with_code_runs_nothing(
+    tmp_path: Path, write: Callable[[object, Path], None], place: str, suffix: str
+) -> None:
+    marker, path = tmp_path / "marker", tmp_path / f"evil{suffix}"
+    write(PLACES[place](Payload(marker)), path)
+    refuse(path, **HINTS)
+    assert not marker.exists()
+
+
+def test_the_payload_is_live(tmp_path: Path) -> None:
+    """The marker would appear, were the pickle trusted: else the test above shows nothing."""
+    marker = tmp_path / "marker"
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists()
+
+
+def test_a_pickle_in_a_folder_runs_nothing(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "folder", tmp_path / "marker"
+    folder.mkdir()
+    torch.save({"model": Payload(marker)}, folder / "pytorch_model.bin")
+    refuse(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_object_arrays_run_nothing(tmp_path: Path, compressed: bool) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "evil.npz"
+    arrays = {name: x.numpy() for name, x in sound("google").items()}
+    arrays["head/bias"] = np.array([Payload(marker)] * 3, dtype=object)
+    (np.savez_compressed if compressed else np.savez)(path, **arrays)
+    assert "objects" in refuse(path)
+    assert not marker.exists()
+
+
+def test_an_object_hidden_in_a_structured_array_runs_nothing(tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "evil.npz"
+    hidden = np.empty(3, dtype=[("a", "f4"), ("b", "O")])
+    hidden["b"] = Payload(marker)
+    np.savez(path, **{name: x.numpy() for name, x in sound("google").items()} | {"head/bias": hidden})
+    refuse(path)
+    assert not marker.exists()
+
+
+NOT_A_STATE: dict[str, Callable[[], object]] = {
+    "a word": lambda: "hello",
+    "a list": lambda: [1, 2, 3],
+    "nothing": lambda: None,
+    "a tensor": lambda: torch.ones(3),
+    "a list of tensors": lambda: [torch.ones(3)],
+    "an empty dictionary": dict,
+    "empty dictionaries": lambda: {"model": {"state_dict": {}}},
+    "a dictionary of words": lambda: {"model": "hello", "line\nfeed": "there"},
+    "tensors too deep": lambda: {"a": {"b": {"c": torch.ones(3)}}},
+    "numbers for names": lambda: {1: torch.ones(3), 2: torch.ones(3)},
+    "no known names": lambda: {"line\nfeed": torch.ones(3)},
+    "a whole module": lambda: nn.Linear(2, 2),
+    "a sparse tensor": lambda: sound("timm") | {"norm.bias": torch.ones(16).to_sparse()},
+    "a tensor on the meta device": lambda: sound("timm") | {"norm.bias": torch.empty(16, device="meta")},
+    "all on the meta device": lambda: {name: x.to("meta") for name, x in sound("timm").items()},
+    "a stretched tensor": lambda: sound("timm") | {"norm.bias": torch.ones(1).expand(10**12)},
+    "a stretched embedding": lambda: sound("timm") | {"patch_embed.proj.weight": torch.ones(1).expand(10**9, 3, 8, 8)},
+}
+
+
+@pytest.mark.parametrize("write", [zipped, legacy])
+@pytest.mark.parametrize("name", NOT_A_STATE)
+def test_what_is_no_state_dict_is_refused(tmp_path: Path, name: str, write: Callable[[object, Path], None]) -> None:
+    path = tmp_path / "m.pth"
+    write(NOT_A_STATE[name](), path)
+    refuse(path, **HINTS)
+
+
+@pytest.mark.parametrize("write", [zipped, legacy])
+def test_a_dictionary_that_holds_itself_is_refused(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
+    loop: dict[str, Any] = {}
+    loop["model"] = loop
+    write(loop, tmp_path / "m.pth")
+    refuse(tmp_path / "m.pth")
+
+
+def test_a_program_in_a_pytorch_archive_is_refused(tmp_path: Path) -> None:
+    """TorchScript has the same suffix and the same zip."""
+    torch.save(sound("timm"), tmp_path / "m.pth")
+    with zipfile.ZipFile(tmp_path / "m.pth", "a") as archive:
+        root = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{root}/constants.pkl", pickle.dumps(()))
+        archive.writestr(f"{root}/code/__torch__.py", "import os")
+    said = load_or_refuse(tmp_path / "m.pth", **HINTS)
+    assert isinstance(said, str)
+
+
+def test_a_packed_pytorch_archive_is_right_or_refused(tmp_path: Path) -> None:
+    """PyTorch stores its records as they are; packed by another zip they must not be read as they lie."""
+    plain, packed = tmp_path / "m.pth", tmp_path / "z.pth"
+    torch.save(sound("timm"), plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    found = load_or_refuse(packed, **HINTS)
+    if not isinstance(found, str):
+        assert torch.equal(found.norm.bias, sound("timm")["norm.bias"])
+        assert torch.equal(found.blocks[0].mlp.fc1.weight, sound("timm")["blocks.0.mlp.fc1.weight"])
+
+
+def overstated(path: Path) -> Path:
+    """A PyTorch file of before 1.6 whose storage claims 2^31 numbers and has 777."""
+    legacy({"norm.bias": torch.zeros(777)}, path)
+    data = path.read_bytes()
+    assert data.count(b"M\x09\x03") >= 1  # 777 as pickle spells it
+    path.write_bytes(data.replace(b"M\x09\x03", b"J\xff\xff\xff\x7f"))
+    return path
+
+
+def test_a_storage_that_overstates_itself_is_refused(tmp_path: Path) -> None:
+    refuse(overstated(tmp_path / "m.pth"), **HINTS)
+
+
+# NumPy archives -------------------------------------------------------------------------------------------------------
+
+
+def member(shape: object, data: bytes, descr: object = "<f4", fortran: object = False) -> bytes:
+    """One .npy as it lies in the archive, with a header of our own."""
+    text = repr({"descr": descr, "fortran_order": fortran, "shape": shape}).encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text + b"\n" + data
+
+
+def archive(path: Path, replaced: Mapping[str, bytes], how: int = zipfile.ZIP_STORED) -> Path:
+    """The sound archive with some members replaced byte for byte."""
+    np.savez(path, **{name: x.numpy() for name, x in sound("google").items()})
+    with zipfile.ZipFile(path) as old:
+        members = {name.removesuffix(".npy"): old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", how) as new:
+        for name, data in (members | replaced).items():
+            new.writestr(f"{name}.npy", data)
+    return path
+
+
+BIAS = bytes(12)  # head/bias: three floats
+HEADERS: dict[str, bytes] = {
+    "claims more": member((4,), BIAS),
+    "claims less": member((2,), BIAS),
+    "claims 10^12": member((10**12,), BIAS),
+    "claims 10^12 of no size": member((10**12, 0), b""),
+    "claims more than a word can count": member((2**40, 2**40), BIAS),
+    "negative sides": member((-1, -3), BIAS),
+    "sides that are no numbers": member(("a",), BIAS),
+    "a shape that is no tuple": member(3, BIAS),
+    "objects": member((3,), BIAS, "|O"),
+    "an unknown type": member((3,), BIAS, "<q9"),
+    "a type of no size": member((3,), b"", "|V0"),
+    "an order that is no truth value": member((3,), BIAS, fortran="yes"),
+    "no header": b"\x93NUMPY\x01\x00",
+    "a header of 60 kB": b"\x93NUMPY\x01\x00" + struct.pack("<H", 60000) + b" " * 60000,
+    "a header of 4 GB": b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**32 - 1) + b" " * 100,
+    "a header with code": b"\x93NUMPY\x01\x00" + struct.pack("<H", 24) + b"__import__('os').getpid()",
+    "an unknown version": b"\x93NUMPY\x09\x09" + member((3,), BIAS)[8:],
+    "another magic": b"\x93NOMPY" + member((3,), BIAS)[6:],
+    "nothing": b"",
+    "brackets": b"\x93NUMPY\x01\x00" + struct.pack("<H", 9000) + b"(" * 9000,
+}
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_lies_is_refused(tmp_path: Path, name: str, how: int) -> None:
+    refuse(archive(tmp_path / "m.npz", {"head/bias": HEADERS[name]}, how))
+
+
+def bomb(path: Path, size: int = 600 * 2**20) -> Path:
+    """One honest member of `size` zeros, packed a thousandfold, written in pieces."""
+    piece = bytes(2**20)
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
+        packed.open("embedding/kernel.npy", "w", force_zip64=True) as stream,
+    ):
+        stream.write(member((size // 4,), b""))
+        for _ in range(size // 2**20):
+            stream.write(piece)
+    return path
+
+
+def test_an_archive_that_unpacks_to_much_more_is_refused(tmp_path: Path) -> None:
+    path = bomb(tmp_path / "m.npz")
+    assert path.stat().st_size < 2**23
+    assert "unpack" in refuse(path)
+
+
+def directory(path: Path, change: Callable[[bytearray, int], None]) -> Path:
+    """The sound archive with the first entry of its central directory changed."""
+    data = bytearray(archive(path, {}).read_bytes())
+    change(data, data.index(b"PK\x01\x02"))
+    path.write_bytes(data)
+    return path
+
+
+DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
+    "a size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 24, 2**32 - 2),
+    "a packed size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 20, 2**32 - 2),
+    "both": lambda data, at: struct.pack_into("<II", data, at + 20, 2**32 - 2, 2**32 - 2),
+    "a place past the end": lambda data, at: struct.pack_into("<I", data, at + 42, 2**31),
+    "a place in the middle": lambda data, at: struct.pack_into("<I", data, at + 42, 77),
+    "encryption": lambda data, at: struct.pack_into("<H", data, at + 8, 1),
+    "an unknown packing": lambda data, at: struct.pack_into("<H", data, at + 10, 77),
+    "deflate that is none": lambda data, at: struct.pack_into("<H", data, at + 10, 8),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTORY)
+def test_a_directory_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    """A stored member's packed size is said twice; whoever reads by the other one has the right bytes."""
+    found = load_or_refuse(directory(tmp_path / "m.npz", DIRECTORY[name]))
+    if name == "a packed size of 4 GB" and not isinstance(found, str):
+        assert torch.equal(found.head.bias, sound("google")["head/bias"])
+    else:
+        assert isinstance(found, str)
+
+
+def test_names_that_leave_the_folder_write_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    refuse(archive(folder / "m.npz", {"../../evil": member((3,), BIAS)}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
+
+
+# safetensors ----------------------------------------------------------------------------------------------------------
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def assemble(path: Path, header: dict[str, Any] | bytes, body: bytes, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + body)
+    return path
+
+
+def lie(header: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return header | {"norm.bias": header["norm.bias"] | changes}
+
+
+def doubled(header: dict[str, Any]) -> bytes:
+    """One name twice, as JSON allows and no table can hold."""
+    other = json.dumps(header["norm.bias"] | {"data_offsets": header["norm.weight"]["data_offsets"]})
+    return (json.dumps(header)[:-1] + f', "norm.bias": {other}' + "}").encode()
+
+
+SAFETENSORS: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, ...]]] = {
+    "offsets past the end": lambda h, b: (lie(h, data_offsets=[len(b), len(b) + 64]), b),
+    "offsets of 10^12": lambda h, b: (lie(h, data_offsets=[0, 10**12], shape=[10**12 // 4]), b),
+    "offsets that run back": lambda h, b: (lie(h, data_offsets=[64, 0]), b),
+    "negative offsets": lambda h, b: (lie(h, data_offsets=[-64, 0]), b),
+    "offsets of another": lambda h, b: (lie(h, data_offsets=[0, 64]), b),
+    "a shape too large": lambda h, b: (lie(h, shape=[17]), b),
+    "a shape of 10^12": lambda h, b: (lie(h, shape=[10**12]), b),
+    "a shape past counting": lambda h, b: (lie(h, shape=[2**62, 2**62]), b),
+    "a negative shape": lambda h, b: (lie(h, shape=[-16]), b),
+    "no shape": lambda h, b: (lie(h, shape=None), b),
+    "an unknown dtype": lambda h, b: (lie(h, dtype="F99"), b),
+    "no dtype": lambda h, b: (lie(h, dtype=None), b),
+    "one name twice": lambda h, b: (doubled(h), b),
+    "a hole in the data": lambda h, b: (h, b + bytes(64)),
+    "data too short": lambda h, b: (h, b[:-1]),
+    "no data": lambda h, _: (h, b""),
+    "a header of 100 MB": lambda h, b: (h, b, 100 * 2**20),
+    "a header past counting": lambda h, b: (h, b, 2**64 - 1),
+    "a header of one byte": lambda h, b: (h, b, 1),
+    "a header that is a list": lambda _, b: (b"{}"[:1] + b'"a":[]}', b),
+    "a header that is no JSON": lambda _, b: (b"{not JSON", b),
+    "a header that is no UTF-8": lambda _, b: (b'{"\xff\xfe": 1}', b),
+    "a header of brackets": lambda _, b: (b'{"a":' + b"[" * 100_000, b),
+    "metadata that are no words": lambda h, b: (h | {"__metadata__": {"plainvit": 1}}, b),
+    "metadata that are a list": lambda h, b: (h | {"__metadata__": ["plainvit"]}, b),
+    "an empty header": lambda _, __: ({}, b""),
+}
+
+
+@pytest.mark.parametrize("name", SAFETENSORS)
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    header, body = parts(store("timm", sound("timm"), tmp_path))
+    refuse(assemble(tmp_path / "m.safetensors", *SAFETENSORS[name](header, body)), **HINTS)
+
+
+def test_a_name_of_many_lines_stays_one_line(tmp_path: Path) -> None:
+    said = refuse(store("timm", {"evil\n\nname\r": torch.ones(1)}, tmp_path))
+    assert "evil" in said
+
+
+# Cut short ------------------------------------------------------------------------------------------------------------
+
+
+def as_file(kind: str, folder: Path) -> Path:
+    """A sound file of each container."""
+    path = folder / "m"
+    if kind == "safetensors":
+        return store("timm", sound("timm"), folder)
+    if kind == "plainvit":
+        return store("plainvit", sound("plainvit"), folder)
+    if kind in ("npz", "packed npz"):
+        write = np.savez if kind == "npz" else np.savez_compressed
+        write(folder / "m.npz", **{name: x.numpy() for name, x in sound("google").items()})
+        return folder / "m.npz"
+    (zipped if kind == "pth" else legacy)({"model": sound("timm")}, path)
+    return path
+
+
+CONTAINERS = ("safetensors", "plainvit", "npz", "packed npz", "pth", "legacy pth")
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
+    path = as_file(kind, tmp_path)
+    data = path.read_bytes()
+    step = max(len(data) // 60, 1)
+    for length in sorted({*range(0, len(data), step), *range(12), len(data) - 1, len(data) - 2, len(data) - 50}):
+        path.write_bytes(data[:length])
+        refuse(path, **HINTS)
+
+
+# Not weights at all ---------------------------------------------------------------------------------------------------
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 346284714\n"
+NOT_WEIGHTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "text": (b"hello\nthere\n", "neither"),
+    "one byte": (b"P", "neither"),
+    "HTML": (b"<!DOCTYPE html>\n<html><body>404</body></html>\n", "neither"),
+    "a Git LFS pointer": (LFS, "git lfs pull"),
+    "JSON": (b'{"model": 1}\n', "neither"),
+    "JSON that looks like safetensors": (b"        {\n}\n", ""),
+    "zeros": (bytes(1000), "neither"),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(50), "neither"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(50), "neither"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(50), "neither"),
+    "PK and no zip": (b"PK\x03\x04" + bytes(50), ""),
+    "an empty zip": (b"PK\x05\x06" + bytes(18), ""),
+    "a pickle's first byte": (b"\x80", ""),
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".npz", ".pth", ".safetensors"])
+@pytest.mark.parametrize("name", NOT_WEIGHTS)
+def test_what_is_no_weights_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
+    data, word = NOT_WEIGHTS[name]
+    path = tmp_path / f"m{suffix}"
+    path.write_bytes(data)
+    assert word in refuse(path)
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no weights" in refuse(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert "no weights" in refuse(tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").mkdir()
+    refuse(tmp_path / "empty")
+
+
+INDEXES: dict[str, str] = {
+    "a shard outside": '{"weight_map": {"a": "../m.safetensors"}}',
+    "a shard by its whole path": '{"weight_map": {"a": "/etc/passwd"}}',
+    "the folder above": '{"weight_map": {"a": ".."}}',
+    "the folder itself": '{"weight_map": {"a": "."}}',
+    "a shard that is not there": '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+    "numbers": '{"weight_map": {"a": 1}}',
+    "a mixture": '{"weight_map": {"a": 1, "b": "c", "d": null}}',
+    "lists": '{"weight_map": {"a": ["m.safetensors"]}}',
+    "a list": '{"weight_map": ["m.safetensors"]}',
+    "no map": "{}",
+    "an empty map": '{"weight_map": {}}',
+    "no JSON": "weights",
+    "a name of many lines": '{"weight_map": {"a": "evil\\nname"}}',
+    "an empty name": '{"weight_map": {"a": ""}}',
+    "a nul": '{"weight_map": {"a": "a\\u0000b"}}',
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    store("timm", sound("timm"), tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(INDEXES[name])
+    refuse(folder, **HINTS)
+
+
+def transformers_folder(folder: Path) -> Path:
+    """A folder without plainvit's own description, so that config.json counts."""
+    folder.mkdir(exist_ok=True)
+    plainvit.save(small(numerics="timm"), folder, format="transformers")
+    safetensors.torch.save_file(sound("transformers"), folder / "model.safetensors")
+    return folder
+
+
+def timm_folder(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    plainvit.save(small(numerics="timm"), folder, format="timm")
+    safetensors.torch.save_file(sound("timm"), folder / "model.safetensors")
+    return folder
+
+
+def changed(path: Path, *keys: str, value: Any) -> None:
+    whole = json.loads(path.read_text())
+    inner = whole
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(whole))
+
+
+TEXTS: dict[str, str] = {
+    "no JSON": "not JSON",
+    "nothing": "",
+    "a list": "[1, 2]",
+    "a number": "3",
+    "a word": '"config"',
+    "null": "null",
+    "brackets": "[" * 100_000,
+    "braces": '{"a":' * 100_000,
+    "a number of many digits": '{"hidden_size": ' + "9" * 10_000 + "}",
+    "17 MB": '{"a": "' + "b" * (17 * 2**20) + '"}',
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_description_that_is_no_json_object_is_refused(tmp_path: Path, name: str, file: str) -> None:
+    folder = transformers_folder(tmp_path / "folder")
+    (folder / file).write_text(TEXTS[name])
+    refuse(folder)
+
+
+def test_a_description_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    folder = transformers_folder(tmp_path / "folder")
+    (folder / "config.json").write_bytes(b'{"hidden_act": "\xff\xfe"}')
+    refuse(folder)
+
+
+# (file, field, value that it cannot have)
+NONSENSE: list[tuple[str, str, Any]] = [
+    *(("config.json", "num_attention_heads", value) for value in (0, -2, 3, "x", [2], {}, 1.5, 10**30)),
+    *(("config.json", "image_size", value) for value in ("big", 0, -16, [16], [16, 16, 16], {}, 3.5, [[16], 16])),
+    *(("config.json", "hidden_act", value) for value in ("swish", "", 3, None, ["gelu"], {})),
+    *(("config.json", "layer_norm_eps", value) for value in ("tiny", None, [], -1, 1e999, float("nan"))),
+    ("config.json", "qkv_bias", False),
+    *(("preprocessor_config.json", "image_mean", value) for value in ("abc", 3, [1, 2], ["a", "b", "c"], [[]] * 3)),
+    *(("preprocessor_config.json", "image_mean", [value, 0.5, 0.5]) for value in (None, 1e999, float("nan"))),
+    *(("preprocessor_config.json", "image_std", value) for value in ([0, 0, 0], [-1, 1, 1], "abc", {"a": 1})),
+]
+# what is beside the point of the weights may be ignored, but not tripped over
+BESIDE: list[tuple[str, str, Any]] = [
+    *(("config.json", "id2label", value) for value in ("abc", [["a"]], 3, {"0": None}, {"0": {}})),
+    *(("preprocessor_config.json", "resample", value) for value in ([], {}, "abc", 99, None)),
+    *(("preprocessor_config.json", "size", value) for value in ([], "big", 3.5, {"height": "big"}, {"height": []})),
+    *(("preprocessor_config.json", "crop_size", value) for value in ([], "big", {"height": "big"}, -3)),
+    *(("preprocessor_config.json", "do_center_crop", value) for value in ("yes", [0], 3)),
+]
+
+
+@pytest.mark.parametrize(("file", "field", "value"), BESIDE)
+def test_a_description_that_is_odd_trips_nothing(tmp_path: Path, file: str, field: str, value: Any) -> None:
+    folder = transformers_folder(tmp_path / "folder")
+    changed(folder / "preprocessor_config.json", "do_center_crop", value=True)
+    changed(folder / "preprocessor_config.json", "crop_size", value=16)
+    changed(folder / file, field, value=value)
+    load_or_refuse(folder)
+
+
+@pytest.mark.parametrize(("file", "field", "value"), NONSENSE)
+def test_a_description_that_makes_no_sense_is_refused(tmp_path: Path, file: str, field: str, value: Any) -> None:
+    folder = transformers_folder(tmp_path / "folder")
+    assert isinstance(load_or_refuse(folder), nn.Module)
+    changed(folder / file, field, value=value)
+    refuse(folder)
+
+
+# (keys into timm's config.json, value that it cannot have)
+TIMM_NONSENSE: list[tuple[tuple[str, ...], Any]] = [
+    *((("pretrained_cfg",), value) for value in ("abc", [1], 3)),
+    *((("model_args",), value) for value in ("abc", [1], 3)),
+    *((("model_args", "act_layer"), value) for value in ("swish", "", 3, ["gelu"], {})),
+    *((("pretrained_cfg", "mean"), value) for value in ("abc", 3, [0.5, 0.5], [None] * 3, [float("nan")] * 3)),
+    *((("pretrained_cfg", "std"), value) for value in ("abc", 3, [0, 0, 0], {"a": 1})),
+    *((("pretrained_cfg", "crop_pct"), value) for value in ("abc", [1], 3, -1, float("nan"))),
+    *((("pretrained_cfg", "interpolation"), value) for value in ("sharp", 3, ["bicubic"])),
+    *((("pretrained_cfg", "label_names"), value) for value in (3, 1.5)),
+]
+
+
+@pytest.mark.parametrize(("keys", "value"), TIMM_NONSENSE)
+def test_timms_description_that_makes_no_sense_is_refused(tmp_path: Path, keys: tuple[str, ...], value: Any) -> None:
+    folder = timm_folder(tmp_path / "folder")
+    assert isinstance(load_or_refuse(folder, **HINTS), nn.Module)
+    changed(folder / "config.json", *keys, value=value)
+    refuse(folder, **HINTS)
+
+
+SIDES = (["a", "b", "c"], [3, None, None], [3, [16], 16], [3, -16, -16], [3, 0, 0], [3], 3, "big", [3, 1.5, 1.5])
+
+
+@pytest.mark.parametrize("value", SIDES)
+def test_timms_sizes_that_make_no_sense_trip_nothing(tmp_path: Path, value: Any) -> None:
+    """Of two sizes, one may be believed; the table of positions has the last word."""
+    folder = timm_folder(tmp_path / "folder")
+    changed(folder / "config.json", "pretrained_cfg", "input_size", value=value)
+    found = load_or_refuse(folder, **HINTS)
+    assert isinstance(found, str) or found.config.image_size == (16, 16)
+    changed(folder / "config.json", "model_args", "img_size", value=value)
+    found = load_or_refuse(folder, **HINTS)
+    assert isinstance(found, str) or found.config.image_size == (16, 16)
+
+
+# plainvit's own description -------------------------------------------------------------------------------------------
+
+
+def described(text: str, folder: Path) -> Path:
+    path = folder / "m.safetensors"
+    safetensors.torch.save_file(sound("plainvit"), path, {"plainvit": text})
+    return path
+
+
+def with_field(*keys: str, value: Any) -> str:
+    whole = inner = json.loads(description())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return json.dumps(whole)
+
+
+def without(*keys: str) -> str:
+    whole = inner = json.loads(description())
+    for key in keys[:-1]:
+        inner = inner[key]
+    del inner[keys[-1]]
+    return json.dumps(whole)
+
+
+DESCRIPTIONS: dict[str, Callable[[], str]] = {
+    "garbage": lambda: "not JSON",
+    "nothing": lambda: "",
+    "a list": lambda: "[]",
+    "null": lambda: "null",
+    "braces": lambda: '{"a":' * 100_000,
+    "no schema": lambda: without("schema"),
+    "no format": lambda: without("format"),
+    "no config": lambda: without("config"),
+    "no about": lambda: without("about"),
+    "no kind": lambda: without("config", "kind"),
+    "schema of words": lambda: with_field("schema", value="one"),
+    "schema without end": lambda: with_field("schema", value=float("inf")),
+    "schema of nothing": lambda: with_field("schema", value=None),
+    "a newer schema": lambda: with_field("schema", value=10**6),
+    "an unknown format": lambda: with_field("format", value="pickle"),
+    "a format that is a list": lambda: with_field("format", value=["plainvit"]),
+    "another format's name": lambda: with_field("format", value="timm"),
+    "a config that is a list": lambda: with_field("config", value=[]),
+    "an unknown kind": lambda: with_field("config", "kind", value="cnn"),
+    "a kind that is a list": lambda: with_field("config", "kind", value=[]),
+    "another kind": lambda: with_field("config", "kind", value="resnet"),
+    "an unknown field": lambda: with_field("config", "evil", value=1),
+    "an unknown field of preprocess": lambda: with_field("about", "preprocess", "evil", value=1),
+    "a preprocess of words": lambda: with_field("about", "preprocess", "crop", value="half"),
+    "an about that is a list": lambda: with_field("about", value=[]),
+    "class names that are a number": lambda: with_field("about", "class_names", value=3),
+    "sources that are a word": lambda: with_field("about", "sources", value="evil"),
+    "a width of words": lambda: with_field("config", "width", value="wide"),
+    "a width of 10^12": lambda: with_field("config", "width", value=10**12),
+    "a width of 10^12 and 7 heads": lambda: json.dumps(
+        json.loads(description()) | {"config": json.loads(description())["config"] | {"width": 10**12, "heads": 7}}
+    ),
+    "a depth of 10^8": lambda: with_field("config", "depth", value=10**8),
+    "classes of 10^15": lambda: with_field("config", "classes", value=10**15),
+    "registers of 10^15": lambda: with_field("config", "registers", value=10**15),
+    "an image of 10^9": lambda: with_field("config", "image_size", value=[8 * 10**9, 8 * 10**9]),
+    "no patch": lambda: with_field("config", "patch", value=[0, 0]),
+    "an eps of words": lambda: with_field("config", "norm_eps", value="tiny"),
+    "no eps": lambda: with_field("config", "norm_eps", value=None),
+    "a negative eps": lambda: with_field("config", "norm_eps", value=-1.0),
+    "an eps that is no number": lambda: with_field("config", "norm_eps", value=float("nan")),
+    "a mean that is no number": lambda: with_field("config", "mean", value=[float("nan")] * 3),
+    "a mean of words": lambda: with_field("config", "mean", value=["a", "b", "c"]),
+    "a mean of nothing": lambda: with_field("config", "mean", value=None),
+    "an infinite std": lambda: with_field("config", "std", value=[float("inf")] * 3),
+    "a dropout of words": lambda: with_field("config", "dropout", value="much"),
+    "a dropout that is no number": lambda: with_field("config", "dropout", value=float("nan")),
+    "a token that is a word": lambda: with_field("config", "class_token", value="no"),
+    "a stem that is a list": lambda: with_field("config", "stem", value=[1]),
+    "a stem that is a ViT": lambda: with_field("config", "stem", value=json.loads(description())["config"]),
+    "stems in stems": lambda: nested_stems(900),
+    "stems in stems without end": lambda: nested_stems(100_000),
+    "a hidden layer that is not there": lambda: with_field("config", "representation", value=4),
+    "an activation that is a list": lambda: with_field("config", "activation", value=["gelu"]),
+}
+
+
+def nested_stems(depth: int) -> str:
+    """Made as text: deeper than Python itself would write."""
+    return description().replace('"stem": null', '"stem": ' + '{"kind": "vit", "stem": ' * depth + "null" + "}" * depth)
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_a_description_of_ours_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    refuse(described(DESCRIPTIONS[name](), tmp_path))
+
+
+FORMATS_AND_PARTS = [
+    ("timm", {"representation": 4}),
+    ("torchvision", {"registers": 2}),
+    ("transformers", {"layer_scale": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("format_", "setting"), FORMATS_AND_PARTS)
+def test_a_description_that_its_format_cannot_hold_is_refused(
+    tmp_path: Path, format_: str, setting: dict[str, Any]
+) -> None:
+    whole = json.loads(description())
+    whole["format"], whole["config"] = format_, whole["config"] | setting
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file(sound(format_), path, {"plainvit": json.dumps(whole)})
+    refuse(path)
+
+
+# Chance ---------------------------------------------------------------------------------------------------------------
+
+FUZZ = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+
+@cache
+def bytes_of(kind: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return as_file(kind, Path(folder)).read_bytes()
+
+
+def try_bytes(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "m"
+        path.write_bytes(data)
+        load_or_refuse(path, **HINTS)
+        assert [p.name for p in Path(name).iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@FUZZ
+@given(data=st.data())
+def test_flipped_bits_load_or_are_refused(kind: str, data: st.DataObject) -> None:
+    """Half of the flips go to the ends of the file, where headers and directories are."""
+    whole = bytearray(bytes_of(kind))
+    near = st.integers(0, min(1500, len(whole) - 1)) | st.integers(max(0, len(whole) - 1500), len(whole) - 1)
+    place = near | st.integers(0, len(whole) - 1)
+    for at, bit in data.draw(st.lists(st.tuples(place, st.integers(0, 7)), min_size=1, max_size=4)):
+        whole[at] ^= 1 << bit
+    try_bytes(bytes(whole))
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@FUZZ
+@given(data=st.data())
+def test_cut_and_mended_files_load_or_are_refused(kind: str, data: st.DataObject) -> None:
+    """A piece taken out, and another put in its place."""
+    whole = bytes_of(kind)
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, min(len(whole), start + 300)))
+    try_bytes(whole[:start] + data.draw(st.binary(max_size=40)) + whole[end:])
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_value_in_our_description_loads_or_is_refused(data: st.DataObject) -> None:
+    whole = json.loads(description())
+    section = data.draw(st.sampled_from(["config", "about", ""]))
+    inner = whole[section] if section else whole
+    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
+    with tempfile.TemporaryDirectory() as folder:
+        found = load_or_refuse(described(json.dumps(whole), Path(folder)))
+    if isinstance(found, nn.Module):  # what is taken for sound must run
+        with torch.inference_mode():
+            found(tiny.images(size=found.config.image_size, channels=found.config.channels, dtype=torch.float32))
+
+
+@cache
+def files_of(build: Callable[[Path], Path]) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        return {path.name: path.read_bytes() for path in build(Path(name)).iterdir()}
+
+
+@pytest.mark.parametrize("build", [transformers_folder, timm_folder])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_value_in_a_librarys_description_loads_or_is_refused(
+    build: Callable[[Path], Path], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in files_of(build).items():
+            (folder / file).write_bytes(content)
+        path = data.draw(st.sampled_from(sorted(folder.glob("*.json"))))
+        whole = inner = json.loads(path.read_text())
+        if data.draw(st.booleans()) and (nested := sorted(k for k, v in whole.items() if isinstance(v, dict) and v)):
+            inner = whole[data.draw(st.sampled_from(nested))]
+        inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
+        path.write_text(json.dumps(whole))
+        load_or_refuse(folder, **HINTS)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+MEASURE = textwrap.dedent("""
+    import json, resource, sys
+    from pathlib import Path
+    import plainvit
+    import torch
+
+    torch.set_num_threads(1)
+    LIMIT = 16 * 2**30  # a runaway ends in an error, not in the machine's memory
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+
+    def peak():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+    def measure(path, **hints):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before = peak()
+        try:
+            plainvit.load(path, **hints)
+            said = "loaded"
+        except ValueError as error:
+            said = f"ValueError: {error}"
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+        return {"bytes": peak() - before, "said": said, "baseline": before}
+
+    measure(sys.argv[1], heads=2)
+    print(json.dumps({path: measure(path, heads=2) for path in sys.argv[2:]}))
+""")
+
+
+def measure(*paths: Path) -> dict[str, Any]:
+    """{path: what it cost to load}, in a process of its own that has loaded a sound file before."""
+    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def liars(folder: Path) -> Iterator[Path]:
+    """Files of a few kB to MB that claim gigabytes."""
+    yield archive(folder / "header.npz", {"embedding/kernel": member((8, 8, 3, 10**9), BIAS)})
+    yield bomb(folder / "bomb.npz")
+    stretched = {"patch_embed.proj.weight": torch.ones(1).expand(10**7, 3, 8, 8)}
+    torch.save(sound("timm") | stretched, folder / "stretched.pth")
+    yield folder / "stretched.pth"
+    yield overstated(folder / "overstated.pth")
+    header, body = parts(store("timm", sound("timm"), folder))
+    shape = [10**8, 3, 8, 8]
+    lied = header | {"patch_embed.proj.weight": header["patch_embed.proj.weight"] | {"shape": shape}}
+    yield assemble(folder / "header.safetensors", lied, body)
+    yield assemble(folder / "length.safetensors", header, body, 99 * 2**20)
+    # fixed positions are in no file: a grid of 20,000 x 20,000 would be 48 GB of sines
+    fixed = {"posemb": "sincos2d", "class_token": False, "pool": "average", "image_size": [160_000, 160_000]}
+    whole = json.loads(description())
+    whole["config"] |= fixed
+    gone = ("class_token", "positions.")
+    values = {name: x for name, x in sound("plainvit").items() if not name.startswith(gone)}
+    safetensors.torch.save_file(values, folder / "sines.safetensors", {"plainvit": json.dumps(whole)})
+    yield folder / "sines.safetensors"
+
+
+def test_a_file_that_lies_takes_no_more_memory_than_twice_its_size(tmp_path: Path) -> None:
+    paths = list(liars(tmp_path))
+    found = measure(store("timm", sound("timm"), tmp_path), *paths)
+    for path in paths:
+        cost = found[str(path)]
+        assert cost["said"].startswith("ValueError"), (path.name, cost)
+        assert cost["bytes"] < 2 * path.stat().st_size + 64 * 2**20, (path.name, cost)
+
+
+# The largest model ----------------------------------------------------------------------------------------------------
+
+LARGE = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    import plainvit, torch
+
+    folder = Path(sys.argv[1])
+    model = plainvit.create("ViT-H/14", numerics="timm", seed=0)
+    torch.nn.init.normal_(model.head.weight, std=0.02)
+    plainvit.save(model, folder / "plainvit.safetensors")
+    plainvit.save(model, folder / "timm.safetensors", format="timm")
+    plainvit.save(model, folder / "timm.pth", format="timm")
+    plainvit.save(model, folder / "google.npz", format="google", drop=("activation",))
+""")
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Path]:
+    """H/14 on disk in each container, 2.5 GB each; removed at once, not kept as pytest keeps its folders."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        subprocess.run([sys.executable, "-c", LARGE, str(folder)], check=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plainvit.safetensors", "timm.safetensors", "timm.pth", "google.npz"])
+def test_the_largest_model_is_not_held_twice(
+    large: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peak resident memory of a fresh process that loads it, beyond what it had before; the median of three.
+
+    Mapped pages of the file count: they are memory that the process keeps from others.
+    """
+    path, sound_file = large / name, store("timm", sound("timm"), tmp_path)
+    runs = sorted((measure(sound_file, path)[str(path)] for _ in range(3)), key=lambda cost: cost["bytes"])
+    size, (least, cost, most) = path.stat().st_size, runs
+    with capsys.disabled():
+        print(
+            f"\nH/14 {name}: file {size / 2**20:.0f} MiB, baseline {cost['baseline'] / 2**20:.0f} MiB, peak beyond it "
+            f"{cost['bytes'] / 2**20:.0f} MiB = {cost['bytes'] / size:.2f} x the file "
+            f"({least['bytes'] / size:.2f} to {most['bytes'] / size:.2f})"
+        )
+    assert cost["said"] == "loaded"
+    assert cost["bytes"] < 1.35 * size

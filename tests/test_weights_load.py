@@ -1,0 +1,877 @@
+"""`plainvit.load` and what it says: replaced heads, resampled positions, hints, families by content, the hub's cache.
+
+References: timm's and transformers' own models and tables, SciPy's zoom for positions, facts/weights.md for each
+family's pixels, and files written here as the training codes write them.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import scipy.ndimage
+import test_weights_google as google
+import timm
+import tiny
+import torch
+import transformers
+from peers import scramble
+from timm.layers import resample_abs_pos_embed
+from timm.models.beit import Beit
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer as TorchvisionViT
+
+import plainvit
+from plainvit.evaluate.describe import describe
+from plainvit.weights import look
+from plainvit.weights.published import PUBLISHED
+
+EXACT = 1e-10
+HALF = ((0.5,) * 3, (0.5,) * 3)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+State = dict[str, Tensor]
+
+
+def timm_vit(kind: type[nn.Module] = VisionTransformer, **settings: Any) -> Any:
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+    peer = kind(**shape | {"num_classes": 7} | settings).double().eval()
+    scramble(peer)
+    return peer
+
+
+def write(value: Any, path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file(value, path)
+    else:
+        torch.save(value, path)
+    return path
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What plainvit reported, without the name of the file; each report is one line."""
+    records = [record for record in caplog.records if record.name == "plainvit"]
+    assert all("\n" not in record.getMessage() for record in records)
+    return [record.getMessage().split(": ", 1)[1] for record in records]
+
+
+@pytest.fixture
+def reported(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, "plainvit")
+    return lambda: lines(caplog)
+
+
+def one_line(caught: pytest.ExceptionInfo[ValueError]) -> str:
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    return text
+
+
+# Another head ---------------------------------------------------------------------------------------------------------
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hidden layer": {"representation": 20},
+    "distilled": {"distillation": True},
+}
+
+
+@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
+def test_other_classes_give_a_head_of_zeros(tmp_path: Path, settings: dict[str, Any], reported: Any) -> None:
+    path = plainvit.save(tiny.vit(**settings), tmp_path / "m.safetensors")
+    model = plainvit.load(path, classes=5)
+    assert model(tiny.images(dtype=torch.float32)).tolist() == [[0.0] * 5] * 2
+    assert (model.config.classes, model.config.representation) == (5, 0)
+    assert reported() == ["head of 7 classes replaced by one of 5, all zeros"]
+
+
+def test_other_classes_keep_all_but_the_head(tmp_path: Path) -> None:
+    original = tiny.vit()
+    path = plainvit.save(original, tmp_path / "m.safetensors")
+    found = plainvit.load(path, classes=5, dtype=None).state_dict()
+    assert all(torch.equal(found[name], x) for name, x in original.state_dict().items() if not name.startswith("head."))
+
+
+def test_other_classes_of_a_bit(tmp_path: Path, reported: Any) -> None:
+    path = plainvit.save(tiny.bit(blocks=(1,)), tmp_path / "m.safetensors")
+    model = plainvit.load(path, classes=5)
+    assert model(tiny.images(size=(32, 32), dtype=torch.float32)).tolist() == [[0.0] * 5] * 2
+    assert reported() == ["head of 7 classes replaced by one of 5, all zeros"]
+
+
+def test_the_same_classes_keep_the_head(tmp_path: Path, reported: Any) -> None:
+    model = tiny.vit()
+    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), classes=7, dtype=None)
+    assert torch.equal(found.head.weight, model.head.weight)
+    assert reported() == []
+
+
+def test_no_classes_take_the_head_off(tmp_path: Path) -> None:
+    model = tiny.vit()
+    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), classes=0, dtype=None)
+    assert found.head is None
+    assert torch.equal(found(tiny.images()), model.features(tiny.images()))
+
+
+def test_other_classes_lose_the_class_names(tmp_path: Path) -> None:
+    model = tiny.vit()
+    model.about = type(model.about)(class_names=tuple("abcdefg"))
+    path = plainvit.save(model, tmp_path / "m.safetensors")
+    assert plainvit.load(path).about.class_names == tuple("abcdefg")
+    assert plainvit.load(path, classes=5).about.class_names == ()
+
+
+def test_a_negative_number_of_classes_is_refused(tmp_path: Path) -> None:
+    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="classes") as caught:
+        plainvit.load(path, classes=-1)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("bias", [0.0, -10.0], ids=["zeros", "bias of the i21k head's start"])
+def test_a_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -> None:
+    """imagenet21k/*.npz: facts (a). A constant bias says nothing of an image either."""
+    arrays = google.original(google.D)
+    arrays["head/kernel"] = np.zeros_like(arrays["head/kernel"])
+    arrays["head/bias"] = np.full_like(arrays["head/bias"], bias)
+    path = google.save(arrays, tmp_path / "B_16.npz")
+    plainvit.load(path)
+    assert [line for line in reported() if "features only" in line]
+    assert describe(path)["head"] == "all zeros: features only"
+
+
+def test_a_trained_head_is_not_called_zeros(tmp_path: Path, reported: Any) -> None:
+    path = google.save(google.original(), tmp_path / "B_16.npz")
+    plainvit.load(path)
+    assert reported() == []
+    assert describe(path)["head"] == "trained"
+
+
+# Another size ---------------------------------------------------------------------------------------------------------
+
+
+def zoomed(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Google's own call (checkpoint.py), on a grid of any sides."""
+    factors = (new[0] / old[0], new[1] / old[1], 1)
+    values = table.double().view(*old, -1).numpy()
+    return torch.from_numpy(scipy.ndimage.zoom(values, factors, order=1, mode="nearest")).flatten(0, 1)
+
+
+SIZES = {
+    "square to square": ((32, 32), (48, 48)),
+    "square to wide": ((32, 32), (24, 56)),
+    "wide to tall": ((24, 40), (64, 16)),
+    "wide to square": ((24, 40), (40, 40)),
+    "as many tokens, other sides": ((112, 112), (56, 224)),  # 14 x 14 and 7 x 28: nothing may pass unresampled
+    "as many tokens, turned": ((24, 40), (40, 24)),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), SIZES.values(), ids=SIZES)
+def test_another_size_resamples_on_the_true_grid(
+    tmp_path: Path, old: tuple[int, int], new: tuple[int, int], reported: Any
+) -> None:
+    model = tiny.vit(image_size=old)
+    path = plainvit.save(model, tmp_path / "m.safetensors")
+    found = plainvit.load(path, image_size=new, dtype=None)
+    before, after = (tuple(side // 8 for side in size) for size in (old, new))
+    table = model.positions[0].table.detach()
+    expected = torch.cat((table[:1], zoomed(table[1:], before, after)))
+    assert tiny.difference(found.positions[0].table, expected) < EXACT
+    assert found.config.image_size == new
+    assert found(tiny.images(size=new)).shape == (2, 7)
+    said = f"{before[0]} x {before[1]} to {after[0]} x {after[1]}"
+    assert reported() == [f"positions resampled from {said} (bilinear-aligned)"]
+
+
+@pytest.mark.parametrize("new", [(56, 224), (48, 48)])
+def test_a_square_table_of_a_bare_file_is_a_square(tmp_path: Path, new: tuple[int, int], reported: Any) -> None:
+    """14 x 14 positions at 7 x 28 patches are as many, and wrong."""
+    peer = timm_vit(img_size=112)
+    path = write(peer.state_dict(), tmp_path / "m.safetensors")
+    found = plainvit.load(path, image_size=new, heads=4, dtype=None)
+    grid = (new[0] // 8, new[1] // 8)
+    expected = zoomed(peer.pos_embed[0, 1:].detach(), (14, 14), grid)
+    assert tiny.difference(found.positions[0].table[1:], expected) < EXACT
+    assert f"positions resampled from 14 x 14 to {grid[0]} x {grid[1]} (bilinear-aligned)" in reported()
+
+
+def test_registers_rows_are_not_resampled(tmp_path: Path) -> None:
+    peer = timm_vit(reg_tokens=3)
+    found = plainvit.load(write(peer.state_dict(), tmp_path / "m.pth"), image_size=(24, 48), heads=4, dtype=None)
+    table = peer.pos_embed[0].detach()
+    expected = torch.cat((table[:4], zoomed(table[4:], (4, 4), (3, 6))))
+    assert tiny.difference(found.positions[0].table, expected) < EXACT
+
+
+def test_the_same_size_changes_no_bit(tmp_path: Path, reported: Any) -> None:
+    model = tiny.vit()
+    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), image_size=(24, 40), dtype=None)
+    assert torch.equal(found.positions[0].table, model.positions[0].table)
+    assert reported() == []
+
+
+def test_timms_resampling_can_be_asked_for(tmp_path: Path) -> None:
+    model = tiny.vit(image_size=32)
+    path = plainvit.save(model, tmp_path / "m.safetensors")
+    found = plainvit.load(path, image_size=(48, 24), resample="bicubic-antialias", dtype=None)
+    expected = resample_abs_pos_embed(model.positions[0].table[None], (6, 3), (4, 4), num_prefix_tokens=1)[0]
+    assert tiny.difference(found.positions[0].table, expected) < 1e-6  # timm resamples in fp32
+
+
+def test_an_unknown_resampling_is_refused(tmp_path: Path) -> None:
+    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="resampling method 'bicubik' is unknown") as caught:
+        plainvit.load(path, image_size=64, resample="bicubik")
+    one_line(caught)
+
+
+def test_a_size_that_the_patch_does_not_divide_is_refused(tmp_path: Path) -> None:
+    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="image size 33 x 33 is not divisible by the patch of 8") as caught:
+        plainvit.load(path, image_size=33)
+    one_line(caught)
+
+
+def test_a_bit_takes_another_size_without_a_word(tmp_path: Path) -> None:
+    path = plainvit.save(tiny.bit(blocks=(1,)), tmp_path / "m.safetensors")
+    assert plainvit.load(path, image_size=(40, 48)).config.image_size == (40, 48)
+
+
+def test_classes_and_size_are_two_lines(tmp_path: Path, reported: Any) -> None:
+    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
+    plainvit.load(path, classes=3, image_size=48)
+    assert len(reported()) == 2
+
+
+def test_meaning_survives_another_size(tmp_path: Path) -> None:
+    model = tiny.vit()
+    model.about = type(model.about)(family="mine", class_names=tuple("abcdefg"))
+    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), image_size=48)
+    assert found.about == model.about
+    assert not found.training
+
+
+# What a bare file cannot say ------------------------------------------------------------------------------------------
+
+
+def bare(kind: str, size: tuple[int, int], folder: Path) -> Path:
+    """Bare weights of each library, on a grid of any sides."""
+    if kind == "timm":
+        return write(timm_vit(img_size=size).state_dict(), folder / "m.safetensors")
+    if kind == "transformers":
+        shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+        config = transformers.ViTConfig(**shape, image_size=size, patch_size=8, num_labels=7)
+        return write(transformers.ViTForImageClassification(config).state_dict(), folder / "m.safetensors")
+    cells = size[0] * size[1] // 64
+    peer = TorchvisionViT(image_size=32, patch_size=8, num_layers=1, num_heads=4, hidden_dim=48, mlp_dim=96)
+    state = peer.state_dict() | {"encoder.pos_embedding": torch.randn(1, cells + 1, 48)}
+    return write(state, folder / "m.safetensors")
+
+
+BARE = ["timm", "transformers", "torchvision"]
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_a_table_that_is_no_square_is_an_error_that_says_what_to_give(tmp_path: Path, kind: str) -> None:
+    path = bare(kind, (24, 48), tmp_path)
+    with pytest.raises(ValueError, match="19 positions is not a square grid") as caught:
+        plainvit.load(path, heads=4)
+    text = one_line(caught)
+    assert "grid=(rows, columns)" in text
+    assert "image_size=(height, width)" in text
+
+
+@pytest.mark.parametrize("hint", [{"grid": (3, 6)}, {"image_size": (24, 48)}])
+@pytest.mark.parametrize("kind", BARE)
+def test_the_sides_can_be_given(tmp_path: Path, kind: str, hint: dict[str, Any]) -> None:
+    model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, **hint)
+    assert (model.config.image_size, model.config.grid) == ((24, 48), (3, 6))
+
+
+@pytest.mark.parametrize("size", [(32, 48), (24, 40), (16, 96)])
+@pytest.mark.parametrize("kind", BARE)
+def test_a_given_image_size_that_fits_is_believed(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
+    """4 x 6 patches and a class token are 25 rows, which is 5 x 5 as well; 3 x 5 and one are 4 x 4."""
+    model = plainvit.load(bare(kind, size, tmp_path), heads=4, image_size=size)
+    assert (model.config.image_size, model.config.prefix_rows) == (size, 1)
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_grid_and_image_size_may_differ(tmp_path: Path, kind: str, reported: Any) -> None:
+    """The grid is the file's, the image size what is wanted."""
+    model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, grid=(3, 6), image_size=64)
+    assert model.config.grid == (8, 8)
+    assert "positions resampled from 3 x 6 to 8 x 8 (bilinear-aligned)" in reported()
+
+
+@pytest.mark.parametrize("hint", [{"grid": (3, 5)}, {"image_size": (24, 40)}, {"image_size": (25, 48)}])
+def test_sides_that_do_not_fit_are_refused(tmp_path: Path, hint: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="19 positions is not a") as caught:
+        plainvit.load(bare("timm", (24, 48), tmp_path), heads=4, **hint)
+    one_line(caught)
+
+
+def test_an_ambiguous_grid_is_an_error_not_a_guess(tmp_path: Path) -> None:
+    """25 rows, a class token and 8 registers: 5 x 5 without rows for them, or 4 x 4 with."""
+    for size, settings in ((40, {"no_embed_class": True}), (32, {})):
+        path = write(timm_vit(img_size=size, reg_tokens=8, **settings).state_dict(), tmp_path / "m.safetensors")
+        with pytest.raises(ValueError, match="25 positions") as caught:
+            plainvit.load(path, heads=4)
+        one_line(caught)
+        assert plainvit.load(path, heads=4, grid=(size // 8, size // 8)).config.image_size == (size, size)
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_heads_that_no_convention_says_must_be_given(tmp_path: Path, kind: str) -> None:
+    path = bare(kind, (32, 32), tmp_path)
+    with pytest.raises(ValueError, match=r"heads its width of 48 has: load\(\.\.\., heads=N\)") as caught:
+        plainvit.load(path)
+    one_line(caught)
+    assert plainvit.load(path, heads=4).config.heads == 4
+
+
+@pytest.mark.parametrize("heads", [5, -4, 0])
+def test_heads_that_cannot_be_are_refused(tmp_path: Path, heads: int) -> None:
+    with pytest.raises(ValueError, match="heads") as caught:
+        plainvit.load(bare("timm", (32, 32), tmp_path), heads=heads)
+    one_line(caught)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(192, 3), (384, 6), (128, 2), (1280, 16)])
+def test_assumed_heads_are_said_in_a_line(tmp_path: Path, width: int, heads: int, reported: Any) -> None:
+    """By the paper's table, else 64 a head; H/14 has 80."""
+    peer = timm_vit(embed_dim=width, num_heads=heads, depth=1, mlp_ratio=0.1)
+    path = write(peer.float().state_dict(), tmp_path / "m.safetensors")
+    assert plainvit.load(path).config.heads == heads
+    assert [line for line in reported() if line.startswith("heads: assumed")]
+
+
+# Families -------------------------------------------------------------------------------------------------------------
+
+
+def deit(state: State) -> dict[str, Any]:
+    """As DeiT's and MAE's training codes save: flags and optimiser beside."""
+    flags = argparse.Namespace(lr=5e-4, model="deit_small_patch16_224", resume="")
+    return {"model": state, "args": flags, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}, "epoch": 299}
+
+
+def encoder(**settings: Any) -> tuple[Any, State]:
+    peer = timm_vit(**settings)
+    return peer, peer.state_dict()
+
+
+def with_decoder(state: State) -> State:
+    extra = {"mask_token": (1, 1, 32), "decoder_embed.weight": (32, 48), "decoder_embed.bias": (32,)}
+    extra |= {"decoder_pos_embed": (1, 17, 32), "decoder_norm.weight": (32,), "decoder_pred.weight": (192, 32)}
+    extra |= {"decoder_blocks.0.attn.qkv.weight": (96, 32), "decoder_blocks.0.norm1.bias": (32,)}
+    return state | {name: torch.randn(shape) for name, shape in extra.items()}
+
+
+def projected(state: State) -> State:
+    """DINO's teacher: backbone and projection head."""
+    head = {"head.mlp.0.weight": (64, 48), "head.mlp.0.bias": (64,), "head.mlp.2.weight": (64, 64)}
+    head |= {"head.last_layer.weight_g": (100, 1), "head.last_layer.weight_v": (100, 64)}
+    return prefixed(state, "backbone.") | {name: torch.randn(shape) for name, shape in head.items()}
+
+
+def prefixed(state: State, prefix: str) -> State:
+    return {prefix + name: x for name, x in state.items()}
+
+
+def test_deit(tmp_path: Path) -> None:
+    peer, state = encoder()
+    same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
+
+
+def test_distilled_deit(tmp_path: Path) -> None:
+    peer, state = encoder(kind=VisionTransformerDistilled)
+    same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
+
+
+def test_deit_3(tmp_path: Path) -> None:
+    """LayerScale under its own names, positions for the patches alone."""
+    peer, state = encoder(init_values=0.1, no_embed_class=True)
+    state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", name): x for name, x in state.items()}
+    assert "blocks.1.gamma_2" in state
+    model = same_as(write({"model": state}, tmp_path / "deit_3.pth"), peer, "DeiT III")
+    assert (model.config.posemb_prefix, model.about.preprocess.crop) == ("none", 1.0)
+
+
+def mae_encoder() -> tuple[Any, State]:
+    """Fixed positions, with zeros for the class token."""
+    peer = timm_vit(num_classes=0)
+    with torch.no_grad():
+        peer.pos_embed[:, 0] = 0
+    return peer, peer.state_dict()
+
+
+def test_mae_without_decoder(tmp_path: Path) -> None:
+    peer, state = mae_encoder()
+    same_as(write({"model": state}, tmp_path / "mae.pth"), peer, "MAE")
+
+
+def test_mae_with_decoder(tmp_path: Path, reported: Any) -> None:
+    peer, state = mae_encoder()
+    same_as(write(deit(with_decoder(state)), tmp_path / "mae.pth"), peer, "MAE")
+    said = [line for line in reported() if "left out" in line]
+    assert said
+    assert "mask_token" in said[0]
+    assert "decoder_blocks" in said[0]
+
+
+def test_mae_fine_tuned(tmp_path: Path) -> None:
+    """Averaged patches under fc_norm, and no norm."""
+    peer, state = encoder(global_pool="avg")
+    model = same_as(write(deit(state), tmp_path / "mae.pth"), peer, "MAE")
+    assert (model.config.pool, model.config.norm_pooled) == ("average", True)
+
+
+def test_dino_takes_the_teacher(tmp_path: Path, reported: Any) -> None:
+    peer, state = encoder(num_classes=0)
+    student = {name: torch.zeros_like(x) for name, x in prefixed(projected(state), "module.").items()}
+    path = write({"student": student, "teacher": projected(state), "epoch": 100}, tmp_path / "dino.pth")
+    same_as(path, peer, "DINO")
+    assert any("left out" in line and "head" in line for line in reported())
+
+
+def test_dino_backbone_alone(tmp_path: Path) -> None:
+    peer, state = encoder(num_classes=0)
+    same_as(write(state, tmp_path / "dino_deitsmall16_pretrain.pth"), peer, "DINO")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["backbone", "teacher"])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
+    """Its table has a row for the class token and none for the registers; timm folds that row into the token."""
+    peer, state = encoder(num_classes=0, init_values=0.1, reg_tokens=registers, no_embed_class=True)
+    row = torch.full((1, 1, 48), 0.25, dtype=torch.float64)
+    state |= {"cls_token": state["cls_token"] - row, "pos_embed": torch.cat((row, state["pos_embed"]), 1)}
+    state["mask_token"] = torch.zeros(1, 48)
+    if registers:
+        state["register_tokens"] = state.pop("reg_token")
+    heads = {"dino_head.mlp.0.weight": torch.randn(9, 48), "ibot_head.last_layer.weight_v": torch.randn(9, 9)}
+    saved = {"teacher": prefixed(state, "backbone.") | heads} if wrapped else state
+    model = same_as(write(saved, tmp_path / "dinov2.pth"), peer, "DINOv2")
+    assert (model.config.registers, model.config.posemb_prefix) == (registers, "class")
+
+
+def same_as(path: Path, peer: nn.Module, family: str) -> Any:
+    """The family by name, ImageNet's pixels, and the logits of timm's model."""
+    model = plainvit.load(path, heads=4, dtype=None)
+    assert model.about.family == family
+    assert (model.config.mean, model.config.std) == IMAGENET
+    assert (model.config.activation, model.config.norm_eps) == ("gelu", 1e-6)
+    images = tiny.images(size=(32, 32))
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in IMAGENET)
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer((images - mean) / std)) < EXACT
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_parallel_and_compiled_models_are_taken_off(tmp_path: Path, prefix: str) -> None:
+    peer, state = encoder()
+    same_as(write(deit(prefixed(state, prefix)), tmp_path / "m.pth"), peer, "DeiT")
+
+
+@pytest.mark.parametrize(
+    ("plain", "averaged"), [("model", "model_ema"), ("state_dict", "state_dict_ema"), ("student", "teacher")]
+)
+def test_averaged_weights_are_taken_first(tmp_path: Path, plain: str, averaged: str) -> None:
+    peer, state = encoder(num_classes=0)
+    trained = {name: x + 1 for name, x in state.items()}
+    path = write({plain: trained, averaged: state}, tmp_path / "m.pth")
+    found = plainvit.load(path, heads=4, dtype=None)
+    assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
+
+
+def test_timms_names_and_nothing_more_are_half_and_half(tmp_path: Path) -> None:
+    model = plainvit.load(write(encoder()[1], tmp_path / "m.safetensors"), heads=4)
+    assert (model.config.mean, model.config.std) == HALF
+    prepared = model.about.preprocess
+    assert (prepared.resize, prepared.crop, prepared.interpolation) == ("crop", 0.9, "bicubic")
+
+
+def test_torchvisions_pixels_are_imagenets(tmp_path: Path) -> None:
+    model = plainvit.load(bare("torchvision", (32, 32), tmp_path), heads=4)
+    assert (model.config.mean, model.config.std) == IMAGENET
+
+
+def hub_folder(folder: Path, kind: str, processor: dict[str, Any] | None) -> Path:
+    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = getattr(transformers, f"{kind}Config")(**shape, image_size=32, patch_size=8, num_labels=7)
+    getattr(transformers, f"{kind}ForImageClassification")(config).save_pretrained(folder)
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "pixels"), [("ViT", HALF), ("DeiT", IMAGENET)])
+def test_transformers_pixels_without_a_processor(tmp_path: Path, kind: str, pixels: Any) -> None:
+    model = plainvit.load(hub_folder(tmp_path, kind, None))
+    assert (model.config.mean, model.config.std) == pixels
+    assert model.config.norm_eps == 1e-12
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT"])
+def test_transformers_pixels_with_a_processor(tmp_path: Path, kind: str) -> None:
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": 256, "resample": 3}
+    processor |= {"do_center_crop": True, "crop_size": 224}  # as google's and facebook's folders of 2021 have it
+    model = plainvit.load(hub_folder(tmp_path, kind, processor))
+    assert (model.config.mean, model.config.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    prepared = model.about.preprocess
+    assert (prepared.resize, prepared.crop, prepared.interpolation) == ("crop", 224 / 256, "bicubic")
+
+
+def test_transformers_processor_of_today(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, "ViT", None)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3).save_pretrained(folder)
+    model = plainvit.load(folder)
+    assert model.config.mean == (0.1,) * 3
+    assert (model.about.preprocess.resize, model.about.preprocess.interpolation) == ("squash", "bilinear")
+
+
+# Strangers ------------------------------------------------------------------------------------------------------------
+
+
+def small(kind: type[nn.Module], **settings: Any) -> State:
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 4, "num_classes": 7}
+    return kind(**shape | settings).state_dict()
+
+
+def swiglu() -> State:
+    """DINOv2 giant under its own names."""
+    state = {name: x for name, x in small(VisionTransformer, init_values=0.1).items() if ".mlp." not in name}
+    mlp = {"w12.weight": (256, 48), "w12.bias": (256,), "w3.weight": (48, 128), "w3.bias": (48,)}
+    return state | {f"blocks.0.mlp.{name}": torch.randn(shape) for name, shape in mlp.items()}
+
+
+def packed_swiglu() -> State:
+    """The same under timm's names, where fc1 holds gate and value at once."""
+    return small(VisionTransformer, init_values=0.1, mlp_layer=timm.layers.SwiGLUPacked)
+
+
+def swin() -> State:
+    shape = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4}
+    return SwinTransformer(**shape, num_classes=7).state_dict()
+
+
+def of_transformers(name: str, **settings: Any) -> State:
+    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = getattr(transformers, f"{name}Config")(**shape, image_size=32, patch_size=8, **settings)
+    return getattr(transformers, f"{name}Model")(config).state_dict()
+
+
+def mae_of_transformers() -> State:
+    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
+    config = transformers.ViTMAEConfig(**shape, **decoder, image_size=32, patch_size=8)
+    return transformers.ViTMAEForPreTraining(config).state_dict()
+
+
+STRANGERS: dict[str, tuple[Callable[[], State], str]] = {
+    "SwiGLU": (swiglu, "SwiGLU"),
+    "SwiGLU, packed": (packed_swiglu, "SwiGLU"),
+    "QK norm": (lambda: small(VisionTransformer, qk_norm=True), "QK norm"),
+    "CLIP": (lambda: small(VisionTransformer, pre_norm=True), "CLIP"),
+    "BEiT": (lambda: small(Beit, init_values=0.1), "BEiT"),
+    "BEiT, shared bias": (lambda: small(Beit, use_shared_rel_pos_bias=True, init_values=0.1), "BEiT"),
+    "EVA-02": (lambda: small(Eva, use_rot_pos_emb=True, qkv_fused=False, swiglu_mlp=True), "EVA"),
+    "Swin": (swin, "Swin"),
+    "chunked DINOv2": (
+        lambda: {n.replace("blocks.", "blocks.0."): x for n, x in small(VisionTransformer).items()},
+        "DINOv2",
+    ),
+    "DINOv2 of transformers": (lambda: of_transformers("Dinov2"), "DINOv2"),
+    "BEiT of transformers": (lambda: of_transformers("Beit", use_relative_position_bias=True), "BEiT"),
+    "MAE of transformers": (mae_of_transformers, "MAE"),
+}
+
+
+@pytest.mark.parametrize(("build", "name"), STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_refused_by_name(tmp_path: Path, build: Callable[[], State], name: str) -> None:
+    path = write({n: x.contiguous() for n, x in build().items()}, tmp_path / "m.pth")
+    with pytest.raises(ValueError, match=name) as caught:
+        plainvit.load(path, heads=4)
+    assert "plainvit does not have" in one_line(caught)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mobilenetv3_small_050", "resnetv2_50"])
+def test_other_networks_are_refused(tmp_path: Path, name: str) -> None:
+    with torch.device("meta"):
+        state = timm.create_model(name).state_dict()
+    state = {key: torch.zeros(x.shape, dtype=torch.float16) for key, x in state.items()}
+    with pytest.raises(ValueError, match=r"m\.safetensors|timm|ResNet") as caught:
+        plainvit.load(write(state, tmp_path / "m.safetensors"))
+    one_line(caught)
+
+
+# Describing -----------------------------------------------------------------------------------------------------------
+
+SHAPES = "shapes of the weights"
+# What no shape shows; a file of any kind must say where it has these from
+NUMERICS = {
+    "vit": ("activation", "norm_eps", "mean", "std", "image_size"),
+    "resnet": ("standardise", "norm_eps", "padding", "mean", "std"),
+}
+DESCRIBED: dict[str, Callable[[Path], Path]] = {
+    "google": lambda folder: google.save(google.original(), folder / "m.npz"),
+    "google hybrid": lambda folder: google.save(
+        google.original(stem=google.stem_arrays((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
+    ),
+    "big_vision": lambda folder: google.save(google.prefixed(google.big_vision("map"), "params/"), folder / "m.npz"),
+    "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
+    "timm": lambda folder: write(encoder()[1], folder / "m.safetensors"),
+    "timm BiT": lambda folder: forgotten(tiny.bit(blocks=(1, 1), numerics="timm"), folder),
+    "timm hybrid": lambda folder: forgotten(tiny.hybrid(blocks=(1, 1), image_size=(32, 32), numerics="timm"), folder),
+    "DeiT": lambda folder: write(deit(encoder()[1]), folder / "m.pth"),
+    "transformers": lambda folder: bare("transformers", (32, 32), folder),
+    "transformers folder": lambda folder: hub_folder(folder, "ViT", {"image_mean": [0.5] * 3}),
+    "torchvision": lambda folder: bare("torchvision", (32, 32), folder),
+    "plainvit": lambda folder: plainvit.save(tiny.vit(), folder / "m.safetensors"),
+    "plainvit BiT": lambda folder: plainvit.save(tiny.bit(blocks=(1, 1)), folder / "m.safetensors"),
+}
+
+
+def forgotten(model: Any, folder: Path) -> Path:
+    """timm's weights without plainvit's description of them."""
+    return plainvit.save(model, folder / "m.bin", format="timm")
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
+    described = describe(DESCRIBED[name](tmp_path), heads=4)
+    json.dumps(described)
+    assert set(described["sources"]) == {*described["settings"], "preprocess"}
+    assert all(isinstance(source, str) and source for source in described["sources"].values())
+    numerics = NUMERICS["resnet" if "BiT" in name else "vit"]
+    told = {key: described["sources"][key] for key in (*numerics, "preprocess")}
+    assert SHAPES not in told.values(), told
+
+
+def test_a_given_hint_is_its_own_source(tmp_path: Path) -> None:
+    described = describe(bare("timm", (24, 48), tmp_path), heads=4, image_size=(24, 48))
+    assert described["sources"]["heads"] == "given by the caller"
+    assert "given by the caller" in described["sources"]["image_size"]
+
+
+def test_inspect_prints_settings_with_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from plainvit.cli import main
+
+    main(["inspect", str(google.save(google.original(), tmp_path / "B_16.npz"))])
+    shown = capsys.readouterr().out
+    assert re.search(r"activation\s+gelu_tanh\s+Google's code", shown)
+    assert "parameters" in shown
+
+
+def test_describing_reads_the_headers_alone(tmp_path: Path) -> None:
+    """A file whose weights are a hole of 600 MB takes no time."""
+    with torch.device("meta"):
+        state = timm.create_model("vit_large_patch16_224").state_dict()
+    described = describe(hollow(state, tmp_path / "m.safetensors"))
+    assert described["parameters"] == 304_326_632  # facts, L/16
+    assert described["head"] == "all zeros: features only"
+
+
+# Published ------------------------------------------------------------------------------------------------------------
+
+# facts/weights.md, Oracles: top-1 and ReaL
+ORACLES = {
+    "vit_b16_orig_i21k_i1k_224": (81.78, 86.75),
+    "vit_b16_orig_i21k_i1k_384": (84.21, 88.40),
+    "vit_l32_orig_i21k_i1k_384": (81.51, 85.91),
+    "r50_vit_b16_orig_i21k_i1k_384": (84.99, 88.80),
+    "vit_b16_augreg_i21k_i1k_224": (84.53, 88.89),
+    "vit_l16_augreg_i21k_i1k_384": (87.10, 90.22),
+    "bit_r50x1_i21k_i1k_448": (80.39, 86.46),
+    "bit_r152x4_i21k_i1k_480": (84.94, 88.57),
+    "deit_b16_i1k_224": (81.98, 86.83),
+}
+OF_TIMM = [name for name, entry in PUBLISHED.items() if entry.hub.startswith("timm/")]
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_published_weights_are_in_timms_table(name: str) -> None:
+    entry = PUBLISHED[name]
+    model = entry.hub.removeprefix("timm/")
+    assert model in timm.list_pretrained()
+    published = timm.models.get_pretrained_cfg(model)
+    assert published.hf_hub_id in (entry.hub, "timm/")
+    assert entry.licence == published.license
+    assert name.endswith(f"_{published.input_size[-1]}")
+
+
+def test_published_accuracies_are_the_facts() -> None:
+    assert {name: (e.top1, e.real) for name, e in PUBLISHED.items() if e.top1 is not None} == ORACLES
+
+
+def test_transformers_knows_the_other_addresses() -> None:
+    sources = Path(transformers.__file__).parent / "models" / "vit"
+    text = "".join(path.read_text() for path in sources.glob("*.py"))
+    others = {entry.hub for name, entry in PUBLISHED.items() if name not in OF_TIMM}
+    assert others == {"google/vit-base-patch16-224"}
+    assert all(hub in text for hub in others)
+
+
+def hollow(state: State, path: Path) -> Path:
+    """A safetensors file of the right names and shapes, all zeros, that takes no room on disk."""
+    header, end = {}, 0
+    for name, x in state.items():
+        start, end = end, end + 4 * x.numel()
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_published_weights_are_understood_from_their_shapes(tmp_path: Path, name: str) -> None:
+    """timm's own model of that name, without its values, beside a config.json as the hub has it."""
+    model = PUBLISHED[name].hub.removeprefix("timm/")
+    with torch.device("meta"):
+        peer = timm.create_model(model)
+    hollow(peer.state_dict(), tmp_path / "model.safetensors")
+    published = timm.models.get_pretrained_cfg(model).to_dict()
+    described = {"architecture": published["architecture"], "pretrained_cfg": published}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = look(tmp_path)[0].config
+    assert config.image_size == tuple(published["input_size"][1:])
+    assert (config.mean, config.std) == (tuple(published["mean"]), tuple(published["std"]))
+    assert config.classes == published["num_classes"]
+    if hasattr(peer, "blocks"):
+        block = peer.blocks[0]
+        assert (config.depth, config.heads) == (len(peer.blocks), block.attn.num_heads)
+        assert isinstance(block.mlp.act, nn.GELU)
+        assert block.mlp.act.approximate == "none"
+        assert (config.activation, config.norm_eps) == ("gelu", block.norm1.eps)
+        assert config.grid == peer.patch_embed.grid_size
+
+
+# The hub --------------------------------------------------------------------------------------------------------------
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+def plant(cache: Path, name: str, revisions: dict[str, Any], file: str = "model.safetensors") -> None:
+    """A repository in the cache of huggingface_hub: blobs, snapshots of links to them, and refs."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    for revision, model in revisions.items():
+        commit, blob = COMMITS[revision], root / "blobs" / f"blob-of-{revision}"
+        for folder in (root / "refs", root / "snapshots" / commit, root / "blobs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".bin"):
+            torch.save(model.state_dict(), blob)
+        else:
+            plainvit.save(model, blob)
+        (root / "snapshots" / commit / file).symlink_to(Path("..") / ".." / "blobs" / blob.name)
+        (root / "refs" / revision).write_text(commit)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of its own, and no network."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+def test_a_hub_address_loads_from_the_cache(cache: Path) -> None:
+    model = tiny.vit(torch.float32)
+    plant(cache, "org/name", {"main": model})
+    found = plainvit.load("hf:org/name")
+    assert torch.equal(found.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("revision", ["v1", COMMITS["v1"]])
+def test_a_revision_is_the_one_asked_for(cache: Path, revision: str) -> None:
+    main, other = tiny.vit(torch.float32), tiny.vit(torch.float32, classes=3)
+    plant(cache, "org/name", {"main": main, "v1": other})
+    assert plainvit.load(f"hf:org/name@{revision}").config.classes == 3
+    assert plainvit.load("hf:org/name").config.classes == 7
+
+
+def test_the_hubs_cache_is_found_through_the_environment(tmp_path: Path) -> None:
+    """The whole way, in a process of its own."""
+    plant(tmp_path / "home" / "hub", "org/name", {"main": tiny.vit()})
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", "from plainvit.cli import main; main()", "inspect", "hf:org/name", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["settings"]["width"] == 48
+
+
+def test_a_published_name_loads_from_the_cache(cache: Path) -> None:
+    plant(cache, "timm/vit_base_patch16_224.augreg_in21k_ft_in1k", {"main": tiny.vit()})
+    assert plainvit.load("vit_b16_augreg_i21k_i1k_224").config.width == 48
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_published_name_without_network_says_how_to_fetch_it() -> None:
+    with pytest.raises(ValueError, match=r"hf download timm/vit_base_patch16_224\.augreg_in21k_ft_in1k") as caught:
+        plainvit.load("vit_b16_augreg_i21k_i1k_224")
+    one_line(caught)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("address", ["nobody/nothing", "nobody/nothing@v1", "nothing"])
+def test_a_name_that_is_not_there_is_one_line(address: str) -> None:
+    with pytest.raises(ValueError, match="nothing") as caught:
+        plainvit.load(f"hf:{address}")
+    one_line(caught)
+
+
+def test_a_revision_that_is_not_there_is_one_line(cache: Path) -> None:
+    plant(cache, "org/name", {"main": tiny.vit()})
+    with pytest.raises(ValueError, match="org/name@v9") as caught:
+        plainvit.load("hf:org/name@v9")
+    one_line(caught)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("address", ["", "a/b/c", "../../etc/passwd", "org/na me", "org/name@../..", "-/-", "@v1"])
+def test_what_is_no_address_is_one_line(address: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        plainvit.load(f"hf:{address}")
+    one_line(caught)
+
+
+def test_only_safetensors_come_from_the_hub(cache: Path) -> None:
+    plant(cache, "org/name", {"main": timm_vit()}, "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors") as caught:
+        plainvit.load("hf:org/name", heads=4)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("word", ["vit_b16_augreg_i21k", "vit_b16_augrg_i21k_i1k_224"])
+def test_a_misspelt_published_name_gives_the_nearest(word: str) -> None:
+    with pytest.raises(ValueError, match=r"nearest: .*vit_b16_augreg_i21k") as caught:
+        plainvit.load(word)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("source", ["no/such/file.npz", "no such folder/", "a\0b.npz"])
+def test_a_path_that_is_not_there_is_one_line(source: str) -> None:
+    with pytest.raises(ValueError, match="there is no file or folder") as caught:
+        plainvit.load(source)
+    one_line(caught)

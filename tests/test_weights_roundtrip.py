@@ -1,0 +1,810 @@
+"""Weights from format to format and back, bit for bit; what a format cannot hold, by a table written by hand.
+
+The table below says, from facts/weights.md and the libraries' own classes, which parts of which model each format
+lacks. Names and shapes of every format are frozen in golden/keys_*.txt, which came from the libraries' state dicts
+(and for Google from the arrays of test_weights_google.py); plainvit's description of a file is frozen in
+golden/metadata_v1.json. Files are read here by safetensors, NumPy and torch, not by plainvit.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import test_weights_google as google
+import tiny
+import torch
+from peers import from_timm, from_timm_resnet, scramble
+from timm.layers import HybridEmbed, StdConv2d
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_hybrid import _resnetv2
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer as TorchvisionViT
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    DeiTForImageClassificationWithTeacher,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+import plainvit
+from plainvit.config import About, Preprocess
+from plainvit.names import configure
+from plainvit.weights import convert, look
+
+GOLDEN = Path(__file__).parent / "golden"
+State = dict[str, Tensor]
+
+
+# Which format holds which model ---------------------------------------------------------------------------------------
+
+# format: file name, format's name, and what a bare file cannot say
+FORMATS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plainvit": ("m.safetensors", "plainvit", {}),
+    "google": ("m.npz", "google", {}),
+    "timm": ("m.safetensors", "timm", {}),
+    "timm pth": ("m.pth", "timm", {"heads": 4}),
+    "timm folder": ("folder", "timm", {}),
+    "transformers": ("folder", "transformers", {}),
+    "torchvision": ("m.safetensors", "torchvision", {}),
+    "torchvision pth": ("m.pth", "torchvision", {"heads": 4}),
+}
+PARTS = (
+    *("activation", "norm_eps", "standardise", "normalisation", "pre_logits", "registers", "layer_scale"),
+    *("distillation", "stem", "pool", "posemb", "resnet", "blocks", "image_size", "axial", "norm", "posemb_at"),
+)
+ANY_FORMAT = ("google", "timm", "timm folder", "transformers", "torchvision")
+
+
+def lacking(**parts: str) -> dict[str, set[str]]:
+    """format=parts that it lacks; the two ways to write a bare file lack the same."""
+    table = {name.replace("_folder", " folder"): set(words.split()) for name, words in parts.items()}
+    for name in ("timm", "torchvision"):
+        table[f"{name} pth"] = table.get(name, set())
+    return table
+
+
+def exact(**settings: Any) -> Callable[[], Any]:
+    return partial(tiny.vit, numerics="timm", **{"image_size": 32} | settings)
+
+
+def tanh(**settings: Any) -> Callable[[], Any]:
+    return partial(tiny.vit, numerics="google", **{"image_size": 32} | settings)
+
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, set[str]]]] = {
+    "exact GELU": (exact(), lacking(google="activation")),
+    "tanh GELU": (tanh(), lacking(timm="activation", torchvision="activation")),
+    "eps 1e-12": (
+        exact(norm_eps=1e-12),
+        lacking(google="activation norm_eps", timm="norm_eps", timm_folder="norm_eps", torchvision="norm_eps"),
+    ),
+    "ReLU": (exact(activation="relu"), lacking(google="activation", timm="activation", torchvision="activation")),
+    "ImageNet pixels": (tanh(**IMAGENET), lacking(google="normalisation", timm="activation", torchvision="activation")),
+    "distilled": (exact(distillation=True), lacking(google="activation distillation", torchvision="distillation")),
+    "registers with rows": (
+        exact(registers=3, posemb_prefix="all"),
+        lacking(google="activation registers", transformers="registers", torchvision="registers"),
+    ),
+    "registers without rows": (
+        exact(registers=3, posemb_prefix="none"),
+        lacking(google="activation registers", transformers="registers posemb", torchvision="registers posemb"),
+    ),
+    "registers, class row": (
+        exact(registers=3),
+        lacking(
+            google="activation registers",
+            timm="registers",
+            timm_folder="registers",
+            transformers="registers",
+            torchvision="registers",
+        ),
+    ),
+    "one register, as DeiT without its teacher": (
+        exact(registers=1, posemb_prefix="all"),
+        lacking(google="activation registers", torchvision="registers"),
+    ),
+    "LayerScale": (
+        exact(layer_scale=0.1),
+        lacking(google="activation layer_scale", transformers="layer_scale", torchvision="layer_scale"),
+    ),
+    "hidden layer": (
+        exact(representation=20),
+        lacking(google="activation", timm="pre_logits", timm_folder="pre_logits", transformers="pre_logits"),
+    ),
+    "hidden layer, tanh GELU": (
+        tanh(representation=20),
+        lacking(
+            timm="activation pre_logits",
+            timm_folder="pre_logits",
+            transformers="pre_logits",
+            torchvision="activation",
+        ),
+    ),
+    "pooler without head": (
+        tanh(representation=20, classes=0),
+        lacking(timm="activation pre_logits", timm_folder="pre_logits", torchvision="activation"),
+    ),
+    "average, no class token": (
+        tanh(pool="average", class_token=False, posemb_prefix="none"),
+        lacking(timm="activation", transformers="pool posemb", torchvision="activation pool posemb"),
+    ),
+    "average, fc_norm": (
+        exact(pool="average", norm_pooled=True),
+        lacking(google="activation pool", transformers="pool", torchvision="pool"),
+    ),
+    "average beside a class token, norm": (
+        exact(pool="average"),
+        lacking(google="activation pool", timm="pool", transformers="pool", torchvision="pool"),
+    ),
+    "attention pooling": (
+        tanh(pool="attention", class_token=False, posemb_prefix="none"),
+        lacking(timm="activation", transformers="pool posemb", torchvision="activation pool posemb"),
+    ),
+    "attention pooling beside a class token": (  # big_vision has a class token only where it is read out
+        tanh(pool="attention"),
+        lacking(google="pool", timm="activation", transformers="pool", torchvision="activation pool"),
+    ),
+    "no rows before the patches": (
+        tanh(posemb_prefix="none"),
+        lacking(timm="activation", transformers="posemb", torchvision="activation posemb"),
+    ),
+    "rectangle": (
+        exact(image_size=(24, 40)),
+        lacking(google="activation", torchvision="image_size"),
+    ),
+    "hybrid, timm's": (
+        partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32), numerics="timm"),
+        lacking(google="activation standardise", transformers="stem", torchvision="stem"),
+    ),
+    "hybrid, Google's": (
+        partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32)),
+        lacking(
+            timm="activation standardise",
+            timm_folder="standardise",
+            transformers="stem",
+            torchvision="activation stem",
+        ),
+    ),
+    "BiT, timm's": (
+        partial(tiny.bit, blocks=(1,), numerics="timm"),
+        lacking(google="standardise blocks", transformers="resnet", torchvision="resnet"),
+    ),
+    "BiT, Google's": (
+        partial(tiny.bit, torch.float16, (2, 2, 2, 2)),  # the smallest that has one of BiT's own shapes
+        lacking(timm="standardise", timm_folder="standardise", transformers="resnet", torchvision="resnet"),
+    ),
+    "2-D positions": (
+        tanh(posemb="2d"),
+        lacking(
+            google="posemb",
+            timm="activation posemb",
+            timm_folder="posemb",
+            transformers="posemb",
+            torchvision="activation posemb",
+        ),
+    ),
+    "no positions": (
+        tanh(posemb="none"),
+        lacking(google="posemb", timm="activation", transformers="posemb", torchvision="activation posemb"),
+    ),
+    "relative positions": (
+        tanh(posemb="relative"),
+        lacking(
+            google="posemb",
+            timm="activation posemb",
+            timm_folder="posemb",
+            transformers="posemb",
+            torchvision="activation posemb",
+        ),
+    ),
+    "positions at every layer": (
+        tanh(posemb_at="every"),
+        lacking(
+            google="posemb_at",
+            timm="activation posemb_at",
+            timm_folder="posemb_at",
+            transformers="posemb_at",
+            torchvision="activation posemb_at",
+        ),
+    ),
+    "post-norm": (
+        tanh(norm="post"),
+        lacking(
+            google="norm",
+            timm="activation norm",
+            timm_folder="norm",
+            transformers="norm",
+            torchvision="activation norm",
+        ),
+    ),
+    "axial": (
+        tanh(axial=True, class_token=False, pool="average"),
+        lacking(
+            google="axial",
+            timm="activation axial",
+            timm_folder="axial",
+            transformers="axial pool",
+            torchvision="activation axial pool",
+        ),
+    ),
+}
+# timm's config.json has to name one of its own models, and these shapes are none
+NAMELESS = ("hybrid, timm's", "BiT, timm's")
+# models that go through bare PyTorch files as well, whose weights are those of the safetensors
+ALSO_BARE = ("exact GELU", "distilled", "registers with rows", "average, fc_norm", "hybrid, timm's", "BiT, timm's")
+# torchvision always has a head to load; the rest of these cases is beside the point
+UNSAID = {"pooler without head": ("torchvision",), "average beside a class token, norm": ("timm folder",)}
+
+
+def holders(name: str) -> list[str]:
+    """The formats that can hold a model, by the table."""
+    lacks = MODELS[name][1]
+    able = [format_ for format_ in FORMATS if not lacks.get(format_)]
+    out = [f"{f}{suffix}" for f in UNSAID.get(name, ()) for suffix in ("", " pth")]
+    out += ["timm pth", "torchvision pth"] if name not in ALSO_BARE else []
+    return [f for f in able if f not in out and not (f == "timm folder" and name in NAMELESS)]
+
+
+@cache
+def model_of(name: str) -> Any:
+    """Built once: saving leaves a model as it was, which is tested below."""
+    return MODELS[name][0]()
+
+
+def save_as(model: Any, folder: Path, format_: str, **settings: Any) -> Path:
+    file, word, _ = FORMATS[format_]
+    folder.mkdir()
+    return plainvit.save(model, folder / file, format=word, **settings)
+
+
+def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """What is in a file, read without plainvit: {name: (dtype, shape, bytes)}."""
+    path = path / "model.safetensors" if path.is_dir() else path
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: (str(archive[name].dtype), archive[name].shape, archive[name].tobytes()) for name in archive}
+    read = partial(torch.load, weights_only=True) if path.suffix == ".pth" else safetensors.torch.load_file
+    return {
+        name: (str(x.dtype), tuple(x.shape), x.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, x in read(path).items()
+    }
+
+
+def test_the_table_has_every_pair_that_can_be() -> None:
+    """A table that forbids everything would pass all that follows."""
+    pairs = {frozenset((a, b)) for name in MODELS for a in holders(name) for b in holders(name) if a != b}
+    never = {frozenset(("google", other)) for other in ("timm", "timm pth", "torchvision", "torchvision pth")}
+    every = {frozenset((a, b)) for a in FORMATS for b in FORMATS if a != b}
+    assert every - pairs == never, "Google's GELU is not that of a bare file"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_bit_equal(tmp_path: Path, name: str) -> None:
+    """A -> B -> A, for every ordered pair of formats that can hold the model."""
+    model, able = model_of(name), holders(name)
+    assert "plainvit" in able
+    for a in able:
+        (tmp_path / a).mkdir()
+        first = save_as(model, tmp_path / a / "first", a)
+        meant, wanted = meaning(first, a, model), raw(first)
+        for b in (other for other in able if other != a):
+            between = tmp_path / a / b
+            back = tmp_path / a / f"{b} back"
+            between.mkdir()
+            back.mkdir()
+            middle = convert(first, between / FORMATS[b][0], FORMATS[b][1], **hints(a, model))
+            last = convert(middle, back / FORMATS[a][0], FORMATS[a][1], **hints(b, model))
+            assert raw(last) == wanted, (a, b)
+            if "pth" not in a + b:  # a bare PyTorch file forgets what is not weights
+                assert meaning(last, a, model) == meant, (a, b)
+
+
+def hints(format_: str, model: Any) -> dict[str, Any]:
+    """A bare file of a ViT does not say its heads, nor the sides of a rectangle; nor does Google's of the latter."""
+    given = dict(FORMATS[format_][2]) if hasattr(model.config, "heads") else {}
+    grid = getattr(model.config, "grid", (1, 1))
+    bare = "pth" in format_ or format_ == "google"
+    if bare and getattr(model.config, "posemb", "") == "none":
+        given["image_size"] = model.config.image_size
+    elif bare and grid[0] != grid[1]:
+        given["grid"] = grid
+    return given
+
+
+def meaning(path: Path, format_: str, model: Any) -> Any:
+    return look(path, **hints(format_, model))[0].config
+
+
+REFUSED = [(name, format_) for name, (_, lacks) in MODELS.items() for format_ in FORMATS if lacks.get(format_)]
+
+
+@pytest.mark.parametrize(("name", "format_"), REFUSED)
+def test_what_a_format_lacks_is_refused_by_name(tmp_path: Path, name: str, format_: str) -> None:
+    lacks = MODELS[name][1]
+    with pytest.raises(ValueError, match="cannot express") as caught:
+        save_as(model_of(name), tmp_path / "out", format_)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert {part for part in PARTS if re.search(rf"(express |; ){part} \(", text)} == lacks[format_], text
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("format_", ["google", "timm"])
+@pytest.mark.parametrize("kind", ["hybrid", "BiT"])
+def test_a_resnet_padded_otherwise_is_refused(tmp_path: Path, kind: str, format_: str) -> None:
+    """Hybrids pad as TensorFlow's SAME and BiT symmetrically, at Google and in timm; the names do not show it."""
+    if kind == "BiT":
+        config = configure("BiT-R26x1", numerics=format_).replace(blocks=(1,), padding="same")
+    else:
+        base = configure("R50x1+ViT-B/16", numerics=format_)
+        stem = base.stem.replace(blocks=(1,), padding="symmetric")
+        config = base.replace(stem=stem, image_size=16, patch=4, **tiny.SHAPE)
+    with pytest.raises(ValueError, match=r"cannot express.*padding"):
+        plainvit.save(tiny.filled(config, torch.float32), tmp_path / "m.safetensors", format=format_)
+
+
+@pytest.mark.parametrize("format_", ["plainvit", "google", "timm", "transformers", "torchvision"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_convert_keeps_the_dtype(tmp_path: Path, dtype: torch.dtype, format_: str) -> None:
+    model = (tanh() if format_ == "google" else exact())().to(dtype)
+    first = plainvit.save(model, tmp_path / "first.safetensors")
+    for source, target in (("plainvit", format_), (format_, "plainvit")):
+        name = FORMATS[target][0]
+        (tmp_path / target).mkdir(exist_ok=True)
+        first = convert(first, tmp_path / target / f"{source} {name}", target)
+    assert {kind for kind, _, _ in raw(first).values()} == {str(dtype)}
+    loaded = plainvit.load(first, dtype=None).state_dict()
+    assert all(torch.equal(loaded[name], x) for name, x in model.state_dict().items())
+
+
+# Dropping -------------------------------------------------------------------------------------------------------------
+
+
+def dropped(model: Any, folder: Path, format_: str, *parts: str) -> Any:
+    """Without these parts it is refused; with them, the model as the written file has it."""
+    with pytest.raises(ValueError, match=f"cannot express.*{parts[0]}.*drop"):
+        save_as(model, folder / "refused", format_)
+    path = save_as(model, folder / "out", format_, drop=parts)
+    return plainvit.load(path, dtype=None, **FORMATS[format_][2])
+
+
+def same_weights(found: Any, expected: State) -> None:
+    state = found.state_dict()
+    assert set(state) == set(expected)
+    for name, x in expected.items():
+        assert torch.equal(state[name], x), name
+
+
+@pytest.mark.parametrize("format_", ["google", "timm", "torchvision"])
+def test_dropping_the_activation_leaves_the_librarys(tmp_path: Path, format_: str) -> None:
+    model = exact()() if format_ == "google" else tanh()()
+    found = dropped(model, tmp_path, format_, "activation")
+    assert found.config.activation == ("gelu_tanh" if format_ == "google" else "gelu")
+    same_weights(found, model.state_dict())
+
+
+@pytest.mark.parametrize("format_", ["google", "timm", "timm folder", "torchvision"])
+def test_dropping_norm_eps_leaves_1e_6(tmp_path: Path, format_: str) -> None:
+    model = tanh(norm_eps=1e-12)() if format_ == "google" else exact(norm_eps=1e-12)()
+    found = dropped(model, tmp_path, format_, "norm_eps")
+    assert found.config.norm_eps == 1e-6
+    same_weights(found, model.state_dict())
+
+
+def test_dropping_the_normalisation_leaves_googles(tmp_path: Path) -> None:
+    model = tanh(**IMAGENET)()
+    found = dropped(model, tmp_path, "google", "normalisation")
+    assert (found.config.mean, found.config.std) == ((0.5,) * 3, (0.5,) * 3)
+    same_weights(found, model.state_dict())
+
+
+@pytest.mark.parametrize("format_", ["timm", "timm folder", "transformers"])
+def test_dropping_pre_logits_drops_the_head_that_reads_it(
+    tmp_path: Path, format_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = exact(representation=20)()
+    found = dropped(model, tmp_path, format_, "pre_logits")
+    assert (found.config.representation, found.config.classes) == (0, 0)
+    same_weights(found, {n: x for n, x in model.state_dict().items() if not n.startswith(("head.", "pre_logits."))})
+    assert "dropped pre_logits, and the head that reads it" in caplog.text
+
+
+@pytest.mark.parametrize("distillation", [False, True])
+def test_dropping_registers_takes_their_rows_along(tmp_path: Path, distillation: bool) -> None:
+    model = exact(registers=3, posemb_prefix="all", distillation=distillation)()
+    found = dropped(model, tmp_path, "transformers", "registers")
+    expected, own = model.state_dict(), 1 + distillation
+    del expected["registers"]
+    table = expected["positions.0.table"]
+    expected["positions.0.table"] = torch.cat((table[:own], table[own + 3 :]))
+    same_weights(found, expected)
+    assert found.config.distillation is distillation
+
+
+def test_dropping_registers_without_rows_leaves_the_table(tmp_path: Path) -> None:
+    model = tanh(registers=3, posemb_prefix="none")()
+    found = dropped(model, tmp_path, "google", "registers")
+    same_weights(found, {name: x for name, x in model.state_dict().items() if name != "registers"})
+
+
+def test_dropping_registers_that_have_no_rows_beside_a_class_row(tmp_path: Path) -> None:
+    """DINOv2's with registers: its table has a row for the class token and none for the registers."""
+    model = exact(registers=3)()
+    found = dropped(model, tmp_path, "torchvision", "registers")
+    same_weights(found, {name: x for name, x in model.state_dict().items() if name != "registers"})
+
+
+def test_dropping_distillation_leaves_the_class_tokens_head(tmp_path: Path) -> None:
+    model = exact(distillation=True)()
+    found = dropped(model, tmp_path, "torchvision", "distillation")
+    gone = ("distillation_token", "head_distillation.")
+    expected = {name: x for name, x in model.state_dict().items() if not name.startswith(gone)}
+    table = expected["positions.0.table"]
+    expected["positions.0.table"] = torch.cat((table[:1], table[2:]))
+    same_weights(found, expected)
+
+
+def test_dropping_registers_and_distillation_at_once(tmp_path: Path) -> None:
+    model = exact(registers=3, posemb_prefix="all", distillation=True)()
+    found = dropped(model, tmp_path, "torchvision", "registers", "distillation")
+    table = model.state_dict()["positions.0.table"]
+    assert torch.equal(found.state_dict()["positions.0.table"], torch.cat((table[:1], table[5:])))
+
+
+@pytest.mark.parametrize("format_", ["google", "transformers", "torchvision"])
+def test_layer_scale_is_folded_into_the_layers_before(tmp_path: Path, format_: str) -> None:
+    model = (tanh if format_ == "google" else exact)(layer_scale=0.1)()
+    found = dropped(model, tmp_path, format_, "layer_scale")
+    images = tiny.images(size=(32, 32))
+    with torch.inference_mode():
+        expected = model(images)
+        assert tiny.difference(found(images), expected) < 1e-6 * expected.abs().max()
+    assert found.config.layer_scale is None
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "BiT"])
+def test_dropping_the_standardisation_leaves_timms(tmp_path: Path, kind: str) -> None:
+    """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
+    model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
+    parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")
+    found = dropped(model, tmp_path, "timm", *parts)
+    peer = timm_bit((1, 1), 7) if kind == "BiT" else timm_hybrid((1, 1), depth=2)
+    peer.load_state_dict(safetensors.torch.load_file(tmp_path / "out" / "m.safetensors"), strict=True)
+    images = tiny.images(size=(32, 32))
+    with torch.inference_mode():
+        assert tiny.difference(found(images), peer(images * 2 - 1)) < 1e-10
+
+
+def test_each_lack_has_to_be_named(tmp_path: Path) -> None:
+    model = exact(registers=3, posemb_prefix="all", layer_scale=0.1)()
+    with pytest.raises(ValueError, match=r"cannot express layer_scale") as caught:
+        plainvit.save(model, tmp_path / "m.pth", format="torchvision", drop=("registers",))
+    assert "registers (" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dropping_what_the_format_has_changes_nothing(tmp_path: Path) -> None:
+    model = exact(registers=3, posemb_prefix="all")()
+    one = plainvit.save(model, tmp_path / "a.safetensors", format="timm")
+    other = plainvit.save(model, tmp_path / "b.safetensors", format="timm", drop=("registers", "activation"))
+    assert raw(one) == raw(other)
+    assert metadata(one) == metadata(other)
+
+
+@pytest.mark.parametrize("part", ["stem", "pool", "posemb", "resnet", "blocks", "axial", "norm", "image_size"])
+def test_what_has_no_meaning_without_the_part_cannot_be_dropped(tmp_path: Path, part: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing called '{part}' can be dropped") as caught:
+        plainvit.save(exact()(), tmp_path / "m.pth", format="timm", drop=(part,))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_drop_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing called 'registrs' can be dropped; nearest: registers"):
+        plainvit.save(exact()(), tmp_path / "m.pth", format="timm", drop=("registrs",))
+
+
+def test_a_misspelt_format_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"format 'tim' is unknown; nearest: timm"):
+        plainvit.save(exact()(), tmp_path / "m.pth", format="tim")
+
+
+# Golden keys ----------------------------------------------------------------------------------------------------------
+
+ONE: dict[str, Any] = {"depth": 1, "image_size": 32}
+
+
+def timm_vit(kind: type[VisionTransformer] = VisionTransformer, **settings: Any) -> nn.Module:
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 4, "mlp_ratio": 2.0}
+    peer = kind(**shape | {"num_classes": 7} | settings).double().eval()
+    scramble(peer)
+    return peer
+
+
+def timm_hybrid(blocks: tuple[int, ...], patch: int = 1, **settings: Any) -> nn.Module:
+    return timm_vit(patch_size=patch, embed_layer=partial(HybridEmbed, backbone=_resnetv2(layers=blocks)), **settings)
+
+
+def timm_bit(blocks: tuple[int, ...], classes: int) -> nn.Module:
+    conv = partial(StdConv2d, eps=1e-8)
+    return ResNetV2(list(blocks), num_classes=classes, stem_type="fixed", conv_layer=conv).double().eval()
+
+
+def torchvision_vit(hidden: int | None = None) -> nn.Module:
+    shape = {"image_size": 32, "patch_size": 8, "num_layers": 1, "num_heads": 4, "hidden_dim": 48, "mlp_dim": 96}
+    return TorchvisionViT(**shape, num_classes=7, representation_size=hidden)
+
+
+def transformers_vit(kind: type[Any], config: type[Any], **settings: Any) -> nn.Module:
+    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    return kind(config(**shape | {"image_size": 32, "patch_size": 8, "num_labels": 7} | settings))
+
+
+def google_arrays(build: Callable[[], google.Arrays], prefix: str = "") -> google.Arrays:
+    """The arrays of test_weights_google.py, of one block."""
+    arrays = google.prefixed(build(), prefix)
+    return {name: x for name, x in arrays.items() if "encoderblock_1" not in name}
+
+
+def one_hybrid(numerics: str, blocks: tuple[int, ...] = (1, 1), patch: int = 1, size: int = 32) -> Any:
+    base = configure("R50x1+ViT-B/16", classes=7, numerics=numerics)
+    settings = tiny.SHAPE | {"depth": 1, "patch": patch, "image_size": size}
+    return tiny.filled(base.replace(stem=base.stem.replace(blocks=blocks), **settings), torch.float32)
+
+
+# format: kind: (our model, the library's model or arrays; None for plainvit, whose names are its own)
+KINDS: dict[str, dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]] = {
+    "plainvit": {
+        "ViT": (exact(**ONE), None),
+        "hidden layer": (exact(representation=20, **ONE), None),
+        "distilled": (exact(distillation=True, **ONE), None),
+        "registers and LayerScale": (exact(registers=3, posemb_prefix="all", layer_scale=0.1, **ONE), None),
+        "attention pooling": (exact(pool="attention", **ONE), None),
+        "2-D positions": (tanh(posemb="2d", **ONE), None),
+        "relative positions": (tanh(posemb="relative", **ONE), None),
+        "hybrid": (partial(one_hybrid, "google"), None),
+        "BiT": (partial(tiny.bit, torch.float32, (1, 1)), None),
+    },
+    "google": {
+        "original": (tanh(**ONE), partial(google_arrays, google.original)),
+        "original, pre_logits": (
+            tanh(representation=20, **ONE),
+            partial(google_arrays, partial(google.original, 20)),
+        ),
+        "hybrid": (
+            partial(one_hybrid, "google"),
+            partial(
+                google_arrays,
+                lambda: google.original(stem=google.stem_arrays((1, 1)), kernel=(1, 1, 512)),
+            ),
+        ),
+        "hybrid, root alone": (
+            partial(one_hybrid, "google", (), 8, 64),
+            partial(
+                google_arrays,
+                lambda: google.original(cells=4, stem=google.stem_arrays(()), kernel=(8, 8, 64)),
+            ),
+        ),
+        "big_vision, gap": (
+            tanh(pool="average", class_token=False, **ONE),
+            partial(google_arrays, google.big_vision, "params/"),
+        ),
+        "big_vision, tok": (
+            tanh(posemb_prefix="none", **ONE),
+            partial(google_arrays, partial(google.big_vision, "tok"), "params/"),
+        ),
+        "big_vision, map": (
+            tanh(pool="attention", class_token=False, **ONE),
+            partial(google_arrays, partial(google.big_vision, "map"), "params/"),
+        ),
+        "BiT": (
+            partial(tiny.bit, torch.float32, (2, 2, 2, 2)),
+            partial(google.bit_arrays, (2, 2, 2, 2)),
+        ),
+    },
+    "timm": {
+        "ViT": (exact(**ONE), timm_vit),
+        "distilled": (exact(distillation=True, **ONE), partial(timm_vit, VisionTransformerDistilled)),
+        "registers and LayerScale": (
+            exact(registers=3, posemb_prefix="all", layer_scale=0.1, **ONE),
+            partial(timm_vit, reg_tokens=3, init_values=0.1),
+        ),
+        "registers, no_embed_class": (
+            exact(registers=3, posemb_prefix="none", **ONE),
+            partial(timm_vit, reg_tokens=3, no_embed_class=True),
+        ),
+        "average, fc_norm": (
+            exact(pool="average", norm_pooled=True, **ONE),
+            partial(timm_vit, global_pool="avg"),
+        ),
+        "map": (exact(pool="attention", **ONE), partial(timm_vit, global_pool="map")),
+        "hybrid": (partial(one_hybrid, "timm"), partial(timm_hybrid, (1, 1))),
+        "hybrid, root alone": (
+            partial(one_hybrid, "timm", (), 8, 64),
+            partial(timm_hybrid, (), 8, img_size=64),
+        ),
+        "BiT": (partial(tiny.bit, torch.float32, (1, 1), "timm"), partial(timm_bit, (1, 1), 7)),
+    },
+    "transformers": {
+        "ViTForImageClassification": (
+            exact(**ONE),
+            partial(transformers_vit, ViTForImageClassification, ViTConfig),
+        ),
+        "ViTModel": (exact(classes=0, representation=48, **ONE), partial(transformers_vit, ViTModel, ViTConfig)),
+        "DeiTForImageClassification": (
+            exact(registers=1, posemb_prefix="all", **ONE),
+            partial(transformers_vit, DeiTForImageClassification, DeiTConfig),
+        ),
+        "DeiTForImageClassificationWithTeacher": (
+            exact(distillation=True, **ONE),
+            partial(transformers_vit, DeiTForImageClassificationWithTeacher, DeiTConfig),
+        ),
+    },
+    "torchvision": {
+        "ViT": (exact(**ONE), torchvision_vit),
+        "pre_logits": (exact(representation=20, **ONE), partial(torchvision_vit, 20)),
+    },
+}
+CASES = [(format_, kind) for format_, kinds in KINDS.items() for kind in kinds]
+
+
+def golden(format_: str) -> dict[str, dict[str, str]]:
+    """{kind: {name: shape}} of a format, as frozen."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in (GOLDEN / f"keys_{format_}.txt").read_text().splitlines():
+        if found := re.fullmatch(r"\[(.+)\]", line):
+            names = sections[found[1]] = {}
+        elif line:
+            name, shape = line.rsplit(" ", 1)
+            names[name] = shape
+    return sections
+
+
+def shapes(values: dict[str, Any]) -> dict[str, str]:
+    return {name: "x".join(map(str, x.shape)) or "-" for name, x in values.items()}
+
+
+def library_shapes(peer: Any, folder: Path) -> dict[str, str]:
+    """The library's names; transformers writes others than it has in memory, and the file is what counts."""
+    if hasattr(peer, "save_pretrained"):
+        peer.save_pretrained(folder)
+        return shapes(safetensors.torch.load_file(folder / "model.safetensors"))
+    return shapes(peer.state_dict() if isinstance(peer, nn.Module) else peer)
+
+
+def test_every_golden_list_is_used() -> None:
+    assert {(format_, kind) for format_ in KINDS for kind in golden(format_)} == set(CASES)
+    assert {path.name for path in GOLDEN.glob("keys_*.txt")} == {f"keys_{format_}.txt" for format_ in KINDS}
+
+
+@pytest.mark.parametrize(("format_", "kind"), CASES)
+def test_what_we_write_has_the_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
+    path = save_as(KINDS[format_][kind][0](), tmp_path / "out", format_)
+    found = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
+    assert found == golden(format_)[kind]
+
+
+@pytest.mark.parametrize(("format_", "kind"), [(f, k) for f, k in CASES if KINDS[f][k][1]])
+def test_the_library_has_the_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
+    build = KINDS[format_][kind][1]
+    assert build is not None
+    assert library_shapes(build(), tmp_path) == golden(format_)[kind]
+
+
+def test_the_tests_own_mapping_agrees_with_the_writer(tmp_path: Path) -> None:
+    """peers.py maps timm's names to ours and shares nothing with the package: each checks the other."""
+    for build, back in ((exact(layer_scale=0.1), from_timm), (partial(tiny.bit, numerics="timm"), from_timm_resnet)):
+        model = build()
+        path = plainvit.save(model, tmp_path / "m.safetensors", format="timm")
+        same_weights(model, back(safetensors.torch.load_file(path)))
+
+
+# The description in our files -----------------------------------------------------------------------------------------
+
+
+def described_model() -> Any:
+    """A hybrid with all that a description can hold, so that a renamed field shows."""
+    base = configure("R50x1+ViT-B/16", classes=2, numerics="timm")
+    stem = base.stem.replace(blocks=(1,))
+    settings: dict[str, Any] = {"width": 32, "depth": 1, "heads": 2, "mlp_dim": 16, "patch": (2, 4)}
+    settings |= {"image_size": (8, 32), "stochastic_depth": 0.25, "dropout": 0.5, "layer_scale": 0.125}
+    settings |= {"registers": 1, "posemb_prefix": "all", "mean": (0.25, 0.5, 0.75), "std": (0.125, 0.25, 0.5)}
+    model = tiny.filled(base.replace(stem=stem, **settings), torch.float32)
+    prepared = Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=False)
+    model.about = About(
+        family="test", preprocess=prepared, class_names=("Katze", "Hündin"), sources={"heads": "the golden file"}
+    )
+    return model
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def golden_description() -> dict[str, Any]:
+    return json.loads((GOLDEN / "metadata_v1.json").read_text(encoding="utf-8"))
+
+
+def test_the_description_is_the_golden_one(tmp_path: Path) -> None:
+    path = plainvit.save(described_model(), tmp_path / "m.safetensors")
+    assert json.loads(metadata(path)["plainvit"]) == golden_description()
+    assert metadata(path)["format"] == "pt"
+
+
+def write_described(path: Path, description: dict[str, Any], model: Any) -> Path:
+    safetensors.torch.save_file(model.state_dict(), path, {"plainvit": json.dumps(description)})
+    return path
+
+
+def test_a_file_of_version_1_is_understood(tmp_path: Path) -> None:
+    """The golden description, not one written by this version, says what the weights mean."""
+    model = described_model()
+    found = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
+    assert (found.config, found.about) == (model.config, model.about)
+    same_weights(found, model.state_dict())
+
+
+def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = write_described(tmp_path / "m.safetensors", golden_description() | {"schema": 2}, described_model())
+    with pytest.raises(ValueError, match=r"schema 2.*up to 1: update plainvit") as caught:
+        plainvit.load(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("format_", ["plainvit", "timm", "transformers", "torchvision"])
+def test_meaning_survives_in_every_safetensors_file(tmp_path: Path, format_: str) -> None:
+    model = exact(**IMAGENET)()
+    prepared = Preprocess(resize="crop", crop=0.5, interpolation="bicubic")
+    names = tuple(f"class {number}" for number in range(7))
+    model.about = About(family="mine", preprocess=prepared, class_names=names, sources={"mean": "my own data"})
+    found = plainvit.load(save_as(model, tmp_path / "out", format_), dtype=None)
+    assert (found.config, found.about) == (model.config, model.about)
+
+
+def test_numerics_and_every_setting_survive(tmp_path: Path) -> None:
+    for settings in (
+        {"activation": "gelu_sigmoid", "norm_eps": 1e-3},
+        {"posemb": "sincos2d", "class_token": False, "pool": "average"},
+        {"norm": "post", "posemb_at": "shared"},
+        {"posemb": "relative", "image_size": (16, 40)},
+    ):
+        model = tanh(**settings)()
+        found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), dtype=None)
+        assert found.config == model.config
+        same_weights(found, model.state_dict())
+
+
+def test_a_run_folder_loads(tmp_path: Path) -> None:
+    """config.json there is the run's, not the model's: the weights say what they are."""
+    model = tanh()()
+    plainvit.save(model, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"train": {"epochs": 3}, "model_args": ["not timm\'s"]}')
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = plainvit.load(tmp_path, dtype=None)
+    assert found.config == model.config
+    same_weights(found, model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["exact GELU", "LayerScale", "hybrid, timm's", "BiT, timm's"])
+def test_saving_leaves_the_model_as_it_was(tmp_path: Path, name: str) -> None:
+    model = MODELS[name][0]()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    config, about = model.config, model.about
+    for format_ in holders(name):
+        save_as(model, tmp_path / format_, format_)
+    if name == "LayerScale":  # folding must not reach into the model
+        save_as(model, tmp_path / "folded", "torchvision", drop=("layer_scale",))
+    assert (model.config, model.about) == (config, about)
+    same_weights(model, before)
