@@ -45,10 +45,14 @@ def test_command(command: str, tmp_path: Path) -> None:
     assert run.stdout.strip()
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"images": torch.rand(2, 3, 192, 256)})
+    names = {"images": torch.rand(2, 3, 192, 256)}
+    for code in blocks("python"):
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["model"].config.classes == 5
+    assert names["model"].config.image_size == (256, 256)
 
 
 def test_make_targets_exist() -> None:
