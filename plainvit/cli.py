@@ -197,13 +197,15 @@ def data_pack(
         data_root: Where known sets lie, each in a folder of its name.
         json: Print JSON for machines instead of a line.
     """
+    from rich.text import Text
+
     from plainvit.data import check
 
     packed = check.pack(spec, target, side, quality, data_root)
     line = (
         f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB, {len(packed['left_out'])} left out: {target}"
     )
-    _show(packed, None if json else line)
+    _show(packed, None if json else Text(line))  # a folder's brackets are no markup
 
 
 VERBS: dict[str, Callable[..., None]] = {

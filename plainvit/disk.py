@@ -42,7 +42,7 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
     beside = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}
     path = next(iter(writers))
     if not path.parent.is_dir():
-        raise DiskError(f"cannot write {path}: there is no folder {path.parent}")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     try:
         for path, write in writers.items():
             write(beside[path])

@@ -1,6 +1,6 @@
 """Looking at a data set before training on it: what is there, what is wrong with it, and a faster copy of it.
 
-plainvit data info photos/          plainvit data check photos/ --list bad.jsonl
+plainvit data info photos/          plainvit data check photos/ --save bad.jsonl
 plainvit data pack photos/ shards/ --side 320
 """
 
@@ -23,12 +23,13 @@ import simplejpeg
 from rich.console import Group
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from plainvit.data import known
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.decode import size as encoded_size
-from plainvit.data.shards import INDEX
-from plainvit.data.sources import SPLITS, Source, open_source
+from plainvit.data.shards import INDEX, UNFINISHED
+from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source
 from plainvit.data.transforms import resized
 from plainvit.disk import write_atomically
 
@@ -38,18 +39,27 @@ SHARD_BYTES = 256 * 2**20
 
 
 def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
-    """Every split that the data has."""
+    """Every split that the data has. One that is there but damaged is an error: the others alone would hide it."""
     found: dict[str, Source] = {}
     wanted = known.SETS[spec].splits if spec in known.SETS else tuple(SPLITS)
-    first: Exception | None = None
+    first: AbsentSplit | None = None
     for split in wanted:
         try:
             found[split] = open_source(spec, split, data_root=data_root)
-        except DataError as error:
+        except AbsentSplit as error:
             first = first or error
     if not found:
         raise first or DataError(f"{spec} has no images")
     return found
+
+
+def _classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
+    """The classes of all splits. Where they are bare numbers, a split may end before the highest."""
+    classes = max((source.classes for source in parts.values()), key=len)
+    for split, source in parts.items():
+        if source.classes != classes[: len(source.classes)]:
+            raise DataError(f"{spec}: its {split} split names other classes than the others, so labels would not agree")
+    return classes
 
 
 def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
@@ -66,7 +76,7 @@ def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
 def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) -> dict[str, Any]:
     """Counts, classes and sizes of each split; a contact sheet where a path is given."""
     parts = splits(spec, data_root)
-    report: dict[str, Any] = {"spec": spec, "classes": len(next(iter(parts.values())).classes), "splits": {}}
+    report: dict[str, Any] = {"spec": spec, "classes": len(_classes(spec, parts)), "splits": {}}
     for split, source in parts.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
         extents = np.array([extent for one in sample if (extent := _extent(source, int(one))) is not None])
@@ -107,9 +117,14 @@ def info_table(report: dict[str, Any]) -> Group:
         spread = [f"{s['least']}-{s['most']} ({s['median']})" if s else "?" for s in (part["height"], part["width"])]
         least, most = part["per_class"]["least"], part["per_class"]["most"]
         shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
-    lines = [f"[bold]{report['spec']}[/bold]: {report['classes']} classes\n", shown]
-    lines += [f"\ncontact sheet: {report['sheet']}"] if "sheet" in report else []
+    lines = [Text.assemble((_plain(report["spec"]), "bold"), f": {report['classes']} classes\n"), shown]
+    lines += [Text(f"\ncontact sheet: {_plain(report['sheet'])}")] if "sheet" in report else []
     return Group(*lines, "\nheight and width: least-most (median), of up to 500 images a split")
+
+
+def _plain(name: str) -> str:
+    """A name on one line that any terminal can show; in a Text, its brackets are no markup either."""
+    return repr(name)[1:-1]
 
 
 def contact_sheet(source: Source, path: Path, rows: int = 8, columns: int = 12) -> None:
@@ -134,7 +149,8 @@ def contact_sheet(source: Source, path: Path, rows: int = 8, columns: int = 12) 
             pen.rectangle((x, y, x + THUMB, y + THUMB), outline="red")
         label = int(source.labels[index])
         name = source.classes[label] if label >= 0 else "no label"
-        pen.text((x, y + THUMB + 1), name.encode("latin-1", "replace").decode("latin-1")[:16], fill="black")
+        caption = _plain(name[:16]).encode("latin-1", "replace").decode("latin-1")[:16]  # all that Pillow's font has
+        pen.text((x, y + THUMB + 1), caption, fill="black")
     write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
 
 
@@ -202,27 +218,35 @@ def check_table(findings: list[dict[str, Any]]) -> Group:
     for title in ("split", "name", "problem", "detail"):
         shown.add_column(title, overflow="fold")
     for finding in findings[:40]:
-        shown.add_row(*(repr(finding[key])[1:-1] for key in ("split", "name", "problem", "detail")))
+        shown.add_row(*(Text(_plain(finding[key])) for key in ("split", "name", "problem", "detail")))
     summary = ", ".join(f"{count:,} {problem}" for problem, count in counts.items()) or "nothing wrong found"
     return Group(shown, f"\n{summary}" + (" (the first 40 are shown)" if len(findings) > 40 else ""))
 
 
 def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root: Path | None = None) -> dict[str, Any]:
     """Tar shards with images shrunk to a short side, and an index; smaller JPEGs are taken over as they are."""
+    if side < 1 or not 1 <= quality <= 100:
+        raise ValueError(
+            f"pack takes a side of at least 1 and a quality of 1 to 100, not side {side}, quality {quality}"
+        )
     if target.exists() and any(target.iterdir()):
         raise DataError(f"{target} is not empty: pack into a new folder")
-    target.mkdir(parents=True, exist_ok=True)
     parts = splits(spec, data_root)
+    classes = _classes(spec, parts)
+    target.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        target / UNFINISHED, lambda beside: beside.write_text("plainvit data pack has not finished here\n")
+    )
     columns: dict[str, list[Any]] = {
         name: [] for name in ("shard", "name", "offset", "length", "label", "height", "width", "crc32")
     }
     bad: list[dict[str, str]] = []
     for split, source in parts.items():
         _pack_split(split, source, target, side, quality, columns, bad)
-    classes = next(iter(parts.values())).classes
     described = json.dumps({"schema": 1, "classes": list(classes), "spec": spec, "side": side})
     table = pa.table(columns).replace_schema_metadata({"plainvit": described})
     write_atomically(target / INDEX, lambda beside: pq.write_table(table, beside, compression="zstd"))
+    (target / UNFINISHED).unlink()
     return {"images": len(columns["name"]), "left_out": bad, "bytes": sum(columns["length"]), "folder": str(target)}
 
 
@@ -236,7 +260,7 @@ def _pack_split(
     bad: list[dict[str, str]],
 ) -> None:
     results = enumerate(_each(lambda index: _shrunk(source, index, side, quality), len(source), f"{split}: packing"))
-    number, more = 0, True
+    number, more, before = 0, True, len(bad)
     while more:
         path = target / f"{split}-{number:05d}.tar"
 
@@ -246,6 +270,8 @@ def _pack_split(
 
         write_atomically(path, write)
         number += 1
+    if len(bad) - before == len(source):
+        raise DataError(f"no image of the {split} split can be read; the first: {bad[before]['why']}")
 
 
 def _write_shard(

@@ -32,7 +32,8 @@ SETS: dict[str, Known] = {
     "oxford-pets": Known(37, ("train", "test"), "Oxford-IIIT Pets; train is the official trainval"),
     "flowers102": Known(102, ("train", "val", "test"), "Oxford Flowers-102"),
 }
-# VTAB-1k: each task trains on train[:800] and validates on the next 200 (arXiv 1910.04867)
+# VTAB-1k: each task trains on train[:800] and validates on 200 more (arXiv 1910.04867). Which 200 the original code
+# takes differs by task (some from a validation split of its own); here they are the next 200 of train, for all.
 VTAB = {
     "natural": ("caltech101", "cifar100", "dtd", "flowers102", "oxford-pets", "sun397", "svhn"),
     "specialized": ("camelyon", "eurosat", "resisc45", "retinopathy"),
@@ -70,6 +71,8 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
         raise DataError(f"{name} is not in the data root: there is no folder {folder}")
     if name.startswith("vtab/") and split in ("train", "val"):
         whole = open_folder(folder, "train")
+        if len(whole) < 1000:
+            raise DataError(f"{name} takes 1,000 training images, but {folder} has {len(whole):,}")
         source: Source = Subset(whole, np.arange(800) if split == "train" else np.arange(800, 1000), split)
     else:
         official = split if split in known.splits or split != "test" else "val"
@@ -84,8 +87,14 @@ def real_labels(data_root: Path) -> list[list[int]]:
     path = data_root / "imagenet-real" / "real.json"
     if not path.is_file():
         raise DataError(f"ImageNet-ReaL's labels are not in the data root: there is no file {path}")
-    labels = json.loads(path.read_text(encoding="utf-8"))
-    sound = isinstance(labels, list) and len(labels) == 50_000
-    if not sound or not all(isinstance(one, list) and all(0 <= k < 1000 for k in one) for one in labels):
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(labels, list) or len(labels) != 50_000 or not all(map(_label_list, labels)):
         raise DataError(f"{path} is not ReaL's list of 50,000 label lists")
     return labels
+
+
+def _label_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(label) is int and 0 <= label < 1000 for label in value)

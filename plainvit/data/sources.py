@@ -12,17 +12,20 @@ source.labels[i], source.classes, source.image(i)
 """
 
 import csv
+import errno
 import hashlib
 import json
 import os
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from plainvit.config import nearest
-from plainvit.data.decode import DataError, decode
+from plainvit.data.decode import DataError, ImageError, decode
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLITS = {
@@ -30,6 +33,10 @@ SPLITS = {
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
+
+
+class AbsentSplit(DataError):
+    """The data is sound as far as it was read, but has no such split: the only fault that a survey may pass over."""
 
 
 class Source(ABC):
@@ -57,10 +64,10 @@ class Source(ABC):
 
     def fingerprint(self) -> str:
         """Changes with the images' names, labels or classes; not with where they lie."""
-        digest = hashlib.sha256("\0".join(self.classes).encode())
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogatepass"))
         digest.update(np.ascontiguousarray(self.labels, np.int32).tobytes())
         for index in range(len(self)):
-            digest.update(self.name(index).encode("utf-8", "surrogateescape") + b"\0")
+            digest.update(self.name(index).encode("utf-8", "surrogatepass") + b"\0")
         return digest.hexdigest()[:16]
 
 
@@ -90,11 +97,19 @@ class Files(Source):
         self.labels, self.classes = np.asarray(labels, np.int32), tuple(classes)
 
     def read(self, index: int) -> bytes:
-        with open(f"{self.root}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123  (hot path)
+        path = f"{self.root}/{self.name(index)}"
+        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ImageError("it is a pipe or a device, not a file")
             return file.read()
 
     def name(self, index: int) -> str:
         return self.names[index]
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe opened the plain way waits for a writer for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class Subset(Source):
@@ -160,27 +175,41 @@ def open_folder(folder: Path, split: str) -> Source:
     for name in ("labels.csv", "labels.jsonl"):
         if (folder / name).is_file():
             return _open_list(folder / name, split)
-    found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    if found["train"] is None:
-        if split != "train":
-            raise DataError(f"{folder} has no {split} split: it has no train/, {split}/ folders inside")
+    found = _split_folders(folder)
+    if not found and split == "train":
         return _open_classes(folder, None)
-    if found[split] is None:
-        raise DataError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    classes = class_names(found["train"])
-    return _open_classes(found[split] or folder, classes)
+    if split not in found:
+        raise AbsentSplit(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
+    named = [found["train"]] if "train" in found else list(found.values())
+    return _open_classes(found[split], sorted({name for part in named for name in class_names(part)}))
+
+
+def _split_folders(folder: Path) -> dict[str, Path]:
+    """The folders of each split; without train/, only those with class folders inside, as a class may be named dev."""
+    found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
+    return {name: path for name, path in found.items() if path and (found["train"] or class_names(path))}
 
 
 def class_names(folder: Path) -> list[str]:
     """Sub-folders in the order of their names, which is the order of the labels everywhere."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _holds(entry.is_dir))
+
+
+def _holds(test: Callable[[], bool]) -> bool:
+    """entry.is_dir() or entry.is_file(): neither, where a link leads to itself."""
+    try:
+        return test()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     own = class_names(folder)
     classes = own if classes is None else classes
-    strangers = [name for name in own if name not in set(classes)]
+    strangers = sorted(set(own).difference(classes))
     if strangers:
         raise DataError(f"{folder} has the class {strangers[0]!r}, which the training images do not have")
     if not classes:
@@ -207,57 +236,145 @@ def _image_files(folder: Path, prefix: str, seen: frozenset[tuple[int, int]] = f
             if name.startswith("."):
                 continue
             if name.lower().endswith(SUFFIXES):
-                if entry.is_file():
+                if _holds(entry.is_file):
                     found.append(f"{prefix}/{name}")
-            elif entry.is_dir():
+            elif _holds(entry.is_dir):
                 found += _image_files(Path(entry.path), f"{prefix}/{name}", seen | {here})
     return found
 
 
+COLUMNS = {"file": ("file", "path", "filename", "image"), "label": ("label", "class"), "split": ("split",)}
+
+
+class _Row(NamedTuple):
+    line: int
+    file: str
+    label: str
+    split: str
+
+
 def _open_list(path: Path, split: str) -> Source:
-    """A CSV with a header, or JSON lines: file, label and perhaps split; classes.txt beside it fixes their order."""
-    rows = [row for row in _rows(path) if row["split"] in ("", *SPLITS[split])]
-    fixed = path.with_name("classes.txt")
-    every = {row["label"] for row in _rows(path)}
-    classes = fixed.read_text(encoding="utf-8").split("\n") if fixed.is_file() else sorted(every)
-    classes = [name for name in classes if name]
+    """A CSV with a header, or JSON lines: file, label and perhaps split; classes.txt beside it fixes their order.
+
+    A row without a split is for training: given to every split, it would be trained on and tested on.
+    """
+    rows = _rows(path)
+    classes = _listed_classes(path.with_name("classes.txt")) or _in_order({row.label for row in rows})
     number = {name: label for label, name in enumerate(classes)}
-    for line, row in enumerate(rows, 2):
-        if row["label"] not in number:
-            raise DataError(f"{path} line {line}: the label {row['label']!r} is not in {fixed.name}")
-        name = Path(row["file"])
-        if name.is_absolute() or ".." in name.parts:
-            raise DataError(f"{path} line {line}: {row['file']!r} is outside the list's folder")
-    labels = [number[row["label"]] for row in rows]
-    return Files(path.parent, [row["file"] for row in rows], labels, classes)
+    for row in rows:
+        fault = _fault(row, number)
+        if fault:
+            raise DataError(f"{path} line {row.line}: {fault}")
+    chosen = [row for row in rows if (row.split or "train") in SPLITS[split]]
+    if not chosen:
+        raise AbsentSplit(f"{path} lists no images for the {split} split")
+    return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    keys = {"file": ("file", "path", "filename", "image"), "label": ("label", "class"), "split": ("split",)}
-    with path.open(encoding="utf-8", newline="") as file:
+def _listed_classes(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    try:
+        names = [name for name in path.read_text(encoding="utf-8-sig").split("\n") if name]
+    except ValueError as error:
+        raise DataError(f"{path} is not in UTF-8: {error}") from error
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} names a class twice")
+    return names
+
+
+def _in_order(labels: set[str]) -> list[str]:
+    """By name; whole numbers by size, or 10 would come before 2."""
+    if all(len(label) < 19 and label.removeprefix("-").isdecimal() for label in labels):
+        return sorted(labels, key=lambda label: (int(label), label))
+    return sorted(labels)
+
+
+def _fault(row: _Row, classes: dict[str, int]) -> str:
+    """What is wrong with a row, or nothing."""
+    words = [word for names in SPLITS.values() for word in names]
+    name = Path(row.file)
+    if row.split not in ("", *words):
+        return f"the split {row.split!r} is unknown; {nearest(row.split, words)}"
+    if row.label not in classes:
+        return f"the label {row.label!r} is not in classes.txt"
+    if "\0" in row.file or not _encodable(row.file):
+        return f"{row.file!r} cannot be the name of a file"
+    if name.is_absolute() or ".." in name.parts:
+        return f"{row.file!r} is outside the list's folder"
+    return ""
+
+
+def _encodable(name: str) -> bool:
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
+
+
+def _rows(path: Path) -> list[_Row]:
+    rows: list[_Row] = []
+    line = 0
+    with path.open(encoding="utf-8-sig", newline="") as file:  # a spreadsheet puts a byte order mark first
         try:
-            found = (
-                list(csv.DictReader(file))
-                if path.suffix == ".csv"
-                else [json.loads(line) for line in file if line.strip()]
-            )
-        except (ValueError, csv.Error) as error:
-            raise DataError(f"{path} is not a well-formed list: {error}") from error
-    rows: list[dict[str, str]] = []
-    for line, row in enumerate(found, 2 if path.suffix == ".csv" else 1):
-        if not isinstance(row, dict):
-            raise DataError(f"{path} line {line} is not an object with file and label")
-        picked = {
-            key: next((row[name] for name in names if row.get(name) is not None), "") for key, names in keys.items()
-        }
-        if picked["file"] == "" or picked["label"] == "":
-            raise DataError(f"{path} line {line} lacks a file or a label; the columns are file,label[,split]")
-        rows.append({key: str(value) for key, value in picked.items()})
+            for line, cells in _csv_cells(file) if path.suffix == ".csv" else _json_cells(file):
+                row = _picked(line, cells)
+                if row is None:
+                    raise DataError(f"{path} line {line} lacks a file or a label; the columns are file,label[,split]")
+                rows.append(row)
+        except DataError:
+            raise
+        except (ValueError, csv.Error, RecursionError) as error:
+            reason = getattr(error, "msg", error)  # json's own line number is always 1 here
+            raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
     return rows
 
 
+def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+    reader = csv.DictReader(file)
+    for cells in reader:
+        yield reader.line_num, cells
+
+
+def _json_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for line, text in enumerate(file, 1):
+        if text.strip():
+            yield line, json.loads(text)
+
+
+def _picked(line: int, cells: Any) -> _Row | None:
+    """The cells under any of their columns' names; None where a file or a label is missing."""
+    if not isinstance(cells, dict):
+        return None
+    found = {
+        key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
+    }
+    if not all(isinstance(value, str | int) for value in found.values()):
+        return None
+    row = _Row(line, **{key: str(value) for key, value in found.items()})
+    return row if row.file and row.label else None
+
+
 def _excluding(source: Source, path: Path) -> Source:
-    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    bad = {json.loads(line)["name"] if line.startswith("{") else line for line in lines if line.strip()}
-    keep = np.array([index for index in range(len(source)) if source.name(index) not in bad])
-    return Subset(source, keep)
+    bad = _excluded(path, source.split)
+    keep = [index for index in range(len(source)) if source.name(index) not in bad]
+    if not keep:
+        raise DataError(f"{path} leaves no images in the {source.split} split of {source.spec}")
+    return Subset(source, np.array(keep))
+
+
+def _excluded(path: Path, split: str) -> set[str]:
+    """Names, one a line; or findings in JSON, which count for their own split: train and val may share names."""
+    names: set[str] = set()
+    for line, text in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), 1):
+        finding: Any = {"name": text} if text.strip() else None
+        if text.startswith("{"):
+            try:
+                finding = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path} line {line} is not valid JSON: {error}") from error
+            if not isinstance(finding.get("name"), str):
+                raise DataError(f"{path} line {line} lacks the name of an image")
+        if finding and finding.get("split", split) == split:
+            names.add(finding["name"])
+    return names

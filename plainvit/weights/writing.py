@@ -168,9 +168,9 @@ def _write_folder(
     """All files or none; shards of an earlier model, which would be read instead, go with the new one's arrival."""
     new = not path.exists()
     if path.is_file():
-        raise DiskError(f"cannot write {path}: it is a file, and this format is a folder")
+        raise ValueError(f"cannot write {path}: it is a file, and this format is a folder")
     if not path.parent.is_dir():
-        raise DiskError(f"cannot write {path}: there is no folder {path.parent}")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:

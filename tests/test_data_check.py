@@ -1,0 +1,593 @@
+"""info, check and pack as a user meets them: against planted flaws, and Pillow, tarfile and pyarrow as readers."""
+
+import io
+import json
+import os
+import tarfile
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from pictures import (
+    by_pillow,
+    encode,
+    jpeg,
+    noise,
+    photo,
+    plant,
+    plant_classes,
+    png,
+    real_data,
+    write_parquet,
+    write_tar,
+)
+from PIL import Image
+
+from plainvit.cli import main
+from plainvit.data import check
+from plainvit.data.sources import open_source
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: str | Path) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of `plainvit data ...`."""
+    code: Any = 0
+    try:
+        main(["data", *map(str, arguments)])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return int(code or 0), out, err
+
+
+def report(capsys: Capture, *arguments: str | Path, code: int = 0) -> Any:
+    """The JSON that a verb prints, and nothing beside it."""
+    found, out, err = run(capsys, *arguments, "--json")
+    assert found == code, err
+    return json.loads(out)
+
+
+def refused(capsys: Capture, *arguments: str | Path, code: int = 3) -> str:
+    found, out, err = run(capsys, *arguments)
+    assert found == code
+    assert out.strip() == ""
+    assert err.startswith("plainvit: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# info -----------------------------------------------------------------------------------------------------------------
+
+
+def test_info_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path / "set" / "train", {"a/1.png": png(1, 10, 20), "a/2.png": png(2, 30, 40), "b/3.png": png(3, 50, 60)})
+    plant(tmp_path / "set" / "val", {"a/4.png": png(4, 8, 9)})
+    found = report(capsys, "info", tmp_path / "set")
+    assert found["classes"] == 2
+    assert list(found["splits"]) == ["train", "val"]
+    train, val = found["splits"]["train"], found["splits"]["val"]
+    assert (train["images"], val["images"]) == (3, 1)
+    assert train["per_class"] == {"least": 1, "most": 2}
+    assert val["per_class"] == {"least": 0, "most": 1}
+    assert train["height"] == {"least": 10, "median": 30, "most": 50}
+    assert train["width"] == {"least": 20, "median": 40, "most": 60}
+    assert train["fingerprint"] == open_source(str(tmp_path / "set")).fingerprint()
+    assert train["fingerprint"] != val["fingerprint"]
+
+
+def test_info_as_a_table(tmp_path: Path, capsys: Capture) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 3, "b": 2})
+    code, out, err = run(capsys, "info", root)
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.startswith("train"))
+    assert row.split()[1] == "5"
+    assert "2-3" in row
+    assert open_source(str(root)).fingerprint() in row
+    assert "2 classes" in out
+
+
+@pytest.mark.parametrize("spec", ["digits", "shapes:size=16,count=40"])
+def test_info_of_sets_that_need_nothing(capsys: Capture, spec: str) -> None:
+    found = report(capsys, "info", spec)
+    assert list(found["splits"]) == ["train", "val", "test"]
+    assert found["classes"] == 10
+    side = found["splits"]["test"]["height"]
+    assert side["least"] == side["most"] in (8, 16)
+
+
+def test_info_of_a_known_set(capsys: Capture) -> None:
+    found = report(capsys, "info", "oxford-pets", "--data-root", real_data())
+    assert {split: part["images"] for split, part in found["splits"].items()} == {"train": 3680, "test": 3669}
+    assert found["classes"] == 37
+    assert found["splits"]["train"]["height"]["least"] == 96
+
+
+def test_info_counts_sizes_of_what_can_be_read(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, {"a/1.png": png(1, 10, 20), "a/2.png": b"<html>", "a/3.jpg": jpeg()[:50], "a/4.png": b""})
+    train = report(capsys, "info", tmp_path)["splits"]["train"]
+    assert (train["images"], train["sizes_from"]) == (4, 1)
+    assert train["height"] == {"least": 10, "median": 10, "most": 10}
+
+
+def test_info_when_nothing_can_be_read(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, {"a/1.png": b"<html>"})
+    train = report(capsys, "info", tmp_path)["splits"]["train"]
+    assert (train["height"], train["width"], train["sizes_from"]) == (None, None, 0)
+    assert run(capsys, "info", tmp_path)[0] == 0
+
+
+def test_the_contact_sheet(tmp_path: Path, capsys: Capture) -> None:
+    """Each thumbnail is there: its colour can be found on the page."""
+    colours = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255)}
+    files = {f"{name}/{i}.png": encode(Image.new("RGB", (40, 30), name)) for name in colours for i in range(4)}
+    plant(tmp_path / "set", files)
+    found = report(capsys, "info", tmp_path / "set", "--sheet", tmp_path / "sheet.png")
+    assert found["sheet"] == str(tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+        assert 500 < sheet.width < 3000
+        assert 80 < sheet.height < 3000
+        pixels = np.array(sheet.convert("RGB"))
+    for colour in colours.values():
+        area = (pixels == colour).all(-1).sum()
+        assert area == pytest.approx(4 * 96 * 72, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 5, 12, 13, 300])
+def test_contact_sheets_of_any_number(tmp_path: Path, capsys: Capture, count: int) -> None:
+    report(capsys, "info", f"shapes:size=8,count={count}", "--sheet", tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        sheet.load()
+        rows = -(-min(count, 96) // 12)
+        assert sheet.height == pytest.approx(rows * 116, abs=20)
+    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
+
+
+def test_a_contact_sheet_of_strange_images(tmp_path: Path, capsys: Capture) -> None:
+    files = {"a/thin.png": png(1, 1, 3000), "a/tall.png": png(2, 3000, 1), "a/dot.png": png(3, 1, 1), "a/bad.png": b"x"}
+    files |= {f"{name}/1.png": png(9) for name in ("new\nline", "日本語", "x" * 200, os.fsdecode(b"caf\xe9"))}
+    plant(tmp_path / "set", files)
+    report(capsys, "info", tmp_path / "set", "--sheet", tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        sheet.load()
+        assert sheet.width < 3000
+
+
+def test_a_contact_sheet_without_labels(tmp_path: Path, capsys: Capture) -> None:
+    write_parquet(tmp_path / "set" / "train.parquet", [png(i) for i in range(3)], None)
+    report(capsys, "info", tmp_path / "set", "--sheet", tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").is_file()
+
+
+def test_a_sheet_where_there_is_no_folder(tmp_path: Path, capsys: Capture) -> None:
+    line = refused(capsys, "info", "digits", "--sheet", tmp_path / "nowhere" / "sheet.png", code=2)
+    assert "nowhere" in line
+
+
+# check ----------------------------------------------------------------------------------------------------------------
+
+
+def found_in(capsys: Capture, root: Path, code: int = 0) -> list[dict[str, str]]:
+    return report(capsys, "check", root, code=code)
+
+
+def problems(findings: list[dict[str, str]]) -> set[tuple[str, str, str]]:
+    return {(one["split"], one["name"], one["problem"]) for one in findings}
+
+
+def test_check_finds_nothing_wrong(tmp_path: Path, capsys: Capture) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 3, "b": 3})
+    assert found_in(capsys, root) == []
+    code, out, _ = run(capsys, "check", root)
+    assert code == 0
+    assert "nothing wrong" in out
+
+
+def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None:
+    root = tmp_path / "set"
+    sound = {f"train/{name}/{i}.png": png(100 * k + i, 80, 80) for k, name in enumerate("abc") for i in range(6)}
+    planted = {
+        "train/a/page.jpg": b"<html>not found</html>",
+        "train/a/short.jpg": jpeg(1, 80, 80, quality=95)[:2000],
+        "train/a/empty.png": b"",
+        "train/b/copy.png": png(0, 80, 80),  # of train/a/0.png
+        "train/b/strip.png": png(7, 20, 400),
+        "train/b/speck.png": png(8, 6, 7),
+        "val/a/leak.png": png(200, 80, 80),  # of train/c/0.png
+        "val/a/own.png": png(999, 80, 80),
+    }
+    plant(root, sound | planted)
+    (root / "train" / "empty").mkdir()
+    findings = found_in(capsys, root, code=3)
+    assert problems(findings) == {
+        ("train", "a/page.jpg", "unreadable"),
+        ("train", "a/short.jpg", "unreadable"),
+        ("train", "a/empty.png", "unreadable"),
+        ("train", "b/copy.png", "duplicate"),
+        ("train", "b/strip.png", "odd shape"),
+        ("train", "b/speck.png", "very small"),
+        ("train", "empty", "empty class"),
+        ("val", "a/leak.png", "duplicate across splits"),
+        *(("val", name, "empty class") for name in ("b", "c", "empty")),
+    }
+    reasons = {one["name"]: one["detail"] for one in findings}
+    assert "<html>" in reasons["a/page.jpg"]
+    assert "empty" in reasons["a/empty.png"]
+    assert "a/0.png" in reasons["b/copy.png"]
+    assert "c/0.png" in reasons["a/leak.png"]
+    assert "train" in reasons["a/leak.png"]
+    assert "400 x 20" in reasons["b/strip.png"]
+    assert "7 x 6" in reasons["b/speck.png"]
+    assert all(set(one) == {"split", "name", "problem", "detail"} for one in findings)
+
+
+def test_only_what_cannot_be_read_is_an_error(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, {"a/1.png": png(1), "a/2.png": png(1), "a/3.png": png(3, 10, 200)})
+    assert Counter(one["problem"] for one in found_in(capsys, tmp_path, code=0)) == {"duplicate": 1, "odd shape": 1}
+
+
+def test_every_bad_input_of_the_issue_is_listed(tmp_path: Path, capsys: Capture) -> None:
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", (12000).to_bytes(4, "big") * 2 + b"\1\0\0\0\0") + chunk(b"IDAT", b"")
+    nothing = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", bytes(8) + b"\1\0\0\0\0") + chunk(b"IDAT", b"")
+    bad = {"truncated.jpg": jpeg(quality=95)[:800], "header.jpg": jpeg()[:60], "empty.jpg": b"", "zero.png": nothing}
+    bad |= {"bomb.png": bomb, "page.jpg": b"<!doctype html>", "half.png": png(3, 40, 40)[:1500]}
+    good = {"thin.png": png(1, 1, 30000), "suffix.jpg": png(2, 40, 40), "new\nline.png": png(4, 40, 40)}
+    good |= {
+        "cmyk.jpg": encode(photo(40, 40).convert("CMYK"), "JPEG"),
+        "deep.png": encode(noise(40, 40)[..., 0].astype(np.uint16) * 200),
+    }
+    plant(tmp_path, {f"a/{name}": data for name, data in (bad | good).items()})
+    findings = found_in(capsys, tmp_path, code=3)
+    unreadable = {one["name"]: one["detail"] for one in findings if one["problem"] == "unreadable"}
+    assert set(unreadable) == {f"a/{name}" for name in bad}
+    assert all(reason and "\n" not in reason for reason in unreadable.values())
+    assert "limit" in unreadable["a/bomb.png"]
+    assert {one["name"] for one in findings if one["problem"] == "odd shape"} == {"a/thin.png"}
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+
+def test_most_damaged_jpegs_are_found(tmp_path: Path, capsys: Capture) -> None:
+    """D2 of facts/ecosystem.md: five bytes of each changed, of which at least 70 % are flagged."""
+    random = np.random.default_rng(0)
+    files = {}
+    for number in range(200):
+        data = bytearray(jpeg(number, 64, 64, quality=90))
+        for place in random.integers(0, len(data), 5):
+            data[place] = random.integers(256)
+        files[f"a/{number}.jpg"] = bytes(data)
+    findings = found_in(capsys, plant(tmp_path, files), code=3)
+    assert sum(one["problem"] == "unreadable" for one in findings) >= 140
+
+
+def test_the_list_can_be_fed_back(tmp_path: Path, capsys: Capture) -> None:
+    files = {f"{split}/a/{i}.png": png(hash_of(split) + i) for split in ("train", "val") for i in range(8)}
+    files |= {
+        "train/a/bad.png": b"<html>",
+        "train/a/twin.png": files["train/a/3.png"],
+        "val/a/2.png": b"",
+        "train/a/new\nline.png": b"",
+    }
+    root = plant(tmp_path / "set", files)
+    code, _, _ = run(capsys, "check", root, "--save", tmp_path / "bad.jsonl")
+    assert code == 3
+    saved = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert saved == found_in(capsys, root, code=3)
+    for split, kept in (("train", 8), ("val", 7)):
+        source = open_source(str(root), split, exclude=tmp_path / "bad.jsonl")
+        assert len(source) == kept
+        for index in range(kept):
+            assert source.image(index).shape == (12, 12, 3)
+
+
+def hash_of(word: str) -> int:
+    return sum(map(ord, word)) * 1000
+
+
+def test_saving_where_there_is_no_folder(tmp_path: Path, capsys: Capture) -> None:
+    assert run(capsys, "check", "digits", "--save", tmp_path / "nowhere" / "bad.jsonl")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x[/b].png", "y[red].png", "new\nline.png", "[bold]", "{0}.png", "%d.png", "日本語.png", os.fsdecode(b"\xff.png")],
+)
+def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: Capture, name: str) -> None:
+    """Brackets are no markup, and a line end does not break the line."""
+    plant(tmp_path, {f"a/{name}".removesuffix(".png") + ".png": b"<html>", "a/good.png": png()})
+    code, out, err = run(capsys, "check", tmp_path)
+    assert (code, err) == (3, "")
+    shown = repr(f"a/{name}".removesuffix(".png") + ".png")[1:-1]
+    assert shown in out.replace("\n", "").replace(" ", "") or shown in out
+
+
+@pytest.mark.parametrize("verb", ["info", "check"])
+def test_the_specs_own_name_is_shown_as_it_is(tmp_path: Path, capsys: Capture, verb: str) -> None:
+    root = plant_classes(tmp_path / "photos[bold]x", {"a": 2})
+    code, out, err = run(capsys, verb, root)
+    assert (code, err) == (0, "")
+    if verb == "info":
+        assert "photos[bold]x" in out.replace("\n", "")
+
+
+def test_many_findings_are_counted_and_the_first_shown(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, {f"a/{i:03}.png": b"<html>" for i in range(60)})
+    code, out, _ = run(capsys, "check", tmp_path)
+    assert code == 3
+    assert "60 unreadable" in out
+    assert sum(line.lstrip().startswith("train") for line in out.splitlines()) == 40
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_check_of_shards(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    images = [png(i) for i in range(10)]
+    images[4] = b"<html>"
+    if kind == "parquet":
+        write_parquet(tmp_path / "train-00.parquet", images, [i % 2 for i in range(10)])
+    else:
+        members = [m for i, data in enumerate(images) for m in ((f"{i}.png", data), (f"{i}.cls", str(i % 2).encode()))]
+        write_tar(tmp_path / "train-00.tar", members)
+    findings = found_in(capsys, tmp_path, code=3)
+    assert [one["problem"] for one in findings] == ["unreadable"]
+    assert "4" in findings[0]["name"]
+
+
+def test_check_of_a_shard_with_a_changed_byte(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path / "set", {f"a/{i}.jpg": jpeg(i) for i in range(6)})
+    run(capsys, "pack", tmp_path / "set", tmp_path / "packed")
+    row = pq.read_table(tmp_path / "packed" / "index.parquet").to_pylist()[2]
+    path = tmp_path / "packed" / row["shard"]
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + 300] ^= 1
+    path.write_bytes(data)
+    findings = found_in(capsys, tmp_path / "packed", code=3)
+    assert [(one["name"], one["problem"]) for one in findings] == [(row["name"], "unreadable")]
+    assert "checksum" in findings[0]["detail"]
+    assert report(capsys, "info", tmp_path / "packed")["splits"]["train"]["images"] == 6
+
+
+def test_check_of_sets_that_need_nothing(capsys: Capture) -> None:
+    assert report(capsys, "check", "shapes:size=16,count=50") == []
+    kinds = Counter(one["problem"] for one in report(capsys, "check", "digits"))
+    assert set(kinds) <= {"duplicate across splits"}  # val is a part of the training images, and says so
+
+
+def test_check_of_real_images(capsys: Capture) -> None:
+    findings = report(capsys, "check", real_data() / "imagenet-photos")
+    assert [one for one in findings if one["problem"] == "unreadable"] == []
+
+
+# pack -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Two splits of large and small pictures in several formats, one of them bad."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    train = {
+        "a/large.jpg": jpeg(1, 200, 300),
+        "a/small.jpg": jpeg(2, 40, 60),
+        "a/large.png": encode(photo(150, 120, 3)),
+        "b/small.png": encode(photo(50, 50, 4)),
+        "b/turned.jpg": jpeg(5, 60, 200, exif=exif),
+        "b/grey.jpg": encode(photo(30, 30, 6).convert("L"), "JPEG"),
+        "b/bad.jpg": b"<html>",
+    }
+    files = {f"train/{name}": data for name, data in train.items()} | {"val/b/one.jpg": jpeg(7, 90, 100)}
+    return plant(tmp_path / "mixed", files)
+
+
+def packed(capsys: Capture, source: Path | str, target: Path, *options: str) -> dict[str, Any]:
+    return report(capsys, "pack", source, target, *options)
+
+
+def test_packing(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    found = packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    assert found["images"] == 7
+    assert [one["name"] for one in found["left_out"]] == ["b/bad.jpg"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "index.parquet",
+        "train-00000.tar",
+        "val-00000.tar",
+    ]
+    origin, made = open_source(str(mixed)), open_source(str(tmp_path / "out"))
+    assert made.classes == origin.classes == ("a", "b")
+    kept = [i for i in range(len(origin)) if "bad" not in origin.name(i)]
+    assert made.labels.tolist() == origin.labels[kept].tolist()
+    shapes = [made.image(i).shape[:2] for i in range(6)]
+    assert shapes == [(64, 96), (80, 64), (40, 60), (30, 30), (50, 50), (200, 60)]
+
+
+def test_packed_pictures_look_as_before(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Their brightness against Pillow's own reduction of the upright original; colour is stored at half the size."""
+    packed(capsys, mixed, tmp_path / "out", "--side", "64", "--quality", "95")
+    origin, made = open_source(str(mixed)), open_source(str(tmp_path / "out"))
+    kept = [i for i in range(len(origin)) if "bad" not in origin.name(i)]
+    for number, index in enumerate(kept):
+        found = made.image(number)
+        expected = Image.fromarray(origin.image(index)).resize(found.shape[1::-1], Image.Resampling.BILINEAR)
+        apart = np.array(Image.fromarray(found).convert("L")).astype(int) - np.array(expected.convert("L"))
+        assert np.abs(apart).mean() < 2
+
+
+def test_small_jpegs_are_taken_over_as_they_are(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    made = open_source(str(tmp_path / "out"))
+    assert made.read(2) == (mixed / "train/a/small.jpg").read_bytes()
+    assert made.read(3) == (mixed / "train/b/grey.jpg").read_bytes()
+
+
+def test_a_turned_picture_is_packed_upright(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    data = open_source(str(tmp_path / "out")).read(5)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (60, 200)
+        assert image.getexif().get(0x0112, 1) == 1
+
+
+def test_shards_are_plain_tars(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    made = open_source(str(tmp_path / "out"))
+    with tarfile.open(tmp_path / "out" / "train-00000.tar") as archive:
+        members = archive.getmembers()
+        assert [Path(member.name).suffix for member in members] == [".jpg", ".cls"] * 6
+        for number in range(6):
+            image, label = members[2 * number : 2 * number + 2]
+            assert Path(image.name).stem == Path(label.name).stem
+            assert archive.extractfile(image).read() == made.read(number)
+            assert int(archive.extractfile(label).read()) == made.labels[number]
+            assert by_pillow(made.read(number)).ndim == 3
+
+
+def test_the_index_says_what_is_there(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    table = pq.read_table(tmp_path / "out" / "index.parquet")
+    assert json.loads(table.schema.metadata[b"plainvit"])["classes"] == ["a", "b"]
+    for row in table.to_pylist():
+        data = (tmp_path / "out" / row["shard"]).read_bytes()[row["offset"] : row["offset"] + row["length"]]
+        assert zlib.crc32(data) == row["crc32"]
+        assert by_pillow(data).shape[:2] == (row["height"], row["width"])
+
+
+def test_shards_without_their_index_are_the_same(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out")
+    indexed = open_source(str(tmp_path / "out"))
+    before = [indexed.read(i) for i in range(len(indexed))]
+    (tmp_path / "out" / "index.parquet").unlink()
+    scanned = open_source(str(tmp_path / "out"))
+    assert [scanned.read(i) for i in range(len(scanned))] == before
+    assert scanned.labels.tolist() == indexed.labels.tolist()
+
+
+def test_info_of_what_was_packed(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    found = report(capsys, "info", tmp_path / "out")
+    assert {split: part["images"] for split, part in found["splits"].items()} == {"train": 6, "val": 1}
+    assert found["classes"] == 2
+    assert report(capsys, "check", tmp_path / "out") == [
+        {"split": "val", "name": "a", "problem": "empty class", "detail": "it has no images"}
+    ]
+
+
+def test_many_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SHARD_BYTES", 8000)
+    plant(tmp_path / "set", {f"a/{i:02}.jpg": jpeg(i) for i in range(30)})
+    packed(capsys, tmp_path / "set", tmp_path / "out")
+    shards = sorted((tmp_path / "out").glob("*.tar"))
+    assert len(shards) > 3
+    assert [path.name for path in shards] == [f"train-{number:05}.tar" for number in range(len(shards))]
+    made = open_source(str(tmp_path / "out"))
+    assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
+
+
+def test_packing_a_packed_set_again(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path / "set", {f"{'ab'[i % 2]}/{i}.jpg": jpeg(i) for i in range(6)})
+    packed(capsys, tmp_path / "set", tmp_path / "once")
+    packed(capsys, tmp_path / "once", tmp_path / "twice")
+    once, twice = open_source(str(tmp_path / "once")), open_source(str(tmp_path / "twice"))
+    assert [once.read(i) for i in range(6)] == [twice.read(i) for i in range(6)]
+    assert once.classes == twice.classes
+    assert once.fingerprint() == twice.fingerprint()
+
+
+def test_packing_digits(tmp_path: Path, capsys: Capture) -> None:
+    found = packed(capsys, "digits", tmp_path / "out")
+    assert found["images"] == sum(len(open_source("digits", split)) for split in ("train", "val", "test"))
+    made = open_source(str(tmp_path / "out"), "test")
+    assert made.labels.tolist() == open_source("digits", "test").labels.tolist()
+    assert made.classes == tuple("0123456789")
+
+
+def test_packing_into_what_is_not_empty(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path / "out", {"mine.txt": b"keep me"})
+    assert "not empty" in refused(capsys, "pack", "digits", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_packing_into_a_file(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "out").write_text("a file")
+    code, _, err = run(capsys, "pack", "digits", tmp_path / "out")
+    assert code in (2, 3)
+    assert err.count("\n") == 1
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+@pytest.mark.parametrize("options", [("--side", "0"), ("--side", "-5"), ("--quality", "0"), ("--quality", "101")])
+def test_settings_that_make_no_sense(tmp_path: Path, capsys: Capture, options: tuple[str, str]) -> None:
+    line = refused(capsys, "pack", "shapes:size=16,count=4", tmp_path / "out", *options, code=2)
+    assert options[0].strip("-") in line
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_packing_nothing(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    assert "no images" in refused(capsys, "pack", tmp_path / "set", tmp_path / "out")
+
+
+def test_packing_as_a_line(tmp_path: Path, capsys: Capture) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 3})
+    code, out, err = run(capsys, "pack", root, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "3 images" in out
+    assert "0 left out" in out
+
+
+def test_a_pack_that_was_stopped_is_not_taken_for_a_whole_one(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after two shards: the class names and most images are missing, so it must not open as if it were all."""
+    monkeypatch.setattr(check, "SHARD_BYTES", 8000)
+    plant(tmp_path / "set", {f"{'ab'[i % 2]}/{i:02}.jpg": jpeg(i) for i in range(30)})
+    original, calls = check.write_atomically, []
+
+    def stop_at_third(path: Path, write: Any) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        original(path, write)
+
+    monkeypatch.setattr(check, "write_atomically", stop_at_third)
+    assert run(capsys, "pack", tmp_path / "set", tmp_path / "out")[0] == 130
+    monkeypatch.undo()
+    code, _, err = run(capsys, "info", tmp_path / "out")
+    assert code == 3, "half a pack opens as a whole one"
+    assert err.count("\n") == 1
+
+
+# The verbs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["info", "check"])
+@pytest.mark.parametrize(
+    ("spec", "code"), [("nowhere/at/all", 3), ("cifar1", 2), ("cifar10", 3), ("shapes:sise=3", 2), ("imagenet", 3)]
+)
+def test_exit_codes(capsys: Capture, verb: str, spec: str, code: int) -> None:
+    refused(capsys, verb, spec, code=code)
+
+
+@pytest.mark.parametrize("verb", ["info", "check", "pack"])
+def test_a_damaged_split_is_not_passed_over(tmp_path: Path, capsys: Capture, verb: str) -> None:
+    """train is sound and val is cut short: to speak of train alone would hide it."""
+    for split in ("train", "val"):
+        write_parquet(tmp_path / "set" / f"{split}-00.parquet", [png(i) for i in range(6)], [0, 1] * 3)
+    path = tmp_path / "set" / "val-00.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    target = [tmp_path / "out"] if verb == "pack" else []
+    code, _, err = run(capsys, verb, tmp_path / "set", *target)
+    assert code == 3
+    assert "val-00.parquet" in err
+
+
+def test_help_of_each_verb(capsys: Capture) -> None:
+    for verb in ("info", "check", "pack"):
+        code, out, _ = run(capsys, verb, "--help")
+        assert code == 0
+        assert "--data-root" in out

@@ -1,0 +1,1265 @@
+"""Sources: against os.walk, Pillow, pyarrow, tarfile, scikit-learn's digits and the published counts of known sets."""
+
+import csv
+import gc
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pictures import (
+    by_pillow,
+    encode,
+    jpeg,
+    photo,
+    plant,
+    plant_classes,
+    png,
+    real_data,
+    write_parquet,
+    write_tar,
+)
+from sklearn.datasets import load_digits
+
+from plainvit.cli import main
+from plainvit.data import generated, known, shards
+from plainvit.data.check import pack
+from plainvit.data.decode import DataError, ImageError
+from plainvit.data.sources import SUFFIXES, Files, Names, Source, Subset, open_source
+
+LONG = "/".join("x" * 240 for _ in range(4)) + "/y.png"  # 966 bytes: each part is within what a disk allows
+
+
+def names(source: Source) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
+def by_class(source: Source) -> list[tuple[str, str]]:
+    return [(source.name(i), source.classes[source.labels[i]]) for i in range(len(source))]
+
+
+def refused(spec: Path | str, split: str = "train", **options: Any) -> str:
+    """The one line of a DataError."""
+    with pytest.raises(DataError) as caught:
+        open_source(str(spec), split, **options)
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    return text
+
+
+def exit_code(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+# A folder of class folders --------------------------------------------------------------------------------------------
+
+
+def test_class_folders(tmp_path: Path) -> None:
+    root = plant_classes(tmp_path, {"dog": 2, "ant": 3, "cat": 1})
+    source = open_source(str(root))
+    assert source.classes == ("ant", "cat", "dog")
+    assert names(source) == ["ant/0.png", "ant/1.png", "ant/2.png", "cat/0.png", "dog/0.png", "dog/1.png"]
+    assert source.labels.tolist() == [0, 0, 0, 1, 2, 2]
+    assert (source.spec, source.split) == (str(root), "train")
+    for index, name in enumerate(names(source)):
+        data = (root / name).read_bytes()
+        assert source.read(index) == data
+        assert np.array_equal(source.image(index), by_pillow(data))
+
+
+def test_there_is_no_val_without_folders_for_it(tmp_path: Path) -> None:
+    assert "val" in refused(plant_classes(tmp_path, {"a": 1, "b": 1}), "val")
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [
+        ("train", "val", "test"),
+        ("training", "validation", "testing"),
+        ("trainval", "valid", "test"),
+        ("train", "dev", "test"),
+    ],
+)
+def test_split_folders(tmp_path: Path, train: str, val: str, test: str) -> None:
+    for number, (part, count) in enumerate(((train, 3), (val, 2), (test, 1))):
+        plant_classes(tmp_path / part, {"a": count, "b": count}, start=100 * number)
+    found = {split: open_source(str(tmp_path), split) for split in ("train", "val", "test")}
+    assert {split: len(source) for split, source in found.items()} == {"train": 6, "val": 4, "test": 2}
+    for part, source in zip((train, val, test), found.values(), strict=True):
+        assert source.classes == ("a", "b")
+        assert source.read(0) == (tmp_path / part / "a" / "0.png").read_bytes()
+
+
+def test_a_split_that_is_not_there(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "train", {"a": 1})
+    assert "no test split" in refused(tmp_path, "test")
+
+
+def test_only_val_is_never_taken_for_a_class(tmp_path: Path) -> None:
+    """val/ and test/ without train/: opened as training images they would be two classes of those names."""
+    plant_classes(tmp_path / "val", {"a": 1, "b": 1})
+    plant_classes(tmp_path / "test", {"a": 1, "b": 1})
+    assert "train" in refused(tmp_path, "train")
+
+
+def test_nested_folders_belong_to_their_class(tmp_path: Path) -> None:
+    plant(tmp_path, {"a/x/y/1.png": png(1), "a/2.png": png(2), "b/z/3.png": png(3)})
+    assert by_class(open_source(str(tmp_path))) == [("a/2.png", "a"), ("a/x/y/1.png", "a"), ("b/z/3.png", "b")]
+
+
+def test_hidden_and_foreign_files_are_passed_over(tmp_path: Path) -> None:
+    good = {"a/1.png": png(1), "a/2.JPG": jpeg(2), "a/3.Jpeg": jpeg(3)}
+    passed = {
+        name: png() for name in ("a/.hidden.png", ".git/a.png", "a/.cache/b.png", "a/notes.txt", "a/Thumbs.db", "c.png")
+    }
+    assert names(open_source(str(plant(tmp_path, good | passed)))) == list(good)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_suffix_counts(tmp_path: Path, suffix: str) -> None:
+    plant(tmp_path, {f"a/one{suffix}": png(), f"a/two{suffix.upper()}": png(1)})
+    assert len(open_source(str(tmp_path))) == 2
+
+
+def test_a_wrong_suffix_does_no_harm(tmp_path: Path) -> None:
+    plant(tmp_path, {"a/png.jpg": png(1), "a/jpeg.png": jpeg(2), "a/webp.gif": encode(photo(8, 8), "WEBP")})
+    source = open_source(str(tmp_path))
+    for index in range(3):
+        assert np.array_equal(source.image(index), by_pillow(source.read(index)))
+
+
+def test_html_called_jpg_is_an_image_error(tmp_path: Path) -> None:
+    source = open_source(str(plant(tmp_path, {"a/page.jpg": b"<html>not here</html>", "a/good.png": png()})))
+    with pytest.raises(ImageError, match="<html>"):
+        source.image(1)
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    root = plant(tmp_path / "set", {"a/1.png": png(1), "b/2.png": png(2)})
+    plant(tmp_path / "elsewhere", {"3.png": png(3)})
+    (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "a" / "4.png").symlink_to(tmp_path / "elsewhere" / "3.png")
+    (root / "a" / "up").symlink_to("..")
+    (root / "a" / "here").symlink_to(".")
+    found = names(open_source(str(root)))
+    assert {"a/1.png", "a/4.png", "a/linked/3.png", "b/2.png"} <= set(found)
+    assert len(found) < 20
+
+
+@pytest.mark.parametrize("name", ["a/loop.jpg", "a/loop", "loop"])
+def test_a_link_to_itself_is_passed_over(tmp_path: Path, name: str) -> None:
+    root = plant_classes(tmp_path, {"a": 1, "b": 1})
+    (root / name).symlink_to(Path(name).name)
+    assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
+
+
+def test_pipes_and_dangling_links_are_passed_over(tmp_path: Path) -> None:
+    root = plant_classes(tmp_path, {"a": 1, "b": 1})
+    os.mkfifo(root / "a" / "pipe.jpg")
+    os.mkfifo(root / "pipe")
+    (root / "a" / "gone.jpg").symlink_to("nowhere.jpg")
+    assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
+
+
+STRANGE = ["päö", "日本語", "with space", "new\nline", "tab\tname", "quote'\"", "a,b", "[red]x", "{x}", "%s", "é"]
+
+
+@pytest.mark.parametrize("word", [*STRANGE, os.fsdecode(b"caf\xe9")])
+def test_strange_names(tmp_path: Path, word: str) -> None:
+    root = plant(tmp_path, {f"{word}/{word}.png": png(1), "plain/1.png": png(2)})
+    source = open_source(str(root))
+    assert sorted(source.classes) == sorted([word, "plain"])
+    place = source.classes.index(word)
+    assert source.name(place) == f"{word}/{word}.png"
+    assert source.read(place) == png(1)
+    assert len(source.fingerprint()) == 16
+
+
+def test_a_name_of_a_thousand_bytes(tmp_path: Path) -> None:
+    source = open_source(str(plant(tmp_path, {f"a/{LONG}": png(7)})))
+    assert names(source) == [f"a/{LONG}"]
+    assert source.read(0) == png(7)
+
+
+def test_a_class_only_in_val_is_named(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "train", {"a": 1, "b": 1})
+    plant_classes(tmp_path / "val", {"a": 1, "zebra": 1}, start=10)
+    message = refused(tmp_path, "val")
+    assert "'zebra'" in message
+    assert str(tmp_path / "val") in message
+
+
+@pytest.mark.parametrize("verb", ["info", "check", "pack"])
+def test_a_class_only_in_val_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    plant_classes(tmp_path / "set" / "train", {"a": 1, "b": 1})
+    plant_classes(tmp_path / "set" / "val", {"a": 1, "zebra": 1}, start=10)
+    target = [str(tmp_path / "packed")] if verb == "pack" else []
+    assert exit_code("data", verb, str(tmp_path / "set"), *target) == 3
+    assert "'zebra'" in capsys.readouterr().err
+
+
+def test_an_empty_class_keeps_its_label(tmp_path: Path) -> None:
+    root = plant_classes(tmp_path, {"a": 1, "c": 2})
+    (root / "b").mkdir()
+    source = open_source(str(root))
+    assert source.classes == ("a", "b", "c")
+    assert source.labels.tolist() == [0, 2, 2]
+
+
+def test_a_class_missing_in_val_keeps_the_others_labels(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "train", {"a": 1, "b": 1, "c": 1})
+    plant_classes(tmp_path / "val", {"c": 2}, start=10)
+    source = open_source(str(tmp_path), "val")
+    assert source.classes == ("a", "b", "c")
+    assert source.labels.tolist() == [2, 2]
+
+
+def test_one_image_per_class(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path, dict.fromkeys("abcde", 1))))
+    assert source.labels.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_no_images(tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    assert "no class folders" in refused(tmp_path / "nothing")
+    (tmp_path / "classes" / "a").mkdir(parents=True)
+    assert "no images" in refused(tmp_path / "classes")
+    plant(tmp_path / "flat", {"1.png": png()})
+    assert "no class folders" in refused(tmp_path / "flat")
+
+
+def test_classes_that_differ_in_case_alone(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"Cat": 1, "cat": 2, "CAT": 1})))
+    assert source.classes == ("CAT", "Cat", "cat")
+    assert source.labels.tolist() == [0, 1, 2, 2]
+
+
+def test_what_is_not_there() -> None:
+    assert "no folder" in refused("nowhere/at/all")
+    assert "no folder" in refused("missing.csv")
+    with pytest.raises(ValueError, match="nearest: cifar10") as caught:
+        open_source("cifar1")
+    assert not isinstance(caught.value, DataError)
+    with pytest.raises(ValueError, match="nearest: train"):
+        open_source("digits", "trian")
+
+
+def test_exit_codes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("data", "info", str(tmp_path)) == 3
+    assert exit_code("data", "info", "cifar1") == 2
+    assert exit_code("data", "info", "cifar10") == 3
+    assert "--data-root" in capsys.readouterr().err.splitlines()[-1]
+
+
+def walk(root: Path) -> list[str]:
+    """The images below each class folder, by the standard library's own walk."""
+    found = [Path(folder, file).relative_to(root) for folder, _, files in os.walk(root) for file in files]
+    return sorted(map(str, found), key=lambda name: (name.split("/")[0], name))
+
+
+def test_twenty_thousand_files_equal_os_walk(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for label in range(50):
+        for part in ("", "x", "x/y"):
+            (tmp_path / f"class{label:02}" / part).mkdir(parents=True, exist_ok=True)
+    for number, label in enumerate(random.integers(0, 50, 20_000)):
+        (tmp_path / f"class{label:02}" / ("", "x", "x/y")[number % 3] / f"{number * 7919 % 20_000}.jpg").touch()
+    source = open_source(str(tmp_path))
+    expected = walk(tmp_path)
+    assert names(source) == expected
+    assert source.labels.tolist() == [int(name[5:7]) for name in expected]
+
+
+def test_the_time_grows_with_the_classes_and_not_with_their_square(tmp_path: Path) -> None:
+    """ImageNet-21k has 21,843: listing them takes a second, comparing each with each ten or twenty."""
+    for label in range(12_000):
+        (tmp_path / f"{label:05}").mkdir()
+    (tmp_path / "00000" / "1.png").write_bytes(png())
+    start = time.perf_counter()
+    assert len(open_source(str(tmp_path)).classes) == 12_000
+    assert time.perf_counter() - start < 3
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=20))
+def test_names_come_back(words: list[str]) -> None:
+    kept = Names(words)
+    assert len(kept) == len(words)
+    assert [kept[i] for i in range(len(kept))] == words
+
+
+def test_two_hundred_thousand_names_take_little_memory() -> None:
+    count = 200_000
+    gc.collect()
+    tracemalloc.start()
+    planted = (f"n{i % 1000:08}/n{i % 1000:08}_{i:07}.JPEG" for i in range(count))
+    source = Files(Path("/nowhere"), planted, np.arange(count) % 1000, [f"n{i:08}" for i in range(1000)])
+    current, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert source.name(199_999) == "n00000999/n00000999_0199999.JPEG"
+    assert current < 100 * count  # what stays: the bytes, an end and a label each
+    assert peak < 500 * count
+
+
+# Lists ----------------------------------------------------------------------------------------------------------------
+
+ROWS = [("x/1.png", "cat", "train"), ("2.png", "ant", "train"), ("3.png", "cat", "val"), ("4.png", "bee", "test")]
+
+
+def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str] = ("file", "label", "split")) -> Path:
+    plant(path.parent, {str(row[0]): png(number) for number, row in enumerate(rows)})
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
+    return path
+
+
+@pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_a_list(tmp_path: Path, file: str, by_folder: bool) -> None:
+    path = write_list(tmp_path / file, ROWS)
+    spec = str(tmp_path if by_folder else path)
+    found = {split: open_source(spec, split) for split in ("train", "val", "test")}
+    assert {split: by_class(source) for split, source in found.items()} == {
+        "train": [("x/1.png", "cat"), ("2.png", "ant")],
+        "val": [("3.png", "cat")],
+        "test": [("4.png", "bee")],
+    }
+    assert {source.classes for source in found.values()} == {("ant", "bee", "cat")}  # one order for all splits
+    assert found["test"].read(0) == png(3)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("file", ["file", "path", "filename", "image"])
+@pytest.mark.parametrize("label", ["label", "class"])
+def test_other_words_for_the_columns(tmp_path: Path, suffix: str, file: str, label: str) -> None:
+    rows = [("1.png", "a"), ("2.png", "b")]
+    source = open_source(str(write_list(tmp_path / f"my list.{suffix}", rows, (file, label))))
+    assert by_class(source) == rows
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "val", "test"), ("training", "validation", "testing"), ("trainval", "dev", "test")]
+)
+def test_other_words_for_the_splits(tmp_path: Path, words: tuple[str, str, str]) -> None:
+    rows = [(f"{number}.png", "a", word) for number, word in enumerate(words)]
+    path = write_list(tmp_path / "labels.csv", rows)
+    for number, split in enumerate(("train", "val", "test")):
+        assert names(open_source(str(path), split)) == [f"{number}.png"]
+
+
+def test_a_list_without_splits_is_for_training(tmp_path: Path) -> None:
+    """Given as val too, the same images would be trained on and tested on."""
+    path = write_list(tmp_path / "labels.csv", [("1.png", "a"), ("2.png", "b")], ("file", "label"))
+    assert len(open_source(str(path))) == 2
+    refused(path, "val")
+    refused(path, "test")
+
+
+def test_a_split_that_does_not_exist_is_not_passed_over(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "labels.csv", [*ROWS, ("5.png", "ant", "trian")])
+    assert "'trian'" in refused(path)
+
+
+def test_classes_txt_fixes_the_order(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "labels.csv", ROWS)
+    (tmp_path / "classes.txt").write_text("zebra\ncat\nbee\nant\n")
+    source = open_source(str(path))
+    assert source.classes == ("zebra", "cat", "bee", "ant")
+    assert source.labels.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
+def test_whole_numbers_are_labels_in_their_own_order(tmp_path: Path, file: str) -> None:
+    """As words they would sort 0, 1, 10, 11, 2: the labels would change silently."""
+    rows = [(f"{number}.png", number) for number in range(12)]
+    source = open_source(str(write_list(tmp_path / file, rows, ("file", "label"))))
+    assert source.classes == tuple(map(str, range(12)))
+    assert source.labels.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize(("file", "line"), [("labels.csv", 5), ("labels.jsonl", 4)])
+def test_a_label_outside_the_list_is_named_with_its_line(tmp_path: Path, file: str, line: int) -> None:
+    path = write_list(tmp_path / file, ROWS)
+    (tmp_path / "classes.txt").write_text("ant\ncat\n")
+    message = refused(path, "test")
+    assert "'bee'" in message
+    assert f"line {line}:" in message
+
+
+@pytest.mark.parametrize("name", ["../1.png", "/etc/passwd", "a/../../1.png", "a/.."])
+def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "set"
+    root.mkdir()
+    (root / "labels.csv").write_text(f"file,label\n{name},a\n")
+    assert "outside" in refused(root)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("labels.csv", "1.png,cat\n2.png,dog\n"),  # no header
+        ("labels.csv", "file\n1.png\n"),
+        ("labels.csv", "file,label\n1.png\n"),
+        ("labels.csv", "file,label\n,cat\n"),
+        ("labels.csv", "file,label\n1.png,\n"),
+        ("labels.csv", ""),
+        ("labels.csv", "file,label\n"),
+        ("labels.jsonl", '{"file": "1.png"}\n'),
+        ("labels.jsonl", '{"label": "a"}\n'),
+        ("labels.jsonl", '{"file": "1.png", "label": "a"\n'),
+        ("labels.jsonl", '["1.png", "a"]\n'),
+        ("labels.jsonl", '"1.png"\n'),
+        ("labels.jsonl", ""),
+        ("labels.jsonl", "\n\n"),
+        ("labels.jsonl", '{"file": "\\ud800.png", "label": "a"}\n'),
+    ],
+)
+def test_a_malformed_list(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text)
+    refused(tmp_path / file)
+
+
+def test_a_list_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_bytes(b"file,label\n1.png,caf\xe9\n")
+    assert "labels.csv" in refused(tmp_path)
+
+
+def test_a_list_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+    """With a byte order mark, semicolon-free, CRLF and quoted cells."""
+    plant(tmp_path, {"a,b.png": png(1)})
+    (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline"\r\n')
+    assert by_class(open_source(str(tmp_path))) == [("a,b.png", "new\nline")]
+
+
+def test_a_listed_file_that_is_missing_is_found_when_read(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "labels.csv", ROWS)
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(FileNotFoundError):
+        open_source(str(path)).read(1)
+
+
+def test_a_listed_name_that_no_file_can_have(tmp_path: Path) -> None:
+    (tmp_path / "labels.jsonl").write_text('{"file": "a\\u0000.png", "label": "a"}\n')
+    with pytest.raises((DataError, OSError)):
+        open_source(str(tmp_path)).read(0)
+
+
+def test_a_listed_pipe_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "labels.csv").write_text("file,label\npipe.png,a\n")
+    ends: list[str] = []
+
+    def read() -> None:
+        try:
+            open_source(str(tmp_path)).read(0)
+        except (DataError, OSError) as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(3)
+    hung = thread.is_alive()
+    if hung:  # let go of the reader before the verdict
+        os.close(os.open(tmp_path / "pipe.png", os.O_WRONLY | os.O_NONBLOCK))
+        thread.join(3)
+    assert not hung
+    assert len(ends) == 1
+
+
+# Parquet --------------------------------------------------------------------------------------------------------------
+
+NAMES = ["ant", "bee", "cat"]
+
+
+def shard(path: Path, start: int, count: int, **options: Any) -> list[bytes]:
+    images = [png(start + number) for number in range(count)]
+    options = {"names": NAMES, "labels": [number % 3 for number in range(start, start + count)], **options}
+    write_parquet(path, images, **options)
+    return images
+
+
+@pytest.mark.parametrize("struct", [True, False])
+@pytest.mark.parametrize("memory", [2**30, 0])
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struct: bool, memory: int) -> None:
+    """Held in memory, and read group by group as a larger set is."""
+    monkeypatch.setattr(shards, "IN_MEMORY", memory)
+    images = shard(tmp_path / "train-00.parquet", 0, 40, struct=struct, group=3)
+    images += shard(tmp_path / "train-01.parquet", 40, 25, struct=struct, group=7)
+    source = open_source(str(tmp_path))
+    assert len(source) == 65
+    assert source.classes == ("ant", "bee", "cat")
+    assert source.labels.tolist() == [number % 3 for number in range(65)]
+    for index in np.random.default_rng(0).permutation(65).tolist() * 2:
+        assert source.read(index) == images[index]
+    assert names(source) == [
+        *(f"train-00.parquet#{i}" for i in range(40)),
+        *(f"train-01.parquet#{i}" for i in range(25)),
+    ]
+    assert np.array_equal(source.image(41), by_pillow(images[41]))
+
+
+@pytest.mark.parametrize("columns", [("img", "label"), ("image", "labels"), ("img", "fine_label"), ("jpg", "cls")])
+def test_other_words_for_the_columns_of_parquet(tmp_path: Path, columns: tuple[str, str]) -> None:
+    images = shard(tmp_path / "train.parquet", 0, 4, columns=columns)
+    source = open_source(str(tmp_path))
+    assert [source.read(i) for i in range(4)] == images
+    assert source.classes == ("ant", "bee", "cat")
+    assert source.labels.tolist() == [0, 1, 2, 0]
+
+
+LAYOUTS = {
+    "flat": "{split}-00.parquet",
+    "data": "data/{split}-00000-of-00001.parquet",
+    "folders": "{split}/0000.parquet",
+    "config": "default/{split}/0000.parquet",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_the_hub(tmp_path: Path, layout: str) -> None:
+    """`config/split/0000.parquet` is how the hub's own conversion (refs/convert/parquet) lies."""
+    made = {
+        split: shard(tmp_path / layout.format(split=word), 10 * number, 3)
+        for number, (split, word) in enumerate({"train": "train", "val": "validation", "test": "test"}.items())
+    }
+    for split, images in made.items():
+        source = open_source(str(tmp_path), split)
+        assert [source.read(i) for i in range(len(source))] == images
+
+
+def test_shards_without_splits_are_for_training(tmp_path: Path) -> None:
+    images = shard(tmp_path / "photos-00.parquet", 0, 3) + shard(tmp_path / "photos-01.parquet", 3, 3)
+    source = open_source(str(tmp_path))
+    assert [source.read(i) for i in range(6)] == images
+    assert "photos-00.parquet" in refused(tmp_path, "val")
+
+
+def test_a_split_that_parquet_has_not(tmp_path: Path) -> None:
+    shard(tmp_path / "train-00.parquet", 0, 3)
+    assert "no test split" in refused(tmp_path, "test")
+
+
+def test_numbers_stand_for_names_that_are_not_given(tmp_path: Path) -> None:
+    shard(tmp_path / "train.parquet", 0, 6, names=())
+    assert open_source(str(tmp_path)).classes == ("0", "1", "2")
+
+
+def test_no_labels_at_all(tmp_path: Path) -> None:
+    shard(tmp_path / "train.parquet", 0, 4, labels=None, names=())
+    source = open_source(str(tmp_path))
+    assert source.labels.tolist() == [-1] * 4
+    assert source.classes == ()
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 3], [0, -2, 1], [2**40, 0, 1]])
+def test_labels_outside_the_list_of_classes(tmp_path: Path, labels: list[int]) -> None:
+    shard(tmp_path / "train.parquet", 0, 3, labels=labels)
+    assert "labels outside" in refused(tmp_path)
+
+
+def test_minus_one_means_no_label(tmp_path: Path) -> None:
+    shard(tmp_path / "train.parquet", 0, 3, labels=[-1, 2, -1])
+    assert open_source(str(tmp_path)).labels.tolist() == [-1, 2, -1]
+
+
+@pytest.mark.parametrize("labels", [["ant", "bee", "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]])
+def test_labels_that_are_no_whole_numbers(tmp_path: Path, labels: list[Any]) -> None:
+    shard(tmp_path / "train.parquet", 0, 3, labels=labels)
+    refused(tmp_path)
+
+
+def test_shards_that_disagree_about_the_classes(tmp_path: Path) -> None:
+    """The same label would mean another class in the second shard."""
+    shard(tmp_path / "train-00.parquet", 0, 3, names=["ant", "bee", "cat"])
+    shard(tmp_path / "train-01.parquet", 3, 3, names=["bee", "ant", "cat"])
+    refused(tmp_path)
+
+
+def test_shards_that_disagree_about_the_columns(tmp_path: Path) -> None:
+    shard(tmp_path / "train-00.parquet", 0, 3)
+    shard(tmp_path / "train-01.parquet", 3, 3, columns=("picture", "label"))
+    refused(tmp_path)
+
+
+def test_a_shard_without_images(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "train.parquet")
+    assert "text, label" in refused(tmp_path)
+
+
+def test_a_null_image_is_an_image_error(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", [png(), None, b""], [0, 1, 2], names=NAMES)
+    source = open_source(str(tmp_path))
+    for index in (1, 2):
+        with pytest.raises(ImageError, match="empty"):
+            source.image(index)
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("which", ["train-00.parquet", "train-01.parquet"])
+def test_a_truncated_parquet_file(tmp_path: Path, which: str, share: float) -> None:
+    shard(tmp_path / "train-00.parquet", 0, 30)
+    shard(tmp_path / "train-01.parquet", 30, 30)
+    data = (tmp_path / which).read_bytes()
+    (tmp_path / which).write_bytes(data[: int(len(data) * share)])
+    assert which in refused(tmp_path)
+
+
+def test_a_damaged_page_is_found_when_it_is_read(tmp_path: Path) -> None:
+    shard(tmp_path / "train.parquet", 0, 60)
+    data = bytearray((tmp_path / "train.parquet").read_bytes())
+    data[200:2000] = b"\xff" * 1800
+    (tmp_path / "train.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"train\.parquet"):
+        open_source(str(tmp_path)).read(0)
+
+
+IN_A_CHILD = """
+import hashlib, pickle, sys
+source = pickle.load(open(sys.argv[1], "rb"))
+print(hashlib.sha256(b"".join(bytes(source.read(i)) for i in range(len(source)))).hexdigest(), source.fingerprint())
+"""
+
+
+def same_in_a_child(source: Source, path: Path) -> bool:
+    """Pickled by this process, read by another that has none of its open files."""
+    read = b"".join(bytes(source.read(index)) for index in range(len(source)))
+    path.write_bytes(pickle.dumps(source))
+    done = subprocess.run([sys.executable, "-c", IN_A_CHILD, str(path)], capture_output=True, text=True, check=True)
+    return done.stdout.split() == [hashlib.sha256(read).hexdigest(), source.fingerprint()]
+
+
+def planted_sources(tmp_path: Path) -> dict[str, Source]:
+    plant_classes(tmp_path / "folder", {"a": 3, "b": 2})
+    shard(tmp_path / "parquet" / "train-00.parquet", 0, 9, group=4)
+    pack(str(tmp_path / "folder"), tmp_path / "tars")
+    return {name: open_source(str(tmp_path / name)) for name in ("folder", "parquet", "tars")}
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "tars"])
+def test_a_source_can_be_sent_to_another_process(tmp_path: Path, kind: str) -> None:
+    source = planted_sources(tmp_path)[kind]
+    copy = pickle.loads(pickle.dumps(source))
+    assert (copy.spec, copy.split, copy.classes) == (source.spec, source.split, source.classes)
+    assert copy.labels.tolist() == source.labels.tolist()
+    assert names(copy) == names(source)
+    assert same_in_a_child(source, tmp_path / "pickled")
+
+
+def test_the_hub_is_asked_for_parquet_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = shard(tmp_path / "data" / "train-00000-of-00001.parquet", 0, 3)
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = open_source("hf:org/photos@v1")
+    assert [source.read(i) for i in range(3)] == images
+    assert [name for name, _ in asked] == ["org/photos"]
+    assert (asked[0][1]["repo_type"], asked[0][1]["revision"]) == ("dataset", "v1")
+    assert all(pattern.endswith("*.parquet") for pattern in asked[0][1]["allow_patterns"])
+
+
+# Tar shards -----------------------------------------------------------------------------------------------------------
+
+
+def test_packed_equals_its_origin(tmp_path: Path) -> None:
+    """JPEGs below the side are taken over byte for byte, so that nothing but the container differs."""
+    for number, part in enumerate(("train", "val")):
+        files = {f"{part}/{'ab'[i % 2]}/{i}.jpg": jpeg(100 * number + i) for i in range(7)}
+        plant(tmp_path / "set", files)
+    pack(str(tmp_path / "set"), tmp_path / "packed")
+    for split in ("train", "val"):
+        origin, packed = open_source(str(tmp_path / "set"), split), open_source(str(tmp_path / "packed"), split)
+        assert packed.classes == origin.classes
+        assert packed.labels.tolist() == origin.labels.tolist()
+        assert [packed.read(i) for i in range(7)] == [origin.read(i) for i in range(7)]
+    assert "no test split" in refused(tmp_path / "packed", "test")
+
+
+def plain_members(count: int, label: Callable[[int], tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    return [member for i in range(count) for member in ((f"{i:04}.png", png(i)), label(i))]
+
+
+LABELS = {
+    "cls": lambda i: (f"{i:04}.cls", str(i % 3).encode()),
+    "cls with a line end": lambda i: (f"{i:04}.cls", f"{i % 3}\n".encode()),
+    "json": lambda i: (f"{i:04}.json", json.dumps({"label": i % 3, "caption": "x"}).encode()),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_plain_webdataset_shards(tmp_path: Path, kind: str) -> None:
+    members = plain_members(12, LABELS[kind])
+    write_tar(tmp_path / "train-000000.tar", members[:14])
+    write_tar(tmp_path / "train-000001.tar", members[14:])
+    source = open_source(str(tmp_path))
+    assert source.labels.tolist() == [i % 3 for i in range(12)]
+    assert source.classes == ("0", "1", "2")
+    assert [source.read(i) for i in range(12)] == [png(i) for i in range(12)]
+
+
+def test_labels_may_come_before_images(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train.tar", [("1.cls", b"1"), ("0.cls", b"0"), ("0.png", png(0)), ("1.png", png(1))])
+    source = open_source(str(tmp_path))
+    assert [(source.read(i), int(source.labels[i])) for i in range(2)] == [(png(0), 0), (png(1), 1)]
+
+
+def test_a_shard_of_gnu_tar(tmp_path: Path) -> None:
+    """`tar cf train.tar .` puts ./ before each name, and a folder's member before its files."""
+    plant(tmp_path / "files", dict(plain_members(3, LABELS["cls"])))
+    (tmp_path / "set").mkdir()
+    subprocess.run(["tar", "cf", str(tmp_path / "set" / "train.tar"), "."], cwd=tmp_path / "files", check=True)
+    source = open_source(str(tmp_path / "set"))
+    assert sorted(source.read(i) for i in range(3)) == sorted(png(i) for i in range(3))
+    assert [source.read(i) for i in np.argsort(source.labels)] == [png(0), png(1), png(2)]
+
+
+def test_a_dot_in_a_folder_is_no_suffix(tmp_path: Path) -> None:
+    """WebDataset's key is everything up to the first dot after the last slash."""
+    write_tar(
+        tmp_path / "train.tar",
+        [("v1.0/a.png", png(1)), ("v1.0/a.cls", b"0"), ("v2.0/a.png", png(2)), ("v2.0/a.cls", b"1")],
+    )
+    source = open_source(str(tmp_path))
+    assert [(source.read(i), int(source.labels[i])) for i in range(2)] == [(png(1), 0), (png(2), 1)]
+
+
+def test_only_images_are_images(tmp_path: Path) -> None:
+    members = [("a.png", png(1)), ("a.seg.png", png(2)), ("a.txt", b"hello"), ("a.cls", b"0"), ("b.JPG", jpeg(3))]
+    source = open_source(str(write_tar(tmp_path / "train.tar", members).parent))
+    assert [source.read(i) for i in range(len(source))] == [png(1), jpeg(3)]
+    assert source.labels.tolist() == [0, -1]
+
+
+def test_splits_among_shards(tmp_path: Path) -> None:
+    for number, split in enumerate(("train", "val", "test")):
+        write_tar(tmp_path / f"{split}-0.tar", [("a.png", png(number)), ("a.cls", b"0")])
+    for number, split in enumerate(("train", "val", "test")):
+        assert open_source(str(tmp_path), split).read(0) == png(number)
+
+
+def cut_places(path: Path) -> dict[str, int]:
+    with tarfile.open(path) as archive:
+        members = list(archive)
+    fifth = members[4]
+    return {
+        "in an image": fifth.offset_data + 40,
+        "before an image": fifth.offset_data,
+        "in a header": fifth.offset + 100,
+        "one byte into a header": fifth.offset + 1,
+        "between members": fifth.offset,
+        "in the last label": members[-1].offset_data,
+    }
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["in an image", "before an image", "in a header", "one byte into a header", "between members", "in the last label"],
+)
+def test_a_plain_shard_cut_short(tmp_path: Path, place: str) -> None:
+    """Wherever it ends: half a set must not look like a whole one."""
+    path = write_tar(tmp_path / "train-0.tar", plain_members(6, LABELS["cls"]))
+    path.write_bytes(path.read_bytes()[: cut_places(path)[place]])
+    assert "train-0.tar" in refused(tmp_path)
+
+
+def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train-0.tar", plain_members(6, LABELS["cls"]))
+    data = bytearray(path.read_bytes())
+    data[cut_places(path)["between members"] + 10] ^= 0xFF
+    path.write_bytes(data)
+    assert "train-0.tar" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"not a tar" * 100, bytes(600)])
+def test_what_is_no_tar(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "train-0.tar").write_bytes(data)
+    refused(tmp_path)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    plant(tmp_path / "set", {f"{'abc'[i % 3]}/{i:02}.jpg": jpeg(i) for i in range(12)})
+    pack(str(tmp_path / "set"), tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_a_packed_shard_cut_short(packed: Path, share: float) -> None:
+    last = pq.read_table(packed / "index.parquet").to_pylist()[-1]
+    shard_file = packed / last["shard"]
+    shard_file.write_bytes(shard_file.read_bytes()[: int((last["offset"] + last["length"]) * share)])
+    message = refused(packed)
+    assert last["shard"] in message
+    assert "cut short" in message
+
+
+def test_a_missing_shard(packed: Path) -> None:
+    (packed / "train-00000.tar").unlink()
+    assert "train-00000.tar" in refused(packed)
+
+
+def test_a_changed_byte_fails_its_checksum(packed: Path) -> None:
+    data = bytearray((packed / "train-00000.tar").read_bytes())
+    index = pq.read_table(packed / "index.parquet").to_pylist()
+    data[index[3]["offset"] + index[3]["length"] // 2] ^= 1
+    (packed / "train-00000.tar").write_bytes(data)
+    source = open_source(str(packed))
+    with pytest.raises(DataError, match=f"{index[3]['name']}.*checksum"):
+        source.read(3)
+    assert source.read(4) == jpeg(1)  # the fifth image is the first of class b
+
+
+def test_an_index_cut_short(packed: Path) -> None:
+    data = (packed / "index.parquet").read_bytes()
+    (packed / "index.parquet").write_bytes(data[: len(data) // 2])
+    assert "index.parquet" in refused(packed)
+
+
+@pytest.mark.parametrize("column", ["shard", "name", "offset", "length", "label"])
+def test_an_index_without_a_column(packed: Path, column: str) -> None:
+    table = pq.read_table(packed / "index.parquet")
+    pq.write_table(table.drop_columns([column]), packed / "index.parquet")
+    assert "index.parquet" in refused(packed)
+
+
+@pytest.mark.parametrize("label", [3, 99, -2])
+def test_an_index_with_labels_outside_its_classes(packed: Path, label: int) -> None:
+    table = pq.read_table(packed / "index.parquet")
+    place = table.column_names.index("label")
+    labels = pa.array([label, *table.column("label").to_pylist()[1:]])
+    pq.write_table(table.set_column(place, "label", labels), packed / "index.parquet")
+    refused(packed)
+
+
+# Known sets -----------------------------------------------------------------------------------------------------------
+
+COUNTS = {
+    ("cifar10", "train"): (50_000, 10),
+    ("cifar10", "test"): (10_000, 10),
+    ("tiny-imagenet", "val"): (10_000, 200),
+    ("tiny-imagenet", "test"): (10_000, 200),
+    ("oxford-pets", "train"): (3_680, 37),
+    ("oxford-pets", "test"): (3_669, 37),
+    ("flowers102", "train"): (1_020, 102),
+    ("flowers102", "val"): (1_020, 102),
+    ("flowers102", "test"): (6_149, 102),
+}
+
+
+@pytest.mark.parametrize(("name", "split"), COUNTS)
+def test_known_sets_have_their_published_size(name: str, split: str) -> None:
+    source = open_source(name, split, data_root=real_data())
+    assert (len(source), len(source.classes)) == COUNTS[name, split]
+    assert np.array_equal(np.unique(source.labels), np.arange(len(source.classes)))
+    assert source.image(len(source) - 1).ndim == 3
+
+
+def test_known_sets_are_balanced_where_they_should_be() -> None:
+    for name, split, each in (("cifar10", "train", 5000), ("cifar10", "test", 1000), ("tiny-imagenet", "val", 50)):
+        labels = open_source(name, split, data_root=real_data()).labels
+        assert set(np.bincount(labels)) == {each}
+
+
+def test_cifars_classes_in_their_order() -> None:
+    source = open_source("cifar10", data_root=real_data())
+    expected = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    assert source.classes == expected
+    assert source.image(0).shape == (32, 32, 3)
+
+
+def test_tiny_imagenet_trains() -> None:
+    """The number of its training images may grow, so nothing is said of it but that every class has some."""
+    source = open_source("tiny-imagenet", data_root=real_data())
+    assert np.bincount(source.labels, minlength=200).min() > 0
+    assert source.classes == open_source("tiny-imagenet", "val", data_root=real_data()).classes
+    assert source.image(0).shape == (64, 64, 3)
+
+
+def test_parquet_labels_equal_pyarrows() -> None:
+    path = real_data() / "oxford-pets"
+    table = pq.read_table(path / "test-00.parquet")
+    source = open_source(str(path), "test")
+    assert source.labels.tolist() == table.column("label").to_pylist()
+    assert [source.read(i) for i in (0, 100, 3668)] == [
+        table.column("image")[i]["bytes"].as_py() for i in (0, 100, 3668)
+    ]
+
+
+def test_a_split_that_a_known_set_has_not() -> None:
+    for name in ("cifar10", "oxford-pets"):
+        with pytest.raises(DataError, match="val"):
+            open_source(name, "val", data_root=real_data())
+
+
+def test_a_known_set_needs_its_root(tmp_path: Path) -> None:
+    assert "--data-root" in refused("cifar10")
+    assert str(tmp_path / "cifar10") in refused("cifar10", data_root=tmp_path)
+
+
+def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "cifar10" / "train-00.parquet", [png(i) for i in range(12)], list(range(12)))
+    message = refused("cifar10", data_root=tmp_path)
+    assert "10" in message
+    assert "12" in message
+
+
+def test_a_known_set_may_lie_in_folders(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "cifar10" / "train", {f"{k}": 1 for k in range(10)})
+    plant_classes(tmp_path / "cifar10" / "test", {f"{k}": 2 for k in range(10)})
+    assert len(open_source("cifar10", "test", data_root=tmp_path)) == 20
+
+
+# Table 9 of the ViT paper's order, with the class counts of the task_adaptation code
+TASKS = {
+    "caltech101": 102,
+    "cifar100": 100,
+    "dtd": 47,
+    "flowers102": 102,
+    "oxford-pets": 37,
+    "sun397": 397,
+    "svhn": 10,
+    "camelyon": 2,
+    "eurosat": 10,
+    "resisc45": 45,
+    "retinopathy": 5,
+    "clevr-count": 8,
+    "clevr-distance": 6,
+    "dmlab": 6,
+    "dsprites-location": 16,
+    "dsprites-orientation": 16,
+    "kitti-distance": 4,
+    "smallnorb-azimuth": 18,
+    "smallnorb-elevation": 9,
+}
+
+
+def test_all_tasks_of_vtab_are_known() -> None:
+    found = {name.removeprefix("vtab/"): one.classes for name, one in known.SETS.items() if name.startswith("vtab/")}
+    assert found == TASKS
+    assert len(TASKS) == 19
+    assert [len(tasks) for tasks in known.VTAB.values()] == [7, 4, 8]
+
+
+def plant_svhn(root: Path, train: int) -> list[bytes]:
+    images = [png(i, 4, 4) for i in range(train)]
+    write_parquet(root / "svhn" / "train-00.parquet", images, [i % 10 for i in range(train)], group=300)
+    write_parquet(
+        root / "svhn" / "test-00.parquet", [png(i + 5000, 4, 4) for i in range(30)], [i % 10 for i in range(30)]
+    )
+    return images
+
+
+def test_vtab_takes_800_and_the_next_200(tmp_path: Path) -> None:
+    images = plant_svhn(tmp_path, 1300)
+    found = {split: open_source("vtab/svhn", split, data_root=tmp_path) for split in ("train", "val", "test")}
+    assert [found["train"].read(i) for i in range(800)] == images[:800]
+    assert [found["val"].read(i) for i in range(200)] == images[800:1000]
+    assert {split: len(source) for split, source in found.items()} == {"train": 800, "val": 200, "test": 30}
+    assert found["val"].labels.tolist() == [i % 10 for i in range(800, 1000)]
+    assert found["test"].read(0) == png(5000, 4, 4)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_vtab_with_too_few_images(tmp_path: Path, split: str) -> None:
+    plant_svhn(tmp_path, 700)
+    assert "svhn" in refused("vtab/svhn", split, data_root=tmp_path)
+
+
+def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
+    for split, count in (("train", 1000), ("val", 1001)):
+        images = [png(0, 2, 2)] * count
+        write_parquet(tmp_path / "imagenet" / f"{split}-00.parquet", images, [i % 1000 for i in range(count)])
+    assert len(open_source("imagenet", "test", data_root=tmp_path)) == 1001
+    assert len(open_source("imagenet", "val", data_root=tmp_path)) == 1001
+    assert len(open_source("imagenet-real", "val", data_root=tmp_path)) == 1001
+
+
+def test_the_labels_of_real() -> None:
+    """Counted for facts/paper.md from the published file: 3,163 lists are empty, 7,443 hold several labels."""
+    labels = known.real_labels(real_data())
+    assert len(labels) == 50_000
+    assert sum(not one for one in labels) == 3_163
+    assert sum(len(one) > 1 for one in labels) == 7_443
+    assert {label for one in labels for label in one} == set(range(1000))
+
+
+SOUND = [[1]] * 50_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "not json", "{}", "[]", '"x"', "null"),
+        *(json.dumps(value) for value in (SOUND[:-1], [*SOUND, [1]], [*SOUND[:-1], 5], [*SOUND[:-1], [1000]])),
+        *(
+            json.dumps(value)
+            for value in ([*SOUND[:-1], [-1]], [*SOUND[:-1], ["a"]], [*SOUND[:-1], [0.5]], [*SOUND[:-1], [None]])
+        ),
+    ],
+    ids=range(14),
+)
+def test_a_file_that_is_not_reals(tmp_path: Path, text: str) -> None:
+    plant(tmp_path, {"imagenet-real/real.json": text.encode()})
+    with pytest.raises(DataError, match=r"real\.json"):
+        known.real_labels(tmp_path)
+
+
+def test_reals_labels_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"real\.json"):
+        known.real_labels(tmp_path)
+
+
+# digits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_digits_equal_scikit_learns() -> None:
+    reference = load_digits()
+    grey = np.round(reference.images * 255 / 16).astype(np.uint8)
+    numbers = np.arange(1797)
+    for split, chosen in (("train", numbers % 5 != 0), ("test", numbers % 5 == 0)):
+        source = open_source("digits", split)
+        found = np.stack([source.image(i) for i in range(len(source))])
+        assert np.array_equal(found, np.repeat(grey[chosen][..., None], 3, -1))
+        assert np.array_equal(source.labels, reference.target[chosen])
+        assert source.classes == tuple("0123456789")
+
+
+def test_splits_of_digits() -> None:
+    found = {split: set(names(open_source("digits", split))) for split in ("train", "val", "test")}
+    assert (len(found["train"]), len(found["test"])) == (1437, 360)
+    assert not found["train"] & found["test"]
+    assert not found["val"] & found["test"]
+    assert len(found["val"]) in (287, 288)  # "a fifth of the training part"
+    assert found["val"] <= found["train"]
+
+
+# shapes ---------------------------------------------------------------------------------------------------------------
+
+DRAW = """
+import hashlib, sys
+from plainvit.data.sources import open_source
+source = open_source(sys.argv[1], sys.argv[2])
+print([hashlib.sha256(source.read(i).tobytes()).hexdigest() for i in (0, 7, 3)])
+"""
+
+
+def digests(source: Source, indices: Sequence[int]) -> list[str]:
+    return [hashlib.sha256(np.ascontiguousarray(source.read(i)).tobytes()).hexdigest() for i in indices]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_shapes_are_the_same_in_another_process(split: str) -> None:
+    spec = "shapes:size=24,count=20"
+    done = subprocess.run([sys.executable, "-c", DRAW, spec, split], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(digests(open_source(spec, split), [0, 7, 3]))
+
+
+# Frozen: a new NumPy must not change a set that results were reported on
+GOLDEN_SHAPES = [
+    "a5f3ec26ab8b7d5a4dc1600967b99c8aa51751423f84e33b095bfac01bf5dfd0",
+    "1ee3f64e29ca5cf71358fc9dd5590c3fd4aa768015f3f322c91f0e00788d7c94",
+]
+
+
+def test_shapes_of_tomorrow() -> None:
+    assert digests(open_source("shapes:size=32"), [0, 1234]) == GOLDEN_SHAPES
+
+
+def test_shapes_do_not_depend_on_the_count() -> None:
+    few, many = open_source("shapes:size=16,count=30"), open_source("shapes:size=16,count=100000")
+    assert digests(few, range(30)) == digests(many, range(30))
+    assert few.labels.tolist() == many.labels[:30].tolist()
+
+
+def test_no_two_shapes_are_equal_and_splits_differ() -> None:
+    every = [d for split in ("train", "val", "test") for d in digests(open_source("shapes:size=16", split), range(100))]
+    assert len(set(every)) == 300
+
+
+def test_labels_of_shapes_are_balanced() -> None:
+    for classes in (1, 3, 10):
+        source = open_source(f"shapes:size=8,count=90,classes={classes}")
+        assert np.bincount(source.labels).tolist() == [90 // classes] * classes
+        assert len(source.classes) == classes
+    assert (len(open_source("shapes")), len(open_source("shapes", "test"))) == (10_000, 2_000)
+
+
+@pytest.mark.parametrize("size", [8, 9, 17, 64, 300])
+def test_shapes_of_every_size(size: int) -> None:
+    source = open_source(f"shapes:size={size},count=20")
+    for index in range(20):
+        pixels = source.image(index)
+        assert pixels.shape == (size, size, 3)
+        assert pixels.dtype == np.uint8
+        assert pixels.std() > 5
+
+
+def test_the_mask_is_where_the_shape_is() -> None:
+    """Its pixels are within reach of the centre, its area is the shape's, and circles are filled to their radius."""
+    source = generated.shapes("train", "size=96,count=200")
+    rows, columns = np.mgrid[:96, :96] + 0.5
+    for index in range(200):
+        pixels, mask, (row, column, radius) = source.draw(index)
+        distance = np.hypot(rows - row, columns - column) / radius
+        assert 0.18 * 96 <= radius <= 0.32 * 96
+        assert distance[mask].max() < 1.15
+        assert 0.2 < mask.sum() / (np.pi * radius**2) < 1.05
+        assert np.array_equal(pixels, source.read(index))
+        if source.classes[source.labels[index]] == "circle":
+            assert np.array_equal(mask, distance < 1)
+
+
+def test_areas_of_shapes_follow_from_geometry() -> None:
+    source = generated.shapes("train", "size=256,count=40")
+    expected = {"circle": np.pi, "square": 1.6**2, "ring": np.pi * (1 - 0.25), "half": np.pi / 2, "bar": 2.2 * 0.6}
+    for index in range(40):
+        _, mask, (_, _, radius) = source.draw(index)
+        area = expected.get(source.classes[source.labels[index]])
+        if area:
+            assert abs(mask.sum() / radius**2 / area - 1) < 0.05
+
+
+def test_the_mask_agrees_with_the_pixels() -> None:
+    """Inside it is one texture: stripes between two colours with grey noise span a plane, to within rounding."""
+    source = generated.shapes("train", "size=96,count=60")
+
+    def thickness(pixels: np.ndarray) -> float:
+        """How far, in grey levels, colours lie off their best plane; clipped ones would bend it."""
+        inner = pixels[((pixels > 0) & (pixels < 255)).all(1)].astype(np.float64)
+        return float(np.linalg.svd(inner - inner.mean(0), compute_uv=False)[-1] / np.sqrt(len(inner)))
+
+    shifted = []
+    for index in range(60):
+        pixels, mask, _ = source.draw(index)
+        assert thickness(pixels[mask]) < 0.6
+        shifted.append(thickness(pixels[np.roll(mask, 12, (0, 1))]))
+    assert np.median(shifted) > 2  # the test would notice a mask that is off by a few pixels
+
+
+@pytest.mark.parametrize(
+    "options", ["sise=64", "size=x", "size=", "size=7", "size=4097", "classes=11", "classes=0", "count=0", "size=-8"]
+)
+def test_options_that_shapes_has_not(options: str) -> None:
+    with pytest.raises(ValueError, match="shapes") as caught:
+        open_source(f"shapes:{options}")
+    assert not isinstance(caught.value, DataError)
+
+
+# Leaving out, and fingerprints ----------------------------------------------------------------------------------------
+
+
+def test_excluding_by_name(tmp_path: Path) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 3, "b": 2})
+    (tmp_path / "bad.txt").write_text("a/1.png\n\nb/0.png\nnot/there.png\n")
+    source = open_source(str(root), exclude=tmp_path / "bad.txt")
+    assert by_class(source) == [("a/0.png", "a"), ("a/2.png", "a"), ("b/1.png", "b")]
+    assert source.read(2) == (root / "b/1.png").read_bytes()
+    assert (source.spec, source.split, source.classes) == (str(root), "train", ("a", "b"))
+
+
+def test_excluding_strange_names_by_json(tmp_path: Path) -> None:
+    root = plant(tmp_path / "set", {f"a/{word}.png": png(i) for i, word in enumerate(STRANGE)})
+    lines = [json.dumps({"split": "train", "name": f"a/{word}.png", "problem": "duplicate"}) for word in STRANGE[1:]]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    assert names(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == [f"a/{STRANGE[0]}.png"]
+
+
+def test_a_finding_of_one_split_leaves_the_others_alone(tmp_path: Path) -> None:
+    """train/a/0.png and val/a/0.png have the same name within their splits."""
+    plant_classes(tmp_path / "set" / "train", {"a": 2})
+    plant_classes(tmp_path / "set" / "val", {"a": 2}, start=10)
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"split": "val", "name": "a/0.png", "problem": "unreadable"}))
+    spec = str(tmp_path / "set")
+    assert names(open_source(spec, "val", exclude=tmp_path / "bad.jsonl")) == ["a/1.png"]
+    assert names(open_source(spec, "train", exclude=tmp_path / "bad.jsonl")) == ["a/0.png", "a/1.png"]
+
+
+def test_excluding_everything(tmp_path: Path) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 2})
+    (tmp_path / "bad.txt").write_text("a/0.png\na/1.png\n")
+    refused(root, exclude=tmp_path / "bad.txt")
+
+
+@pytest.mark.parametrize("text", ["{broken", '{"problem": "x"}', "{}"])
+def test_a_malformed_list_of_exclusions(tmp_path: Path, text: str) -> None:
+    root = plant_classes(tmp_path / "set", {"a": 2})
+    (tmp_path / "bad.jsonl").write_text(text)
+    assert "bad.jsonl" in refused(root, exclude=tmp_path / "bad.jsonl")
+
+
+def test_a_subset_is_a_source(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"a": 3, "b": 3})))
+    some = Subset(source, np.array([5, 0, 3]))
+    assert names(some) == ["b/2.png", "a/0.png", "b/0.png"]
+    assert some.labels.tolist() == [1, 0, 1]
+    assert some.fingerprint() != source.fingerprint()
+
+
+def test_a_fingerprint_stays_where_it_should(tmp_path: Path) -> None:
+    first = open_source(str(plant_classes(tmp_path / "one", {"a": 3, "b": 2}))).fingerprint()
+    assert open_source(str(tmp_path / "one")).fingerprint() == first
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert open_source(str(tmp_path / "two")).fingerprint() == first
+    plant(tmp_path / "two", {"a/readme.txt": b"x", "a/.hidden.png": png()})
+    assert open_source(str(tmp_path / "two")).fingerprint() == first
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a file more": lambda root: plant(root, {"a/9.png": png(9)}),
+    "a file less": lambda root: (root / "a/0.png").unlink(),
+    "a file renamed": lambda root: (root / "a/0.png").rename(root / "a/00.png"),
+    "a file in another class": lambda root: (root / "a/0.png").rename(root / "b/0x.png"),
+    "a class renamed": lambda root: (root / "b").rename(root / "c"),
+    "an empty class more": lambda root: (root / "aa").mkdir(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_changes_when_it_should(tmp_path: Path, change: str) -> None:
+    root = plant_classes(tmp_path, {"a": 3, "b": 2})
+    before = open_source(str(root)).fingerprint()
+    CHANGES[change](root)
+    assert open_source(str(root)).fingerprint() != before
+
+
+def test_fingerprints_of_sets_differ(tmp_path: Path) -> None:
+    shard(tmp_path / "one" / "train-00.parquet", 0, 6)
+    shard(tmp_path / "two" / "train-00.parquet", 0, 6, labels=[0, 1, 2, 0, 1, 1])
+    shard(tmp_path / "three" / "train-00.parquet", 0, 6, names=["ant", "bee", "dog"])
+    specs = [
+        "digits",
+        "shapes:size=8,count=60",
+        "shapes:size=16,count=60",
+        "shapes:size=8,count=61",
+        "shapes:size=8,count=60,classes=9",
+    ]
+    specs += [str(tmp_path / name) for name in ("one", "two", "three")]
+    found = [open_source(spec).fingerprint() for spec in specs]
+    assert len(set(found)) == len(specs)
+    assert open_source("shapes:size=8,count=60", "test").fingerprint() != found[1]
