@@ -7,6 +7,7 @@ claims more bytes than the file has.
 
 import argparse
 import contextlib
+import json
 import math
 import struct
 import zipfile
@@ -35,6 +36,10 @@ class Tensors(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def take(self, name: str) -> Tensor:
+        """The tensor, with memory of its own where that costs nothing, and let go of here."""
+        ...
+
 
 class SafetensorsFiles:
     """One safetensors file, or the shards of one model."""
@@ -47,14 +52,53 @@ class SafetensorsFiles:
             try:
                 opened = safe_open(path, framework="pt")
                 self.metadata |= opened.metadata() or {}
-                for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                for name, entry in _safetensors_header(path).items():
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    self._home[name] = opened
+                    self._home[name] = path, entry
             except (SafetensorError, OSError, ValueError, OverflowError) as error:
                 raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
 
     def read(self, name: str) -> Tensor:
-        return self._home[name].get_tensor(name)
+        """By its own bytes: the library's reader keeps the whole file mapped, and resident a second time."""
+        path, (kind, start, end) = self._home[name]
+        if kind not in DTYPES:
+            raise ValueError(f"{name!r} has dtype {kind}, which is not that of weights")
+        data = bytearray(end - start)
+        with path.open("rb") as file:
+            file.seek(start)
+            if file.readinto(data) != len(data):
+                raise ValueError(f"{path} was cut short while it was read")
+        shape = self.shapes[name]
+        return (
+            torch.frombuffer(data, dtype=DTYPES[kind]).view(shape) if data else torch.empty(shape, dtype=DTYPES[kind])
+        )
+
+    take = read
+
+
+# What the headers call the dtypes that are not refused by name later
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
+    """{name: (dtype, first byte, byte after the last)}; the library has checked the header before."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    base = 8 + length
+    return {
+        name: (entry["dtype"], base + entry["data_offsets"][0], base + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 class NpzFile:
@@ -94,6 +138,9 @@ class NpzFile:
             with _clear(self.path, "NumPy archive"):
                 self._last = name, self._array(name)
         return self._tensor(self._last[1])
+
+    def take(self, name: str) -> Tensor:
+        return self.read(name).clone()  # not a view into the mapped file
 
     def _array(self, name: str) -> np.ndarray:
         member, dtype, fortran, start = self._members[name]
@@ -154,6 +201,9 @@ class TorchFile:
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def take(self, name: str) -> Tensor:
+        return self._tensors.pop(name)
+
 
 class Renamed:
     """A file under other names: {new: (old, None)}, or (old, layer) where old stacks all layers."""
@@ -167,12 +217,16 @@ class Renamed:
         tensor = self._tensors.read(old)
         return tensor if layer is None else tensor[layer]
 
+    def take(self, name: str) -> Tensor:
+        old, layer = self._names[name]
+        return self._tensors.take(old) if layer is None else self._tensors.read(old)[layer].clone()
+
 
 def _load_torch(path: Path) -> object:
     """Tensors and plain containers only; argparse.Namespace is allowed because training codes store their flags so."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             if type(error).__name__ != "UnpicklingError":
                 raise

@@ -108,7 +108,7 @@ def fill(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | Res
     for name in order:
         place = places[name]
         assert place is not None
-        parts = [place.change.ours(_checked(tensors.read(their), their)) for their in place.names]
+        parts = [place.change.ours(_checked(tensors.take(their), their)) for their in place.names]
         weights[name] = _owned(parts, shapes[name], dtype)
     fill_constants(model, "cpu")
     model.load_state_dict(weights, assign=True)
@@ -116,7 +116,11 @@ def fill(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | Res
 
 
 def _owned(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-    """The parts as one tensor with memory of its own: not a view into a mapped file or into a stacked array."""
+    """The parts as one tensor of the shape and dtype wanted; a lone part that fits is taken as it is."""
+    only = parts[0]
+    whole_storage = only.is_contiguous() and only.untyped_storage().nbytes() == only.numel() * only.element_size()
+    if len(parts) == 1 and dtype in (None, only.dtype) and whole_storage:
+        return only.view(shape)
     whole = torch.empty(shape, dtype=dtype or parts[0].dtype)
     for target, part in zip(whole.chunk(len(parts)), parts, strict=True):
         target.copy_(part.reshape(target.shape))
@@ -128,7 +132,7 @@ def _owned(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | Non
 def _checked(tensor: Tensor, name: str) -> Tensor:
     if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which is not that of weights")
-    if not torch.isfinite(tensor).all():
+    if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():  # without a mask as large as it is
         raise ValueError(f"{name} holds values that are not finite: the file is damaged or its training diverged")
     return tensor
 

@@ -45,6 +45,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     elif folder:
         _write_folder(path, out, metadata, _sidecars(format, config, model.about, weights))
     elif path.suffix in (".pth", ".bin") and format != "plainvit":
+        log.warning("%s: a %s file does not hold mean, std and preprocessing: .safetensors does", path, path.suffix)
         write_atomically(path, lambda beside: torch.save(out, beside))
     else:
         write_atomically(path, lambda beside: safetensors.torch.save_file(out, beside, metadata))
