@@ -102,7 +102,7 @@ def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
 
 
 class NpzFile:
-    """A NumPy archive; stored members are mapped from disk, compressed ones read one by one."""
+    """A NumPy archive, its members read one by one."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = path, {}
@@ -140,7 +140,8 @@ class NpzFile:
         return self._tensor(self._last[1])
 
     def take(self, name: str) -> Tensor:
-        return self.read(name).clone()  # not a view into the mapped file
+        tensor, self._last = self.read(name), None
+        return tensor
 
     def _array(self, name: str) -> np.ndarray:
         member, dtype, fortran, start = self._members[name]
@@ -153,9 +154,7 @@ class NpzFile:
             file.seek(member.header_offset)
             fields = struct.unpack("<4s5H3I2H", file.read(30))
             offset = member.header_offset + 30 + fields[-2] + fields[-1] + start
-        if math.prod(shape) == 0:
-            return np.empty(shape, dtype)
-        return np.memmap(self.path, dtype, mode="c", offset=offset, shape=shape, order=order)
+        return np.fromfile(self.path, dtype, math.prod(shape), offset=offset).reshape(shape, order=order)
 
     @staticmethod
     def _tensor(array: np.ndarray) -> Tensor:
