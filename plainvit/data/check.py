@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data import known
-from plainvit.data.decode import DataError, ImageError, decode
+from plainvit.data.decode import DataError, ImageError, decode, has_exif
 from plainvit.data.decode import size as encoded_size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source
@@ -324,7 +324,7 @@ def _shrunk(source: Source, index: int, side: int, quality: int) -> tuple[bytes,
         scale = min(side / min(height, width), 1)
         target = max(round(height * scale), 1), max(round(width * scale), 1)
         pixels = data if isinstance(data, np.ndarray) else decode(data, target if scale < 1 else None)
-        if scale == 1 and isinstance(data, bytes) and data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data[:65536]:
+        if scale == 1 and isinstance(data, bytes) and data[:2] == b"\xff\xd8" and not has_exif(data):
             return data, (height, width)
         small = resized(pixels, target).permute(1, 2, 0).contiguous().numpy()
         return simplejpeg.encode_jpeg(small, quality, "RGB", "420"), target

@@ -6,6 +6,7 @@ through Pillow. Sizes are checked before a pixel is allocated; only listed forma
 
 import contextlib
 import io
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -87,13 +88,23 @@ def _jpeg_header(data: bytes, *, strict: bool) -> tuple[int, int, str]:
 
 def _orientation(data: bytes) -> int:
     """EXIF's orientation, 1 (upright) for most; Pillow parses the block where there is one."""
-    if b"Exif\0\0" not in data[:65536]:
+    if not has_exif(data):
         return 1
     try:
         with _opened(data, PIXEL_LIMIT) as image:
             return _exif_orientation(image)
     except ImageError:
         return 1
+
+
+def has_exif(data: bytes) -> bool:
+    """Whether a JPEG has an EXIF block among the segments before its image."""
+    place = 2
+    while place + 10 <= len(data) and data[place] == 0xFF and data[place + 1] in (*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4):
+        if data[place + 1] == 0xE1 and data[place + 4 : place + 10] == b"Exif\0\0":
+            return True
+        place += 2 + int.from_bytes(data[place + 2 : place + 4])
+    return False
 
 
 def _exif_orientation(image: Image.Image) -> int:
@@ -140,6 +151,16 @@ def _opened(data: bytes, limit: int) -> Image.Image:
         raise ImageError(_reason(error)) from error
     _check_size(image.height, image.width, limit)
     return image
+
+
+def _renew_lock() -> None:
+    """In a forked worker: another thread of its parent may have held the lock, and will never let go of it here."""
+    global _FILTERS
+    _FILTERS = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
     loader = Loader(source, batch=512, size=(64, 64), augment=Augment(), seed=0, device="cuda")
     for batch in loader.batches(start=step):            # goes on exactly where another process stopped
 
-Streamed: worker processes read, decode and crop to uint8; the device flips, colours and erases. Resident: a set that
-fits is decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips and colours come
-from the same numbers either way. A worker that dies is replaced, and its batch made again.
+Streamed: worker processes read, decode, crop and flip to uint8; the device colours, erases and mixes. Resident: a
+set that fits is decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips and
+colours come from the same numbers either way. A worker that dies is replaced, and its batch made again.
 """
 
 import contextlib
@@ -102,7 +102,9 @@ class Loader:
         with contextlib.closing(made):
             for step, (images, labels, index, bad) in made:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-                yield Batch(finish(images, self._uniforms(step), self.augment), labels, index.numpy(), bad)
+                rest = self.augment.replace(flip=0.0)  # the workers have flipped
+                images = finish(images, self._uniforms(step), rest) if rest.colour or rest.erase else images
+                yield Batch(images, labels, index.numpy(), bad)
 
     def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
         assert self.resident is not None
@@ -186,19 +188,23 @@ class _Train(Dataset[Made]):
         bad = [flaw for *_, flaws in read for flaw in flaws]
         for place, (one, data, extent, _) in enumerate(read):
             try:
-                images[place] = cut(data, boxes[place], self.size, extent)
+                images[place] = self._flipped(cut(data, boxes[place], self.size, extent), u[place])
             except ImageError as error:  # its header was sound, its pixels are not: another stands in
                 bad.append((one, str(error)))
                 images[place], index[place] = self._stand_in(one, u[place])
             images[place] = self._augmented(images[place], u[place])
         return images, torch.from_numpy(self.source.labels[index]).long(), torch.from_numpy(index), bad
 
+    def _flipped(self, image: Tensor, u: Tensor) -> Tensor:
+        """By the worker: 7 us an image, where a CPU needs 270 us for its part of a batch of torch.where."""
+        return image.flip(-1) if u[4 * TRIES] < self.augment.flip else image
+
     def _stand_in(self, index: int, u: Tensor) -> tuple[Tensor, int]:
         for step in range(1, len(self.source)):
             other, data, extent, _ = _readable(self.source, (index + step) % len(self.source))
             try:
                 box = crop_boxes(u.unsqueeze(0), torch.tensor([extent]), self.augment, self.size)[0]
-                return cut(data, box, self.size, extent), other
+                return self._flipped(cut(data, box, self.size, extent), u), other
             except ImageError:
                 continue
         raise DataError("no image of the set can be decoded")
