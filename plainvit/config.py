@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 # What the other libraries compute with the same weights: facts of each code base, chosen by one word in `create`.
 VIT_NUMERICS: dict[str, dict[str, Any]] = {
@@ -303,26 +303,151 @@ class About(Checked):
 
 
 Model = ViTConfig | ResNetConfig
-_KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
 
 
-def to_json(config: Model) -> dict[str, Any]:
-    """A config as plain JSON values, with its kind."""
+@dataclass(frozen=True, kw_only=True)
+class Optim(Checked):
+    """How the weights move; the defaults are the paper's pre-training."""
+
+    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
+    lr: float = 1e-3  # at its highest
+    schedule: Literal["constant", "linear", "cosine", "rsqrt", "steps"] = "cosine"
+    warmup: float = 0.0  # steps of linear warm-up; below 1, a share of the run
+    cooldown: float = 0.0  # steps of a linear descent to 0 at the end; below 1, a share of the run
+    lr_end: float = 0.0  # where the schedules "linear" and "cosine" end
+    milestones: tuple[float, ...] = (0.3, 0.6, 0.9)  # schedule "steps": shares of the run after which lr is a tenth
+    timescale: float = 10_000.0  # schedule "rsqrt": steps in which it falls by sqrt(2)
+    weight_decay: float = 0.0  # of weight matrices only; decoupled and multiplied by lr, for sgd added to the gradient
+    betas: tuple[float, float] = (0.9, 0.999)  # of adamw and lamb, and of muon's part for what is no matrix
+    eps: float = 1e-8
+    momentum: float = 0.9  # of sgd and muon
+    clip: float = 1.0  # greatest global norm of the gradient; 0: not clipped
+    layer_decay: float = 1.0  # each layer's lr is this times that of the layer above it
+    grid: tuple[float, ...] = ()  # rates that --search tries on held-out training images
+    frozen: tuple[str, ...] = ()  # patterns of weights that stay as they are, such as 'embedding.*' or 'blocks.*'
+    lora: int = 0  # rank of low-rank updates that are trained in place of the blocks' matrices; 0: none
+
+    def __post_init__(self) -> None:
+        for name in ("milestones", "betas", "grid", "frozen"):
+            self._set(name, tuple(getattr(self, name)))
+        self._check(natural=("lora",), rates=("momentum",))
+        if not self.lr > 0 or min(self.grid, default=1.0) <= 0:
+            raise ValueError(f"lr must be above 0, got {self.lr if not self.lr > 0 else min(self.grid)}")
+        for name in ("warmup", "cooldown", "weight_decay", "lr_end", "clip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers of at least 0 and below 1, got {self.betas}")
+        if not 0 < self.layer_decay <= 1 or self.eps <= 0 or self.timescale <= 0:
+            raise ValueError("layer_decay is above 0 and at most 1; eps and timescale are above 0")
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < share < 1 for share in self.milestones):
+            raise ValueError(f"milestones are rising shares of the run, between 0 and 1, got {self.milestones}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Checked):
+    """One training run, whole: a recipe returns it, the run folder keeps it, every field is a flag."""
+
+    recipe: str = ""  # its name
+    model: ViTConfig | ResNetConfig | None = None  # None: the model of init. Its classes follow the data where 0
+    init: str = ""  # weights to start from: a file, a run folder, hf:org/name or a published name
+    head: Literal["zero", "keep"] = "zero"  # of init: replaced by one of zeros (the paper's), or kept
+    data: str = ""  # a folder, a list, shards, hf:org/dataset, a known set, digits or shapes
+    data_root: str = ""  # where known sets lie, each in a folder of its name
+    exclude: str = ""  # a list of images to leave out, as `plainvit data check --save` writes it
+    holdout: float = 0.0  # share of the training images, of each class, that is not trained on but validates
+    epochs: float = 0.0  # length of the run
+    steps: int = 0  # length of the run in place of epochs
+    hours: float = 0.0  # a budget: the run is shortened to fit, its schedule with it; 0: none
+    batch: int = 512  # images a step, over all devices
+    micro_batch: int = 0  # images at once on a device, gradients accumulated; 0: what fits
+    loss: Literal["softmax", "sigmoid", "binary"] = "softmax"  # sigmoid: sum over classes; binary: mean, of 0 or 1
+    head_bias: float = 0.0  # initial bias of a new head, such as -10 with sigmoid over 21k classes
+    class_weights: bool = False  # weigh each class by the inverse of its number of images
+    teacher: str = ""  # weights of a teacher to distil from
+    distil: Literal["hard", "soft"] = "hard"  # the teacher's choice as a second label, or its whole distribution
+    temperature: float = 1.0  # of soft distillation
+    optim: Optim = Optim()
+    augment: Augment = Augment()
+    preprocess: Preprocess | None = None  # for evaluation; None: that of init, or the default
+    ema: float = 0.0  # decay of the averaged weights that are evaluated and delivered, such as 0.9999; 0: none
+    ema_window: float = 0.0  # the same as a share of the run: 0.1 averages over about its last tenth
+    evaluations: int = 20  # how often the run is validated and a checkpoint saved, evenly spread
+    save_every: int = 0  # steps between further checkpoints
+    keep: int = 2  # newest checkpoints that are kept, besides the best
+    patience: int = 0  # stop after so many evaluations without a better one, and deliver the best; 0: never
+    bad_steps: int = 3  # steps with a loss or gradient that is not finite are skipped, so many; then the run ends
+    seed: int = 0
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the arithmetic, weights stay fp32; auto: bf16 on a GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
+    workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
+
+    # What may change between start and resume without changing the result
+    OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
+        {"data_root", "hours", "save_every", "keep", "device", "compile", "workers", "track"}
+    )
+
+    def __post_init__(self) -> None:
+        self._set("track", tuple(self.track))
+        self._check(
+            positive=("batch", "evaluations", "keep"),
+            natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed"),
+            rates=("holdout", "ema", "ema_window"),
+        )
+        for name in ("epochs", "hours"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.workers < -1 or self.temperature <= 0:
+            raise ValueError("workers is a number of processes, or -1 for as many as cores; temperature is above 0")
+        if self.micro_batch and self.batch % self.micro_batch:
+            near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
+            raise ValueError(f"a batch of {self.batch} is not divisible by micro_batch {self.micro_batch}; try {near}")
+        if self.ema and self.ema_window:
+            raise ValueError("ema and ema_window say the same in two ways: give one of them")
+        for name in self.track:
+            if name not in ("tensorboard", "wandb"):
+                raise ValueError(f"track {name!r} is unknown; one of: tensorboard, wandb")
+
+    def decay(self, steps: int) -> float:
+        """Of the averaged weights: as given, or so that the window is a share of the run."""
+        return max(1 - 1 / (self.ema_window * steps), 0.0) if self.ema_window else self.ema
+
+
+_KINDS: dict[str, type[Checked]] = {
+    "vit": ViTConfig,
+    "resnet": ResNetConfig,
+    "preprocess": Preprocess,
+    "augment": Augment,
+    "optim": Optim,
+    "run": Config,
+}
+
+
+def to_json(config: Checked) -> dict[str, Any]:
+    """A config as plain JSON values, with its kind; configs inside it likewise."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(config, cls))
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    if isinstance(config, ViTConfig) and config.stem:
-        plain["stem"] = to_json(config.stem)
-    return {"kind": kind, **plain}
+    return {"kind": kind} | {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def from_json(values: Mapping[str, Any]) -> Model:
-    """The config that `to_json` wrote; an unknown kind or field is an error, not a guess."""
+def _plain(value: Any) -> Any:
+    if isinstance(value, Checked):
+        return to_json(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet")) -> Any:
+    """The config that `to_json` wrote: a model unless other kinds are asked for. Nothing unknown is guessed at."""
     kind = values.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), _KINDS)}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), kinds)}")
     fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else from_json(value) if isinstance(value, Mapping) else value
+        name: tuple(value)
+        if isinstance(value, list)
+        else from_json(value, _KINDS)
+        if isinstance(value, Mapping)
+        else value
         for name, value in values.items()
         if name != "kind"
     }
@@ -334,3 +459,15 @@ def from_json(values: Mapping[str, Any]) -> Model:
         return _KINDS[kind](**fields)
     except TypeError as error:
         raise ValueError(f"the {kind} config is not well formed: {error}") from error
+
+
+def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Field by field, what differs between two configs: {'optim.lr': (0.001, 0.01)}."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for field in dataclasses.fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if isinstance(before, Checked) and type(before) is type(after):
+            found |= differences(before, after, f"{prefix}{field.name}.")
+        elif before != after:
+            found[prefix + field.name] = (before, after)
+    return found
