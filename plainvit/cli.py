@@ -6,12 +6,14 @@ Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 resources, 130/143 signals.
 import json as _json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
 
 from plainvit import __version__
+from plainvit.config import Checked, Config, nearest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -208,7 +210,111 @@ def data_pack(
     _show(packed, None if json else Text(line))  # a folder's brackets are no markup
 
 
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Trains by a recipe: `plainvit recipes` lists them, or FILE.py:FUNCTION is one of your own.
+
+    Every setting of the recipe is a flag, for instance --optim.lr 1e-3 or --model ViT-S/16. The same command again goes
+    on with an unfinished run. The run folder holds the weights, the metrics and a report.
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path | None = None  # the run folder; runs/RECIPE-HASH where not given
+    search: bool = False  # first try the rates of optim.grid on held-out training images
+    force: bool = False  # go on although the config or the data changed since the run began
+    json: bool = False  # print the results as JSON at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(Train):
+    """Fine-tunes weights of any library on your images: --init WEIGHTS --data photos/.
+
+    The head is replaced by one of zeros and the positions are resampled to --image-size. Without a RECIPE the settings
+    are those of `finetune`; the paper's are ft-cifar10, ft-pets and so on. Every setting is a flag.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Train):
+    """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
+
+
+def _train(command: Train) -> None:
+    from plainvit.train.fit import fit
+
+    run = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
+    if command.json:
+        print(_json.dumps({"folder": str(run.folder), **run.numbers}, indent=2))
+        return
+    for split, name in (("val", "validation"), ("test", "test")):
+        if split in run.numbers:
+            print(f"{name} top-1 {100 * run.numbers[split]['top1']:.2f} %")
+    print(f"report: {run.folder / 'report.html'}")
+
+
+def _doctor(command: Train) -> None:
+    from plainvit.train import doctor
+
+    report = doctor.examine(command.config if command.recipe else None)
+    _show(report, None if command.json else doctor.table(report))
+
+
+RUNS: dict[str, tuple[type[Train], Callable[[Train], None], str]] = {  # verb -> flags, what to do, default recipe
+    "train": (Train, _train, ""),
+    "finetune": (Finetune, _train, "finetune"),
+    "doctor": (Doctor, _doctor, ""),
+}
+
+
+def recipes(pattern: Pattern = "*", /, *, json: bool = False) -> None:
+    """Table of the recipes: what each trains, what to expect, what it costs.
+
+    Args:
+        pattern: Only names that match, shell-style, such as 'ft-*' or '*i21k*'.
+        json: Print JSON for machines instead of a table: with source and command, and the whole config.
+    """
+    from plainvit.config import to_json
+    from plainvit.evaluate.describe import recipes_table
+    from plainvit.recipes import about, list_recipes, recipe
+
+    names = list_recipes(pattern)
+    if not names:
+        raise ValueError(f"no recipe matches {pattern!r}; `plainvit recipes` lists them all")
+    rows = [about(name) for name in names]
+    _show([row | {"config": to_json(recipe(row["name"]))} for row in rows], None if json else recipes_table(rows))
+
+
+def replay(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    /,
+    *,
+    step: int | None = None,
+    data_root: str = "",
+    device: str = "auto",
+    json: bool = False,
+) -> None:
+    """One step of a run made again, to see where its numbers stop being finite. Nothing is changed.
+
+    Args:
+        run: A run folder.
+        step: Counted as in the metrics; a captured one, or one that follows a checkpoint. Without: the last captured.
+        data_root: Where known sets lie, if no longer where the run had them.
+        device: cpu, cuda; auto: a GPU where there is one.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.train import replay as again
+
+    found = again.replay(run, step, data_root, device)
+    _show(found, None if json else again.table(found))
+
+
 VERBS: dict[str, Callable[..., None]] = {
+    "train": Train,
+    "finetune": Finetune,
+    "recipes": recipes,
+    "doctor": Doctor,
+    "replay": replay,
     "models": models,
     "inspect": inspect,
     "weights": weights,
@@ -231,11 +337,72 @@ def main(arguments: list[str] | None = None) -> None:
     device.prepare()
     try:
         rest = arguments[len(verb.split()) :]
-        tyro.cli(VERBS[verb], prog=f"plainvit {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+        if verb in RUNS:
+            _run(verb, rest)
+        else:
+            tyro.cli(VERBS[verb], prog=f"plainvit {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
     except (ValueError, OSError) as error:
         _fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _run(verb: str, arguments: list[str]) -> None:
+    """A verb whose flags are the fields of a recipe's config, with the recipe's values as their defaults."""
+    from plainvit.recipes import recipe
+
+    flags, do, name = RUNS[verb]
+    if arguments and not arguments[0].startswith("-"):
+        name, arguments = arguments[0], arguments[1:]
+    config = recipe(name) if name else Config()
+    if not name and verb == "train" and not set(arguments) & {"-h", "--help"}:
+        raise ValueError("which recipe? `plainvit recipes` lists them: plainvit train digits")
+    config, arguments = _first_words(config, arguments)
+    if config.init and config.model is None and verb != "doctor":
+        from plainvit.train.transfer import starting_model
+
+        config = config.replace(model=starting_model(config)[0])
+    found, unknown = tyro.cli(
+        flags,
+        prog=f"plainvit {verb}",
+        args=[name, *arguments],
+        default=flags(recipe=name, config=config),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
+        return_unknown_args=True,
+    )
+    if unknown:
+        _fail(f"unknown flag {unknown[0]!r}; {nearest(unknown[0], _flags(found.config))}", 2)
+    do(found)
+
+
+def _first_words(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
+    """--model and --init decide which model the other --model flags belong to, so they are read before those."""
+    from argparse import ArgumentError, ArgumentParser
+
+    from plainvit.names import configure
+
+    first = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--model", "--init", "--head"):
+        first.add_argument(name)
+    first.add_argument("--image-size", "--image_size", type=int)
+    try:
+        words, rest = first.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
+    given = {name: value for name, value in vars(words).items() if value is not None}
+    if "model" in given:
+        size = config.model.image_size if config.model else given.get("image_size") or 224
+        given["model"] = configure(given["model"], 0, size)
+    return config.replace(**given), rest
+
+
+def _flags(config: Checked, prefix: str = "--") -> list[str]:
+    """Every flag that a config has."""
+    found: list[str] = []
+    for field in fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        found += _flags(value, f"{name}.") if isinstance(value, Checked) else [name]
+    return found
 
 
 def _overview(arguments: list[str]) -> None:
@@ -246,8 +413,6 @@ def _overview(arguments: list[str]) -> None:
         return
     verbs = [verb for verb in VERBS if word in ("-h", "--help") or verb.split()[0] == word]
     if not verbs or not set(arguments[1:]) <= {"-h", "--help"}:
-        from plainvit.config import nearest
-
         _fail(f"there is no verb {' '.join(arguments[:2])!r}; {nearest(' '.join(arguments[:2]), VERBS)}", 2)
     print("plainvit: Vision Transformers, from raw images to an answer.\n")
     for verb in verbs:

@@ -351,11 +351,13 @@ class Config(Checked):
     recipe: str = ""  # its name
     model: ViTConfig | ResNetConfig | None = None  # None: the model of init. Its classes follow the data where 0
     init: str = ""  # weights to start from: a file, a run folder, hf:org/name or a published name
+    image_size: int = 0  # height and width to train init's model at, positions resampled; 0: its own
     head: Literal["zero", "keep"] = "zero"  # of init: replaced by one of zeros (the paper's), or kept
     data: str = ""  # a folder, a list, shards, hf:org/dataset, a known set, digits or shapes
     data_root: str = ""  # where known sets lie, each in a folder of its name
     exclude: str = ""  # a list of images to leave out, as `plainvit data check --save` writes it
     holdout: float = 0.0  # share of the training images, of each class, that is not trained on but validates
+    search_holdout: float = 0.1  # the same while --search tries the rates of optim.grid
     epochs: float = 0.0  # length of the run
     steps: int = 0  # length of the run in place of epochs
     hours: float = 0.0  # a budget: the run is shortened to fit, its schedule with it; 0: none
@@ -393,8 +395,8 @@ class Config(Checked):
         self._set("track", tuple(self.track))
         self._check(
             positive=("batch", "evaluations", "keep"),
-            natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed"),
-            rates=("holdout", "ema", "ema_window"),
+            natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed", "image_size"),
+            rates=("holdout", "search_holdout", "ema", "ema_window"),
         )
         for name in ("epochs", "hours"):
             if getattr(self, name) < 0:

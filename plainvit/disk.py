@@ -51,7 +51,7 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
                 os.fsync(file.fileno())
         for path in writers:
             beside[path].replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except DiskError:
         raise
     except Exception as error:  # each writer has its own kind: OSError, SafetensorError, RuntimeError
@@ -69,7 +69,7 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.config import nearest
-from plainvit.data.sources import Source
+from plainvit.data.sources import AbsentSplit, Source
 
 # The splits of `shapes` are streams of their own, so a larger training set never meets the test images
 STREAMS = {"train": 0, "val": 1, "test": 2}
@@ -32,12 +32,14 @@ class Pixels(Source):
 
 
 def digits(split: str) -> Pixels:
-    """Train: four of five images; test: every fifth. val is a fifth of the training part."""
+    """Train: four of five images; test: every fifth."""
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         grey, labels = file["images"], file["labels"]
     numbers = np.arange(len(labels))
     train = numbers[numbers % 5 != 0]
-    chosen = {"test": numbers[::5], "train": train, "val": train[::5]}[split]
+    chosen = {"test": numbers[::5], "train": train}.get(split)
+    if chosen is None:
+        raise AbsentSplit("digits has a train and a test split: hold out a part of train to validate")
     pixels = (grey[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
     rgb = np.repeat(pixels[..., None], 3, axis=-1)  # [N, 8, 8, 3]
     return Pixels(rgb, labels[chosen], tuple("0123456789"), numbers[chosen])

@@ -73,3 +73,14 @@ def published_table() -> Table:
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         shown.add_row(f"[cyan]{name}[/cyan]", entry.hub, entry.licence, *numbers)
     return shown
+
+
+def recipes_table(rows: list[dict[str, str]]) -> Table:
+    """What each recipe's docstring says."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("recipe", style="cyan", no_wrap=True)
+    for title in ("what it trains", "expected", "cost"):
+        shown.add_column(title)
+    for row in rows:
+        shown.add_row(*(row[key] for key in ("name", "summary", "expected", "cost")))
+    return shown

@@ -1,0 +1,1 @@
+"""Weights and runs -> figures and pages."""

@@ -1,0 +1,185 @@
+"""A page that is complete in itself: opens offline, suits a phone and dark mode, runs no script, loads nothing.
+
+from plainvit.analyse.page import Section, element, page, table
+page("Digits", "What came out.", [Section("Numbers", table(["class", "images"], [("zero", 178)], numbers=[1]))])
+
+Every text that is not `Html` is escaped when it enters the page, so names of classes and files can do no harm.
+"""
+
+import base64
+import html
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from plainvit.analyse import figures
+from plainvit.analyse.figures import printable
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+THUMB = 200  # pixels of the longer side: sharp on a phone, and 48 of them stay below 400 KB
+SPACE = "\u202f"  # narrow, and no line breaks at it
+NONE = "\u2013"  # stands for a value that is not there
+DARK = {
+    "paper": "#14171a",
+    "ink": "#e4e8eb",
+    "muted": "#98a3ad",
+    "line": "#2b3238",
+    "blue": "#5ab0ea",
+    "orange": "#f58b4c",
+    "green": "#3cc79a",
+    "purple": "#d690c0",
+    "grey": "#66717b",
+}
+
+
+class Html(str):
+    """Markup that is ready for the page; any other string is escaped when it enters it."""
+
+
+class Section(NamedTuple):
+    title: str
+    body: Html
+
+
+def escape(text: object) -> Html:
+    return text if isinstance(text, Html) else Html(html.escape(printable(text), quote=True))
+
+
+def join(parts: Iterable[object]) -> Html:
+    return Html("".join(map(escape, parts)))
+
+
+def element(name: str, *children: object, **attributes: str | None) -> Html:
+    """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; an attribute of None is left out."""
+    words = [
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    ]
+    opening = f"<{name}{''.join(words)}>"
+    return Html(opening if name in ("img", "meta") else f"{opening}{join(children)}</{name}>")
+
+
+def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "") -> str:
+    """A whole page: what it is about, the result (plain text, or Html with more than words), and the details."""
+    body = element(
+        "main",
+        element(
+            "header", element("p", eyebrow, class_="eyebrow") if eyebrow else "", element("h1", title), _lead(lead)
+        ),
+        _contents(sections) if len(sections) > 2 else "",
+        *(element("section", element("h2", one.title), one.body, id=_anchor(one.title)) for one in sections),
+        element("footer", "Made by plainvit. This page is complete in itself: it loads nothing and runs no script."),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        Html('<meta name="color-scheme" content="light dark">'),
+        element("title", title),
+        element("style", Html(_stylesheet())),
+    )
+    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _lead(lead: str) -> Html:
+    return lead if isinstance(lead, Html) else element("p", lead, class_="lead")
+
+
+def _contents(sections: Sequence[Section]) -> Html:
+    links = [element("li", element("a", one.title, href=f"#{_anchor(one.title)}")) for one in sections]
+    return element("nav", element("ul", *links), aria_label="Contents")
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _stylesheet() -> str:
+    light = _variables(figures.COLOURS | {"soft": "#f3f5f6"})
+    dark = _variables(DARK | {"soft": "#1e2327"})
+    colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
+    """Rows under titles; the columns named in numbers are set to the right, so that digits align."""
+    aligned = dict.fromkeys(numbers, "number")
+    head = element("tr", *(_cell("th", title, aligned.get(at)) for at, title in enumerate(titles)))
+    body = [element("tr", *(_cell("td", value, aligned.get(at)) for at, value in enumerate(row))) for row in rows]
+    return element("div", element("table", element("thead", head), element("tbody", *body)), class_="scroll")
+
+
+def _cell(name: str, value: object, kind: str | None) -> Html:
+    """Html that is a cell already stays as it is."""
+    return value if isinstance(value, Html) and value.startswith(f"<{name}") else element(name, value, class_=kind)
+
+
+def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
+    """Names and values; those that changed stand out."""
+    marked = frozenset(changed)
+    rows = [
+        element(
+            "tr", element("td", key, class_="key"), element("td", value), class_="changed" if key in marked else None
+        )
+        for key, value in values.items()
+    ]
+    return element("table", element("tbody", *rows), class_="pairs")
+
+
+def bar(share: float) -> Html:
+    length = 100 * min(max(np.nan_to_num(share), 0), 1)
+    return element("span", element("i", style=f"width:{length:.1f}%"), class_="bar")
+
+
+def notice(*words: object, warning: bool = False) -> Html:
+    return element("p", *words, class_="notice warning" if warning else "notice")
+
+
+def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
+    """Pixels as a small image inside the page: tiny ones as they are, photos as JPEG."""
+    shown, buffer = Image.fromarray(image), io.BytesIO()
+    tiny = max(shown.size) <= 40
+    if not tiny:
+        shown.thumbnail((side, side))
+    shown.save(buffer, "PNG" if tiny else "JPEG", **({"optimize": True} if tiny else {"quality": 82}))
+    data = base64.b64encode(buffer.getvalue()).decode()
+    source = f"data:image/{'png' if tiny else 'jpeg'};base64,{data}"
+    return element("img", src=source, alt=alt, class_="small" if tiny else None)
+
+
+# Words and numbers ----------------------------------------------------------------------------------------------------
+
+
+def percent(share: float, images: float = 0) -> str:
+    """With as many digits as so many images can tell apart."""
+    if math.isnan(share):
+        return NONE
+    return f"{100 * share:.{2 if images >= 10_000 else 1}f}{SPACE}%"
+
+
+def duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return NONE
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min" if seconds >= 600 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+
+
+def counted(count: float, one: str, many: str = "") -> str:
+    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"

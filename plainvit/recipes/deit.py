@@ -1,0 +1,201 @@
+"""DeiT and DeiT III: ViTs trained on ImageNet alone by strong augmentation, the second with a binary loss and LAMB.
+
+    plainvit train deit3-b16-i1k --data-root DIR
+    plainvit train deit3-b16-i1k-ft224 --init runs/deit3-b16-i1k --data-root DIR
+
+Sources: DeiT (arXiv 2012.12877), DeiT III (arXiv 2204.07118), and the commands of facebookresearch/deit. Both warm up
+from 1e-6, we from 0, and both resize crops by bicubic interpolation, we by bilinear.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from plainvit.config import Augment, Config, Model, Optim, Preprocess
+from plainvit.names import configure
+from plainvit.recipes import Recipe, described
+
+IMAGES = 1_281_167  # of ImageNet: the warm-up is stated as 5 epochs
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# timm's "rand-m9": magnitude 9 of 10, each of two operations with probability 0.5. Ours counts of 30 and applies both;
+# the stated number is kept
+RANDAUGMENT = (2, 9)
+
+
+def _model(name: str, image_size: int, **settings: Any) -> Model:
+    shape = {"init": "timm", "mean": MEAN, "std": STD}
+    return configure(name, classes=0, image_size=image_size, numerics="timm", **shape | settings)
+
+
+def _warmup(batch: int) -> int:
+    return round(5 * IMAGES / batch)
+
+
+DEIT: dict[str, tuple[str, str, str]] = {  # model, accuracy on ImageNet, exaFLOPs
+    "deit-ti16-i1k": ("ViT-Ti/16", "72.2", "2.89"),
+    "deit-s16-i1k": ("ViT-S/16", "79.9", "10.6"),
+    "deit-b16-i1k": ("ViT-B/16", "81.8", "40.5"),
+}
+
+
+def deit(name: str) -> Config:
+    """DeiT without distillation: one setting for the three sizes."""
+    return Config(
+        model=_model(DEIT[name][0], 224, stochastic_depth=0.1),
+        data="imagenet",
+        epochs=300,
+        batch=1024,
+        loss="softmax",
+        optim=Optim(
+            name="adamw",
+            lr=5e-4 * 1024 / 512,
+            schedule="cosine",
+            warmup=_warmup(1024),
+            lr_end=1e-5,
+            weight_decay=0.05,
+            clip=0.0,
+        ),
+        augment=Augment(
+            crop="inception",
+            area=(0.08, 1.0),
+            flip=0.5,
+            randaugment=RANDAUGMENT,
+            erase=0.25,
+            repeats=3,
+            mixup=0.8,
+            cutmix=1.0,
+            smoothing=0.1,
+        ),
+        preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
+        ema=0.99996,  # DeiT keeps this average beside the weights that it reports
+    )
+
+
+def _describe_deit(name: str) -> Recipe:
+    model, accuracy, exaflops = DEIT[name]
+    return described(
+        partial(deit, name),
+        summary=f"{model} trained on ImageNet as DeiT, 300 epochs.",
+        source="DeiT (arXiv 2012.12877), the defaults of its main.py",
+        command=f"{name} --data-root DIR",
+        expected=f"ImageNet {accuracy} % at 224 px",
+        cost=f"{exaflops} exaFLOPs",
+    )
+
+
+class Third(NamedTuple):
+    model: str
+    size: int
+    lr: float
+    stochastic_depth: float
+
+
+# DeiT III drops every block with this probability; ours grows linearly from 0 at the first block to it at the last, so
+# half as much is dropped on the whole. H/14 is stated at 160 px, where a patch of 14 leaves the last 6 rows and columns
+# out: 11 x 11 patches. At 154 px they are the whole image.
+DEIT3: dict[str, Third] = {
+    "deit3-s16-i1k": Third("ViT-S/16", 224, 4e-3, 0.05),
+    "deit3-b16-i1k": Third("ViT-B/16", 192, 3e-3, 0.2),
+    "deit3-l16-i1k": Third("ViT-L/16", 192, 3e-3, 0.45),
+    "deit3-h14-i1k": Third("ViT-H/14", 154, 3e-3, 0.6),
+}
+# Accuracy on ImageNet at 224 px, after fine-tuning where it was trained smaller; exaFLOPs of training, of fine-tuning
+REPORTED: dict[str, tuple[str, str, str]] = {
+    "deit3-s16-i1k": ("81.4", "28.3", ""),
+    "deit3-b16-i1k": ("83.8", "78.6", "2.70"),
+    "deit3-l16-i1k": ("84.9", "276", "9.46"),
+    "deit3-h14-i1k": ("85.2", "480", "25.7"),
+}
+SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # the short side, then the centre: ratio 1
+
+
+def deit3(name: str) -> Config:
+    """The long first part of DeiT III, for all but S at a lower resolution."""
+    row = DEIT3[name]
+    shape = {"stochastic_depth": row.stochastic_depth, "layer_scale": 1e-4, "posemb_prefix": "none"}
+    return Config(
+        model=_model(row.model, row.size, **shape),
+        data="imagenet",
+        epochs=800,
+        batch=2048,
+        loss="binary",
+        optim=Optim(
+            name="lamb",
+            lr=row.lr,
+            schedule="cosine",
+            warmup=_warmup(2048),
+            lr_end=1e-5,
+            weight_decay=0.05,
+            clip=1.0,  # inside the LAMB that it ran with
+        ),
+        augment=Augment(
+            crop="inception",
+            area=(0.08, 1.0),
+            flip=0.5,
+            three_augment=True,
+            colour=0.3,
+            repeats=3,
+            mixup=0.8,
+            cutmix=1.0,
+        ),
+        preprocess=SQUARE,
+    )
+
+
+def deit3_at_224() -> Config:
+    """The short second part, of a model trained smaller: its stochastic depth stays (H/14: 0.6, stated as 0.55)."""
+    return Config(
+        image_size=224,
+        head="keep",
+        data="imagenet",
+        epochs=20,
+        batch=512,
+        loss="softmax",
+        optim=Optim(
+            name="adamw",
+            lr=1e-5,
+            schedule="cosine",
+            warmup=_warmup(512),
+            lr_end=1e-5,  # as low as lr: after its warm-up it is constant
+            weight_decay=0.1,
+            clip=0.0,
+        ),
+        augment=Augment(
+            crop="inception",
+            area=(0.08, 1.0),
+            flip=0.5,
+            randaugment=RANDAUGMENT,
+            mixup=0.8,
+            cutmix=1.0,
+            smoothing=0.1,
+        ),
+        preprocess=SQUARE,
+    )
+
+
+def _describe_deit3(name: str) -> Recipe:
+    row, (accuracy, exaflops, _) = DEIT3[name], REPORTED[name]
+    return described(
+        partial(deit3, name),
+        summary=f"{row.model} trained on ImageNet at {row.size} px as DeiT III, 800 epochs.",
+        source="DeiT III (arXiv 2204.07118), the commands of its README",
+        command=f"{name} --data-root DIR",
+        expected=f"ImageNet {accuracy} % at 224 px" + ("" if row.size == 224 else f", after {name}-ft224"),
+        cost=f"{exaflops} exaFLOPs",
+    )
+
+
+def _describe_deit3_at_224(name: str) -> Recipe:
+    row, (accuracy, _, exaflops) = DEIT3[name], REPORTED[name]
+    return described(
+        partial(deit3_at_224),
+        summary=f"{row.model} of {name} fine-tuned on ImageNet at 224 px, 20 epochs.",
+        source="DeiT III (arXiv 2204.07118), the commands of its README",
+        command=f"{name}-ft224 --init runs/{name} --data-root DIR",
+        expected=f"ImageNet {accuracy} % at 224 px",
+        cost=f"{exaflops} exaFLOPs",
+    )
+
+
+RECIPES: dict[str, Recipe] = {name: _describe_deit(name) for name in DEIT}
+RECIPES |= {name: _describe_deit3(name) for name in DEIT3}
+RECIPES |= {f"{name}-ft224": _describe_deit3_at_224(name) for name, row in DEIT3.items() if row.size != 224}

@@ -1,0 +1,1 @@
+"""One program -> processes, devices, disk."""

@@ -1,0 +1,145 @@
+"""The run folder, the only interface between verbs: config, data, metrics, status and environment of one run.
+
+    runs/NAME/{config.json, data.json, metrics.jsonl, checkpoints/, captures/, model.safetensors, results.json,
+               environment.json, status.json, figures/, report.html}
+
+One process owns it at a time. Each file is written whole; metrics grow by a line a step, and a resumed run drops the
+lines beyond its checkpoint, so that no step is missing or doubled.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from plainvit.disk import DiskError, read_json, write_atomically
+
+
+class Folder:
+    """One run's folder, locked while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+        except OSError as error:
+            raise DiskError(f"cannot write into {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise DiskError(f"cannot lock {path}: {error.strerror}") from error
+            raise ValueError(f"another process is training in {path}: wait for it, or give another --out") from error
+        self._metrics = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._metrics:
+            self._metrics.close()
+        self._lock.close()  # lets go of the lock
+
+    def write(self, name: str, value: Any) -> None:
+        text = json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n"
+        write_atomically(self.path / name, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+    def read(self, name: str) -> dict[str, Any]:
+        return read_json(self.path / name)
+
+    def say(self, state: str, step: int, steps: int, reason: str = "", exit_code: int = 0) -> None:
+        """status.json: running, done, interrupted, diverged or failed."""
+        said = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": exit_code}
+        self.write("status.json", said | {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+    def record(self, line: dict[str, Any]) -> None:
+        """One line of metrics. It is in the system's hands at once, so that killing the process cannot lose it."""
+        try:
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(_finite(line)) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
+
+    def rewind(self, step: int) -> None:
+        """Drops the metrics of steps after this one, and a line that was cut off."""
+        kept = [json.dumps(line) for line in metrics(self.path) if line["step"] <= step]
+        text = "".join(f"{line}\n" for line in kept)
+        write_atomically(self.path / "metrics.jsonl", lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics, in order."""
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:  # the last line of a killed process
+                continue
+            if isinstance(value, dict) and isinstance(value.get("step"), int):
+                yield value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a run was made with: enough to run it again."""
+    import torch
+
+    from plainvit import __version__
+
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {
+        "plainvit": __version__,
+        "commit": _commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": gpu or f"{processor()}, {torch.get_num_threads()} threads",
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "command": shlex.join(["plainvit", *sys.argv[1:]]) if Path(sys.argv[0]).name == "plainvit" else "",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit(folder: Path) -> str | None:
+    """Of the checkout that the package runs from, if it is one; "+" where files differ from it."""
+    git = ["git", "-C", str(folder)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + ("+" if state.stdout.strip() else "")

@@ -1,0 +1,1 @@
+"""Batches -> weights: one loop for pre-training, fine-tuning and self-supervision."""

@@ -1,0 +1,89 @@
+"""The end of a run: the weights to keep, the numbers of each split, the report."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from plainvit.analyse.report import Sample, write_report
+from plainvit.config import Config
+from plainvit.data.sources import Source
+from plainvit.data.transforms import resized
+from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.models import ResNet, ViT, build
+from plainvit.train.loop import Training, averaged
+from plainvit.train.optim import add_lora, merge_lora
+from plainvit.train.splits import Splits
+from plainvit.weights import save
+
+SAMPLES = 48  # predictions shown in the report
+
+
+def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]]:
+    """Writes model.safetensors, results.json and report.html; may be done again, with the same result."""
+    model = chosen_model(run)
+    save(model, run.folder.path / "model.safetensors")
+    numbers: dict[str, Any] = {}
+    samples: list[Sample] = []
+    for name, source in (("val", splits.val), ("test", splits.test)):
+        if source:
+            result = classify(model, evaluation_set(run.config, source, str(run.loader.device)), run.dtype)
+            numbers[name] = result.summary()
+            samples = choose_samples(result, source)
+    numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
+    numbers["skipped_steps"] = run.progress.skipped
+    run.folder.write("results.json", numbers)
+    run.folder.say("done", run.progress.step, run.steps)
+    write_report(run.folder.path, samples)
+    return model, numbers
+
+
+def evaluation_set(config: Config, source: Source, device: str) -> Prepared:
+    """A split as the run's model evaluates it."""
+    assert config.model
+    assert config.preprocess
+    size, batch = config.model.image_size, min(config.batch, 512)
+    return Prepared(source, size, config.preprocess, batch=batch, workers=max(config.workers, 0), device=device)
+
+
+def chosen_model(run: Training) -> ViT | ResNet:
+    """The weights of the end, or with patience those of the best validation; averaged where that is asked for."""
+    best, trained = run.progress.best_step, run.objective.model
+    if run.config.patience and best is not None and best != run.progress.step:
+        progress = run.progress
+        run.restore(*run.checkpoints.read(best))
+        run.progress = progress
+    model = build(trained.config).to(run.loader.device)
+    if run.config.optim.lora and isinstance(model, ViT):
+        add_lora(model, run.config.optim.lora, seed=0)
+    with averaged(trained, run.average):
+        model.load_state_dict(trained.state_dict())
+    merge_lora(model)
+    model.about = trained.about
+    return model.eval()
+
+
+def choose_samples(result: Result, source: Source) -> list[Sample]:
+    """The surest mistakes, and right answers spread over the set."""
+    wrong = np.flatnonzero(result.guesses[:, 0] != result.labels)
+    wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][: SAMPLES // 2]
+    right = np.flatnonzero(result.guesses[:, 0] == result.labels)
+    right = right[np.unique(np.linspace(0, len(right) - 1, SAMPLES - len(wrong)).astype(int))] if len(right) else right
+    return [_sample(result, source, int(place)) for place in (*wrong, *right)]
+
+
+def _sample(result: Result, source: Source, place: int) -> Sample:
+    index = int(result.index[place])
+    return Sample(
+        image=_thumbnail(source.image(index)),
+        truth=source.classes[result.labels[place]],
+        guess=source.classes[result.guesses[place, 0]],
+        probability=float(result.probabilities[place]),
+        name=source.name(index),
+    )
+
+
+def _thumbnail(pixels: np.ndarray, side: int = 160) -> np.ndarray:
+    shrink = min(1.0, side / max(pixels.shape[:2]))
+    size = tuple(max(math.floor(extent * shrink), 1) for extent in pixels.shape[:2])
+    return resized(pixels, (size[0], size[1])).permute(1, 2, 0).numpy()

@@ -1,0 +1,184 @@
+"""What this machine is and has, and what may go wrong with a configuration, each with its mending.
+
+plainvit doctor          plainvit doctor digits --model.patch 8 8
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from plainvit import __version__, device
+from plainvit.config import Config, ViTConfig
+from plainvit.runtime.folder import processor
+from plainvit.train.splits import open_splits
+from plainvit.train.transfer import resolve, starting_model
+
+PARTS = ("torch", "torchvision", "numpy", "pillow", "simplejpeg", "pyarrow", "safetensors", "huggingface_hub", "rich")
+EXTRAS = ("timm", "transformers", "tensorboard", "wandb", "onnx", "ray")
+
+
+def examine(config: Config | None = None) -> dict[str, Any]:
+    """Everything as JSON: versions, devices, attention, quirks; with a config, its risks."""
+    device.choose_attention_backend()
+    report: dict[str, Any] = {
+        "versions": {"plainvit": __version__, "python": platform.python_version(), **_versions(PARTS)},
+        "extras": {name: version for name, version in _versions(EXTRAS).items() if version},
+        "machine": _machine(),
+        "attention": _attention(),
+        "risks": [],
+    }
+    if config:
+        report["config"] = config.recipe
+        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in risks(config)]
+    return report
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "bf16_on_cpu": "would kill the process: capped below AMX" if device.cpu_bf16_kills() else "safe",
+        "disk_free_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
+    }
+
+
+def _attention() -> dict[str, bool]:
+    """Which of PyTorch's fused kernels may run on a GPU."""
+    cuda = torch.backends.cuda
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "memory_efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }
+
+
+def risks(config: Config) -> Iterator[tuple[str, str]]:
+    """(what may go wrong, how to mend it), from the config, and from data and weights where they can be opened."""
+    yield from _of_optim(config)
+    model = config.model
+    if config.init:
+        try:
+            implied, _ = starting_model(config)
+            model = model or implied
+            yield from _of_weights(config, implied)
+        except (ValueError, OSError) as error:
+            yield f"the initial weights cannot be read: {error}", "give --init a file, a run folder or a published name"
+    if isinstance(model, ViTConfig):
+        yield from _of_model(model)
+    if config.data:
+        try:
+            splits = open_splits(config)
+            resolve(config, splits)
+            yield from _of_data(config, len(splits.train), model)
+            if splits.val is None:
+                yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
+        except (ValueError, OSError) as error:
+            yield str(error).splitlines()[0], "see `plainvit data info`"
+
+
+def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
+    optim = config.optim
+    if optim.name in ("adamw", "lamb", "muon") and not optim.warmup and not config.init:
+        yield "a ViT trained from scratch without warm-up often diverges", "--optim.warmup 0.05"
+    if optim.name == "sgd" and optim.weight_decay:
+        yield (
+            "SGD's decay is coupled: it goes through momentum, and is not the decay of the paper's Adam",
+            "--optim.weight-decay 0 (the paper's fine-tuning), or --optim.name adamw",
+        )
+    if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
+        yield (
+            f"weight_decay {optim.weight_decay:g} is multiplied by lr here: it looks like big_vision's or a coupled one",
+            f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if it is big_vision's",
+        )
+    if optim.name == "sgd" and not config.init:
+        yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
+    if config.optim.clip == 0 and not config.init:
+        yield "gradients are not clipped", "--optim.clip 1"
+    if optim.lr > 5e-3 and optim.name == "adamw":
+        yield f"lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
+    if config.augment.flip and "digits" in config.data:
+        yield "mirrored digits are no digits", "--augment.flip 0"
+
+
+def _of_model(model: ViTConfig) -> Iterator[tuple[str, str]]:
+    tokens, side = model.grid[0] * model.grid[1], min(model.image_size)
+    if tokens < 16:
+        smaller = max(side // 8, 1)
+        yield (
+            f"{model.stride[0]}-pixel patches on {side}-pixel images give only {tokens} tokens",
+            f"--model.patch {smaller} {smaller}, or larger images: --model.image-size {side * 4} {side * 4}",
+        )
+    if tokens > 2500:
+        yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
+    if model.norm == "post" and model.depth > 6:
+        yield "post-norm of this depth is hard to train", "--model.norm pre"
+
+
+def _of_weights(config: Config, implied: Any) -> Iterator[tuple[str, str]]:
+    model = config.model
+    if model and (model.mean, model.std) != (implied.mean, implied.std):
+        mean = " ".join(f"{value:g}" for value in implied.mean)
+        yield f"mean and std are not those of {config.init}", f"leave them out: the weights' own mean is {mean}"
+    if config.optim.name == "adamw" and config.optim.lr > 3e-4:
+        yield f"lr {config.optim.lr:g} may undo what the weights have learned", "--optim.lr 5e-5"
+    if isinstance(implied, ViTConfig) and config.head == "zero" and "head*" in config.optim.frozen:
+        yield "the new head is frozen, and all zeros", "leave head* out of --optim.frozen"
+
+
+def _of_data(config: Config, images: int, model: Any) -> Iterator[tuple[str, str]]:
+    if config.batch > images:
+        yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
+    if not config.init and isinstance(model, ViTConfig) and images < 5000 and "digits" not in config.data:
+        yield (
+            f"{images} images are few to train a ViT from scratch",
+            "start from published weights: plainvit finetune --init vit_b16_augreg_i21k_224 (`plainvit weights`)",
+        )
+
+
+def table(report: dict[str, Any]) -> RenderableType:
+    """For people."""
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    shown.add_column(style="bold")
+    shown.add_column()
+    machine = report["machine"]
+    shown.add_row("cpu", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB")
+    shown.add_row("gpu", "\n".join(machine["gpus"]) or "none")
+    shown.add_row("bf16 on the cpu", machine["bf16_on_cpu"])
+    attention = report["attention"]
+    shown.add_row("attention", ", ".join(f"{name} {'on' if on else 'off'}" for name, on in attention.items()))
+    shown.add_row("disk", f"{machine['disk_free_gib']:,} GiB free")
+    for title in ("versions", "extras"):
+        words = ", ".join(f"{name} {version or 'missing'}" for name, version in report[title].items())
+        shown.add_row(title, words or "none")
+    parts: list[RenderableType] = [shown]
+    if "config" in report:
+        risky = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+        risky.add_column("risk")
+        risky.add_column("mend it by", style="green")
+        for one in report["risks"]:
+            risky.add_row(one["risk"], one["mend"])
+        parts += ["", risky if report["risks"] else f"{report['config']}: no risk was found"]
+    return Group(*parts)

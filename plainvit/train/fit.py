@@ -1,0 +1,227 @@
+"""From a config to a trained model in a run folder.
+
+    result = plainvit.fit(plainvit.recipe("digits"))        result.folder, result.numbers["test"]["top1"]
+    plainvit train digits
+
+The same call again goes on with an unfinished run, and does nothing to a finished one.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plainvit.config import Config, differences, from_json, to_json
+from plainvit.data.decode import DataError
+from plainvit.data.loader import Loader
+from plainvit.evaluate.classify import classify
+from plainvit.models import ResNet, ViT
+from plainvit.runtime.folder import Folder, environment
+from plainvit.runtime.track import tracker
+from plainvit.train.deliver import deliver, evaluation_set
+from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, train
+from plainvit.train.objectives import Classify
+from plainvit.train.optim import Average, Optimizers, add_lora, freeze
+from plainvit.train.splits import Splits, open_splits
+from plainvit.train.transfer import initial_model, load_teacher, resolve
+from plainvit.weights import load
+
+log = logging.getLogger("plainvit")
+
+
+@dataclass
+class Fitted:
+    """What a run came to: its folder, the numbers of each split, and the model itself."""
+
+    folder: Path
+    numbers: dict[str, Any]
+    model: ViT | ResNet
+
+
+def fit(
+    config: Config, out: str | Path | None = None, *, force: bool = False, search: bool = False, quiet: bool = False
+) -> Fitted:
+    """Trains what the config says, in the folder `out`, or in runs/RECIPE-HASH where none is given.
+
+    An unfinished run of the same config goes on; a config or data that changed since is refused, unless forced.
+    search tries the rates of optim.grid on held-out training images first.
+    """
+    splits = open_splits(config)
+    config = resolve(config, splits)
+    path = Path(out) if out else Path("runs") / default_name(config)
+    with Folder(path) as folder:
+        if search:
+            config = _searched(config, folder, quiet)
+        return _fit_in(folder, config, splits, force, quiet)
+
+
+def default_name(config: Config) -> str:
+    """The recipe and a hash of all that decides the result: another config is another folder."""
+    plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{Path(config.recipe or 'run').name.replace(':', '-')}-{digest}"
+
+
+def _fit_in(folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool) -> Fitted:
+    """However the run ends, status.json says so."""
+    config = _agreed(config, splits, folder, force)
+    status = folder.read("status.json")
+    if status.get("state") == "done" and (folder.path / "report.html").is_file():
+        log.warning("%s is finished: nothing is left to do", folder.path)
+        return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
+    run, step = None, status.get("step", 0)
+    folder.say("running", step, config.steps)
+    try:
+        run = prepare(config, splits, folder, quiet)
+        _train(run)
+        model, numbers = deliver(run, splits)
+    except BaseException as error:
+        state = {InterruptedRunError: "interrupted", DivergedError: "diverged"}.get(type(error), "failed")
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        step = run.progress.step if run else step
+        folder.say(state, step, config.steps, reason, getattr(error, "exit_code", 1))
+        raise
+    return Fitted(folder.path, numbers, model)
+
+
+def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> Config:
+    """The config of a new run; of an old one only where it says the same, or where that is forced."""
+    stored = folder.read("config.json")
+    now = splits.described()
+    if stored:
+        old = from_json(stored, ("run",))
+        if config.hours:  # which had set these
+            optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)
+            config = config.replace(steps=old.steps, optim=optim)
+        changed = differences(old, config)
+        words = [f"{name} {a} -> {b}" for name, (a, b) in changed.items() if name not in Config.OPERATIONAL]
+        if words and not force:
+            raise ValueError(
+                f"{folder.path} holds a run of another config ({', '.join(words)}): give another --out, or --force"
+            )
+        before = folder.read("data.json")
+        if before != now and not force:
+            what = "classes" if before.get("classes") != now["classes"] else "images"
+            raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
+    folder.write("config.json", to_json(config))
+    folder.write("data.json", now)
+    return config
+
+
+def _searched(config: Config, folder: Folder, quiet: bool) -> Config:
+    """The paper's search (B.1.1): each rate of the grid on a held-out part of the training images; the best one."""
+    if not config.optim.grid:
+        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
+    found: list[tuple[float, float, float]] = []
+    for lr in config.optim.grid:
+        one = config.replace(optim=config.optim.replace(lr=lr, grid=()), holdout=config.search_holdout)
+        splits = open_splits(one)
+        splits.test = None  # read once, by the run that follows
+        with Folder(folder.path / "search" / f"lr-{lr:g}") as inner:
+            numbers = _fit_in(inner, one, splits, force=False, quiet=quiet).numbers["val"]
+        log.warning("search: lr %g gives %.2f %% on held-out images", lr, 100 * numbers["top1"])
+        found.append((numbers["top1"], -numbers["nll"], lr))
+    best = max(found)[2]
+    log.warning("search: lr %g is taken", best)
+    return config.replace(optim=config.optim.replace(lr=best))
+
+
+def prepare(config: Config, splits: Splits, folder: Folder, quiet: bool = False) -> Training:
+    """Model, objective, optimiser and loader of a run, as they are before its first step."""
+    device = choose_device(config.device)
+    assert config.model
+    loader = Loader(
+        splits.train,
+        batch=config.batch,
+        size=config.model.image_size,
+        augment=config.augment,
+        seed=config.seed,
+        workers=None if config.workers < 0 else config.workers,
+        device=device,
+    )
+    model = initial_model(config, splits).to(device)
+    freeze(model, config.optim.frozen)
+    if config.optim.lora:
+        if not isinstance(model, ViT):
+            raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
+        add_lora(model, config.optim.lora, config.seed)
+    counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
+    teacher = load_teacher(config, len(splits.classes)).to(device) if config.teacher else None
+    decay = config.decay(config.steps)
+    if not (folder.path / "environment.json").is_file():
+        folder.write("environment.json", environment(device))
+    run = Training(
+        config=config,
+        objective=Classify(model, config, counts, teacher).to(device),
+        optimizers=Optimizers(model, model.named_parameters(), config.optim),
+        average=Average(model, decay) if decay else None,
+        loader=loader,
+        folder=folder,
+        track=tracker(config.track, folder.path, config),
+        quiet=quiet,
+    )
+    if splits.val:
+        validation = evaluation_set(config, splits.val, device)
+        run.evaluate = lambda: classify(model, validation, run.dtype).numbers()
+    return run
+
+
+def choose_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
+    return name
+
+
+def _train(run: Training) -> None:
+    """With the time that it took added to what environment.json has of earlier parts of the run."""
+    started = time.monotonic()
+    try:
+        if run.config.hours and not run.checkpoints.steps():
+            _shorten(run)
+        train(run)
+    finally:
+        known = run.folder.read("environment.json")
+        seconds = known.get("seconds", 0.0) + time.monotonic() - started
+        run.folder.write("environment.json", known | {"seconds": round(seconds, 1)})
+
+
+def _shorten(run: Training) -> None:
+    """Fewer steps where --hours are too few for all, warm-up and cooldown in proportion. Measured, not guessed."""
+    config = run.config
+    step, evaluation = _time_a_step(run), _time_an_evaluation(run)
+    steps = max(int((config.hours * 3600 * 0.95 - evaluation * config.evaluations) / step), 1)
+    if steps >= run.steps:
+        return
+    log.warning("%g hours allow %d of %d steps, at %.3f s a step", config.hours, steps, run.steps, step)
+    share = steps / run.steps
+    parts = {name: getattr(config.optim, name) for name in ("warmup", "cooldown")}
+    parts = {name: value * share if value >= 1 else value for name, value in parts.items()}
+    run.config = config.replace(steps=steps, optim=config.optim.replace(**parts))
+    if run.average:
+        run.average.decay = run.config.decay(steps)
+    run.folder.write("config.json", to_json(run.config))
+
+
+def _time_a_step(run: Training) -> float:
+    """Seconds, data included, without the first two, which compile and warm up; a tenth more for the update."""
+    times: list[float] = []
+    started = time.perf_counter()
+    for batch in run.loader.batches(0, 7):
+        gradients(run, run.objective.prepare(batch, 0), run.forward)
+        run.optimizers.zero()
+        times.append(time.perf_counter() - started)
+    return 1.1 * (times[-1] - times[1]) / (len(times) - 2)
+
+
+def _time_an_evaluation(run: Training) -> float:
+    started = time.perf_counter()
+    if run.evaluate:
+        run.evaluate()
+    return time.perf_counter() - started

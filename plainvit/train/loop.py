@@ -1,0 +1,323 @@
+"""The training loop, the only one: pre-training, fine-tuning and self-supervision differ in what is passed to it.
+
+Everything random in a step follows from (seed, step): the batch, its augmentation, dropout. So a run that goes on from
+a checkpoint is, bit for bit, the run that was never stopped, and any step can be made again.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plainvit.config import Config
+from plainvit.data.loader import Batch, Loader
+from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.display import Display
+from plainvit.runtime.folder import Folder
+from plainvit.train.objectives import Classify
+from plainvit.train.optim import Average, Optimizers, rate
+
+
+class DivergedError(ValueError):
+    """Too many steps were not finite; the command ends with exit code 4."""
+
+    exit_code = 4
+
+
+class MemoryShortError(ValueError):
+    """The device has too little memory; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
+class InterruptedRunError(ValueError):
+    """A signal ended the run, its state saved; the exit code is 128 + the signal."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: saved at step {step}; the same command goes on from there")
+        self.exit_code = 128 + number
+
+
+@dataclass
+class Progress:
+    """What the loop remembers from step to step; saved with every checkpoint."""
+
+    step: int = 0  # finished steps
+    skipped: int = 0  # of which not finite
+    best: float = -math.inf  # validation top-1
+    best_step: int | None = None
+    worse: int = 0  # evaluations since the best
+    micro_batch: int = 0
+
+
+@dataclass
+class Training:
+    """Everything that one run needs."""
+
+    config: Config
+    objective: Classify
+    optimizers: Optimizers
+    average: Average | None
+    loader: Loader
+    folder: Folder
+    track: Callable[[dict[str, Any]], None] = lambda _: None
+    evaluate: Callable[[], dict[str, float]] | None = None  # of the objective's model as it is
+    quiet: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", self.config.keep)
+        device = self.loader.device.type
+        bf16 = self.config.precision == "bf16" or (self.config.precision == "auto" and device == "cuda")
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.cast: Callable[[], AbstractContextManager] = partial(torch.autocast, device, self.dtype, enabled=bf16)
+        compiled = self.config.compile == "on" or (self.config.compile == "auto" and device == "cuda")
+        self.forward = torch.compile(self.objective, dynamic=False) if compiled else self.objective
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps
+
+    def record(self, line: dict[str, Any]) -> None:
+        self.folder.record(line)
+        self.track(line)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state that training changes."""
+        average = self.average.weights if self.average else {}
+        return {
+            **{f"model.{name}": tensor for name, tensor in self.objective.state_dict().items()},
+            **{f"average.{name}": tensor for name, tensor in average.items()},
+            **{f"optimizer.{name}": tensor for name, tensor in self.optimizers.state().items()},
+        }
+
+    def save(self) -> None:
+        self.checkpoints.save(self.progress.step, self.tensors(), {"progress": asdict(self.progress)})
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        part = {
+            kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+            for kind in ("model.", "average.", "optimizer.")
+        }
+        self.objective.load_state_dict(part["model."])
+        self.optimizers.load(part["optimizer."])
+        if self.average:
+            for name, tensor in self.average.weights.items():
+                tensor.copy_(part["average."][name])
+        self.progress = Progress(**state["progress"])
+
+
+def train(run: Training) -> Progress:
+    """From wherever the run stands to its end: `progress` then says how it went."""
+    found = run.checkpoints.newest()
+    if found:
+        run.restore(*found)
+    progress, config = run.progress, run.config
+    run.folder.rewind(progress.step)
+    every = math.ceil(run.steps / config.evaluations)
+    title = config.recipe or "training"
+    run.objective.train()
+    with (
+        contextlib.closing(run.loader.batches(progress.step, run.steps)) as batches,
+        Display(title, run.steps, progress.step, quiet=run.quiet) as display,
+        interruptions() as signals,
+    ):
+        while progress.step < run.steps and not _patience_is_out(run):
+            line = step(run, batches, display)
+            progress.step += 1
+            run.record(line)
+            display.advance(progress.step, _words(line))
+            due = progress.step % every == 0 or progress.step == run.steps
+            if due and run.evaluate:
+                _validate(run, display)
+            if due or signals or (config.save_every and progress.step % config.save_every == 0):
+                run.save()
+            if signals and progress.step < run.steps:
+                run.checkpoints.wait()
+                raise InterruptedRunError(signals[0], progress.step)
+        run.checkpoints.wait()
+    return progress
+
+
+def step(run: Training, batches: Iterator[Batch], display: Display) -> dict[str, Any]:
+    """One update, or none where it would not be finite. Returns the step's line of metrics."""
+    config, number, started = run.config, run.progress.step, time.perf_counter()
+    batch = next(batches)
+    waited = time.perf_counter() - started
+    lr = rate(config.optim, number, run.steps)
+    run.optimizers.set_rate(lr)
+    tensors = run.objective.prepare(batch, number)
+    if not run.progress.micro_batch:
+        run.progress.micro_batch = config.micro_batch or largest_micro_batch(run, tensors)
+        display.tell(f"micro-batch {run.progress.micro_batch}") if run.progress.micro_batch < config.batch else None
+    loss, correct, norm = gradients(run, tensors, run.forward)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        run.optimizers.step()
+        if run.average:
+            run.average.update(run.objective.model, number)
+    else:
+        _skip(run, batch, loss, norm, display)
+    run.optimizers.zero()
+    line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
+    if not config.augment.mixup and not config.augment.cutmix:
+        line["accuracy"] = correct / len(batch.labels)
+    seconds = time.perf_counter() - started
+    line |= {"lr": lr, "norm": norm, "seconds": seconds, "waiting": waited / seconds, "images": len(batch.labels)}
+    return line if finite else line | {"skipped": True}
+
+
+def gradients(run: Training, tensors: tuple[Tensor, ...], forward: nn.Module | Callable) -> tuple[float, float, float]:
+    """(loss, images right, norm of the gradient before it is clipped); the gradients are left on the parameters."""
+    torch.manual_seed((run.config.seed << 32) + run.progress.step)  # dropout and stochastic depth
+    total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
+    loss = correct = torch.zeros((), device=tensors[0].device)
+    try:
+        for part in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            with run.cast():
+                one, right = forward(*part)
+            one = one * (len(part[0]) / total)
+            one.backward()
+            loss, correct = loss + one.detach(), correct + right
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        run.optimizers.zero()
+        raise _short_of_memory(run, tensors, size) from error
+    grads = [p.grad for p in run.optimizers.parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    if run.config.optim.clip:
+        torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, norm)
+    values = torch.stack((loss, correct.float(), norm.float())).tolist()  # the one place where a step waits
+    return values[0], values[1], values[2]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def largest_micro_batch(run: Training, tensors: tuple[Tensor, ...], most: int = 0) -> int:
+    """The whole batch, or the half of it, or the half of that ...: what goes forward and backward without complaint.
+
+    Tried uncompiled, which needs the more memory, and without a compilation for each size.
+    """
+    size = most or len(tensors[0])
+    if tensors[0].device.type == "cpu":  # Linux hands out memory that it does not have: nothing to be learned
+        return size
+    while True:
+        try:
+            with run.cast():
+                loss, _ = run.objective(*(tensor[:size] for tensor in tensors))
+            loss.backward()
+            return size
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                raise MemoryShortError("not even one image at a time fits into the device's memory") from error
+            size = max(size // 2, 1)
+        finally:
+            run.optimizers.zero()
+            torch.cuda.empty_cache()
+
+
+def _short_of_memory(run: Training, tensors: tuple[Tensor, ...], size: int) -> MemoryShortError:
+    saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
+    if run.progress.step or size == 1:
+        return MemoryShortError(f"out of memory at step {run.progress.step + 1}, {size} images at once{saved}")
+    fits = largest_micro_batch(run, tensors, max(size // 2, 1))
+    return MemoryShortError(f"{size} images at once are too many for the memory: --micro-batch {fits} fits{saved}")
+
+
+def _skip(run: Training, batch: Batch, loss: float, norm: float, display: Display) -> None:
+    """No weight changes. What is needed to make the step again is kept, and after too many the run ends."""
+    progress = run.progress
+    progress.skipped += 1
+    bad = [
+        name
+        for name, p in run.objective.named_parameters()
+        if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
+    captures = Checkpoints(run.folder.path / "captures", keep=run.config.bad_steps + 1)
+    weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
+    what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
+    captures.save(progress.step, weights, what | {"micro_batch": progress.micro_batch})
+    captures.wait()
+    words = f"step {progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}: skipped"
+    display.tell(f"{words}; plainvit replay {run.folder.path} --step {progress.step + 1} looks into it")
+    if progress.skipped > run.config.bad_steps:
+        raise DivergedError(
+            f"{progress.skipped} steps were not finite, the last of them step {progress.step + 1}: lower --optim.lr, "
+            f"or look with `plainvit replay {run.folder.path}`; no weight was harmed"
+        )
+
+
+def _validate(run: Training, display: Display) -> None:
+    """Of the averaged weights, where there are any: they are what is delivered."""
+    assert run.evaluate
+    progress = run.progress
+    with averaged(run.objective.model, run.average):
+        numbers = run.evaluate()
+    if numbers["top1"] > progress.best:
+        progress.best, progress.best_step, progress.worse = numbers["top1"], progress.step, 0
+    else:
+        progress.worse += 1
+    run.record({"step": progress.step, "val": numbers})
+    words = ", ".join(
+        f"{name} {value:.2%}" if "top" in name else f"{name} {value:.4f}" for name, value in numbers.items()
+    )
+    display.tell(f"step {progress.step}: validation {words}{'  (best)' if not progress.worse else ''}")
+
+
+def _patience_is_out(run: Training) -> bool:
+    return 0 < run.config.patience <= run.progress.worse
+
+
+@contextlib.contextmanager
+def averaged(model: nn.Module, average: Average | None) -> Iterator[None]:
+    """The model with the averaged weights in its own tensors, for as long as this lasts."""
+    if average is None:
+        yield
+        return
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(average.weights)
+    try:
+        yield
+    finally:
+        model.load_state_dict(own)
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM; the loop looks after each step. A second one ends the process at once."""
+    got: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if got:
+            os._exit(128 + number)  # the checkpoint on disk is whole: nothing can be torn by this
+        got.append(number)
+
+    try:
+        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: somebody else minds the signals
+        yield got
+        return
+    try:
+        yield got
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _words(line: dict[str, Any]) -> str:
+    accuracy = f"  accuracy {line['accuracy']:.1%}" if "accuracy" in line else ""
+    speed = f"{line['images'] / line['seconds']:,.0f} images/s  waiting for data {line['waiting']:.0%}"
+    return f"epoch {line['epoch']:.1f}  loss {line['loss']:.3f}{accuracy}  lr {line['lr']:.2g}  {speed}"

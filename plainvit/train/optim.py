@@ -1,0 +1,242 @@
+"""How weights move: optimisers, learning rates as functions of the step, decay groups, averaged weights, LoRA.
+
+Adam, SGD and Muon are PyTorch's own; LAMB, which PyTorch lacks, is written here. Each step sets its rate from
+`rate(step)`, so there is no scheduler and nothing of it to save.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from plainvit.config import Optim
+from plainvit.models import ResNet, ViT
+
+
+def rate(optim: Optim, step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0, in a run of `steps` (big_vision's formulas)."""
+    warmup, cooldown = (share if share >= 1 else share * steps for share in (optim.warmup, optim.cooldown))
+    progress = min(max((step - warmup) / max(steps - warmup, 1), 0.0), 1.0)
+    match optim.schedule:
+        case "constant":
+            lr = optim.lr
+        case "linear":
+            lr = optim.lr_end + (optim.lr - optim.lr_end) * (1 - progress)
+        case "cosine":
+            lr = optim.lr_end + (optim.lr - optim.lr_end) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "rsqrt":
+            lr = optim.lr / math.sqrt(1 + max(step - warmup, 0) / optim.timescale)
+        case "steps":  # shares of the whole run, warm-up included (BiT)
+            lr = optim.lr * 0.1 ** sum(step >= share * steps for share in optim.milestones)
+    if warmup:
+        lr *= min(1.0, step / warmup)
+    if cooldown:
+        lr *= min(1.0, (steps - step) / cooldown)
+    return lr
+
+
+def decay_from_big_vision(lr: float, wd: float) -> float:
+    """big_vision multiplies its decay by the schedule alone, PyTorch's AdamW by the rate: 1e-4 at lr 1e-3 is 0.1."""
+    return wd / lr
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """What decays, and what Muon orthogonalises: kernels; not biases, norms, tokens or positions."""
+    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] in ("weight", "original", "down", "up")
+
+
+def depth_of(name: str, layers: int) -> int:
+    """0 for what comes before the blocks, 1 to `layers` for those, one more for what follows."""
+    name = name.replace("body.", "").replace("stages.", "blocks.")
+    if name.startswith("blocks."):
+        return 1 + int(name.split(".")[1])
+    early = ("embedding", "stem", "class_token", "distillation_token", "registers", "positions", "root")
+    return 0 if name.startswith(early) else layers + 1
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Weights whose names match stay as they are; a pattern that matches none is an error."""
+    for pattern in patterns:
+        matching = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"optim.frozen {pattern!r} matches no weight; `plainvit inspect` lists a model's parts")
+        for parameter in matching:
+            parameter.requires_grad_(False)
+
+
+def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
+    """Parameters that share their decay and their part of the learning rate ("scale"), in a fixed order."""
+    layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        scale = optim.layer_decay ** (layers + 1 - depth_of(name, layers))
+        decay = optim.weight_decay if is_matrix(name, parameter) else 0.0
+        found.setdefault((scale, decay), []).append(parameter)
+    return [
+        {"params": parameters, "scale": scale, "weight_decay": decay, "lr": 0.0}
+        for (scale, decay), parameters in found.items()
+    ]
+
+
+class Optimizers:
+    """One optimiser, or Muon for the blocks' matrices and AdamW for the rest, driven as one."""
+
+    def __init__(self, model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> None:
+        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if not named:
+            raise ValueError("optim.frozen leaves nothing to train")
+        self.optim, self.parameters = optim, [parameter for _, parameter in named]
+        self._parts: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views of it that are updated apart
+        fused = self.parameters[0].is_cuda
+        adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused}
+        match optim.name:
+            case "adamw":
+                self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups(model, named, optim), **adam)]
+            case "sgd":
+                self.all = [torch.optim.SGD(groups(model, named, optim), momentum=optim.momentum, fused=fused)]
+            case "lamb":
+                self.all = [Lamb(groups(model, named, optim), optim.betas, optim.eps)]
+            case "muon":
+                matrices = [(name, p) for name, p in named if _is_muons(name, p)]
+                others = [(name, p) for name, p in named if not _is_muons(name, p)]
+                split = [(name, part) for name, p in matrices for part in self._split(name, p)]
+                muon = torch.optim.Muon(
+                    groups(model, split, optim), momentum=optim.momentum, adjust_lr_fn="match_rms_adamw"
+                )
+                self.all = [muon, torch.optim.AdamW(groups(model, others, optim), **adam)]
+
+    def _split(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """q, k and v lie in one matrix, but each is orthogonalised by itself: views share its memory."""
+        if not name.endswith("qkv.weight"):
+            return [parameter]
+        self._parts[parameter] = [nn.Parameter(view) for view in parameter.detach().chunk(3)]
+        return self._parts[parameter]
+
+    def set_rate(self, lr: float) -> None:
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["scale"]
+
+    def step(self) -> None:
+        for parameter, parts in self._parts.items():
+            assert parameter.grad is not None
+            for part, gradient in zip(parts, parameter.grad.chunk(3), strict=True):
+                part.grad = gradient
+        for optimizer in self.all:
+            optimizer.step()
+
+    def zero(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of every optimiser by "optimiser.parameter.name"; counters as tensors too."""
+        found: dict[str, Tensor] = {}
+        for place, optimizer in enumerate(self.all):
+            for number, parameter in enumerate(_parameters(optimizer)):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{place}.{number}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return found
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """What `state` gave, into optimisers of the same parameters."""
+        for place, optimizer in enumerate(self.all):
+            for number, parameter in enumerate(_parameters(optimizer)):
+                prefix = f"{place}.{number}."
+                mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+                if mine:
+                    optimizer.state[parameter] = {
+                        name: value.to(parameter.device) if value.ndim or parameter.is_cuda else value.clone()
+                        for name, value in mine.items()
+                    }
+
+
+def _is_muons(name: str, parameter: nn.Parameter) -> bool:
+    """The blocks' matrices; the embedding, the head and convolutions are left to AdamW."""
+    return parameter.ndim == 2 and "blocks." in name and is_matrix(name, parameter)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's step, scaled for each tensor that decays by the ratio of its norm to the step's (arXiv 1904.00962).
+
+    As DeiT III ran it: bias-corrected, decay inside the step, no ratio for tensors without decay.
+    """
+
+    def __init__(self, params: list[dict], betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["step"] += 1
+                count = float(state["step"])
+                mean = state["exp_avg"].lerp_(parameter.grad, 1 - first)
+                square = state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+                scale = (square / (1 - second**count)).sqrt_().add_(group["eps"])
+                update = mean / (1 - first**count) / scale
+                if group["weight_decay"]:
+                    update.add_(parameter, alpha=group["weight_decay"])
+                    size, length = parameter.norm(), update.norm()
+                    update.mul_(torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size)))
+                parameter.add_(update, alpha=-group["lr"])
+
+
+class Average:
+    """Exponentially averaged weights (Polyak). Early on the window is as long as the run so far, as in TensorFlow."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        new = [p.detach() for p in model.state_dict().values()]
+        torch._foreach_lerp_(list(self.weights.values()), new, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class LowRank(nn.Module):
+    """W + up @ down (LoRA, arXiv 2106.09685, with alpha = rank): starts as W, which is frozen."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        down = torch.empty(rank, weight.shape[1])
+        nn.init.kaiming_uniform_(down, math.sqrt(5), generator=generator)
+        self.down = nn.Parameter(down.to(weight))
+        self.up = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def add_lora(model: ViT, rank: int, seed: int) -> None:
+    """Freezes all but the head, and gives every matrix of the blocks an update of low rank to train."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
+
+
+def merge_lora(model: nn.Module) -> None:
+    """The sums take the place of the pairs: a plain model again."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

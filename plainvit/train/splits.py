@@ -1,0 +1,71 @@
+"""The images that a run trains on, validates on and tests on. Test images are read once, at the end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plainvit.config import Config
+from plainvit.data.decode import DataError
+from plainvit.data.order import permutation
+from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
+
+
+@dataclass
+class Splits:
+    train: Source
+    val: Source | None
+    test: Source | None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.train.classes
+
+    def described(self) -> dict[str, Any]:
+        """What data.json keeps, to notice that the images changed."""
+        present = {"train": self.train, "val": self.val, "test": self.test}
+        sizes = {
+            name: {"images": len(source), "fingerprint": source.fingerprint()}
+            for name, source in present.items()
+            if source is not None
+        }
+        return {"classes": list(self.classes), "splits": sizes}
+
+
+def open_splits(config: Config) -> Splits:
+    """The splits that the data has; where it has no validation images apart from its test images, `holdout` does."""
+    if not config.data:
+        raise ValueError("this run has no data: give --data FOLDER, or a known set's name")
+    train = _open(config, "train")
+    assert train is not None
+    if train.labels.min() < 0:
+        raise DataError(f"{config.data} has training images without a label")
+    val, test = _open(config, "val"), _open(config, "test")
+    if val and test and val.fingerprint() == test.fingerprint():
+        val = None
+    if val is None and config.holdout:
+        train, val = hold_out(train, config.holdout)
+    return Splits(train, val, test)
+
+
+def _open(config: Config, split: str) -> Source | None:
+    try:
+        return open_source(config.data, split, data_root=config.data_root or None, exclude=config.exclude or None)
+    except AbsentSplit:
+        if split == "train":
+            raise
+        return None
+
+
+def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+    """(rest, held out): the same images whatever the seed, and as near as can be the same share of each class."""
+    held = []
+    for label in range(len(source.classes)):
+        members = np.flatnonzero(source.labels == label)
+        count = min(max(round(share * len(members)), 1), len(members) - 1)  # each class keeps one to learn from
+        held.append(members[permutation(0, label, len(members))[: max(count, 0)]])
+    chosen = np.sort(np.concatenate(held))
+    if not len(chosen):
+        raise DataError(f"no class of {source.spec} has two images: none can be held out to validate on; --holdout 0")
+    rest = np.setdiff1d(np.arange(len(source)), chosen)
+    return Subset(source, rest, "train"), Subset(source, chosen, "val")

@@ -1,0 +1,101 @@
+"""Where a run starts: new weights, or published ones with a new head and resampled positions (paper 3.2); its teacher.
+
+Fine-tuning is training that starts elsewhere: nothing else in the loop knows of it.
+"""
+
+import torch
+from torch import nn
+
+from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, pair
+from plainvit.data.decode import DataError
+from plainvit.models import ResNet, ViT, build
+from plainvit.train.splits import Splits
+from plainvit.weights import load, look
+
+FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not fix
+
+
+def starting_model(config: Config) -> tuple[Model, Preprocess]:
+    """The model and preprocessing that init implies, by its headers alone; a new head has a single layer."""
+    found, _ = look(config.init, image_size=config.image_size or None)
+    model: Model = found.config
+    if config.image_size:
+        model = model.replace(image_size=pair(config.image_size))
+    if config.head == "zero":
+        model = model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
+    return model, Preprocess(**found.about.get("preprocess", {}))
+
+
+def resolve(config: Config, splits: Splits) -> Config:
+    """The config with what it leaves to the data and to the weights filled in: model, preprocessing, steps."""
+    classes = len(splits.classes)
+    model, preprocess = config.model, Preprocess()
+    if config.init:
+        implied, preprocess = starting_model(config)
+        model = model or implied
+    if model is None:
+        raise ValueError("there is no model to train: give --init WEIGHTS, or --model NAME")
+    if model.classes not in (0, classes):
+        raise DataError(f"the model has {model.classes} classes, {config.data} has {classes}: --model.classes 0")
+    return config.replace(
+        model=model.replace(classes=classes),
+        preprocess=config.preprocess or preprocess,
+        steps=_length(config, len(splits.train)),
+    )
+
+
+def _length(config: Config, images: int) -> int:
+    if not config.steps and not config.epochs:
+        raise ValueError("the run has no length: give --epochs or --steps")
+    steps = config.steps or int(config.epochs * images / config.batch)
+    if not steps:
+        raise ValueError(f"{config.epochs:g} epochs of {images} images are less than one batch of {config.batch}")
+    for name in ("warmup", "cooldown"):
+        if getattr(config.optim, name) >= steps:
+            given = f"{getattr(config.optim, name):g}"
+            raise ValueError(f"optim.{name} is {given} of only {steps} steps: 0.1 is a tenth of the run")
+    return steps
+
+
+def initial_model(config: Config, splits: Splits) -> ViT | ResNet:
+    """New weights drawn from the seed, or those of init."""
+    wanted = config.model
+    assert wanted
+    assert config.preprocess
+    model = build(wanted)
+    if config.init:
+        model.load_state_dict(_loaded(config, wanted, splits).state_dict())
+    else:
+        model.initialise(torch.Generator().manual_seed(config.seed))
+    if config.head_bias and config.head == "zero":
+        assert model.head is not None
+        nn.init.constant_(model.head.bias, config.head_bias)
+    model.about = About(preprocess=config.preprocess, class_names=splits.classes)
+    return model
+
+
+def _loaded(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
+    """init's model as it is wanted; an error where its weights are those of another."""
+    model = load(config.init, image_size=wanted.image_size)
+    if config.head == "zero":
+        model.replace_head(wanted.classes)
+    elif model.config.classes != wanted.classes:
+        raise DataError(
+            f"{config.init} has {model.config.classes} classes, {config.data} has {wanted.classes}: --head zero"
+        )
+    elif model.about.class_names and model.about.class_names != splits.classes:
+        theirs, ours = next((a, b) for a, b in zip(model.about.class_names, splits.classes, strict=True) if a != b)
+        raise DataError(f"{config.init} calls a class {theirs!r} that {config.data} calls {ours!r}: --head zero")
+    odd = {name: both for name, both in differences(model.config, wanted).items() if name not in FREE}
+    if odd:
+        words = ", ".join(f"{name} {has}, not {asked}" for name, (has, asked) in odd.items())
+        raise ValueError(f"{config.init} is another model than asked for: it has {words}")
+    return model
+
+
+def load_teacher(config: Config, classes: int) -> ViT | ResNet:
+    """A model that only answers."""
+    teacher = load(config.teacher)
+    if teacher.config.classes != classes:
+        raise DataError(f"the teacher {config.teacher} has {teacher.config.classes} classes, the data has {classes}")
+    return teacher.eval().requires_grad_(False)

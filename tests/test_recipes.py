@@ -1,0 +1,525 @@
+"""Recipes against the papers' tables, which are written out here by hand; user's files; what is refused.
+
+The tables are those of facts/paper.md (sections 3, 5 and 8), row by row. Nothing here is read from the package's own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plainvit import recipes
+from plainvit.config import Config, ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.evaluate.cost import training_exaflops
+from plainvit.names import configure
+from plainvit.recipes import about, list_recipes, recipe
+from plainvit.recipes.bit import hyperrule
+
+NAMES = list_recipes()
+every_recipe = pytest.mark.parametrize("name", NAMES)
+
+# Table 3 --------------------------------------------------------------------------------------------------------------
+
+# model: width or stages, depth, patch, stem's stages
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "Ti/16": (192, 12, 3, 16, None),
+    "S/16": (384, 12, 6, 16, None),
+    "S/32": (384, 12, 6, 32, None),
+    "B/16": (768, 12, 12, 16, None),
+    "B/32": (768, 12, 12, 32, None),
+    "L/16": (1024, 24, 16, 16, None),
+    "L/32": (1024, 24, 16, 32, None),
+    "H/14": (1280, 32, 16, 14, None),
+    "R50+B/16": (768, 12, 12, 1, (3, 4, 9)),
+    "R50+B/32": (768, 12, 12, 1, (3, 4, 6, 3)),
+    "R50+L/16": (1024, 24, 16, 1, (3, 4, 9)),
+    "R50+L/32": (1024, 24, 16, 1, (3, 4, 6, 3)),
+    "R50x1": ((3, 4, 6, 3), 1),
+    "R50x2": ((3, 4, 6, 3), 2),
+    "R101x1": ((3, 4, 23, 3), 1),
+    "R152x1": ((3, 8, 36, 3), 1),
+    "R152x2": ((3, 8, 36, 3), 2),
+}
+JFT, I21K, I1K = "", "imagenet21k", "imagenet"
+# name: model, data, epochs, base lr, decay, weight decay, dropout, accuracy on ImageNet after fine-tuning
+TABLE_3: dict[str, tuple[str, str, int, float, str, float, float, str]] = {
+    "vit-b16-jft": ("B/16", JFT, 7, 0.0008, "linear", 0.1, 0.0, "84.15"),
+    "vit-b32-jft": ("B/32", JFT, 7, 0.0008, "linear", 0.1, 0.0, "80.73"),
+    "vit-l32-jft": ("L/32", JFT, 7, 0.0006, "linear", 0.1, 0.0, "84.37"),
+    "vit-l16-jft": ("L/16", JFT, 7, 0.0004, "linear", 0.1, 0.0, "86.30"),
+    "vit-l16-jft-14ep": ("L/16", JFT, 14, 0.0004, "linear", 0.1, 0.0, "87.12"),
+    "vit-h14-jft": ("H/14", JFT, 14, 0.0003, "linear", 0.1, 0.0, "88.08"),
+    "r50x1-jft": ("R50x1", JFT, 7, 0.001, "linear", 0.1, 0.0, "77.54"),
+    "r50x2-jft": ("R50x2", JFT, 7, 0.001, "linear", 0.1, 0.0, "82.12"),
+    "r101x1-jft": ("R101x1", JFT, 7, 0.0008, "linear", 0.1, 0.0, "80.67"),
+    "r152x1-jft": ("R152x1", JFT, 7, 0.0006, "linear", 0.1, 0.0, "81.88"),
+    "r152x2-jft": ("R152x2", JFT, 7, 0.0006, "linear", 0.1, 0.0, "84.97"),
+    "r50+vit-b16-jft": ("R50+B/16", JFT, 7, 0.0008, "linear", 0.1, 0.0, "85.58"),
+    "r50+vit-b32-jft": ("R50+B/32", JFT, 7, 0.0008, "linear", 0.1, 0.0, "84.90"),
+    "r50+vit-l32-jft": ("R50+L/32", JFT, 7, 0.0002, "linear", 0.1, 0.0, "85.68"),
+    "r50+vit-l16-jft": ("R50+L/16", JFT, 7, 0.0004, "linear", 0.1, 0.0, "86.60"),
+    "r50+vit-l16-jft-14ep": ("R50+L/16", JFT, 14, 0.0004, "linear", 0.1, 0.0, "87.12"),
+    "vit-b16-i21k": ("B/16", I21K, 90, 0.001, "linear", 0.03, 0.1, "83.97"),
+    "vit-b32-i21k": ("B/32", I21K, 90, 0.001, "linear", 0.03, 0.1, "81.28"),
+    "vit-l16-i21k": ("L/16", I21K, 90, 0.001, "linear", 0.03, 0.1, "85.15"),
+    "vit-l32-i21k": ("L/32", I21K, 90, 0.001, "linear", 0.03, 0.1, "80.99"),
+    "vit-l16-i21k-30ep": ("L/16", I21K, 30, 0.001, "linear", 0.03, 0.1, "not reported"),
+    "vit-l32-i21k-30ep": ("L/32", I21K, 30, 0.001, "linear", 0.03, 0.1, "not reported"),
+    "vit-b16-i1k": ("B/16", I1K, 300, 0.003, "cosine", 0.3, 0.1, "77.91"),
+    "vit-b32-i1k": ("B/32", I1K, 300, 0.003, "cosine", 0.3, 0.1, "73.38"),
+    "vit-l16-i1k": ("L/16", I1K, 300, 0.003, "cosine", 0.3, 0.1, "76.53"),
+    "vit-l32-i1k": ("L/32", I1K, 300, 0.003, "cosine", 0.3, 0.1, "71.16"),
+}
+
+
+def check_shape(config: Config, shape: str) -> None:
+    """The model has the named one's structure, and no classes of its own."""
+    model, expected = config.model, SHAPES[shape]
+    assert model is not None
+    assert model.classes == 0
+    if isinstance(model, ResNetConfig):
+        assert (model.blocks, model.widen) == expected
+    else:
+        stem = model.stem.blocks if model.stem else None
+        assert (model.width, model.depth, model.heads, model.patch[0], stem) == expected
+        assert model.mlp_dim == 4 * model.width
+        assert model.patch[0] == model.patch[1]
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_pretraining_is_table_3(name: str) -> None:
+    shape, data, epochs, lr, decay, weight_decay, dropout, accuracy = TABLE_3[name]
+    config = recipe(name)
+    check_shape(config, shape)
+    assert config.model
+    assert config.model.image_size == (224, 224)
+    assert (config.model.mean, config.model.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    if isinstance(config.model, ViTConfig):  # a hidden layer in the head, positions once, a class token
+        assert config.model.representation == config.model.width
+        assert (config.model.dropout, config.model.stochastic_depth) == (dropout, 0)
+        assert (config.model.pool, config.model.posemb) == ("token", "1d")
+    assert (config.data, config.epochs, config.steps, config.batch) == (data, epochs, 0, 4096)
+    optim = config.optim
+    assert (optim.name, optim.betas, optim.warmup) == ("adamw", (0.9, 0.999), 10_000)
+    assert (optim.lr, optim.schedule, optim.weight_decay) == (lr, decay, weight_decay)
+    assert optim.clip == (1 if data == I1K else 0)
+    assert optim.lr_end == (1e-5 if decay == "linear" else 0)
+    assert (config.loss, config.head_bias) == ("sigmoid", -6.9 if data == I1K else -10)
+    assert config.holdout == {JFT: 0, I21K: 0.004, I1K: 0.01}[data]
+    assert accuracy in about(name)["expected"]
+
+
+def test_pretraining_crops_as_inception_and_is_evaluated_on_the_centre() -> None:
+    config = recipe("vit-b16-i21k")
+    augment = config.augment
+    assert (augment.crop, augment.area, augment.flip) == ("inception-tf", (0.05, 1), 0.5)
+    assert not any((augment.mixup, augment.cutmix, augment.smoothing, augment.erase, augment.randaugment[0]))
+    assert config.preprocess
+    assert (config.preprocess.resize, 224 / config.preprocess.crop) == ("crop", 256)
+
+
+# Table 4 --------------------------------------------------------------------------------------------------------------
+
+# name: data, steps, base lrs, dev split, warm-up, lr without a search, pixels, decay of the averaged weights
+TABLE_4: dict[str, tuple[str, int, tuple[float, ...], float, int, float, int, float]] = {
+    "ft-imagenet": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 384, 0),
+    "ft-imagenet-512": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 512, 0.9999),
+    "ft-imagenet-518": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 518, 0.9999),
+    "ft-cifar10": ("cifar10", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0),
+    "ft-cifar100": ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0),
+    "ft-pets": ("oxford-pets", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0),
+    "ft-flowers": ("flowers102", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0),
+    "ft-vtab": ("", 2_500, (0.01,), 0.0, 200, 0.01, 384, 0),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_finetuning_is_table_4(name: str) -> None:
+    data, steps, grid, dev, warmup, lr, pixels, ema = TABLE_4[name]
+    config = recipe(name)
+    assert (config.model, config.init, config.head, config.image_size) == (None, "", "zero", pixels)
+    assert (config.data, config.steps, config.epochs, config.batch) == (data, steps, 0, 512)
+    assert (config.holdout, config.search_holdout) == (0, dev)  # the final run trains on all
+    optim = config.optim
+    assert (optim.name, optim.momentum, optim.schedule) == ("sgd", 0.9, "cosine")
+    assert (optim.weight_decay, optim.clip, optim.warmup, optim.lr_end) == (0, 1, warmup, 0)
+    assert (optim.lr, optim.grid) == (lr, grid)
+    assert lr in grid
+    assert (config.loss, config.ema) == ("softmax", ema)
+    assert (config.augment.crop, config.augment.flip) == ("random", 0.5)
+    assert config.augment.resize == {384: 448, 512: 597, 518: 604}[pixels]
+    assert config.preprocess
+    assert config.preprocess.resize == "squash"
+
+
+# BiT ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("images", "side", "expected"),  # steps, resize, crop, mixup
+    [
+        (1, 500, (500, 448, 384, 0)),
+        (19_999, 96, (500, 448, 384, 0)),
+        (20_000, 95, (10_000, 160, 128, 0.1)),
+        (499_999, 32, (10_000, 160, 128, 0.1)),
+        (500_000, 500, (20_000, 448, 384, 0.1)),
+        (1_281_167, 64, (20_000, 160, 128, 0.1)),
+    ],
+)
+def test_hyperrule(images: int, side: int, expected: tuple[Any, ...]) -> None:
+    rule = hyperrule(images, side * side)
+    assert (rule.steps, rule.resize, rule.crop, rule.mixup) == expected
+
+
+# name: steps, resize, pixels, mixup
+BIT: dict[str, tuple[int, int, int, float]] = {
+    "bit-small": (500, 448, 384, 0),
+    "bit-medium": (10_000, 448, 384, 0.1),
+    "bit-large": (20_000, 448, 384, 0.1),
+    "bit-small-128": (500, 160, 128, 0),
+    "bit-medium-128": (10_000, 160, 128, 0.1),
+    "bit-large-128": (20_000, 160, 128, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", BIT)
+def test_bit_follows_its_rule(name: str) -> None:
+    config, (steps, resize, pixels, mixup) = recipe(name), BIT[name]
+    assert (config.model, config.data, config.head) == (None, "", "zero")
+    assert (config.steps, config.image_size, config.batch) == (steps, pixels, 512)
+    assert (config.augment.crop, config.augment.resize, config.augment.mixup) == ("random", resize, mixup)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", 0.003, 0.9, 0)
+    assert (optim.schedule, optim.milestones) == ("steps", (0.3, 0.6, 0.9))
+
+
+@pytest.mark.parametrize(("name", "shape", "accuracy"), [("r50x1", "R50x1", "78.24"), ("r152x2", "R152x2", "84.37")])
+def test_resnets_by_sgd_are_table_7(name: str, shape: str, accuracy: str) -> None:
+    adam, config = recipe(f"{name}-jft"), recipe(f"{name}-jft-sgd")
+    check_shape(config, shape)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.momentum) == ("sgd", pytest.approx(0.48), 0.9)
+    assert (optim.weight_decay, optim.warmup, optim.clip) == (1e-4, 5000, 0)
+    assert config.replace(optim=adam.optim, recipe=adam.recipe) == adam
+    assert accuracy in about(f"{name}-jft-sgd")["expected"]
+
+
+# AugReg, plain baselines, DeiT ----------------------------------------------------------------------------------------
+
+# name: model, RandAugment, MixUp, weight decay, dropout and stochastic depth, accuracy
+AUGREG: dict[str, tuple[str, tuple[int, int], float, float, float, str]] = {
+    "augreg-ti16-i1k": ("Ti/16", (2, 0), 0, 0.1, 0, "72.59"),
+    "augreg-s32-i1k": ("S/32", (2, 15), 0.2, 0.1, 0, "72.07"),
+    "augreg-s16-i1k": ("S/16", (2, 15), 0.5, 0.1, 0, "79.00"),
+    "augreg-b32-i1k": ("B/32", (2, 15), 0.5, 0.1, 0, "74.42"),
+    "augreg-b16-i1k": ("B/16", (2, 15), 0.5, 0.1, 0, "79.84"),
+    "augreg-l16-i1k": ("L/16", (2, 15), 0.5, 0.1, 0, "75.72"),
+    "augreg-s16-i21k": ("S/16", (2, 0), 0, 0.03, 0, "83.73"),
+    "augreg-b32-i21k": ("B/32", (2, 0), 0, 0.1, 0, "83.59"),
+    "augreg-b16-i21k": ("B/16", (2, 15), 0.2, 0.1, 0, "85.49"),
+    "augreg-l16-i21k": ("L/16", (2, 20), 0.5, 0.1, 0, "85.59"),
+    "augreg-r50+l32-i21k": ("R50+L/32", (2, 15), 0.2, 0.1, 0.1, "85.99"),
+}
+
+
+@pytest.mark.parametrize("name", AUGREG)
+def test_augreg(name: str) -> None:
+    shape, randaugment, mixup, weight_decay, regularisation, accuracy = AUGREG[name]
+    config, small = recipe(name), name.endswith("i1k")
+    check_shape(config, shape)
+    model = config.model
+    assert isinstance(model, ViTConfig)
+    assert (model.pool, model.representation) == ("token", model.width if small else 0)
+    assert (model.dropout, model.stochastic_depth) == (regularisation, regularisation)
+    assert (config.data, config.epochs, config.batch) == (I1K if small else I21K, 300, 4096)
+    assert (config.loss, config.head_bias) == ("sigmoid", -6.9 if small else -10)
+    assert (config.augment.randaugment, config.augment.mixup) == (randaugment, mixup)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.schedule, optim.lr_end) == ("adamw", 1e-3, "cosine", 0)
+    assert (optim.warmup, optim.clip, optim.weight_decay) == (10_000, 1, weight_decay)
+    assert accuracy in about(name)["expected"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "steps", "warmup", "grid"),
+    [
+        ("augreg-ft-imagenet", "imagenet", 20_000, 500, (0.01, 0.03)),
+        ("augreg-ft-other", "", 2_500, 200, (0.001, 0.003, 0.01)),
+    ],
+)
+def test_augreg_finetuning(name: str, data: str, steps: int, warmup: int, grid: tuple[float, ...]) -> None:
+    config = recipe(name)
+    assert (config.model, config.data, config.steps, config.image_size) == (None, data, steps, 384)
+    assert (config.optim.warmup, config.optim.grid, config.optim.name) == (warmup, grid, "sgd")
+    assert config.optim.lr in grid
+
+
+@pytest.mark.parametrize(("epochs", "accuracy"), [(90, "76.5"), (150, "78.5"), (300, "80.0")])
+def test_plain_baselines(epochs: int, accuracy: str) -> None:
+    config = recipe(f"plain-s16-i1k-{epochs}ep")
+    check_shape(config, "S/16")
+    model = config.model
+    assert isinstance(model, ViTConfig)
+    assert (model.pool, model.class_token, model.posemb, model.representation) == ("average", False, "sincos2d", 384)
+    assert (model.dropout, model.stochastic_depth) == (0, 0)
+    assert (config.data, config.epochs, config.batch, config.holdout) == ("imagenet", epochs, 1024, 0.01)
+    assert (config.loss, config.head_bias) == ("softmax", 0)
+    assert (config.augment.crop, config.augment.randaugment, config.augment.mixup) == ("inception-tf", (2, 10), 0.2)
+    optim = config.optim
+    assert (optim.lr, optim.weight_decay, optim.schedule) == (1e-3, 0.1, "cosine")
+    assert (optim.warmup, optim.clip) == (10_000, 1)
+    assert accuracy in about(config.recipe)["expected"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "accuracy"), [("ti", "Ti/16", "72.2"), ("s", "S/16", "79.9"), ("b", "B/16", "81.8")]
+)
+def test_deit(name: str, shape: str, accuracy: str) -> None:
+    config = recipe(f"deit-{name}16-i1k")
+    check_shape(config, shape)
+    check_timm(config)
+    assert isinstance(config.model, ViTConfig)
+    assert (config.model.stochastic_depth, config.model.layer_scale) == (0.1, None)
+    assert (config.epochs, config.batch, config.loss, config.ema) == (300, 1024, "softmax", 0.99996)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.lr_end, optim.weight_decay) == ("adamw", 0.001, 1e-5, 0.05)
+    assert (optim.warmup, optim.schedule, optim.clip) == (6256, "cosine", 0)  # 5 x 1,281,167 / 1,024
+    augment = config.augment
+    assert (augment.mixup, augment.cutmix, augment.erase, augment.smoothing) == (0.8, 1, 0.25, 0.1)
+    assert (augment.repeats, augment.randaugment) == (3, (2, 9))
+    assert accuracy in about(config.recipe)["expected"]
+
+
+def check_timm(config: Config) -> None:
+    """timm's arithmetic, initial values and ImageNet's pixel statistics."""
+    model = config.model
+    assert isinstance(model, ViTConfig)
+    assert (model.activation, model.norm_eps, model.init) == ("gelu", 1e-6, "timm")
+    assert (model.mean, model.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert config.data == "imagenet"
+
+
+# name: model, pixels, lr, stochastic depth, accuracy
+DEIT_3: dict[str, tuple[str, int, float, float, str]] = {
+    "deit3-s16-i1k": ("S/16", 224, 0.004, 0.05, "81.4"),
+    "deit3-b16-i1k": ("B/16", 192, 0.003, 0.2, "83.8"),
+    "deit3-l16-i1k": ("L/16", 192, 0.003, 0.45, "84.9"),
+    "deit3-h14-i1k": ("H/14", 154, 0.003, 0.6, "85.2"),  # stated as 160, of which 11 patches of 14 see 154
+}
+
+
+@pytest.mark.parametrize("name", DEIT_3)
+def test_deit3(name: str) -> None:
+    shape, pixels, lr, depth, accuracy = DEIT_3[name]
+    config = recipe(name)
+    check_shape(config, shape)
+    check_timm(config)
+    model, augment, optim = config.model, config.augment, config.optim
+    assert isinstance(model, ViTConfig)
+    assert model.image_size == (pixels, pixels)
+    assert (model.stochastic_depth, model.layer_scale, model.posemb_prefix) == (depth, 1e-4, "none")
+    assert (config.epochs, config.batch, config.loss, config.ema) == (800, 2048, "binary", 0)
+    assert (optim.name, optim.lr, optim.weight_decay, optim.warmup) == ("lamb", lr, 0.05, 3128)
+    assert (augment.three_augment, augment.colour, augment.repeats) == (True, 0.3, 3)
+    assert (augment.mixup, augment.cutmix, augment.erase, augment.smoothing) == (0.8, 1, 0, 0)
+    assert config.preprocess
+    assert config.preprocess.crop == 1
+    assert accuracy in about(name)["expected"]
+
+
+@pytest.mark.parametrize("size", ["b16", "l16", "h14"])
+def test_deit3_at_224(size: str) -> None:
+    config = recipe(f"deit3-{size}-i1k-ft224")
+    assert (config.model, config.image_size, config.head) == (None, 224, "keep")
+    assert (config.epochs, config.batch, config.data, config.loss) == (20, 512, "imagenet", "softmax")
+    assert (config.optim.name, config.optim.lr, config.optim.weight_decay) == ("adamw", 1e-5, 0.1)
+    assert config.augment.repeats == 1
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_test_for_every_recipe_of_a_paper() -> None:
+    """Small ones come first and are the package's own; then the tables above, in their order."""
+    tables: list[str] = [*TABLE_3, *TABLE_4, *BIT, "r50x1-jft-sgd", "r152x2-jft-sgd", *AUGREG]
+    tables += ["augreg-ft-imagenet", "augreg-ft-other", *(f"plain-s16-i1k-{epochs}ep" for epochs in (90, 150, 300))]
+    tables += [*(f"deit-{size}16-i1k" for size in ("ti", "s", "b")), *DEIT_3]
+    tables += [f"deit3-{size}-i1k-ft224" for size in ("b16", "l16", "h14")]
+    from plainvit.recipes import small
+
+    assert [*small.RECIPES, *tables] == NAMES
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@every_recipe
+def test_every_recipe_is_a_config_that_survives_json(name: str) -> None:
+    config = recipe(name)
+    assert isinstance(config, Config)
+    assert config.recipe == name
+    assert config.epochs > 0 or config.steps > 0
+    assert from_json(json.loads(json.dumps(to_json(config))), ("run",)) == config
+
+
+@every_recipe
+def test_every_recipe_says_what_to_expect(name: str) -> None:
+    said = about(name)
+    assert list(said) == ["name", "summary", "source", "command", "expected", "cost"]
+    assert said["name"] == name
+    assert all(said.values())
+    assert said["summary"].endswith(".")
+    assert all(len(text) < 120 for text in said.values())
+    config, words = recipe(name), said["command"].split()
+    assert words[:3] == ["plainvit", "train", name]
+    assert ("--init" in words) == (config.model is None)
+    assert ("--data" in words) == (config.data == "")
+
+
+CLASSES_AND_IMAGES = {JFT: (18_000, 303e6), I21K: (21_843, 14e6), I1K: (1000, 1_281_167)}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "exaFLOPs" in about(name)["cost"]])
+def test_costs_are_those_of_the_arithmetic(name: str) -> None:
+    config, said = recipe(name), about(name)["cost"]
+    classes, images = CLASSES_AND_IMAGES.get(config.data, (100, 0))
+    model = config.model
+    if model is None:  # said for a model that the line itself names, or the summary; a set of one's own has 100 classes
+        classes = classes if config.data else 100
+        named = re.search(r"for (\S+)$", said) or re.search(r"^(\S+) of deit3", about(name)["summary"])
+        assert named
+        model = configure(named[1], image_size=config.image_size)
+    seen = config.steps * config.batch or config.epochs * images * (1 - config.holdout)
+    printed = float(said.split()[0].replace(",", ""))
+    assert printed == pytest.approx(training_exaflops(model.replace(classes=classes), seen), rel=0.01)
+
+
+def test_patterns() -> None:
+    assert list_recipes("vit-?16-i1k") == ["vit-b16-i1k", "vit-l16-i1k"]
+    assert list_recipes("r50+vit-*-14ep") == ["r50+vit-l16-jft-14ep"]
+    assert list_recipes("nothing") == []
+
+
+def test_recipes_load_no_torch() -> None:
+    code = "import sys; from plainvit.recipes import list_recipes, recipe; recipe('ft-cifar10'); list_recipes()"
+    code += "; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+# Refusals and files of one's own --------------------------------------------------------------------------------------
+
+
+def refusal(name: str) -> str:
+    """The message of the ValueError, which must be one line."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        recipe(name)
+    assert type(caught.value) is ValueError
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [("vit-b16-i21", "vit-b16-i21k"), ("ViT-B16-JFT", "vit-b16-jft"), ("ft-cifar", "ft-cifar10"), ("", "digits")],
+)
+def test_unknown_names_are_refused_with_the_nearest(name: str, offered: str) -> None:
+    message = refusal(name)
+    assert "unknown recipe" in message
+    assert offered in message
+    with pytest.raises(ValueError, match="unknown recipe"):
+        about(name)
+
+
+MINE = '''
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from plainvit.config import Config
+from plainvit.recipes import recipe
+
+LENGTH = 3
+
+
+@dataclasses.dataclass
+class Settings:
+    steps: int = LENGTH
+
+
+def short() -> Config:
+    """A short run.
+
+    Expected: little
+    """
+    return recipe("ft-cifar10").replace(steps=Settings().steps)
+
+
+def longer(steps: int) -> Config:
+    return Config(steps=steps)
+
+
+ten = partial(longer, 10)
+
+
+def wrong():
+    return {"steps": 3}
+
+
+def raising():
+    raise RuntimeError("two\\nlines")
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+def test_a_recipe_of_ones_own(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(f"{mine}:short")
+    assert (config.steps, config.data, config.recipe) == (3, "cifar10", f"{mine}:short")
+    monkeypatch.chdir(mine.parent)
+    assert recipe("mine.py:short").recipe == "mine.py:short"
+    assert recipe("mine.py:ten").steps == 10
+    said = about("mine.py:short")
+    assert (said["summary"], said["expected"], said["cost"]) == ("A short run.", "little", "")
+
+
+def test_files_that_are_no_recipe_are_refused_in_one_line(mine: Path, tmp_path: Path) -> None:
+    assert "there is no file" in refusal(f"{tmp_path}/absent.py:short")
+    assert "nearest: short" in refusal(f"{mine}:shot")
+    assert "has no function 'LENGTH'" in refusal(f"{mine}:LENGTH")
+    assert "name the function too" in refusal(f"{mine}")
+    assert "name the function too" in refusal(f"{mine}:")
+    assert "failed: RuntimeError: two lines" in refusal(f"{mine}:raising")
+    assert "failed: TypeError: longer() missing" in refusal(f"{mine}:longer")
+    assert "returned dict; a recipe returns a plainvit.config.Config" in refusal(f"{mine}:wrong")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def short(:\n", "cannot be loaded: SyntaxError"),
+        ("import no_such_module\n", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("1 / 0\n", "cannot be loaded: ZeroDivisionError"),
+        ("", "has no function 'short'; it defines none"),
+    ],
+)
+def test_files_that_do_not_load_are_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    assert said in refusal(f"{file}:short")
+
+
+def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the working folder with a recipe's name, or a module's, is nothing to the named recipes."""
+    (mine.parent / "digits.py").write_text("raise SystemExit('run')")
+    (mine.parent / "small.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(mine.parent)
+    assert recipe("digits").recipe == "digits"
+    assert recipes.list_recipes("digits") == ["digits"]
