@@ -81,11 +81,11 @@ def test_imports_point_down(file: Path) -> None:
     home = room(file)
     if home in ("cli", "__init__"):
         ours = {name for statement in at_import(tree(file).body) for name in rooms_imported(statement)}
-        assert ours <= {"__version__"}, "cli and the package itself load rooms inside functions only"
+        assert ours <= {"__version__", "config"}, "cli and the package itself load rooms inside functions only"
         return
     assert home in MAY_IMPORT, f"{home} is a new room: give it its place in this plan"
     ours = {name for node in ast.walk(tree(file)) for name in rooms_imported(node)}
-    assert ours - {home} <= MAY_IMPORT[home]
+    assert ours - {home, "__version__"} <= MAY_IMPORT[home]
 
 
 @pytest.mark.parametrize("home", ["config", "device", "names", "cli", "__init__"])

@@ -21,6 +21,7 @@ import io
 import math
 import re
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -92,7 +93,7 @@ _SETTINGS: dict[str, Any] = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.85,
     "legend.fontsize": 7.5,
-    "legend.borderaxespad": 0,
+    "legend.borderaxespad": 0.2,
     "legend.labelcolor": COLOURS["muted"],
     "legend.handlelength": 1.4,
     "figure.facecolor": "none",
@@ -118,21 +119,26 @@ def new_figure(rows: int = 1, columns: int = 1, panel: tuple[float, float] = PAN
 
 @styled()
 def save(figure: Figure, path: Path, limit: int = LARGEST) -> None:
-    """As PNG on white, whole or not at all; photos in it take fewer colours, then pixels, until it is small enough."""
-    data = b""
-    for dpi, colours in ((DPI, 0), (DPI, 256), (110, 256), (80, 256), (60, 128), (40, 64)):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], metadata={"Software": None})
-        image = Image.open(buffer).convert("RGB")
-        data = _png(image.quantize(colours) if colours else image)
-        if len(data) <= limit:
-            break
+    """As PNG on white, whole or not at all. Photos in it take fewer colours, then fewer pixels, until it is small."""
+    dpi, image = float(DPI), _raster(figure, DPI)
+    data = _png(image)
+    if len(data) > limit:
+        data = _png(image.quantize())
+    while len(data) > limit and dpi > 20:
+        dpi *= 0.95 * math.sqrt(limit / len(data))  # bytes go with pixels, or nearly
+        data = _png(_raster(figure, dpi).quantize())
     write_atomically(path, lambda target: target.write_bytes(data))
+
+
+def _raster(figure: Figure, dpi: float) -> Image.Image:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], pil_kwargs={"compress_level": 1})
+    return Image.open(buffer).convert("RGB")
 
 
 def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -168,7 +174,9 @@ _HARMLESS = "\u00a0\u202f\u200c\u200d"  # spaces, and joiners that are parts of 
 
 def printable(text: object, longest: int = 0) -> str:
     """Text from outside without what could break a line, a file or the order of reading; shortened where asked."""
-    clean = "".join(letter if letter.isprintable() or letter in _HARMLESS else "\ufffd" for letter in str(text))
+    clean = str(text)
+    if not clean.isprintable():
+        clean = "".join(letter if letter.isprintable() or letter in _HARMLESS else "\ufffd" for letter in clean)
     return clean if not longest or len(clean) <= longest else clean[: longest - 1] + "…"
 
 
@@ -193,19 +201,31 @@ def number(value: object) -> float:
 
 def tabulate(metrics: Iterable[Mapping[str, Any]]) -> Table:
     """The lines of metrics.jsonl as columns. Of a step that a resumed run made twice, the later line holds."""
-    rows: dict[float, dict[str, float]] = {}
+    rows: dict[float, int] = {}
+    columns = {name: array("d") for name in ("step", *TRAINING, *VALIDATION)}
     for line in metrics:
         step = number(line.get("step"))
         if math.isnan(step):
             continue
-        row = rows.setdefault(step, {})
-        row.update({name: number(line[name]) for name in TRAINING if name in line})
-        for kind in ("val", "val_ema"):
-            if isinstance(line.get(kind), Mapping):
-                row.update({f"{kind}_{name}": number(value) for name, value in line[kind].items()})
-    steps = sorted(rows)
-    table = {name: np.array([rows[step].get(name, math.nan) for step in steps]) for name in (*TRAINING, *VALIDATION)}
-    return {"step": np.array(steps, float), **table}
+        row = rows.setdefault(step, len(rows))
+        if row == len(columns["step"]):
+            for column in columns.values():
+                column.append(math.nan)
+        for name, value in _measured(line).items():
+            columns[name][row] = value
+    table = {name: np.array(column) for name, column in columns.items()}
+    order = np.argsort(table["step"])
+    return {name: values[order] for name, values in table.items()}
+
+
+def _measured(line: Mapping[str, Any]) -> dict[str, float]:
+    found = {"step": number(line["step"])}
+    if "loss" in line:  # a training step: what it lacks, a line before it does not supply
+        found |= {name: number(line.get(name)) for name in TRAINING}
+    for kind in ("val", "val_ema"):
+        if isinstance(values := line.get(kind), Mapping):
+            found |= {f"{kind}_{name}": number(values.get(name)) for name in ("top1", "top5", "nll")}
+    return found
 
 
 def thin(values: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
@@ -230,8 +250,8 @@ def thin_table(table: Table, buckets: int = BUCKETS) -> Table:
     return {name: values[rows] for name, values in table.items()} | smoothed
 
 
-def smooth(values: np.ndarray, at: np.ndarray, windows: int = 50) -> np.ndarray:
-    """Means around some of the values, over 2 % of the run; each summed afresh: a spike would spoil a running sum."""
+def smooth(values: np.ndarray, at: np.ndarray, windows: int = 25) -> np.ndarray:
+    """Means around some of the values, over 4 % of the run; each summed afresh: a spike would spoil a running sum."""
     where = np.flatnonzero(np.isfinite(values))
     half = max(len(where) // windows // 2, 1)
     smoothed = np.full(len(at), math.nan)
@@ -274,7 +294,7 @@ def draw_curve(table: Table, name: str) -> Figure:
 
 # panel -> what it is called and its lines: (column, its label, colour)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
-    "loss": ("Training loss", [("loss", "each step", "grey"), ("loss_smoothed", "mean over 2 % of the run", "blue")]),
+    "loss": ("Training loss", [("loss", "each step", "grey"), ("loss_smoothed", "smoothed", "blue")]),
     "top1": (
         "Top-1 accuracy, %",
         [
@@ -290,7 +310,7 @@ _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     "lr": ("Learning rate", [("lr", "", "blue")]),
     "norm": (
         "Norm of the gradient",
-        [("norm", "each step", "grey"), ("norm_smoothed", "mean over 2 % of the run", "blue")],
+        [("norm", "each step", "grey"), ("norm_smoothed", "smoothed", "blue")],
     ),
     "waiting": ("Share of time waiting for data, %", [("waiting_smoothed", "", "blue")]),
 }
@@ -321,14 +341,14 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
         axes.set_ylim(0, max(axes.get_ylim()[1], 10 if name == "waiting" else 1e-12))
     if name == "loss":
         _mark_skipped(axes, table)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
+    if len(axes.get_legend_handles_labels()[0]) > 1 and name != "norm":  # whose lines are as those of the loss
         axes.legend(loc="lower right" if name == "top1" else "upper right")
 
 
 def _draw_line(axes: Axes, table: Table, line: tuple[str, str, str], scale: float) -> np.ndarray:
     column, label, colour = line
     there = np.isfinite(table[column])
-    steps, values = table["step"][there], table[column][there] * scale
+    steps, values = table["step"][there], np.clip(table[column][there] * scale, -1e99, 1e99)  # axes bear no more
     if len(values):
         marker = "o" if column.startswith("val_") or len(values) == 1 else ""
         width = 0.7 if column in ("loss", "norm") else 1.7
@@ -431,6 +451,7 @@ def _name_axes(axes: Axes, classes: Sequence[str]) -> None:
     axes.grid(visible=False)
     axes.set(xlabel="guess", ylabel="truth")
     if count > NAMED:
+        axes.set(xlabel="guess (number of the class, from 0)", ylabel="truth (number of the class)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
     else:
@@ -504,7 +525,7 @@ def _draw_guess(axes: Axes, sample: Guess, left: float, top: float, side: float 
     below = {"ha": "left", "va": "top", "fontsize": 6.5, "parse_math": False}
     axes.text(left, top + side + 0.03, words, color=colour, **below)
     if sample.guess != sample.truth:
-        axes.text(left, top + side + 0.135, f"is {printable(sample.truth, 18)}", color=COLOURS["muted"], **below)
+        axes.text(left, top + side + 0.135, f"truth: {printable(sample.truth, 15)}", color=COLOURS["muted"], **below)
 
 
 def _percent(share: float) -> str:

@@ -178,7 +178,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min" if seconds >= 600 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+    days, rest = divmod(round(seconds / 3600), 24)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{days} days {rest} h"
 
 
 def counted(count: float, one: str, many: str = "") -> str:

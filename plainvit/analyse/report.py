@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from plainvit.config import Config, to_json
 from plainvit.disk import read_json, write_atomically
 
 WORST = 20  # classes shown before the rest is folded
-TIMES = " \u00d7 "
+TIMES = "\u00a0\u00d7\u00a0"  # no line breaks at it
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,36 @@ def read_run(folder: Path) -> Run:
     found: dict[str, Any] = {}
     faults: list[Html] = []
     for name, meaning in FILES.items():
-        key = name.partition(".")[0]
-        found[key] = {}
-        if not (folder / name).is_file():
-            faults.append(join([element("code", name), f" ({meaning})"]))
-            continue
+        read = read_metrics if name == "metrics.jsonl" else read_json
         try:
-            found[key] = read_metrics(folder / name) if name.endswith("l") else read_json(folder / name)
+            found[name.partition(".")[0]] = read(folder / name)
+            fault = "" if (folder / name).is_file() else f" ({meaning})"
         except (OSError, ValueError) as error:
-            faults.append(join([element("code", name), f" ({meaning}) cannot be read: {error}"]))
-    metrics = figures.tabulate(found.pop("metrics") or [])
+            fault = f" ({meaning}) cannot be read: {error}"
+        if fault:
+            faults.append(join([element("code", name), fault]))
+    metrics = found.pop("metrics", figures.tabulate([]))
     skipped = int((metrics["skipped"] > 0).sum())
-    return Run(folder=folder, curves=figures.thin_table(metrics), skipped=skipped, faults=tuple(faults), **found)
+    parts = {key: found.get(key, {}) for key in ("config", "data", "results", "environment", "status")}
+    return Run(folder=folder, curves=figures.thin_table(metrics), skipped=skipped, faults=tuple(faults), **parts)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One object per line; a line that was cut short when the machine stopped is passed over."""
-    lines: list[dict[str, Any]] = []
+def read_metrics(path: Path) -> figures.Table:
+    """The columns of metrics.jsonl; none where there is no such file."""
+    if not path.is_file():
+        return figures.tabulate([])
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(line)
-                if isinstance(value, dict):
-                    lines.append(value)
-    return lines
+        return figures.tabulate(_objects(file))
+
+
+def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """One object per line; a line that was cut short when the machine stopped is passed over."""
+    for line in lines:
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+        if isinstance(value, dict):
+            yield value
 
 
 def write_report(folder: Path, samples: Sequence[Sample] = ()) -> Path:
@@ -198,19 +204,18 @@ def _story(run: Run) -> str:
 
 
 def _model(model: Mapping[str, Any], init: object) -> str:
-    size = TIMES.join(map(str, _sides(model.get("image_size"))))
-    if model.get("kind") == "vit":
-        patch = TIMES.join(map(str, _sides(model.get("patch"))))
-        hybrid = "A hybrid of ResNet and Vision Transformer" if model.get("stem") else "A Vision Transformer"
-        body = f"depth {model.get('depth')}, width {model.get('width')}, {counted(number(model.get('heads')), 'head')}"
-        return f"{hybrid} ({body}, patches of {patch}, images of {size})"
-    if model.get("kind") == "resnet":
-        return f"A ResNet (blocks {'-'.join(map(str, _sides(model.get('blocks'))))}, images of {size})"
-    return "The model of the weights it began with" if init else "A model"
+    kind = {"vit": "A Vision Transformer", "resnet": "A ResNet"}.get(str(model.get("kind")))
+    if not kind:
+        return "The model of the weights it began with" if init else "A model"
+    kind = "A hybrid of ResNet and Vision Transformer" if model.get("stem") else kind
+    ways = {"depth": "depth {}", "width": "width {}", "heads": "{} heads", "blocks": "blocks {}"}
+    ways |= {"patch": "patches of {}", "image_size": "images of {}"}
+    shown = [way.format(_sides(model[name])) for name, way in ways.items() if name in model]
+    return f"{kind} ({', '.join(shown)})"
 
 
-def _sides(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _sides(value: object) -> str:
+    return TIMES.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _facts(run: Run) -> list[Html]:
@@ -232,7 +237,8 @@ def _facts(run: Run) -> list[Html]:
     steps = run.curves["step"]
     if len(steps):
         epochs = run.curves["epoch"][np.isfinite(run.curves["epoch"])]
-        facts.append(_fact("steps", f"{steps[-1]:,.0f}", f"{epochs[-1]:.4g} epochs" if len(epochs) else ""))
+        under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
+        facts.append(_fact("steps", f"{steps[-1]:,.0f}", under))
     return facts
 
 
@@ -291,7 +297,8 @@ def _remarks(run: Run) -> Iterable[tuple[list[object], bool]]:
     for split in SPLIT:
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
-            yield [f"{counted(unreadable, f'{SPLIT[split]} image')} could not be read."], True
+            images = counted(unreadable, f"{SPLIT[split]} image")
+            yield [f"{images} could not be read and {'is' if unreadable == 1 else 'are'} not scored."], True
     if run.chosen_on_val:
         yield [_flattery(run)], False
     if run.faults:
@@ -432,7 +439,7 @@ def _samples(run: Run, samples: Sequence[Sample]) -> Section | None:
     wrong = [one for one in ordered if one.guess != one.truth]
     note = f"{len(wrong)} wrong among {counted(len(ordered), 'image')}" if wrong else "All of these are right"
     parts: list[object] = [
-        element("p", f"{note}. How they were picked need not mirror the accuracy above.", class_="note")
+        element("p", f"{note}. They are a choice, so the share of mistakes here is not the accuracy.", class_="note")
     ]
     for title, shown in (("Wrong", wrong), ("Right", ordered[len(wrong) :])):
         if shown:
@@ -531,13 +538,14 @@ def _value(value: object) -> str:
         case list():
             return ", ".join(map(_value, value)) or NONE
         case float():
-            return f"{value:.10g}"
+            return f"{value:.10g}" if math.isfinite(value) else NONE
         case _:
             return str(value)
 
 
 def _machine(run: Run) -> Section | None:
     shown = {key: _value(value) for key, value in flatten(run.environment).items() if key != "command"}
-    if "seconds" in shown:
-        shown["seconds"] += f" ({duration(number(run.environment['seconds']))})"
+    seconds = number(run.environment.get("seconds"))
+    if seconds >= 60:
+        shown["seconds"] += f" ({duration(seconds)})"
     return Section("Machine", pairs(shown)) if shown else None

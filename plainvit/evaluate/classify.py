@@ -20,6 +20,7 @@ from plainvit.config import Preprocess
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
 
+MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
 CACHE_BYTES = 2 * 10**9  # prepared images of a validation set that are kept between evaluations
 
 
@@ -67,7 +68,7 @@ class Result:
             **self.numbers(),
             "interval": list(self.interval),
             "unreadable": self.unreadable,
-            "confusion": self.confusion.tolist(),
+            **({"confusion": self.confusion.tolist()} if self.classes <= MOST_CONFUSED else {}),
         }
 
 

@@ -52,7 +52,7 @@ class Folder:
         self._lock.close()  # lets go of the lock
 
     def write(self, name: str, value: Any) -> None:
-        text = json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n"
+        text = _json(_finite(value)) + "\n"
         write_atomically(self.path / name, lambda beside: beside.write_text(text, encoding="utf-8"))
 
     def read(self, name: str) -> dict[str, Any]:
@@ -93,6 +93,12 @@ def metrics(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict) and isinstance(value.get("step"), int):
                 yield value
+
+
+def _json(value: dict[str, Any]) -> str:
+    """A line for each entry of the object, and no more: a confusion matrix would have a million."""
+    lines = (f" {json.dumps(key)}: {json.dumps(inner, ensure_ascii=False)}" for key, inner in value.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _finite(value: Any) -> Any:

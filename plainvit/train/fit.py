@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from plainvit.analyse.report import write_report
 from plainvit.config import Config, differences, from_json, to_json
 from plainvit.data.decode import DataError
 from plainvit.data.loader import Loader
@@ -85,6 +86,8 @@ def _fit_in(folder: Folder, config: Config, splits: Splits, force: bool, quiet: 
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         step = run.progress.step if run else step
         folder.say(state, step, config.steps, reason, getattr(error, "exit_code", 1))
+        if state in ("interrupted", "diverged"):
+            write_report(folder.path)  # of what there is
         raise
     return Fitted(folder.path, numbers, model)
 

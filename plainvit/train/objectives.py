@@ -33,19 +33,24 @@ def binary_loss(logits: Tensor, targets: Tensor) -> Tensor:
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss, "binary": binary_loss}
 
 
+def _balanced(counts: Tensor | None) -> Tensor:
+    """[K] inverse to the number of images of each class, with a mean of 1 over the images."""
+    assert counts is not None
+    return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum()).float()
+
+
 class Classify(nn.Module):
     """Labels from images, perhaps mixed, weighted by class, or distilled from a teacher."""
+
+    weights: Tensor | None
 
     def __init__(
         self, model: ViT | ResNet, config: Config, counts: Tensor | None = None, teacher: ViT | ResNet | None = None
     ) -> None:
         super().__init__()
         self.model, self.config, self.classes = model, config, model.config.classes
-        self.loss, self.weights = LOSSES[config.loss], None
-        if config.class_weights:
-            assert counts is not None
-            weights = counts.sum() / (counts.clamp(min=1) * (counts > 0).sum())  # mean 1 over the training images
-            self.register_buffer("weights", weights.float(), persistent=False)
+        self.loss = LOSSES[config.loss]
+        self.register_buffer("weights", _balanced(counts) if config.class_weights else None, persistent=False)
         self.teacher = [teacher] if teacher else []  # in a list: its weights are not the objective's
 
     def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:

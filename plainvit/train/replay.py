@@ -87,7 +87,12 @@ def _made_again(run: Training) -> dict[str, Any]:
 
 
 def _look(name: str, out: object, spoilt: list[str]) -> None:
-    if isinstance(out, Tensor) and out.is_floating_point() and not bool(torch.isfinite(out).all()) and name not in spoilt:
+    if (
+        isinstance(out, Tensor)
+        and out.is_floating_point()
+        and not bool(torch.isfinite(out).all())
+        and name not in spoilt
+    ):
         spoilt.append(name)
 
 
@@ -103,5 +108,3 @@ def table(found: dict[str, Any]) -> RenderableType:
     for name, norm in found["largest_gradients"].items():
         shown.add_row(f"|gradient| of {name}", f"{norm:.4g}")
     return Group(f"[bold]{found['run']}[/bold], step {found['step']}, {len(found['images'])} images", shown)
-
-

@@ -1,0 +1,175 @@
+"""Losses against PyTorch's own and by hand; a tiny model overfits one batch under each optimiser and loss."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import vit
+
+from plainvit.config import Augment, Config, Optim
+from plainvit.data.loader import Batch
+from plainvit.data.mix import soft_labels
+from plainvit.models import ViT, create
+from plainvit.train.objectives import Classify, binary_loss, sigmoid_loss, softmax_loss
+from plainvit.train.optim import Optimizers, rate
+
+PLAIN = Augment(crop="none", flip=0.0)
+SMALL = {"width": 32, "depth": 2, "heads": 2, "mlp_dim": 64, "patch": (4, 4), "image_size": 16}
+
+
+def batch(count: int = 8, size: int = 16, classes: int = 5) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
+    return Batch(images, torch.arange(count) % classes, np.arange(count))
+
+
+def small(**settings: object) -> ViT:
+    model = create("ViT-Ti/4", classes=5, seed=0, **SMALL | settings)
+    assert isinstance(model, ViT)
+    return model
+
+
+def numbers(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 5, generator=generator) * 3
+    labels = torch.randint(0, 5, (6,), generator=generator)
+    return logits, labels, soft_labels(labels, 5)
+
+
+def test_softmax_is_cross_entropy() -> None:
+    logits, labels, targets = numbers()
+    torch.testing.assert_close(softmax_loss(logits, targets), F.cross_entropy(logits, labels, reduction="none"))
+    smoothed = soft_labels(labels, 5, 0.1)
+    expected = F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(softmax_loss(logits, smoothed), expected)
+
+
+def test_sigmoid_sums_over_the_classes() -> None:
+    logits, _, targets = numbers()
+    p = torch.sigmoid(logits.double())
+    expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(1)
+    torch.testing.assert_close(sigmoid_loss(logits, targets).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_binary_is_the_mean_of_yes_or_no() -> None:
+    logits, labels, targets = numbers()
+    mixed = 0.7 * targets + 0.3 * targets.flip(0)
+    expected = F.binary_cross_entropy_with_logits(logits, (mixed > 0).float())
+    torch.testing.assert_close(binary_loss(logits, mixed).mean(), expected)
+    assert (labels != labels.flip(0)).any()
+
+
+def test_the_head_bias_of_the_papers_code_starts_each_class_at_its_rarity() -> None:
+    """With -log(K) as bias every class starts at a probability of about 1 / K, and the loss near log K + 1."""
+    K = 1000
+    loss = sigmoid_loss(torch.full((1, K), -6.9), F.one_hot(torch.tensor([3]), K).float())
+    assert loss.item() == pytest.approx(6.9 + K * math.exp(-6.9), rel=1e-2)
+
+
+def test_class_weights_balance_the_classes() -> None:
+    """The weighted loss of a constant answer does not depend on how many images a class has."""
+    counts = torch.tensor([6, 2, 0, 1, 3])
+    labels = torch.repeat_interleave(torch.arange(5), counts)
+    objective = Classify(small(), Config(class_weights=True, augment=PLAIN), counts)
+    weights = objective.weights[labels]
+    assert weights.mean().item() == pytest.approx(1.0)
+    for label in (0, 1, 3, 4):
+        assert weights[labels == label].sum().item() == pytest.approx(12 / 4)
+
+
+def test_class_weights_are_torchs_up_to_scale() -> None:
+    model, counts = small(), torch.tensor([4, 1, 1, 1, 1])
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    one = batch()
+    objective = Classify(model.eval(), Config(class_weights=True, augment=PLAIN), counts)
+    loss, _ = objective(*objective.prepare(one, 0))
+    weights = 8 / (counts * 5.0)
+    expected = F.cross_entropy(model(one.images), one.labels, weight=weights, reduction="sum") / 8
+    torch.testing.assert_close(loss, expected)
+
+
+def test_mixed_targets_reach_the_loss() -> None:
+    model = small()
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    one = batch()
+    objective = Classify(model.eval(), Config(augment=PLAIN.replace(mixup=1.0), seed=3))
+    images, targets, labels = objective.prepare(one, step=7)
+    share = targets[0].max().item()
+    assert 0.5 < share < 1
+    expected_images = share * one.images[0] / 255 + (1 - share) * one.images[1] / 255
+    torch.testing.assert_close(images[0], expected_images)
+    log_p = F.log_softmax(model(images), -1)
+    expected = -(share * log_p[0, 0] + (1 - share) * log_p[0, 1])
+    torch.testing.assert_close(objective.loss(model(images), targets)[0], expected)
+    assert torch.equal(labels, one.labels)
+
+
+def test_a_hard_teacher_is_deits() -> None:
+    """DeiT: half the loss on the class token's head and the label, half on the other's and the teacher's choice."""
+    student, teacher = small(distillation=True), small()
+    for model in (student, teacher):
+        for seed, parameter in enumerate(model.parameters()):
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+    teacher.eval()
+    objective = Classify(student.train(), Config(augment=PLAIN), teacher=teacher)
+    one = batch()
+    loss, _ = objective(*objective.prepare(one, 0))
+    own, other = student(one.images)
+    choice = teacher(one.images).argmax(-1)
+    expected = (F.cross_entropy(own, one.labels) + F.cross_entropy(other, choice)) / 2
+    torch.testing.assert_close(loss, expected)
+    assert not any(name.startswith("teacher") for name, _ in objective.named_parameters())
+
+
+def test_a_soft_teacher_is_kullback_leibler_up_to_a_constant() -> None:
+    student, teacher = small(), small()
+    for model in (student, teacher):
+        for seed, parameter in enumerate(model.parameters()):
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+    student.train()
+    objective = Classify(student, Config(augment=PLAIN, distil="soft", temperature=3.0), teacher=teacher.eval())
+    one = batch()
+    loss, _ = objective(*objective.prepare(one, 0))
+    p = F.softmax(teacher(one.images) / 3, -1)
+    divergence = F.kl_div(F.log_softmax(student(one.images) / 3, -1), p, reduction="batchmean") * 9
+    entropy = -(p * p.log()).sum(-1).mean() * 9
+    torch.testing.assert_close(loss, (F.cross_entropy(student(one.images), one.labels) + divergence + entropy) / 2)
+
+
+def test_a_teacher_sees_images_of_its_own_size() -> None:
+    teacher = create("ViT-Ti/4", classes=5, seed=1, **SMALL | {"image_size": 32})
+    objective = Classify(small(), Config(augment=PLAIN), teacher=teacher.eval())
+    assert objective.prepare(batch(), 0)[3].shape == (8, 5)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid", "binary"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
+    sgd = {"softmax": 0.3, "sigmoid": 0.1, "binary": 1.0}[loss]
+    lr = {"adamw": 1e-2, "sgd": sgd, "lamb": 2e-2, "muon": 2e-2}[name]
+    optim = Optim(name=name, lr=lr, warmup=10)  # pyright: ignore[reportArgumentType]
+    config = Config(loss=loss, optim=optim, augment=PLAIN)  # pyright: ignore[reportArgumentType]
+    model, one, steps = small(), batch(), 200
+    objective = Classify(model.train(), config)
+    ours = Optimizers(model, model.named_parameters(), optim)
+    value = math.inf
+    for step in range(steps):
+        ours.set_rate(rate(optim, step, steps))
+        result, correct = objective(*objective.prepare(one, step))
+        result.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ours.step()
+        ours.zero()
+        value = result.item()
+    assert value < 0.01
+    assert correct == 8
+
+
+def test_the_count_of_right_answers_is_of_the_labels() -> None:
+    model = vit(torch.float32)
+    one = Batch(torch.randint(0, 256, (6, 3, 24, 40), dtype=torch.uint8), torch.arange(6), np.arange(6))
+    objective = Classify(model, Config(augment=PLAIN))
+    _, correct = objective(*objective.prepare(one, 0))
+    assert correct == (model(one.images).argmax(-1) == one.labels).sum()

@@ -1,0 +1,345 @@
+"""Optimisers, schedules and averaging against independent references: torch's own, timm's LAMB, big_vision's formulas."""
+
+import copy
+import math
+
+import pytest
+import timm.optim
+import torch
+from tiny import vit
+from torch import Tensor, nn
+
+from plainvit.config import Optim
+from plainvit.models import ViT, create
+from plainvit.train.optim import (
+    Average,
+    Optimizers,
+    add_lora,
+    decay_from_big_vision,
+    depth_of,
+    freeze,
+    is_matrix,
+    merge_lora,
+    rate,
+)
+
+STEPS = 100
+
+
+# schedules ------------------------------------------------------------------------------------------------------------
+
+
+def big_vision(step: int, total: int, kind: str, base: float, warmup: float, cooldown: float, end: float) -> float:
+    """big_vision's utils.create_learning_rate_schedule, written down from its description."""
+    progress = min(max((step - warmup) / float(total - warmup), 0.0), 1.0)
+    if kind == "linear":
+        lr = end + (base - end) * (1.0 - progress) ** 1
+    elif kind == "cosine":
+        lr = base * 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif kind == "rsqrt":
+        lr = base / math.sqrt(1 + (step - warmup) / 10_000) if warmup <= step else base
+    else:
+        lr = base
+    if warmup:
+        lr *= min(1.0, step / warmup)
+    if cooldown:
+        lr *= min(1.0, (total - step) / cooldown)
+    return lr
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "rsqrt", "constant"])
+@pytest.mark.parametrize(("warmup", "cooldown"), [(0, 0), (10, 0), (10, 20), (0, 5)])
+def test_schedules_are_big_visions(kind: str, warmup: int, cooldown: int) -> None:
+    optim = Optim(lr=3e-3, schedule=kind, warmup=warmup, cooldown=cooldown)  # pyright: ignore[reportArgumentType]
+    for step in range(STEPS):
+        expected = big_vision(step, STEPS, kind, 3e-3, warmup, cooldown, 0.0)
+        assert rate(optim, step, STEPS) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_cosine_is_torchs() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, STEPS, eta_min=1e-3)
+    for step in range(STEPS):
+        assert rate(Optim(lr=0.1, lr_end=1e-3), step, STEPS) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9)
+        theirs.step()
+        schedule.step()
+
+
+def test_linear_ends_where_it_is_told() -> None:
+    optim = Optim(lr=8e-4, schedule="linear", warmup=10, lr_end=1e-5)
+    assert rate(optim, 0, STEPS) == 0
+    assert rate(optim, 10, STEPS) == pytest.approx(8e-4)
+    assert rate(optim, STEPS, STEPS) == pytest.approx(1e-5)
+
+
+def test_steps_fall_by_ten_at_thirty_sixty_and_ninety_per_cent() -> None:
+    optim = Optim(lr=0.003, schedule="steps")
+    found = [rate(optim, step, 500) for step in (0, 149, 150, 299, 300, 449, 450, 499)]
+    assert found == pytest.approx([3e-3, 3e-3, 3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6])
+
+
+def test_a_share_of_the_run_is_that_many_steps() -> None:
+    shares, steps = Optim(warmup=0.1, cooldown=0.2), Optim(warmup=10, cooldown=20)
+    assert [rate(shares, s, STEPS) for s in range(STEPS)] == [rate(steps, s, STEPS) for s in range(STEPS)]
+
+
+def test_big_visions_decay_is_converted() -> None:
+    assert decay_from_big_vision(1e-3, 1e-4) == pytest.approx(0.1)  # its S/16 baseline against the paper's 0.1
+
+
+# optimisers -----------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
+
+
+def run_both(model: ViT, optim: Optim, theirs: list[torch.optim.Optimizer], twin: nn.Module) -> None:
+    ours = Optimizers(model, model.named_parameters(), optim)
+    for step in range(STEPS):
+        lr = rate(optim, step, STEPS)
+        ours.set_rate(lr)
+        for one in theirs:
+            for group in one.param_groups:
+                group["lr"] = lr
+        gradients(model, step)
+        gradients(twin, step)
+        ours.step()
+        for one in theirs:
+            one.step()
+        ours.zero()
+
+
+def same(model: nn.Module, twin: nn.Module, tolerance: float) -> None:
+    pairs = list(zip(model.named_parameters(), twin.parameters(), strict=True))
+    assert pairs
+    for (name, mine), other in pairs:
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def decayed(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Kernels and the rest, told by the paper's rule on module types, not by our names."""
+    kernels = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    ids = {id(kernel) for kernel in kernels}
+    return kernels, [p for p in model.parameters() if id(p) not in ids]
+
+
+def test_only_kernels_decay() -> None:
+    for name in ("ViT-Ti/16", "R+ViT-Ti/16", "BiT-R26x1"):
+        model = create(name, image_size=32, device="meta") if "Bi" in name else create(name, 5, 64, device="meta")
+        kernels, _ = decayed(model)
+        assert {id(p) for n, p in model.named_parameters() if is_matrix(n, p)} == {id(p) for p in kernels}
+
+
+def test_adamw_is_torchs_with_decay_on_kernels() -> None:
+    model = vit()
+    twin = copy.deepcopy(model)
+    kernels, rest = decayed(twin)
+    groups = [{"params": kernels, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-7)
+    run_both(model, Optim(lr=3e-3, warmup=10, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-7), [theirs], twin)
+    same(model, twin, 1e-12)
+
+
+def test_sgd_is_torchs() -> None:
+    model = vit()
+    twin = copy.deepcopy(model)
+    kernels, rest = decayed(twin)
+    groups = [{"params": kernels, "weight_decay": 1e-2}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    run_both(model, Optim(name="sgd", lr=0.03, weight_decay=1e-2), [theirs], twin)
+    same(model, twin, 1e-12)
+
+
+def test_lamb_is_timms() -> None:
+    model = vit()
+    twin = copy.deepcopy(model)
+    kernels, rest = decayed(twin)
+    groups = [{"params": kernels, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+    theirs = timm.optim.Lamb(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None)
+    run_both(model, Optim(name="lamb", lr=4e-3, weight_decay=0.05), [theirs], twin)
+    same(model, twin, 1e-10)
+
+
+def newton_schulz(gradient: Tensor, steps: int = 5) -> Tensor:
+    """Muon's quintic iteration (Jordan 2024) in float64."""
+    x = gradient.double()
+    x = x / x.norm().clamp(min=1e-7)
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    for _ in range(steps):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.mT if tall else x
+
+
+def test_muon_orthogonalises_q_k_and_v_apart() -> None:
+    model = vit()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours = Optimizers(model, model.named_parameters(), Optim(name="muon", lr=0.01, momentum=0.0))
+    ours.set_rate(0.01)
+    gradients(model, 0)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    ours.step()
+    name = "blocks.0.attention.qkv.weight"
+    moved = dict(model.named_parameters())[name].detach() - before[name]
+    D = moved.shape[1]
+    for got, gradient in zip(moved.split(D), grads[name].split(D), strict=True):
+        expected = -0.01 * 0.2 * D**0.5 * newton_schulz(gradient)  # rate matched to AdamW's step size
+        torch.testing.assert_close(got.double(), expected, rtol=0.1, atol=3e-4)  # torch iterates in bf16
+        assert torch.linalg.matrix_norm(got / 0.01 / 0.2 / D**0.5, 2) < 1.3
+    whole = newton_schulz(grads[name])
+    assert (
+        moved.double() + 0.01 * 0.2 * (3 * D) ** 0.5 * whole
+    ).norm() > 0.1 * moved.norm()  # not orthogonalised as one
+
+
+def test_muon_leaves_the_rest_to_adamw() -> None:
+    model = vit()
+    ours = Optimizers(model, model.named_parameters(), Optim(name="muon", lr=0.01))
+    muon, adam = ours.all
+    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(adam, torch.optim.AdamW)
+    inside = {p.data_ptr() for group in muon.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert (parameter.data_ptr() in inside) == (
+            "blocks." in name and name.endswith("weight") and "norm" not in name
+        )
+
+
+def test_layer_decay_slows_the_lower_layers() -> None:
+    model = vit(depth=3)
+    optim = Optim(lr=1.0, layer_decay=0.5)
+    ours = Optimizers(model, model.named_parameters(), optim)
+    ours.set_rate(1.0)
+    lr = {p.data_ptr(): g["lr"] for one in ours.all for g in one.param_groups for p in g["params"]}
+    found = {name: lr[p.data_ptr()] for name, p in model.named_parameters()}
+    assert found["head.weight"] == found["norm.weight"] == 1.0
+    assert [found[f"blocks.{i}.mlp.fc1.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
+    assert found["embedding.weight"] == found["positions.0.table"] == found["class_token"] == 0.0625
+
+
+def test_depths_of_a_resnet() -> None:
+    names = [name for name, _ in create("BiT-R26x1", device="meta").named_parameters()]
+    found = {name: depth_of(name, 4) for name in names}
+    assert found["body.root.weight"] == 0
+    assert found["head.weight"] == 5
+    assert {found[n] for n in names if ".stages.2." in n} == {3}
+
+
+def test_frozen_parts_do_not_move() -> None:
+    model = vit()
+    freeze(model, ["embedding.*", "blocks.0.*"])
+    before = copy.deepcopy(model.state_dict())
+    ours = Optimizers(model, model.named_parameters(), Optim(lr=0.1, weight_decay=0.5))
+    ours.set_rate(0.1)
+    gradients(model, 0)
+    ours.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == name.startswith(("embedding.", "blocks.0.")), name
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'block\.\*' matches no weight"):
+        freeze(vit(), ["block.*"])
+
+
+def test_nothing_left_to_train_is_an_error() -> None:
+    model = vit()
+    freeze(model, ["*"])
+    with pytest.raises(ValueError, match="nothing to train"):
+        Optimizers(model, model.named_parameters(), Optim())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+def test_a_restored_optimiser_goes_on_to_the_bit(name: str) -> None:
+    optim = Optim(name=name, lr=1e-2, weight_decay=0.1)  # pyright: ignore[reportArgumentType]
+    model = vit()
+    ours = Optimizers(model, model.named_parameters(), optim)
+
+    def take(which: Optimizers, of: nn.Module, steps: range) -> None:
+        for step in steps:
+            which.set_rate(rate(optim, step, 20))
+            gradients(of, step)
+            which.step()
+
+    take(ours, model, range(7))
+    twin = copy.deepcopy(model)
+    other = Optimizers(twin, twin.named_parameters(), optim)
+    other.load({key: value.clone() for key, value in ours.state().items()})
+    take(ours, model, range(7, 20))
+    take(other, twin, range(7, 20))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert ours.state().keys() == other.state().keys()
+    assert all(torch.equal(value, other.state()[key]) for key, value in ours.state().items())
+
+
+# averages -------------------------------------------------------------------------------------------------------------
+
+
+def test_averages_are_torchs_once_the_window_is_full() -> None:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = vit()
+    ours, theirs = Average(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    theirs.update_parameters(model)  # its first call copies
+    for step in range(STEPS):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        ours.update(model, step + 1000)  # far from the start, where the decay is the one given
+        theirs.update_parameters(model)
+    for name, parameter in theirs.module.named_parameters():
+        torch.testing.assert_close(ours.weights[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_the_window_grows_with_the_run() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    average, expected = Average(model, 0.9999), model.weight.item()
+    for step in range(50):
+        with torch.no_grad():
+            model.weight.fill_(float(step))
+        average.update(model, step)
+        decay = min(0.9999, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert float(average.weights["weight"]) == pytest.approx(expected, rel=1e-5)
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+
+def test_lora_starts_as_the_model_and_merges_into_one() -> None:
+    model = vit().eval()
+    images = torch.rand(2, 3, *model.config.image_size)
+    with torch.no_grad():
+        nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+        before, names = model(images), list(model.state_dict())
+        add_lora(model, 2, seed=0)
+        assert torch.equal(model(images), before)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert all(name.startswith("head") or name.endswith((".down", ".up")) for name in trained)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".up"):
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+        changed = model(images)
+        assert not torch.allclose(changed, before)
+        merge_lora(model)
+        assert sorted(model.state_dict()) == sorted(names)
+        torch.testing.assert_close(model(images), changed)
+
+
+def test_lora_changes_by_its_rank_only() -> None:
+    model = vit()
+    before = model.blocks[0].mlp.fc1.weight.detach().clone()
+    add_lora(model, 2, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".up"):
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    merge_lora(model)
+    assert torch.linalg.matrix_rank(model.blocks[0].mlp.fc1.weight.detach() - before) == 2

@@ -1,0 +1,539 @@
+"""The report of a run: its numbers against ones worked out here, hostile names, folders with gaps, what is written."""
+
+import csv
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from plainvit.analyse import figures
+from plainvit.analyse.page import Html, Section, duration, element, page, picture
+from plainvit.analyse.report import FILES, Sample, frequent_confusions, write_report
+from plainvit.config import Config, Optim, ViTConfig, to_json
+
+CLASSES = ["cat", "dog", "emu"]
+COUNTS = [[17, 3, 0], [1, 28, 1], [5, 5, 40]]  # right: 85 %, 93.3 %, 80 %; in all 85 of 100
+VOID = {"meta", "img"}
+
+
+class Reader(HTMLParser):
+    """Elements, text and table rows of a page, read by the standard library."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.unbalanced: list[str] = []
+        self.feed(text)
+        self.close()
+        self.rows = [row for row in self.rows if row]  # a head has no td
+        self.text = " ".join(" ".join(self.words).split()).replace("\u202f", " ")
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.unbalanced.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            return
+        if "td" in self._open:
+            self.rows[-1][-1] += data.replace("\u202f", " ")
+        self.words.append(data)
+
+
+def steps(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"step": step, "epoch": step / 10, "loss": 2.0 / step, **more} for step in range(1, count + 1)]
+
+
+def result(counts: Any = COUNTS, **more: Any) -> dict[str, Any]:
+    matrix = np.array(counts)
+    top1 = float(np.trace(matrix) / matrix.sum())
+    whole = {"images": int(matrix.sum()), "top1": top1, "top5": 0.97, "nll": 0.4567, "interval": [0.767, 0.907]}
+    return whole | {"confusion": matrix.tolist(), "unreadable": 0} | more
+
+
+def run_files() -> dict[str, Any]:
+    model = ViTConfig(width=64, depth=3, heads=4, mlp_dim=128, patch=(2, 2), image_size=(8, 8), classes=3)
+    config = Config(recipe="small/pets", data="pets", model=model, epochs=2, batch=32, optim=Optim(lr=0.003))
+    part = {"images": 1437, "fingerprint": "00ff"}
+    return {
+        "config.json": to_json(config),
+        "data.json": {"classes": CLASSES, "splits": {"train": part, "test": {"images": 100, "fingerprint": "11ee"}}},
+        "metrics.jsonl": [*steps(20), {"step": 20, "val": {"top1": 0.83, "top5": 0.9, "nll": 0.5}}],
+        "results.json": {"test": result(), "val": result(top1=0.91)},
+        "environment.json": {"plainvit": "0.1", "device": "cpu", "command": "plainvit train x", "seconds": 192.4},
+        "status.json": {"state": "done", "step": 20, "steps": 20, "reason": None},
+    }
+
+
+def plant(folder: Path, **changes: Any) -> Path:
+    """A run folder; a change of None leaves the file out, text is written as it is. Names without their suffix."""
+    folder.mkdir(exist_ok=True)
+    for name, value in run_files().items():
+        value = changes.get(name.partition(".")[0], value)
+        if isinstance(value, list):
+            value = "".join(json.dumps(line) + "\n" for line in value)
+        if value is not None:
+            (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+def sample(
+    truth: str = "cat", guess: str = "cat", probability: float = 0.9, name: str = "a.jpg", side: int = 8
+) -> Sample:
+    pixels = np.random.default_rng(len(name)).integers(0, 256, (side, side + 4, 3), np.uint8)
+    return Sample(pixels, truth, guess, probability, name)
+
+
+def read(folder: Path, samples: list[Sample] | None = None) -> Reader:
+    reader = Reader(write_report(folder, samples or []).read_text(encoding="utf-8"))
+    assert reader.unbalanced == []
+    return reader
+
+
+def rows_of(path: Path) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(path.read_text(encoding="utf-8"))))
+
+
+def check_harmless(reader: Reader) -> None:
+    """No script, no handler, nothing loaded from outside, and a policy that forbids all of it."""
+    policies = [at["content"] for tag, at in reader.elements if at.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1
+    assert (policies[0] or "").startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline'")
+    tags = {tag for tag, _ in reader.elements}
+    assert not tags & {
+        "script",
+        "iframe",
+        "object",
+        "embed",
+        "link",
+        "base",
+        "form",
+        "foreignobject",
+        "animate",
+        "use2",
+    }
+    for tag, attributes in reader.elements:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+            value = attributes.get(name) or "#"
+            assert value.startswith(("#", "figures/", "data:image/")), (tag, name, value[:50])
+        assert "url(http" not in (attributes.get("style") or "")
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reader]:
+    folder = plant(tmp_path_factory.mktemp("runs") / "whole")
+    samples = [sample("cat"), sample("dog", "emu", 0.4, "b.png"), sample("emu", "cat", 0.8, "c.png", 100)]
+    return folder, read(folder, samples)
+
+
+def test_the_headline_says_what_was_trained_and_how_well(whole: tuple[Path, Reader]) -> None:
+    text = whole[1].text
+    assert "test top-1 accuracy 85.0 % 95 % interval 76.7 \u2013 90.7 % · 85 of 100 images right" in text
+    assert "validation top-1 91.0 %" in text
+    assert "test NLL 0.457" in text
+    assert "training time 3 min 12 s" in text
+    assert "trained from scratch on pets: 1,437 training images of 3 classes" in text
+    assert "depth 3, width 64, 4 heads" in text
+    assert "steps 20 2 epochs" in text
+    assert "flattered" not in text
+    assert "Missing" not in text
+
+
+def test_classes_come_worst_first(whole: tuple[Path, Reader]) -> None:
+    rows = [[row[0], *row[2:]] for row in whole[1].rows if len(row) == 5]
+    assert rows == [
+        ["emu", "80.0 %", "40 / 50", "cat (5)"],
+        ["cat", "85.0 %", "17 / 20", "dog (3)"],
+        ["dog", "93.3 %", "28 / 30", "cat (1)"],
+    ]
+    assert f"{100 * (17 / 20 + 28 / 30 + 40 / 50) / 3:.1f} %" in whole[1].text
+
+
+def test_confusions_in_words(whole: tuple[Path, Reader]) -> None:
+    rows = [row for row in whole[1].rows if "taken for" in row[0]]
+    assert rows[0] == ["emu taken for cat", "5 of 50", "10.0 %"]
+    assert rows[2] == ["cat taken for dog", "3 of 20", "15.0 %"]
+    assert [row[0] for row in rows[3:]] == ["dog taken for cat", "dog taken for emu"]
+    assert "15 mistakes among 100 test images" in whole[1].text
+
+
+def test_wrong_samples_come_first_the_surest_before(whole: tuple[Path, Reader]) -> None:
+    images = [attributes for tag, attributes in whole[1].elements if tag == "img"]
+    assert [one["alt"] for one in images] == ["emu, guessed cat", "dog, guessed emu", "cat, guessed cat"]
+    assert [(one["src"] or "")[:16] for one in images] == ["data:image/jpeg;", "data:image/png;b", "data:image/png;b"]
+    assert re.search(r"cat 80 % truth: emu c\.png emu 40 % truth: dog b\.png Right 1 cat 90 % a\.jpg", whole[1].text)
+
+
+def test_the_way_back_and_on_is_given(whole: tuple[Path, Reader]) -> None:
+    folder, reader = whole
+    assert "plainvit train x" in reader.text
+    assert f"plainvit inspect {folder}/model.safetensors" in reader.text
+    assert f"plainvit finetune --init {folder}" in reader.text
+
+
+def test_settings_stand_in_a_table_and_changed_ones_out(whole: tuple[Path, Reader]) -> None:
+    assert ["optim.lr", "0.003"] in whole[1].rows
+    assert ["model.patch", "2, 2"] in whole[1].rows
+    text = (whole[0] / "report.html").read_text()
+    changed = re.findall(r'<tr class="changed"><td class="key">([^<]*)', text)
+    assert changed == ["recipe", "data", "epochs", "batch", "optim.lr"]
+
+
+def test_the_page_is_harmless_and_its_ids_are_unique(whole: tuple[Path, Reader]) -> None:
+    check_harmless(whole[1])
+    ids = [attributes["id"] for _, attributes in whole[1].elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    anchors = [at["href"] for tag, at in whole[1].elements if tag == "a" and str(at["href"]).startswith("#")]
+    assert anchors
+    assert {str(one)[1:] for one in anchors} <= set(ids)
+
+
+def test_drawings_follow_the_pages_colours(whole: tuple[Path, Reader]) -> None:
+    text = (whole[0] / "report.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) > 3
+    for drawing in drawings:
+        assert "var(--" in drawing
+        assert not [colour for colour in figures.COLOURS.values() if colour in drawing]
+    assert "prefers-color-scheme:dark" in text
+    assert 'name="viewport"' in text
+
+
+@pytest.mark.parametrize("name", [*FILES, "all"])
+def test_a_missing_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str) -> None:
+    missing = list(FILES) if name == "all" else [name]
+    metrics = [*steps(2), {"step": 20, "val": {"top1": 0.83}}]
+    folder = plant(tmp_path / "run", **{"metrics": metrics} | {one.partition(".")[0]: None for one in missing})
+    text = read(folder).text
+    named = text.partition("Missing in this folder: ")[2].partition(". ")[0]
+    assert [one for one in FILES if one in named or f"{one} (" in text] == missing
+    assert ("85.0 %" in text) == ("results.json" not in missing)
+    assert ("Training loss" in text) == ("metrics.jsonl" not in missing)
+    if name == "results.json":
+        assert "83.0 % the last of 1 validation while training, at step 20" in text
+    if name == "data.json":
+        assert "class 2 taken for class 0" in text
+
+
+@pytest.mark.parametrize("bad", ["{", "[]", "{}", '{"test": 3, "classes": "x", "splits": [], "model": 7}'])
+def test_damaged_files_do_not_stop_it(tmp_path: Path, bad: str) -> None:
+    stems = [name.partition(".")[0] for name in FILES if name != "metrics.jsonl"]
+    text = read(plant(tmp_path / "run", **dict.fromkeys(stems, bad), metrics=steps(3))).text
+    assert "Training loss" in text
+    assert ("cannot be read" in text) == (not bad.startswith('{"') and bad != "{}")
+
+
+@pytest.mark.parametrize(
+    "counts", [[[1, 2], [3]], [[1, 2]], [[]], [], "x", None, [[0, 0], [0, 0]], [["a", "b"], ["c", "d"]], [1, 2]]
+)
+def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, counts: Any) -> None:
+    folder = plant(tmp_path / "run", results={"test": result() | {"confusion": counts}}, metrics=[])
+    assert "85.0 %" in read(folder).text
+    assert not (folder / "figures" / "confusion.png").exists()
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    lines = steps(30, lr=0.1, norm=1.0)
+    lines[4] |= {"loss": None, "norm": None, "skipped": True}
+    lines[9] |= {"loss": math.nan, "lr": math.inf, "norm": -math.inf, "epoch": "x", "skipped": True}
+    lines[11] |= {"loss": 10**400, "norm": 1e300}
+    lines += [{"step": None, "loss": 1}, {"loss": 1}, {"step": 30, "val": None}, {"step": 30, "val": {"top1": None}}]
+    whole = "".join(json.dumps(line) + "\n" for line in lines) + '[1]\n7\n\n{"step": 31, "lo'
+    results = {"test": result(top1=None, nll=math.nan, interval=[None, 1]) | {"images": None, "top5": math.inf}}
+    folder = plant(tmp_path / "run", metrics=whole, results=results, environment={"seconds": math.nan})
+    text = read(folder, [sample(probability=math.nan)]).text
+    assert "2 steps did not move the weights" in text
+    assert "interval" not in text
+    assert "nan" not in text.lower()
+    table = {row[0]: row for row in rows_of(folder / "figures" / "curves.csv")}
+    assert table["1"][2] == "2"
+    assert table["5"][2] == ""
+    assert "12" in table
+
+
+@pytest.mark.parametrize("metrics", [steps(1), [{"step": 7, "val": {"top1": 1.0, "nll": 0.0}}], steps(3, lr=0.0)])
+def test_short_runs(tmp_path: Path, metrics: list[dict[str, Any]]) -> None:
+    read(plant(tmp_path / "run", metrics=metrics, results=None))
+    assert (tmp_path / "run" / "figures" / "curves.png").exists()
+
+
+def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
+    status = {"state": "diverged", "step": 12, "steps": 1000, "reason": "loss is not finite"}
+    text = read(plant(tmp_path / "run", status=status, metrics=[])).text
+    assert "This run diverged at step 12 of 1,000: loss is not finite." in text
+    assert "plainvit inspect" not in text  # it delivered no weights
+
+
+def test_a_flattered_number_is_called_so(tmp_path: Path) -> None:
+    both = {"val": result(), "test": result(), "chosen_on_val": True}
+    assert "flattered; the test images had no part" in read(plant(tmp_path / "a", results=both, metrics=[])).text
+    alone = {"val": result(unreadable=2), "chosen_on_val": True}
+    text = read(plant(tmp_path / "b", results=alone, metrics=[])).text
+    assert "validation top-1 accuracy 85.0 %" in text
+    assert "flattered, and there is no test split" in text
+    assert "2 validation images could not be read and are not scored" in text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "--><svg onload=alert(1)>",
+    "]]></style></title><iframe src=//evil.example>",
+    "$\\frac{1}{0}$ & 100% <b>",
+    "javascript:alert(1)",
+    "\udcff\x00\u202egnp\n\r\t" + "W" * 300,
+    "猫 कुत्ता 🐈 \u200dx",
+    "=cmd()",
+    "",
+]
+
+
+def test_hostile_names_do_nothing(tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).integers(0, 9, (len(HOSTILE), len(HOSTILE)))
+    files = run_files()
+    config = files["config.json"] | dict(zip(["recipe", "data", "init", HOSTILE[1]], HOSTILE, strict=False))
+    folder = plant(
+        tmp_path / 'run "><script>',
+        config=config | {"model": {"kind": "vit", "width": HOSTILE[0]}},
+        data={"classes": HOSTILE, "splits": {HOSTILE[0]: {"images": 1, "fingerprint": HOSTILE[1]}}},
+        results={"test": result(matrix)},
+        environment={
+            "command": HOSTILE[0],
+            "device": HOSTILE[1],
+            HOSTILE[2]: {"x": [HOSTILE[3]]},
+            "started": HOSTILE[1],
+        },
+        status={"state": HOSTILE[0], "reason": HOSTILE[1]},
+        metrics=[],
+    )
+    names = HOSTILE[:6] + HOSTILE[7:]
+    reader = read(folder, [sample(name, HOSTILE[0], 0.5, f"{name}.jpg") for name in [*names, HOSTILE[6]]])
+    check_harmless(reader)
+    for name in names:
+        assert " ".join(name.split()) in reader.text  # shown as it is, in words
+    assert "\x00" not in reader.text
+    assert "\u202e" not in reader.text
+
+
+def test_one_class(tmp_path: Path) -> None:
+    data = {"classes": ["only"], "splits": {}}
+    text = read(plant(tmp_path / "run", data=data, results={"test": result([[5]])}, metrics=[])).text
+    assert "100.0 %" in text
+    assert "No test image was taken for another class" in text
+
+
+def test_a_thousand_classes(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    matrix = generator.poisson(0.02, (1000, 1000)) + np.diag(generator.integers(1, 50, 1000))
+    matrix[7] = 0  # a class without images
+    data = {"classes": [f"n{index:08} a name of some length" for index in range(1000)], "splits": {}}
+    folder = plant(tmp_path / "run", data=data, results={"test": result(matrix)}, metrics=[])
+    reader = read(folder)
+    shown = [row for row in reader.rows if len(row) == 5]
+    accuracy = {name: np.diag(matrix)[at] / max(matrix[at].sum(), 1) for at, name in enumerate(data["classes"])}
+    assert len(shown) == 999
+    assert "1 class had no image" in reader.text
+    assert [accuracy[row[0]] for row in shown] == sorted(accuracy[row[0]] for row in shown)
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert text.partition("The other 979 classes")[0].count('class="measure"><span') == 20
+    assert len(text) < 2_000_000
+    assert (folder / "figures" / "confusion.png").stat().st_size < figures.LARGEST
+
+
+def test_a_usual_page_is_small_and_so_are_its_pictures(tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).integers(0, 9, (200, 200))
+    data = {"classes": [f"class of {index}" for index in range(200)], "splits": {}}
+    samples = [sample("cat", "dog", 0.5, f"{'x' * index}.jpg", 160) for index in range(48)]  # noise: the worst case
+    folder = plant(tmp_path / "run", data=data, results={"test": result(matrix)}, metrics=[])
+    assert write_report(folder, samples).stat().st_size < 2_000_000
+    for path in (folder / "figures").glob("*.png"):
+        assert path.stat().st_size < figures.LARGEST
+
+
+def test_only_the_folder_is_written_and_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = plant(tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    before = contents(tmp_path)
+    settings = dict(matplotlib.rcParams)
+    assert write_report(folder, [sample()]) == folder / "report.html"
+    first = contents(tmp_path)
+    kinds = {f"figures/{name}.{kind}" for name in ("curves", "confusion", "gallery") for kind in ("png", "csv")}
+    assert {str(path.relative_to(folder)) for path in first.keys() - before.keys()} == {"report.html", *kinds}
+    assert {path: first[path] for path in before} == before
+    write_report(folder, [sample()])
+    assert contents(tmp_path) == first
+    assert dict(matplotlib.rcParams) == settings
+    for path in (folder / "figures").glob("*.png"):
+        with Image.open(path) as image:
+            image.load()
+            assert min(image.size) > 100
+        assert 1000 < path.stat().st_size < figures.LARGEST
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_folder_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder"):
+        write_report(tmp_path / "nowhere", [])
+
+
+def test_a_sample_is_pixels() -> None:
+    with pytest.raises(ValueError, match="uint8"):
+        Sample(np.zeros((2, 2), np.uint8), "a", "b", 0.5, "c")
+    with pytest.raises(ValueError, match="float64"):
+        Sample(np.zeros((2, 2, 3)), "a", "b", 0.5, "c")
+
+
+def test_neither_torch_nor_pyplot_is_loaded() -> None:
+    code = "import plainvit.analyse.report, sys; print({'torch', 'matplotlib.pyplot'} & set(sys.modules))"
+    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert child.stdout.strip() == "set()"
+
+
+# Its parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_another_kind() -> None:
+    text = page("A < B", "plain & simple", [Section("One & two", element("p", "<i>", Html("<b>bold</b>")))])
+    reader = Reader(text)
+    check_harmless(reader)
+    assert reader.unbalanced == []
+    assert "<p>&lt;i&gt;<b>bold</b></p>" in text
+    assert '<p class="lead">plain &amp; simple</p>' in text
+    assert '<section id="one-two">' in text
+    assert "<title>A &lt; B</title>" in text
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (1, 5000), (3000, 20), (300, 400)])
+def test_pictures_of_any_shape(shape: tuple[int, int]) -> None:
+    text = picture(np.zeros((*shape, 3), np.uint8), "x")
+    assert len(text) < 20_000
+    assert Reader(text).elements[0][0] == "img"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3.21, "3.2 s"), (42, "42 s"), (192.4, "3 min 12 s"), (1234, "21 min"), (5400, "1 h 30 min"), (2e5, "2 days 8 h")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), max_size=300), st.integers(1, 20))
+def test_thinning_keeps_the_ends_and_the_extremes(values: list[float], buckets: int) -> None:
+    array = np.array(values, float)
+    kept = figures.thin(array, buckets)
+    finite = np.flatnonzero(~np.isnan(array))
+    assert len(kept) <= 2 * buckets + 2
+    assert (np.diff(kept) > 0).all()
+    assert set(kept.tolist()) <= set(finite.tolist())
+    if len(finite):
+        assert {kept[0], kept[-1]} == {finite[0], finite[-1]}
+        assert array[kept].min() == np.nanmin(array)
+        assert array[kept].max() == np.nanmax(array)
+
+
+def long_run(count: int) -> Iterator[dict[str, Any]]:
+    generator = np.random.default_rng(0)
+    for step in range(1, count + 1):
+        yield {"step": step, "loss": float(generator.exponential()), "lr": 1 / step, "norm": float(generator.random())}
+        if step % 1000 == 0:
+            yield {"step": step, "val": {"top1": step / count, "nll": 1.0}, "val_ema": {"top1": 0.5}}
+
+
+def test_long_runs_are_thinned_out_and_stay_exact(tmp_path: Path) -> None:
+    lines = list(long_run(20_000))
+    table = figures.thin_table(figures.tabulate(lines))
+    figures.write_curves(table, tmp_path / "curves.csv")
+    head, *rows = rows_of(tmp_path / "curves.csv")
+    assert len(rows) < 3000
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    written = {int(row[0]): float(row[head.index("loss")]) for row in rows}
+    assert {step: losses[step] for step in written} == written
+    assert {1, 20_000, min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)} <= written.keys()
+    validations = {int(row[0]): float(row[head.index("val_top1")]) for row in rows if row[head.index("val_top1")]}
+    assert validations == {step: step / 20_000 for step in range(1000, 20_001, 1000)}
+    assert "val_ema_nll" not in head
+
+
+def test_curves_of_a_short_run_are_written_whole(whole: tuple[Path, Reader]) -> None:
+    head, *rows = rows_of(whole[0] / "figures" / "curves.csv")
+    assert [(int(row[0]), float(row[1]), float(row[2])) for row in rows] == [
+        (line["step"], line["epoch"], line["loss"]) for line in steps(20)
+    ]
+    assert [row[head.index("val_nll")] for row in rows] == [""] * 19 + ["0.5"]
+
+
+def test_the_other_numbers_are_written_whole(whole: tuple[Path, Reader]) -> None:
+    head, *rows = rows_of(whole[0] / "figures" / "confusion.csv")
+    assert head[1:] == [row[0] for row in rows] == CLASSES
+    assert [[int(cell) for cell in row[1:]] for row in rows] == COUNTS
+    guesses = rows_of(whole[0] / "figures" / "gallery.csv")[1:]
+    assert guesses == [["c.png", "emu", "cat", "0.8"], ["b.png", "dog", "emu", "0.4"], ["a.jpg", "cat", "cat", "0.9"]]
+
+
+def test_a_step_made_twice_counts_as_made_last() -> None:
+    lines = [*steps(4), {"step": 5, "loss": None, "skipped": True}, {"step": 3, "val": {"top1": 0.5}}]
+    lines += [{"step": step, "loss": 9.0} for step in (4, 5, 6)]
+    table = figures.tabulate(lines)
+    assert table["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert table["loss"].tolist() == [2.0, 1.0, 2 / 3, 9.0, 9.0, 9.0]
+    assert np.isnan(table["skipped"]).all()
+    assert table["val_top1"][2] == 0.5
+
+
+def test_smoothing_is_a_mean_and_forgets_a_spike() -> None:
+    values = np.random.default_rng(0).random(1000)  # windows of 41
+    at = np.arange(20, 980)
+    expected = np.convolve(values, np.full(41, 1 / 41), "valid")
+    np.testing.assert_allclose(figures.smooth(values, at), expected, rtol=1e-12)
+    spiked = np.concatenate([[1e300], values])
+    np.testing.assert_array_equal(figures.smooth(spiked, at + 1)[200:], figures.smooth(values, at)[200:])
+
+
+def test_frequent_confusions_are_sorted_by_count_then_share() -> None:
+    matrix = np.array([[50, 2, 0], [2, 5, 4], [0, 0, 9]])
+    assert frequent_confusions(matrix) == [(1, 2), (1, 0), (0, 1)]
+    assert frequent_confusions(matrix, most=1) == [(1, 2)]
+    assert frequent_confusions(np.eye(3)) == []
+
+
+def test_figures_without_data() -> None:
+    assert figures.curves([]).axes
+    assert figures.gallery([]).axes
+    assert len(figures.curves(steps(5, norm=1.0, waiting=0.1)).axes) == 4
