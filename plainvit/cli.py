@@ -309,7 +309,7 @@ def replay(
     _show(found, None if json else again.table(found))
 
 
-VERBS: dict[str, Callable[..., None]] = {
+VERBS: dict[str, Callable[..., object]] = {
     "train": Train,
     "finetune": Finetune,
     "recipes": recipes,

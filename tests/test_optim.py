@@ -1,4 +1,4 @@
-"""Optimisers, schedules and averaging against independent references: torch's own, timm's LAMB, big_vision's formulas."""
+"""Optimisers, schedules and averaging against torch's own, timm's LAMB and big_vision's formulas."""
 
 import copy
 import math

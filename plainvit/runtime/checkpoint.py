@@ -38,12 +38,15 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-        """Copies now, writes in the background; waits only for the save before it. An earlier failure is raised."""
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], best: int | None = None) -> None:
+        """Copies now, writes in the background; waits only for the save before it. An earlier failure is raised.
+
+        `best` is a step whose checkpoint is kept although it is old.
+        """
         self.wait()
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         state = {"step": step, **state}
-        self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, copies, state, best), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -55,7 +58,7 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], best: int | None) -> None:
         beside = self.folder / f".tmp-{step:08d}"
         try:
             self.folder.mkdir(exist_ok=True)
@@ -72,7 +75,7 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)  # a damaged one of the same step
             beside.rename(target)
             sync_folder(self.folder)
-            self._prune(state.get("best_step"))
+            self._prune(best)
         except Exception as error:  # raised in the main thread, by the next save
             shutil.rmtree(beside, ignore_errors=True)
             reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -110,7 +110,7 @@ def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
         )
     if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
         yield (
-            f"weight_decay {optim.weight_decay:g} is multiplied by lr here: it looks like big_vision's or a coupled one",
+            f"weight_decay {optim.weight_decay:g} is multiplied by lr here: is it big_vision's, or a coupled one?",
             f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if it is big_vision's",
         )
     if optim.name == "sgd" and not config.init:

@@ -102,7 +102,8 @@ class Training:
         }
 
     def save(self) -> None:
-        self.checkpoints.save(self.progress.step, self.tensors(), {"progress": asdict(self.progress)})
+        progress = self.progress
+        self.checkpoints.save(progress.step, self.tensors(), {"progress": asdict(progress)}, progress.best_step)
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         part = {

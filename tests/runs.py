@@ -1,0 +1,251 @@
+"""Small training runs for the tests: in this process, or in a child that is stopped where a test wants it stopped."""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.folder import metrics
+
+CHILDREN = multiprocessing.get_context("forkserver")  # forks of one process that has loaded torch, and nothing else
+CHILDREN.set_forkserver_preload(["plainvit.train.fit", "plainvit.cli"])
+MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
+TIMING = ("seconds", "waiting")  # the fields of metrics that no two runs share
+
+
+def config(**changes: Any) -> Config:
+    """Digits, 12 steps of 16 images, with much that is random. The images are resident: no data workers."""
+    settings: dict[str, Any] = {
+        "model": MODEL.replace(dropout=0.1, stochastic_depth=0.1),
+        "data": "digits",
+        "holdout": 0.05,
+        "steps": 12,
+        "batch": 16,
+        "optim": Optim(lr=3e-3, warmup=0.1, weight_decay=0.1),
+        "augment": Augment(crop="pad", pad=1, flip=0.0, mixup=0.2),
+        "ema": 0.9,
+        "evaluations": 3,
+        "save_every": 3,
+        "workers": 0,
+    }
+    return Config(**settings | changes)
+
+
+def streamed(**changes: Any) -> Config:
+    """The same by data workers, as RandAugment works image by image."""
+    return config(augment=Augment(crop="pad", pad=1, flip=0.0, randaugment=(1, 5), mixup=0.2), **changes)
+
+
+def recipe_file(folder: Path, made: Config, name: str = "mine") -> str:
+    """FILE.py:FUNCTION of a recipe that returns this config, for the command line."""
+    path = folder / f"{name}.py"
+    path.write_text(f"from plainvit.config import *\n\n\ndef recipe():\n    return {made!r}\n")
+    return f"{path}:recipe"
+
+
+def quick_report(folder: Path, samples: object = ()) -> Path:  # noqa: ARG001
+    """In place of the real one, whose figures take longer than these runs."""
+    path = folder / "report.html"
+    path.write_text("<!doctype html>")
+    return path
+
+
+# What a run came to ---------------------------------------------------------------------------------------------------
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """All that an interruption must not change: the last state, bit for bit, the weights, the metrics, the results."""
+    kept = Checkpoints(out / "checkpoints", 1)
+    tensors, state = kept.read(kept.steps()[-1])
+    parts = {
+        part: tensor_hash({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
+        for part in ("model.", "average.", "optimizer.")
+    }
+    results = json.loads((out / "results.json").read_text())
+    return parts | {"step": state["step"], "lines": timeless(out), "results": results, "weights": weights(out)}
+
+
+def weights(out: Path) -> str:
+    """A hash of the delivered tensors and of what the file says of them."""
+    with safe_open(out / "model.safetensors", "pt") as file:
+        described = hashlib.sha256(json.dumps(file.metadata(), sort_keys=True).encode()).hexdigest()
+        return described + tensor_hash({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def timeless(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics without what a clock measured."""
+    return [{name: value for name, value in line.items() if name not in TIMING} for line in metrics(out)]
+
+
+def status(out: Path) -> dict[str, Any]:
+    return json.loads((out / "status.json").read_text())
+
+
+def litter(out: Path) -> list[str]:
+    """Whatever was written beside and left there."""
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if "tmp" in path.name)
+
+
+# Children -------------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of its own group; what it prints is kept."""
+
+    def __init__(self, job: Callable[..., None], *arguments: Any, log: Path) -> None:
+        self.log = log
+        self.process: BaseProcess = CHILDREN.Process(target=_begin, args=(job, arguments, log))
+        self.process.start()
+
+    def wait(self, seconds: float = 60) -> int:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still running after {seconds} s:\n{self.said}"
+        return self.process.exitcode
+
+    def wait_for(self, happened: Callable[[], object], seconds: float = 60) -> None:
+        """Until it happened, or the child ended."""
+        end = time.monotonic() + seconds
+        while not happened() and self.process.is_alive():
+            assert time.monotonic() < end, f"nothing happened in {seconds} s:\n{self.said}"
+            time.sleep(0.001)
+
+    def send(self, number: int) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+
+    def kill(self, *, alone: bool = False) -> None:
+        """SIGKILL, to its data workers too unless alone."""
+        assert self.process.pid
+        with contextlib.suppress(ProcessLookupError):
+            (os.kill if alone else os.killpg)(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+def _begin(job: Callable[..., None], arguments: tuple[Any, ...], log: Path) -> None:
+    os.setpgid(0, 0)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    torch.set_num_threads(1)
+    job(*arguments)
+
+
+def train(made: Config, out: Path, stall: str = "", pause: float = 0.0) -> None:
+    """In a child: a run that stops for ever at the point `stall`, and waits before and after each save."""
+    from plainvit.train.fit import fit
+
+    _prepare(out, stall)
+    if pause:
+        _slow_saves(pause)
+    fit(made, out)
+
+
+def command(words: tuple[str, ...], out: Path, stall: str = "", pace: float = 0.0) -> None:
+    """In a child: `plainvit WORDS --out OUT`, with a pause before each step."""
+    from plainvit import cli
+    from plainvit.train import loop
+
+    _prepare(out, stall)
+    step = loop.step
+
+    def paced(*arguments: Any) -> dict[str, Any]:
+        time.sleep(pace)
+        return step(*arguments)
+
+    loop.step = paced
+    cli.main([*words, "--out", str(out)])
+
+
+def _prepare(out: Path, stall: str) -> None:
+    from plainvit.train import deliver
+
+    deliver.write_report = quick_report
+    if stall:
+        _stall_at(stall, out)
+
+
+def _slow_saves(pause: float) -> None:
+    import safetensors.torch
+
+    save_file = safetensors.torch.save_file
+
+    def slowly(*arguments: Any, **named: Any) -> None:
+        time.sleep(pause)
+        save_file(*arguments, **named)
+        time.sleep(pause)
+
+    safetensors.torch.save_file = slowly
+
+
+def marker(out: Path) -> Path:
+    return out.with_name(f"{out.name}.stalled")
+
+
+def _stall(out: Path) -> None:
+    marker(out).touch()
+    time.sleep(600)
+
+
+# point -> the object, the function of it, and whether the stall comes before or after the call
+POINTS: dict[str, tuple[str, str, str]] = {
+    "begun": ("plainvit.runtime.folder.Folder", "write", "after"),  # config.json is there, data.json is not
+    "saving": ("safetensors.torch", "save_file", "before"),
+    "hashing": ("plainvit.runtime.checkpoint", "file_hash", "before"),  # tensors are written, state.json is not
+    "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written beside
+    "pruning": ("plainvit.runtime.checkpoint.Checkpoints", "_prune", "before"),
+    "recorded": ("plainvit.train.loop.Training", "record", "after"),
+    "validating": ("plainvit.train.loop", "_validate", "before"),
+    "delivering": ("plainvit.train.deliver", "save", "before"),
+    "writing": ("plainvit.weights.writing", "write_together", "before"),
+    "delivered": ("plainvit.train.deliver", "save", "after"),
+    "reporting": ("plainvit.train.deliver", "write_report", "before"),
+}
+
+
+def _stall_at(stall: str, out: Path) -> None:
+    """`point`, or `point:3` for its third time."""
+    import importlib
+
+    point, _, count = stall.partition(":")
+    place, name, when = POINTS[point]
+    module, _, owner = place.rpartition(".")
+    holder: Any = (
+        getattr(importlib.import_module(module), owner) if owner[0].isupper() else importlib.import_module(place)
+    )
+    original, left = getattr(holder, name), [int(count or 1)]
+
+    def stalling(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if not left[0] and when == "before":
+            _stall(out)
+        result = original(*arguments, **named)
+        if not left[0] and when == "after":
+            _stall(out)
+        return result
+
+    setattr(holder, name, stalling)
+
+
+@contextlib.contextmanager
+def stalled(child: Child, out: Path) -> Iterator[None]:
+    """Once the child stands at its point."""
+    child.wait_for(marker(out).exists)
+    assert marker(out).exists(), f"the child ended before it came to the point:\n{child.said}"
+    yield
+    marker(out).unlink()

@@ -1,0 +1,352 @@
+"""Whole runs, small ones: every recipe takes steps, the first losses are golden, options do their work."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import plainvit
+from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.data.loader import Loader
+from plainvit.data.mix import soft_labels
+from plainvit.data.sources import open_source
+from plainvit.evaluate.classify import Prepared, classify
+from plainvit.models import build
+from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.folder import Folder, metrics
+from plainvit.train.fit import fit, prepare
+from plainvit.train.loop import train
+from plainvit.train.optim import rate
+from plainvit.train.splits import hold_out, open_splits
+from plainvit.train.transfer import resolve
+
+GOLDEN = Path(__file__).parent / "golden" / "losses.json"
+DATA = os.environ.get("PLAINVIT_DATA")
+TINY = ViTConfig(width=16, depth=2, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
+SHAPES = "shapes:size=16,count=60,classes=3"
+
+
+def tiny(**settings: Any) -> Config:
+    plain: dict[str, Any] = {"augment": Augment(crop="none"), "optim": Optim(lr=1e-3), "workers": 0, "evaluations": 2}
+    plain |= {"model": TINY, "data": SHAPES, "batch": 12, "steps": 6, "holdout": 0.2}
+    return Config(**plain | settings)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+# recipes --------------------------------------------------------------------------------------------------------------
+
+
+def small_model(config: Config) -> ViTConfig | ResNetConfig | None:
+    """The recipe's model in everything but its size."""
+    model = config.model
+    if isinstance(model, ResNetConfig):
+        return model.replace(blocks=(1, 1), widen=1, image_size=(32, 32))
+    if model is None:
+        return None
+    hidden = 16 if model.representation else 0
+    size = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 32, "representation": hidden}
+    stem = model.stem.replace(blocks=(1,)) if model.stem else None
+    return model.replace(image_size=(32, 32), patch=(2, 2) if stem else (8, 8), stem=stem, **size)
+
+
+def smaller(config: Config, init: Path) -> Config:
+    augment, optim = config.augment, config.optim
+    augment = augment.replace(resize=40 if augment.resize else 0)
+    return config.replace(
+        model=small_model(config),
+        init=str(init) if config.model is None else "",
+        image_size=32 if config.image_size else 0,
+        data="shapes:size=32,count=64,classes=3",
+        batch=12,
+        micro_batch=0,
+        steps=2,
+        optim=optim.replace(warmup=min(optim.warmup, 1), cooldown=min(optim.cooldown, 1)),
+        workers=0,
+        evaluations=1,
+    )
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
+    config = recipe(name)
+    bit = name.startswith("bit-")
+    first = ResNetConfig(blocks=(1, 1), classes=3) if bit else TINY.replace(image_size=(32, 32), classes=3)
+    if "deit" in name and config.model is None:
+        first = first.replace(posemb_prefix="none", layer_scale=1e-4)
+    plainvit.save(build(first), tmp_path / "init.safetensors")
+    config = smaller(config, tmp_path / "init.safetensors")
+    splits = open_splits(config)
+    with Folder(tmp_path / "run") as folder:
+        run = prepare(resolve(config, splits), splits, folder, quiet=True)
+        before = {name: p.detach().clone() for name, p in run.objective.named_parameters()}
+        train(run)
+    found = losses(tmp_path / "run")
+    assert len(found) == 2
+    assert all(math.isfinite(loss) for loss in found)
+    assert any(not torch.equal(before[name], p) for name, p in run.objective.named_parameters())
+
+
+def first_losses(name: str, folder: Path) -> list[float]:
+    """30 steps of a small recipe: its own optimiser, schedule and augmentation on a model and batch for a CPU."""
+    config = recipe(name)
+    settings: dict[str, Any] = {}
+    if name == "finetune":
+        plainvit.save(
+            plainvit.create("ViT-Ti/4", 3, 16, width=16, depth=2, heads=2, mlp_dim=32, seed=0), folder / "w.safetensors"
+        )
+        settings = {"init": str(folder / "w.safetensors"), "data": SHAPES}
+    elif name != "digits":
+        assert isinstance(config.model, ViTConfig)
+        model = config.model.replace(width=32, depth=2, heads=2, mlp_dim=64)
+        settings = {"model": model, "data_root": DATA, "batch": 16}
+    fit(
+        config.replace(steps=30, evaluations=1, workers=0, compile="off", device="cpu", **settings),
+        folder / "run",
+        quiet=True,
+    )
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize("name", ["digits", "finetune", "cifar10", "tiny-imagenet"])
+def test_first_losses_are_golden(name: str, tmp_path: Path) -> None:
+    """A change of the loop, of the order, of an augmentation or of an initial weight shows here."""
+    if name in ("cifar10", "tiny-imagenet") and not DATA:
+        pytest.skip("needs PLAINVIT_DATA")
+    found = first_losses(name, tmp_path)
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=2e-4)
+
+
+# the loop against a loop written by hand ------------------------------------------------------------------------------
+
+
+def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
+    """Batches from the loader, cross-entropy, clipped gradients, torch's AdamW, an average: the same weights."""
+    config = tiny(steps=10, ema=0.9, optim=Optim(lr=3e-3, warmup=2, weight_decay=0.1, clip=0.5))
+    done = fit(config, tmp_path, quiet=True)
+
+    train = open_source(SHAPES, "train")  # shapes has validation images of its own: nothing is held out
+    model = build(TINY.replace(classes=3)).initialise(torch.Generator().manual_seed(0))
+    kernels = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    rest = [p for p in model.parameters() if not any(p is kernel for kernel in kernels)]
+    adam = torch.optim.AdamW([{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loader = Loader(train, batch=12, size=(16, 16), augment=config.augment, seed=0, workers=0)
+    for step, batch in enumerate(loader.batches(0, 10)):
+        loss = F.cross_entropy(model(batch.images), batch.labels)
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in adam.param_groups:
+            group["lr"] = rate(config.optim, step, 10)
+        adam.step()
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, p in model.named_parameters():
+            average[name] = decay * average[name] + (1 - decay) * p.detach()
+    for name, parameter in done.model.named_parameters():
+        torch.testing.assert_close(parameter, average[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4, 6])
+def test_micro_batches_change_nothing_but_memory(micro_batch: int, tmp_path: Path) -> None:
+    """Under SGD: the gradient of a key's bias is 0 but for rounding, of which Adam would make whole steps."""
+    config = tiny(augment=Augment(crop="none", mixup=0.5), optim=Optim(name="sgd", lr=0.1))
+    whole = fit(config, tmp_path / "whole", quiet=True)
+    parts = fit(config.replace(micro_batch=micro_batch), tmp_path / "parts", quiet=True)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    for mine, theirs in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    model = TINY.replace(dropout=0.2, stochastic_depth=0.2)
+    runs = [
+        fit(tiny(model=model, seed=seed, workers=workers), tmp_path / f"{at}", quiet=True)
+        for at, (seed, workers) in enumerate([(0, 0), (0, 2), (1, 0)])
+    ]
+    first, again, other = (torch.cat([p.flatten() for p in run.model.parameters()]) for run in runs)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+# options --------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
+    fit(tiny(steps=7, evaluations=3), tmp_path, quiet=True)
+    lines = list(metrics(tmp_path))
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in lines if "val" in line] == [3, 6, 7]
+    assert [line["lr"] for line in lines if "loss" in line] == [rate(Optim(lr=1e-3), step, 7) for step in range(7)]
+    assert all(0 <= line["waiting"] <= 1 for line in lines if "loss" in line)
+
+
+def test_results_are_those_of_the_delivered_weights(tmp_path: Path) -> None:
+    done = fit(tiny(), tmp_path, quiet=True)
+    model = plainvit.load(tmp_path)
+    source = open_source(SHAPES, "test")
+    images = torch.stack([torch.from_numpy(source.image(i)).permute(2, 0, 1) for i in range(len(source))])
+    with torch.no_grad():
+        logits = model.eval()(images)
+    expected = float((logits.argmax(-1).numpy() == source.labels).mean())
+    assert done.numbers["test"]["top1"] == pytest.approx(expected)
+    nll = F.cross_entropy(logits, torch.from_numpy(source.labels).long()).item()
+    assert done.numbers["test"]["nll"] == pytest.approx(nll, rel=1e-4)
+    assert model.about.class_names == source.classes
+    assert np.sum(done.numbers["test"]["confusion"]) == len(source)
+
+
+def test_the_same_call_again_does_nothing(tmp_path: Path) -> None:
+    fit(tiny(), tmp_path, quiet=True)
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in tmp_path.rglob("*")
+        if path.name not in (".lock", "config.json", "data.json")
+    }
+    again = fit(tiny(workers=1), tmp_path, quiet=True)
+    assert again.numbers["test"]["images"] == len(open_source(SHAPES, "test"))
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+
+
+def test_without_out_a_config_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = fit(tiny(steps=1), quiet=True).folder
+    assert fit(tiny(steps=1, workers=1), quiet=True).folder == first  # what does not change the result is the same run
+    assert fit(tiny(steps=1, seed=1), quiet=True).folder != first
+
+
+def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
+    """A rate that only does harm: the best is the first evaluation."""
+    config = tiny(steps=40, evaluations=20, patience=3, optim=Optim(lr=1.0, schedule="constant", clip=0), holdout=0.3)
+    done = fit(config, tmp_path, quiet=True)
+    vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path) if "val" in line}
+    best = max(vals, key=lambda step: (vals[step], -step))
+    assert max(vals) == best + 2 * 3
+    assert done.numbers["chosen_on_val"] is True
+    assert done.numbers["val"]["top1"] == pytest.approx(vals[best])
+
+
+def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path) -> None:
+    model = TINY.replace(image_size=(8, 8))
+    config = tiny(data="digits", model=model, batch=32, steps=60, holdout=0.0, optim=Optim(grid=(1e-7, 5e-3)))
+    done = fit(config, tmp_path, search=True, quiet=True)
+    assert json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 5e-3
+    searched = {path.name: path for path in (tmp_path / "search").iterdir()}
+    assert set(searched) == {"lr-1e-07", "lr-0.005"}
+    held = {name: json.loads((path / "results.json").read_text()) for name, path in searched.items()}
+    assert all("test" not in numbers for numbers in held.values())  # test images are read once
+    assert held["lr-0.005"]["val"]["top1"] > held["lr-1e-07"]["val"]["top1"]
+    sizes = [json.loads((path / "data.json").read_text())["splits"] for path in (*searched.values(), tmp_path)]
+    assert [size["train"]["images"] for size in sizes] == [1437 - 143, 1437 - 143, 1437]
+    assert "val" not in done.numbers
+
+
+def test_hours_shorten_the_run_and_its_schedule(tmp_path: Path) -> None:
+    config = tiny(steps=10_000_000, hours=1 / 3600, optim=Optim(warmup=1_000_000), holdout=0.0)
+    fit(config, tmp_path, quiet=True)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert 1 <= stored["steps"] < 5000
+    assert stored["optim"]["warmup"] == pytest.approx(stored["steps"] / 10)
+    assert len(losses(tmp_path)) == stored["steps"]
+    fit(config, tmp_path, quiet=True)  # the same command: the length that was found stays
+
+
+def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path) -> None:
+    source = build(TINY.replace(classes=9, image_size=(32, 32), representation=16))
+    plainvit.save(source, tmp_path / "w.safetensors")
+    frozen = ("blocks.*", "embedding.*", "positions.*", "class_token", "norm.*")
+    config = tiny(model=None, init=str(tmp_path / "w.safetensors"), image_size=16, optim=Optim(lr=1e-2, frozen=frozen))
+    done = fit(config, tmp_path / "run", quiet=True)
+    expected = plainvit.load(tmp_path / "w.safetensors", 3, 16)
+    assert done.model.config == expected.config
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(done.model.state_dict()[name], tensor) == (not name.startswith("head")), name
+
+
+def test_lora_leaves_the_weights_and_delivers_a_plain_model(tmp_path: Path) -> None:
+    source = build(TINY.replace(classes=3))
+    plainvit.save(source, tmp_path / "w.safetensors")
+    config = tiny(model=None, init=str(tmp_path / "w.safetensors"), optim=Optim(lr=1e-2, lora=2), ema=0.5)
+    done = fit(config, tmp_path / "run", quiet=True)
+    before, after = source.state_dict(), plainvit.load(tmp_path / "run").state_dict()
+    assert before.keys() == after.keys()
+    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
+    change = after["blocks.0.mlp.fc1.weight"] - before["blocks.0.mlp.fc1.weight"]
+    assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) <= 2
+    assert change.abs().max() > 0
+    assert done.model.config == source.config.replace(classes=3)
+
+
+def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
+    config = tiny(loss="sigmoid", head_bias=-4.0, optim=Optim(lr=1e-12), steps=1)
+    done = fit(config, tmp_path, quiet=True)
+    assert done.model.head is not None
+    torch.testing.assert_close(done.model.head.bias, torch.full((3,), -4.0))
+
+
+def test_a_teacher_teaches(tmp_path: Path) -> None:
+    teacher = build(TINY.replace(classes=3))
+    plainvit.save(teacher, tmp_path / "t.safetensors")
+    fit(
+        tiny(teacher=str(tmp_path / "t.safetensors"), model=TINY.replace(distillation=True)),
+        tmp_path / "run",
+        quiet=True,
+    )
+    assert losses(tmp_path / "run")[0] == pytest.approx(math.log(3), rel=1e-5)  # two heads of zeros
+
+
+def test_holding_out_is_fair_and_stable() -> None:
+    source = open_source("digits", "train")
+    rest, held = hold_out(source, 0.1)
+    assert len(rest) + len(held) == len(source)
+    names = {held.name(i) for i in range(len(held))}
+    assert not names & {rest.name(i) for i in range(len(rest))}
+    for label in range(10):
+        assert abs((held.labels == label).sum() - 0.1 * (source.labels == label).sum()) <= 0.5
+    assert names == {hold_out(source, 0.1)[1].name(i) for i in range(len(held))}
+
+
+def test_test_images_never_validate() -> None:
+    if not DATA:
+        pytest.skip("needs PLAINVIT_DATA")
+    splits = open_splits(Config(data="tiny-imagenet", data_root=DATA, holdout=0.02))
+    assert splits.val is not None
+    assert splits.test is not None
+    assert splits.val.fingerprint() != splits.test.fingerprint()
+    assert len(splits.test) == 10_000
+    assert len(splits.val) == pytest.approx(0.02 * (len(splits.train) + len(splits.val)), rel=0.05)
+
+
+def test_classify_scores_every_image_once() -> None:
+    source = open_source("digits", "test")
+    model = build(TINY.replace(image_size=(8, 8), classes=10)).eval()
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    config = tiny()
+    prepared = Prepared(
+        source, (8, 8), config.preprocess or plainvit.config.Preprocess(), batch=100, workers=0, device="cpu"
+    )
+    result = classify(model, prepared)
+    assert sorted(result.index) == list(range(360))
+    with torch.no_grad():
+        logits = model(torch.stack([torch.from_numpy(source.image(i)).permute(2, 0, 1) for i in range(360)]))
+    p = F.softmax(logits, -1)
+    assert result.top1 == pytest.approx(float((logits.argmax(-1).numpy() == source.labels).mean()))
+    top5 = logits.topk(5).indices.numpy()
+    assert result.top5 == pytest.approx(float((top5 == source.labels[:, None]).any(1).mean()))
+    np.testing.assert_allclose(result.probabilities, p.max(-1).values.numpy(), rtol=1e-5)
+    labels = soft_labels(torch.from_numpy(source.labels).long(), 10)
+    np.testing.assert_allclose(result.nll, -(p.log() * labels).sum(-1).numpy(), rtol=1e-4, atol=1e-6)
+    low, high = result.interval
+    assert low < result.top1 < high
+    from scipy.stats import binomtest
+
+    wilson = binomtest(round(result.top1 * 360), 360).proportion_ci(method="wilson")
+    assert (low, high) == pytest.approx((wilson.low, wilson.high), rel=1e-9)

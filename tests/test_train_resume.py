@@ -1,0 +1,559 @@
+"""A run that was stopped, anywhere and in any way, ends as the run that was never stopped: bit for bit."""
+
+import json
+import logging
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from runs import Child, litter, marker, outcome, stalled, status
+from safetensors.torch import load_file
+
+from plainvit.config import Augment, Config, Optim
+from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
+from plainvit.runtime.folder import metrics
+from plainvit.train import deliver, loop
+from plainvit.train import fit as fitting
+from plainvit.train.fit import fit
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliver, "write_report", runs.quick_report)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of runs.config() when nobody disturbs it."""
+    return undisturbed(runs.config(), tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def whole_streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return undisturbed(runs.streamed(), tmp_path_factory.mktemp("streamed"))
+
+
+def undisturbed(made: Config, folder: Path) -> dict[str, Any]:
+    child = Child(runs.train, made, folder / "run", log=folder / "log")
+    assert child.wait() == 0, child.said
+    return outcome(folder / "run")
+
+
+class StoppedError(RuntimeError):
+    """Raised where a test wants a run to end."""
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The run ends with an exception before its step `number`, counted from 1."""
+    step = loop.step
+
+    def stopping(run: loop.Training, *rest: Any) -> dict[str, Any]:
+        if run.progress.step + 1 == number:
+            raise StoppedError("stopped")
+        return step(run, *rest)
+
+    monkeypatch.setattr(loop, "step", stopping)
+
+
+def stopped_run(made: Config, out: Path, number: int) -> None:
+    """A run folder as an exception before that step leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deliver, "write_report", runs.quick_report)
+        stop_before(patch, number)
+        with pytest.raises(StoppedError):
+            fit(made, out, quiet=True)
+
+
+# Killed ---------------------------------------------------------------------------------------------------------------
+
+# Each place between two writes at which a process can die; where it says :2, at the second time
+EVERYWHERE = (
+    "begun", "saving", "validating", "recorded:3", "hashing:2", "pruning:2", "recorded:2", "renaming:3",
+    "delivering", "writing", "delivered", "reporting",
+)  # fmt: skip
+
+
+def kill_at(stalls: tuple[str, ...], made: Config, out: Path) -> None:
+    """Killed at each of the points in turn, with another number of workers each time; then left to end."""
+    for count, stall in enumerate(stalls):
+        child = Child(runs.train, made.replace(workers=count % 3), out, stall, log=out.with_suffix(".log"))
+        with stalled(child, out):
+            child.kill()
+    child = Child(runs.train, made.replace(workers=len(stalls) % 3), out, log=out.with_suffix(".log"))
+    assert child.wait() == 0, child.said
+
+
+def kill_at_random(kills: int, made: Config, out: Path, seed: int) -> None:
+    """Killed some steps on and some milliseconds later, over and over, then left to end."""
+    chance = random.Random(seed)
+    for count in range(kills):
+        begin, more, delay = steps_so_far(out), chance.randint(0, 3), chance.uniform(0, 0.06)
+        child = Child(runs.train, made.replace(workers=chance.randrange(3)), out, "", 0.005, log=out.with_suffix(".log"))
+        child.wait_for(lambda begin=begin, more=more: steps_so_far(out) > begin + more, 30)
+        child.process.join(delay)
+        child.kill()
+        assert child.process.exitcode in (0, -signal.SIGKILL), f"kill {count}: {child.said}"
+    child = Child(runs.train, made, out, log=out.with_suffix(".log"))
+    assert child.wait() == 0, child.said
+
+
+def steps_so_far(out: Path) -> int:
+    return max((line["step"] for line in metrics(out)), default=0)
+
+
+def test_a_run_killed_between_any_two_writes_ends_the_same(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
+    out = tmp_path / "run"
+    kill_at(EVERYWHERE, runs.streamed(), out)
+    assert outcome(out) == whole_streamed
+    assert status(out)["state"] == "done"
+    assert litter(out) == []
+
+
+def test_a_run_killed_at_random_ends_the_same(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
+    kill_at_random(3, runs.streamed(), tmp_path / "run", seed=1)
+    assert outcome(tmp_path / "run") == whole_streamed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+def test_a_run_killed_twenty_times_ends_the_same(tmp_path: Path, name: Any) -> None:
+    made = runs.streamed(steps=40, evaluations=4, optim=Optim(name=name, lr=3e-3, warmup=0.1, weight_decay=0.1))
+    (tmp_path / "whole").mkdir()
+    kill_at_random(20, made, tmp_path / "run", seed=2)
+    assert outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("stall", EVERYWHERE)
+def test_killed_at_each_point_by_itself(tmp_path: Path, whole_streamed: dict[str, Any], stall: str, place: int) -> None:
+    """At its first, second or third time, where the run has as many."""
+    point = stall.partition(":")[0]
+    out = tmp_path / "run"
+    child = Child(runs.train, runs.streamed(workers=place), out, f"{point}:{place + 1}", log=tmp_path / "log")
+    child.wait_for(marker(out).exists)
+    child.kill()
+    child = Child(runs.train, runs.streamed(workers=1), out, log=tmp_path / "log")
+    assert child.wait() == 0, child.said
+    assert outcome(out) == whole_streamed
+    assert litter(out) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_run_can_be_started_again_at_once(tmp_path: Path, whole_streamed: dict[str, Any], workers: int) -> None:
+    """Only the process itself is killed: its data workers live on for seconds, and must not keep the folder locked."""
+    out = tmp_path / "run"
+    child = Child(runs.train, runs.streamed(workers=workers), out, "recorded:5", log=tmp_path / "log")
+    with stalled(child, out):
+        child.kill(alone=True)
+    fit(runs.streamed(), out, quiet=True)
+    assert outcome(out) == whole_streamed
+
+
+def test_the_run_by_the_command_line_ends_as_the_one_from_python(tmp_path: Path) -> None:
+    recipe, out = runs.recipe_file(tmp_path, runs.streamed()), tmp_path / "run"
+    child = Child(runs.command, ("train", recipe), out, "recorded:8", log=tmp_path / "log")
+    with stalled(child, out):
+        child.kill()
+    child = Child(runs.command, ("train", recipe, "--workers", "1"), out, log=tmp_path / "log")
+    assert child.wait() == 0, child.said
+    assert str(out / "report.html") in child.said
+    fit(runs.streamed(recipe=recipe), tmp_path / "whole", quiet=True)
+    assert outcome(out) == outcome(tmp_path / "whole")
+
+
+# Stopped by an error --------------------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"micro_batch": 4},
+    "streamed": {"augment": Augment(flip=0.5, cutmix=1.0, mixup=0.5, three_augment=True, colour=0.3, erase=0.3)},
+    "repeated": {"augment": Augment(crop="none", repeats=3, smoothing=0.1)},
+    "low rank": {"optim": Optim(lr=1e-2, lora=2)},
+    "frozen": {"optim": Optim(name="sgd", lr=1e-1, frozen=("embedding*", "positions*"))},
+    "decay by layer": {"optim": Optim(name="lamb", lr=1e-2, layer_decay=0.7, weight_decay=0.02)},
+    "muon": {"optim": Optim(name="muon", lr=1e-2, weight_decay=0.1, schedule="rsqrt", timescale=4.0, cooldown=0.2)},
+    "no average": {"ema": 0.0, "class_weights": True, "loss": "sigmoid", "head_bias": -2.0},
+    "average over a window": {"ema": 0.0, "ema_window": 0.3, "seed": 7},
+    "no validation": {"holdout": 0.0},
+    "early stop": {"steps": 30, "evaluations": 15, "patience": 3, "keep": 1},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
+    made = runs.config(**changes)
+    fit(made, tmp_path / "whole", quiet=True)
+    stopped_run(made, tmp_path / "run", 2)
+    stopped_run(made, tmp_path / "run", 8)
+    said = status(tmp_path / "run")
+    assert (said["state"], said["step"], said["reason"]) == ("failed", 7, "stopped")
+    fit(made, tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+def test_what_does_not_decide_the_result_may_change_on_the_way(tmp_path: Path, whole: dict[str, Any]) -> None:
+    out = tmp_path / "run"
+    stopped_run(runs.config(keep=1, save_every=5), out, 8)
+    stopped_run(runs.config(keep=3, save_every=2, device="cpu"), out, 11)
+    fit(runs.config(compile="off", track=()), out, quiet=True)
+    assert outcome(out) == whole
+
+
+def test_a_shortened_run_keeps_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--hours decided on 10 steps of 40; a slower machine does not decide again."""
+    made = runs.config(steps=40, hours=1.0)
+    monkeypatch.setattr(fitting, "_time_a_step", lambda _: 3600 * 0.95 / 10.5)
+    monkeypatch.setattr(fitting, "_time_an_evaluation", lambda _: 0.0)
+    fit(made, tmp_path / "whole", quiet=True)
+    stopped_run(made, tmp_path / "run", 2)  # before the first checkpoint
+    stopped_run(made, tmp_path / "run", 8)
+    monkeypatch.setattr(fitting, "_time_a_step", lambda _: 3600.0)
+    fit(made, tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run")["step"] == 10
+
+
+def test_a_search_goes_on(tmp_path: Path) -> None:
+    made = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
+    fit(made, tmp_path / "whole", search=True, quiet=True)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(StoppedError):
+            fit(made, tmp_path / "run", search=True, quiet=True)
+    fit(made, tmp_path / "run", search=True, quiet=True)
+    for inner in ("search/lr-0.0001", "search/lr-0.01", "."):
+        assert outcome(tmp_path / "run" / inner) == outcome(tmp_path / "whole" / inner)
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = fit(runs.config(), out, quiet=True)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("checkpoints/*/*")}
+    kept = {name: (out / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors", "results.json")}
+    again = fit(runs.config(), out, quiet=True)
+    assert again.numbers == first.numbers
+    assert tensor_hash(again.model.state_dict()) == tensor_hash(first.model.state_dict())
+    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("checkpoints/*/*")}
+    assert kept == {name: (out / name).read_bytes() for name in kept}
+
+
+def test_a_finished_run_without_its_report_gets_one(tmp_path: Path, whole: dict[str, Any]) -> None:
+    fit(runs.config(), tmp_path, quiet=True)
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    fit(runs.config(), tmp_path, quiet=True)
+    assert (tmp_path / "report.html").is_file()
+    assert outcome(tmp_path) == whole
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_each_step_and_each_validation_once_in_order(whole: dict[str, Any]) -> None:
+    steps = [line["step"] for line in whole["lines"] if "loss" in line]
+    assert steps == list(range(1, 13))
+    assert [line["step"] for line in whole["lines"] if "val" in line] == [4, 8, 12]
+    places = [line["step"] for line in whole["lines"]]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        '{"step": 10, "loss": 1.0}\n{"step": 11, "loss": 1.0}\n{"step": 12, "val": {"top1": 1.0}}\n',
+        '{"step": 10, "loss": 2.3',
+        '{"step": 9, "lo',
+        "\n\n[1]\n7\nnull\n{}\n",
+        "\0" * 100,
+        '{"step": 13, "loss": 1.0}\n\0\0\0\n{"step": 14}',
+    ],
+)
+def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(
+    tmp_path: Path, whole: dict[str, Any], end: str
+) -> None:
+    stopped_run(runs.config(), tmp_path / "run", 11)  # the newest checkpoint is that of step 9
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(end)
+    fit(runs.config(), tmp_path / "run", quiet=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 15
+    assert outcome(tmp_path / "run") == whole
+
+
+def test_bytes_that_are_no_text_in_the_metrics_are_dropped(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """As a file system that lost power may leave them."""
+    stopped_run(runs.config(), tmp_path / "run", 11)
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 11, "loss\xff\xfe\x80')
+    fit(runs.config(), tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == whole
+
+
+# Damaged checkpoints --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of runs.config() that ended before step 11, with checkpoints of steps 8 and 9."""
+    out = tmp_path_factory.mktemp("interrupted") / "run"
+    stopped_run(runs.config(), out, 11)
+    return out
+
+
+@pytest.fixture
+def copy(interrupted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(interrupted, tmp_path / "copy"))
+
+
+def newest_folder(out: Path) -> Path:
+    return max((out / "checkpoints").glob("step-*"))
+
+
+def flip(data: bytes, low: int, high: int, chance: random.Random) -> bytes:
+    """One bit of the bytes from low to high."""
+    place = chance.randrange(low, high)
+    return data[:place] + bytes((data[place] ^ 1 << chance.randrange(8),)) + data[place + 1 :]
+
+
+def swap(data: bytes, low: int, high: int, chance: random.Random) -> bytes:
+    """A few bytes from low to high become others."""
+    place = chance.randrange(low, high)
+    count = min(chance.randint(1, 64), high - place)
+    return data[:place] + chance.randbytes(count) + data[place + count :]
+
+
+def cut_off(data: bytes, low: int, high: int, chance: random.Random) -> bytes:
+    return data[: chance.randrange(low, high)]
+
+
+def lengthen(data: bytes, _low: int, _high: int, chance: random.Random) -> bytes:
+    return data + chance.randbytes(chance.randint(1, 5000))
+
+
+EDITS: tuple[Callable[[bytes, int, int, random.Random], bytes], ...] = (flip, swap, cut_off, lengthen)
+
+
+def check_edits(out: Path, count: int, seed: int) -> None:
+    """Every edit of the newest checkpoint is noticed, and the one before it is read whole."""
+    newest, chance = newest_folder(out), random.Random(seed)
+    step = int(newest.name.removeprefix("step-"))
+    expected = tensor_hash(Checkpoints(out / "checkpoints", 2).read(8)[0])
+    for number in range(count):
+        path = newest / (STATE if number % 3 == 2 else TENSORS)
+        sound = path.read_bytes()
+        header = 8 + int.from_bytes(sound[:8], "little")
+        low, high = {0: (0, header), 1: (header, len(sound)), 2: (0, len(sound))}[number % 3]
+        edited = chance.choice(EDITS)(sound, low, high, chance)
+        path.write_bytes(edited)
+        found = Checkpoints(out / "checkpoints", 2).newest()
+        assert found
+        if edited == sound or (number % 3 == 2 and means(edited) == json.loads(sound)):
+            assert found[1]["step"] == step  # another spelling of the same numbers
+        else:
+            assert (found[1]["step"], tensor_hash(found[0])) == (8, expected), f"edit {number}"
+        path.write_bytes(sound)
+    assert Checkpoints(out / "checkpoints", 2).newest()[1]["step"] == step
+
+
+def means(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def test_an_edited_checkpoint_is_passed_over(copy: Path) -> None:
+    assert kept_steps(copy) >= {8, 9}
+    check_edits(copy, 30, seed=0)
+
+
+@pytest.mark.slow
+def test_three_hundred_edited_checkpoints_are_passed_over(copy: Path) -> None:
+    check_edits(copy, 300, seed=1)
+
+
+def absent(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def one_bit(path: Path) -> None:
+    path.write_bytes(flip(path.read_bytes(), 0, path.stat().st_size, random.Random(3)))
+
+
+def of_another_step(path: Path) -> None:
+    """Sound by itself, in the wrong place."""
+    shutil.copy(path.parent.with_name("step-00000008") / path.name, path)
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("name", [TENSORS, STATE])
+@pytest.mark.parametrize("damage", [absent, empty, folder_instead, one_bit, of_another_step, dangling])
+def test_with_a_damaged_checkpoint_the_one_before_is_taken(
+    copy: Path, whole: dict[str, Any], damage: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(newest_folder(copy) / name)
+    with caplog.at_level(logging.WARNING):
+        fit(runs.config(), copy, quiet=True)
+    assert outcome(copy) == whole
+    told = [record.getMessage() for record in caplog.records if "step-00000009" in record.getMessage()]
+    assert len(told) == 1
+    assert "damaged" in told[0]
+
+
+def damage_all(out: Path) -> None:
+    for path in (out / "checkpoints").glob(f"*/{TENSORS}"):
+        one_bit(path)
+
+
+def test_with_all_checkpoints_damaged_the_run_begins_anew(copy: Path, whole: dict[str, Any]) -> None:
+    damage_all(copy)
+    fit(runs.config(), copy, quiet=True)
+    assert outcome(copy) == whole
+
+
+def test_damaged_checkpoints_do_not_crowd_out_sound_ones(tmp_path: Path) -> None:
+    """Those of steps 8 and 9 are broken, so the run begins anew; what it saves at steps 3 and 4 must be kept."""
+    made = runs.config(holdout=0.0)  # there is no best to keep besides
+    fit(made, tmp_path / "whole", quiet=True)
+    stopped_run(made, tmp_path / "run", 11)
+    damage_all(tmp_path / "run")
+    stopped_run(made, tmp_path / "run", 6)
+    found = Checkpoints(tmp_path / "run" / "checkpoints", 2).newest()
+    assert found is not None
+    assert found[1]["step"] == 4
+    fit(made, tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_what_is_no_checkpoint_is_passed_over(copy: Path, whole: dict[str, Any]) -> None:
+    for name in ("step-00000999", "step-0000001x", "step-11", ".tmp-00000011", "backup"):
+        (copy / "checkpoints" / name).mkdir()
+    (copy / "checkpoints" / "step-00000777").write_text("a file")
+    fit(runs.config(), copy, quiet=True)
+    assert outcome_at(copy, 12) == whole
+
+
+def outcome_at(out: Path, step: int) -> dict[str, Any]:
+    """As if there were no checkpoints beyond that step."""
+    for path in (out / "checkpoints").iterdir():
+        if path.name != f"step-{step:08d}":
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    return outcome(out)
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_killed_processes_are_swept(copy: Path) -> None:
+    for name in ("checkpoints/.tmp-00000007", "checkpoints/.tmp-00000010", "captures/.tmp-00000003"):
+        (copy / name).mkdir(parents=True)
+        (copy / name / TENSORS).write_bytes(b"half")
+    for name in (".model.safetensors.0a1b2c3d.tmp", ".metrics.jsonl.deadbeef.tmp", ".config.json.01234567.tmp"):
+        (copy / name).write_bytes(b"half")
+    fit(runs.config(), copy, quiet=True)
+    assert litter(copy) == []
+
+
+def kept_steps(out: Path) -> set[int]:
+    return {int(path.name.removeprefix("step-")) for path in (out / "checkpoints").iterdir()}
+
+
+def forced_accuracies(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
+    """Of the validations, in turn."""
+    left = list(accuracies)
+    validate = loop._validate
+
+    def scripted(run: loop.Training, display: Any) -> None:
+        run.evaluate = lambda: {"top1": left.pop(0), "top5": 1.0, "nll": 1.0}
+        validate(run, display)
+
+    monkeypatch.setattr(loop, "_validate", scripted)
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, {4, 12}), (2, {4, 10, 12}), (3, {4, 9, 10, 12})])
+def test_the_newest_and_the_best_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, kept: set[int]
+) -> None:
+    forced_accuracies(monkeypatch, 0.1, 0.9, 0.2, 0.3, 0.4, 0.5)  # validated at 2, 4, 6, 8, 10, 12; saved at 3, 9 too
+    fit(runs.config(evaluations=6, keep=keep), tmp_path / "run", quiet=True)
+    assert kept_steps(tmp_path / "run") == kept
+
+
+def test_the_best_is_no_longer_kept_once_there_is_a_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced_accuracies(monkeypatch, 0.1, 0.6, 0.2, 0.7, 0.4, 0.5)
+    fit(runs.config(evaluations=6, keep=1), tmp_path / "run", quiet=True)
+    assert kept_steps(tmp_path / "run") == {8, 12}
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_with_patience_the_best_weights_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float
+) -> None:
+    """Of step 4, three evaluations before the run gave up; averaged where it averages."""
+    forced_accuracies(monkeypatch, 0.1, 0.9, 0.2, 0.3, 0.4, 0.5)
+    made = runs.config(evaluations=6, keep=1, patience=3, ema=ema)
+    result = fit(made, tmp_path / "run", quiet=True)
+    assert status(tmp_path / "run")["step"] == 10
+    tensors, _ = Checkpoints(tmp_path / "run" / "checkpoints", 1).read(4)
+    part = "average." if ema else "model.model."
+    best = {name.removeprefix(part): tensor for name, tensor in tensors.items() if name.startswith(part)}
+    delivered = load_file(tmp_path / "run" / "model.safetensors")
+    assert delivered
+    for name, tensor in delivered.items():
+        assert torch.equal(tensor, best[name])
+    assert result.numbers["chosen_on_val"] is True
+
+
+def test_patience_that_ran_out_before_a_kill_is_not_forgotten(tmp_path: Path) -> None:
+    """Stopped while it delivered the best of a run that had given up."""
+    made = runs.config(steps=60, evaluations=30, patience=2, optim=Optim(lr=1e-9))
+    fit(made, tmp_path / "whole", quiet=True)
+    ended = status(tmp_path / "whole")["step"]
+    assert ended < 60
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deliver, "save", lambda *_: (_ for _ in ()).throw(StoppedError("stopped")))
+        with pytest.raises(StoppedError):
+            fit(made, tmp_path / "run", quiet=True)
+    fit(made, tmp_path / "run", quiet=True)
+    assert status(tmp_path / "run")["step"] == ended
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+# A step's randomness --------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_step_draws_its_own_dropout(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """What the process drew before, from torch's own generator, does not matter."""
+    stopped_run(runs.config(), tmp_path / "run", 8)
+    torch.manual_seed(12345)
+    torch.rand(7)
+    fit(runs.config(), tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == whole
+
+
+def test_another_seed_is_another_run(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """The hashes can tell runs apart."""
+    fit(runs.config(seed=1), tmp_path / "run", quiet=True)
+    other = outcome(tmp_path / "run")
+    for part in ("model.", "average.", "optimizer.", "lines", "weights"):
+        assert other[part] != whole[part]
