@@ -16,8 +16,7 @@ $(READY): requirements.lock pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/plainvit models
-	$(BIN)/plainvit inspect ViT-Ti/16
+	$(BIN)/plainvit train digits
 
 test: setup
 	$(BIN)/ruff check --quiet .

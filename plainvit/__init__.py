@@ -4,6 +4,9 @@
     model = plainvit.create("ViT-B/16", classes=10)
     logits = model(images)                    # [B, 3, 224, 224], uint8 or floats in [0, 1]
 
+    run = plainvit.fit(plainvit.recipe("digits"))
+    run.numbers["test"]["top1"], run.folder
+
 Importing this is cheap: torch is loaded when a name below is first used.
 """
 
@@ -12,16 +15,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plainvit.models import Trace, create
     from plainvit.names import list_models
+    from plainvit.recipes import list_recipes, recipe
+    from plainvit.train.fit import fit
     from plainvit.weights import load, save
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Trace", "__version__", "create", "list_models", "load", "save"]
+__all__ = ["Trace", "__version__", "create", "fit", "list_models", "list_recipes", "load", "recipe", "save"]
 
 _HOME = {
     "Trace": "plainvit.models",
     "create": "plainvit.models",
+    "fit": "plainvit.train.fit",
     "list_models": "plainvit.names",
+    "list_recipes": "plainvit.recipes",
     "load": "plainvit.weights",
+    "recipe": "plainvit.recipes",
     "save": "plainvit.weights",
 }
 

@@ -4,11 +4,12 @@ Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 resources, 130/143 signals.
 """
 
 import json as _json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -218,7 +219,6 @@ class Train:
     on with an unfinished run. The run folder holds the weights, the metrics and a report.
     """
 
-    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     config: Annotated[Config, tyro.conf.arg(name="")]
     out: Path | None = None  # the run folder; runs/RECIPE-HASH where not given
     search: bool = False  # first try the rates of optim.grid on held-out training images
@@ -256,7 +256,7 @@ def _train(command: Train) -> None:
 def _doctor(command: Train) -> None:
     from plainvit.train import doctor
 
-    report = doctor.examine(command.config if command.recipe else None)
+    report = doctor.examine(command.config if command.config.recipe else None)
     _show(report, None if command.json else doctor.table(report))
 
 
@@ -341,6 +341,9 @@ def main(arguments: list[str] | None = None) -> None:
             _run(verb, rest)
         else:
             tyro.cli(VERBS[verb], prog=f"plainvit {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except (ValueError, OSError) as error:
         _fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
@@ -354,19 +357,16 @@ def _run(verb: str, arguments: list[str]) -> None:
     flags, do, name = RUNS[verb]
     if arguments and not arguments[0].startswith("-"):
         name, arguments = arguments[0], arguments[1:]
-    config = recipe(name) if name else Config()
+    words, arguments = _first_words(arguments)
+    name = words.pop("recipe", name)
     if not name and verb == "train" and not set(arguments) & {"-h", "--help"}:
         raise ValueError("which recipe? `plainvit recipes` lists them: plainvit train digits")
-    config, arguments = _first_words(config, arguments)
-    if config.init and config.model is None and verb != "doctor":
-        from plainvit.train.transfer import starting_model
-
-        config = config.replace(model=starting_model(config)[0])
+    config = _begun(recipe(name) if name else Config(), words, look=verb != "doctor")
     found, unknown = tyro.cli(
         flags,
-        prog=f"plainvit {verb}",
-        args=[name, *arguments],
-        default=flags(recipe=name, config=config),
+        prog=f"plainvit {verb} [RECIPE]",
+        args=arguments,
+        default=flags(config=config),
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
         return_unknown_args=True,
     )
@@ -375,25 +375,34 @@ def _run(verb: str, arguments: list[str]) -> None:
     do(found)
 
 
-def _first_words(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
-    """--model and --init decide which model the other --model flags belong to, so they are read before those."""
+def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What decides which model the --model flags belong to, and so must be read before them; and the rest."""
     from argparse import ArgumentError, ArgumentParser
 
-    from plainvit.names import configure
-
     first = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--model", "--init", "--head"):
+    for name in ("--recipe", "--model", "--init", "--head"):
         first.add_argument(name)
     first.add_argument("--image-size", "--image_size", type=int)
     try:
         words, rest = first.parse_known_args(arguments)
     except ArgumentError as error:
         raise ValueError(str(error)) from error
-    given = {name: value for name, value in vars(words).items() if value is not None}
-    if "model" in given:
-        size = config.model.image_size if config.model else given.get("image_size") or 224
-        given["model"] = configure(given["model"], 0, size)
-    return config.replace(**given), rest
+    return {name: value for name, value in vars(words).items() if value is not None}, rest
+
+
+def _begun(config: Config, words: dict[str, Any], *, look: bool) -> Config:
+    """The recipe's config with another model by its name, or with that of the weights to start from."""
+    from plainvit.names import configure
+
+    if "model" in words:
+        size = words.pop("image_size", 0) or (config.model.image_size if config.model else 224)
+        words["model"] = configure(words["model"], 0, size)
+    config = config.replace(**words)
+    if look and config.init and config.model is None:
+        from plainvit.train.transfer import starting_model
+
+        config = config.replace(model=starting_model(config)[0])
+    return config
 
 
 def _flags(config: Checked, prefix: str = "--") -> list[str]:

@@ -348,7 +348,7 @@ class Optim(Checked):
 class Config(Checked):
     """One training run, whole: a recipe returns it, the run folder keeps it, every field is a flag."""
 
-    recipe: str = ""  # its name
+    recipe: str = ""  # its name, or FILE.py:FUNCTION
     model: ViTConfig | ResNetConfig | None = None  # None: the model of init. Its classes follow the data where 0
     init: str = ""  # weights to start from: a file, a run folder, hf:org/name or a published name
     image_size: int = 0  # height and width to train init's model at, positions resampled; 0: its own

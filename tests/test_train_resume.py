@@ -31,18 +31,19 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of runs.config() when nobody disturbs it."""
-    return undisturbed(runs.config(), tmp_path_factory.mktemp("whole"))
+    return undisturbed(runs.config(), tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture(scope="module")
 def whole_streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return undisturbed(runs.streamed(), tmp_path_factory.mktemp("streamed"))
+    return undisturbed(runs.streamed(), tmp_path_factory.mktemp("streamed") / "run")
 
 
-def undisturbed(made: Config, folder: Path) -> dict[str, Any]:
-    child = Child(runs.train, made, folder / "run", log=folder / "log")
-    assert child.wait() == 0, child.said
-    return outcome(folder / "run")
+def undisturbed(made: Config, out: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deliver, "write_report", runs.quick_report)
+        fit(made, out, quiet=True)
+    return outcome(out)
 
 
 class StoppedError(RuntimeError):
@@ -74,7 +75,7 @@ def stopped_run(made: Config, out: Path, number: int) -> None:
 
 # Each place between two writes at which a process can die; where it says :2, at the second time
 EVERYWHERE = (
-    "begun", "saving", "validating", "recorded:3", "hashing:2", "pruning:2", "recorded:2", "renaming:3",
+    "saving", "validating", "recorded:3", "hashing:2", "pruning:2", "recorded:2", "renaming:3",
     "delivering", "writing", "delivered", "reporting",
 )  # fmt: skip
 
@@ -94,7 +95,9 @@ def kill_at_random(kills: int, made: Config, out: Path, seed: int) -> None:
     chance = random.Random(seed)
     for count in range(kills):
         begin, more, delay = steps_so_far(out), chance.randint(0, 3), chance.uniform(0, 0.06)
-        child = Child(runs.train, made.replace(workers=chance.randrange(3)), out, "", 0.005, log=out.with_suffix(".log"))
+        child = Child(
+            runs.train, made.replace(workers=chance.randrange(3)), out, "", 0.005, log=out.with_suffix(".log")
+        )
         child.wait_for(lambda begin=begin, more=more: steps_so_far(out) > begin + more, 30)
         child.process.join(delay)
         child.kill()
@@ -115,6 +118,12 @@ def test_a_run_killed_between_any_two_writes_ends_the_same(tmp_path: Path, whole
     assert litter(out) == []
 
 
+def test_a_run_killed_before_it_began_can_begin(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
+    """Its config is written, the description of its data is not."""
+    kill_at(("begun", "begun:2"), runs.streamed(), tmp_path / "run")
+    assert outcome(tmp_path / "run") == whole_streamed
+
+
 def test_a_run_killed_at_random_ends_the_same(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
     kill_at_random(3, runs.streamed(), tmp_path / "run", seed=1)
     assert outcome(tmp_path / "run") == whole_streamed
@@ -124,14 +133,13 @@ def test_a_run_killed_at_random_ends_the_same(tmp_path: Path, whole_streamed: di
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
 def test_a_run_killed_twenty_times_ends_the_same(tmp_path: Path, name: Any) -> None:
     made = runs.streamed(steps=40, evaluations=4, optim=Optim(name=name, lr=3e-3, warmup=0.1, weight_decay=0.1))
-    (tmp_path / "whole").mkdir()
     kill_at_random(20, made, tmp_path / "run", seed=2)
     assert outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", range(3))
-@pytest.mark.parametrize("stall", EVERYWHERE)
+@pytest.mark.parametrize("stall", ("begun", *EVERYWHERE))
 def test_killed_at_each_point_by_itself(tmp_path: Path, whole_streamed: dict[str, Any], stall: str, place: int) -> None:
     """At its first, second or third time, where the run has as many."""
     point = stall.partition(":")[0]
@@ -146,7 +154,9 @@ def test_killed_at_each_point_by_itself(tmp_path: Path, whole_streamed: dict[str
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_run_can_be_started_again_at_once(tmp_path: Path, whole_streamed: dict[str, Any], workers: int) -> None:
+def test_a_killed_run_can_be_started_again_at_once(
+    tmp_path: Path, whole_streamed: dict[str, Any], workers: int
+) -> None:
     """Only the process itself is killed: its data workers live on for seconds, and must not keep the folder locked."""
     out = tmp_path / "run"
     child = Child(runs.train, runs.streamed(workers=workers), out, "recorded:5", log=tmp_path / "log")
@@ -275,9 +285,7 @@ def test_metrics_have_each_step_and_each_validation_once_in_order(whole: dict[st
         '{"step": 13, "loss": 1.0}\n\0\0\0\n{"step": 14}',
     ],
 )
-def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(
-    tmp_path: Path, whole: dict[str, Any], end: str
-) -> None:
+def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(tmp_path: Path, whole: dict[str, Any], end: str) -> None:
     stopped_run(runs.config(), tmp_path / "run", 11)  # the newest checkpoint is that of step 9
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(end)

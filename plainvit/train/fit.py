@@ -19,9 +19,11 @@ import torch
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, differences, from_json, to_json
 from plainvit.data.decode import DataError
+from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
+from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.folder import Folder, environment
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set
@@ -52,6 +54,8 @@ def fit(
     An unfinished run of the same config goes on; a config or data that changed since is refused, unless forced.
     search tries the rates of optim.grid on held-out training images first.
     """
+    if not force:
+        _check_data(config)
     splits = open_splits(config)
     config = resolve(config, splits)
     path = Path(out) if out else Path("runs") / default_name(config)
@@ -59,6 +63,18 @@ def fit(
         if search:
             config = _searched(config, folder, quiet)
         return _fit_in(folder, config, splits, force, quiet)
+
+
+def _check_data(config: Config) -> None:
+    """A recipe for one named set is not for another: its steps, rates and sizes were chosen for that one."""
+    if config.recipe not in list_recipes():
+        return
+    meant = recipe(config.recipe).data
+    named = (*SETS, "digits")
+    if meant in named and config.data != meant and (config.data in named or meant == "digits"):
+        others = [name for name in list_recipes() if recipe(name).data == config.data]
+        hint = f"take one for it ({', '.join(others[:4])}) or " if others else ""
+        raise ValueError(f"the recipe {config.recipe} is for {meant}, not for {config.data}: {hint}give --force")
 
 
 def default_name(config: Config) -> str:

@@ -1,0 +1,641 @@
+"""What a run does when something goes wrong: numbers, signals, a second process, the disk, the memory."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+import torch
+from runs import Child, litter, outcome, stalled, status
+from torch import Tensor
+
+from plainvit.cli import main
+from plainvit.config import Config, Optim
+from plainvit.models import build
+from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.folder import metrics
+from plainvit.train import deliver, loop
+from plainvit.train.fit import fit
+from plainvit.train.loop import DivergedError, MemoryShortError, Training, largest_micro_batch
+from plainvit.train.objectives import Classify
+from plainvit.train.optim import Optimizers
+from plainvit.train.replay import replay
+from plainvit.weights import save
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliver, "write_report", runs.quick_report)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of runs.config() when nothing goes wrong."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deliver, "write_report", runs.quick_report)
+        fit(runs.config(), out, quiet=True)
+    return outcome(out)
+
+
+def failed(*words: object, code: int, capsys: Capture) -> str:
+    """The last line on standard error of a command that must end with this exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    errors = capsys.readouterr().err
+    assert caught.value.code == code, errors
+    assert "Traceback" not in errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("plainvit: ")
+    assert errors.count("plainvit: ") == 1
+    return last
+
+
+def newest(out: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    found = Checkpoints(out / "checkpoints", 1).newest()
+    assert found is not None
+    return found
+
+
+# Numbers that are not finite ------------------------------------------------------------------------------------------
+
+BAD = 5  # the step that goes wrong, counted from 1
+NAME = "model.blocks.0.mlp.fc2.weight"
+
+
+def spoil_gradients(monkeypatch: pytest.MonkeyPatch, value: float, at: set[int], name: str = NAME) -> None:
+    """One number of one gradient becomes `value` at some steps, on its way from the loss."""
+    begin = Training.__post_init__
+
+    def begin_spoilt(run: Training) -> None:
+        begin(run)
+
+        def spoil(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            if run.progress.step + 1 in at:
+                gradient.view(-1)[3] = value
+            return gradient
+
+        dict(run.objective.named_parameters())[name].register_hook(spoil)
+
+    monkeypatch.setattr(Training, "__post_init__", begin_spoilt)
+
+
+def watch_states(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[dict[str, str], dict[str, str]]]:
+    """step -> hashes of the weights, averages and optimiser before and after it."""
+    seen: dict[int, tuple[dict[str, str], dict[str, str]]] = {}
+    step = loop.step
+
+    def watched(run: Training, *rest: Any) -> dict[str, Any]:
+        before, number = hashes(run), run.progress.step + 1
+        line = step(run, *rest)
+        seen[number] = before, hashes(run)
+        return line
+
+    monkeypatch.setattr(loop, "step", watched)
+    return seen
+
+
+def hashes(run: Training) -> dict[str, str]:
+    tensors = run.tensors()
+    return {
+        part: tensor_hash({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
+        for part in ("model.", "average.", "optimizer.")
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, value: float
+) -> None:
+    spoil_gradients(monkeypatch, value, {BAD})
+    seen = watch_states(monkeypatch)
+    fit(runs.config(steps=8, optim=Optim(name=name, lr=1e-2, weight_decay=0.1)), tmp_path, quiet=True)
+    for number, (before, after) in seen.items():
+        assert (before == after) == (number == BAD), f"step {number}"
+        assert number == BAD or all(before[part] != after[part] for part in before)
+    lines = [line for line in metrics(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines if line.get("skipped")] == [BAD]
+    assert lines[BAD - 1]["norm"] is None
+    assert json.loads((tmp_path / "results.json").read_text())["skipped_steps"] == 1
+
+
+def test_a_bad_micro_batch_spoils_its_whole_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_gradients(monkeypatch, float("nan"), {BAD})
+    seen = watch_states(monkeypatch)
+    fit(runs.config(micro_batch=4), tmp_path, quiet=True)
+    assert [number for number, (before, after) in seen.items() if before == after] == [BAD]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_capture_names_what_was_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float) -> None:
+    """That gradient alone, although clipping by a norm of NaN spreads it over all."""
+    spoil_gradients(monkeypatch, float("nan"), {BAD})
+    seen = watch_states(monkeypatch)
+    fit(runs.config(optim=Optim(lr=1e-2, clip=clip)), tmp_path, quiet=True)
+    tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD - 1)
+    assert state["gradients"] == [NAME]
+    assert state["norm"] == "nan"
+    assert len(state["images"]) == 16
+    assert tensor_hash(tensors) == seen[BAD][0]["model."]
+
+
+def test_a_run_with_a_bad_step_goes_on_after_a_stop_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_gradients(monkeypatch, float("nan"), {3, 8})
+    fit(runs.config(), tmp_path / "whole", quiet=True)
+    step = loop.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 9 else step(run, *rest))
+        with pytest.raises(ZeroDivisionError):
+            fit(runs.config(), tmp_path / "run", quiet=True)
+    fit(runs.config(), tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run")["results"]["skipped_steps"] == 2
+    assert Checkpoints(tmp_path / "run" / "captures", 1).steps() == [2, 7]
+
+
+@pytest.mark.parametrize("bad_steps", [0, 2])
+def test_too_many_bad_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_steps: int) -> None:
+    spoil_gradients(monkeypatch, float("nan"), {5, 6, 9})
+    last = 5 if bad_steps == 0 else 9
+    with pytest.raises(DivergedError, match=f"step {last}"):
+        fit(runs.config(bad_steps=bad_steps), tmp_path, quiet=True)
+    said = status(tmp_path)
+    assert (said["state"], said["exit_code"], said["step"]) == ("diverged", 4, last - 1)
+    tensors, state = newest(tmp_path)
+    assert state["step"] == {5: 4, 9: 8}[last]
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    assert len(Checkpoints(tmp_path / "captures", 1).steps()) == bad_steps + 1
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_as_many_bad_steps_as_are_allowed_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_gradients(monkeypatch, float("nan"), {5, 6, 9})
+    fit(runs.config(bad_steps=3), tmp_path, quiet=True)
+    assert status(tmp_path)["state"] == "done"
+
+
+# A weight of 3e38 is finite, and its products are not
+def explosive(folder: Path) -> Path:
+    """Weights whose first layer of the MLP overflows."""
+    model = build(runs.MODEL.replace(classes=10))
+    model.initialise(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight[0] = 3e38
+    save(model, folder / "explosive.safetensors")
+    return folder / "explosive.safetensors"
+
+
+@pytest.fixture
+def diverged(tmp_path: Path, capsys: Capture) -> tuple[Path, str]:
+    """The folder of a run whose every step overflows, and the last words of its command."""
+    made = runs.config(model=None, init=str(explosive(tmp_path)), head="keep", bad_steps=2)
+    recipe = runs.recipe_file(tmp_path, made)
+    return tmp_path / "run", failed("train", recipe, "--out", tmp_path / "run", code=4, capsys=capsys)
+
+
+def test_a_diverged_command_says_so_and_where_to_look(diverged: tuple[Path, str]) -> None:
+    out, line = diverged
+    assert "3 steps were not finite" in line
+    assert f"plainvit replay {out}" in line
+    assert status(out)["state"] == "diverged"
+    assert status(out)["exit_code"] == 4
+
+
+def test_replay_finds_the_first_module_that_overflows(diverged: tuple[Path, str]) -> None:
+    out, _ = diverged
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    found = replay(out)
+    assert found["step"] == 3
+    assert found["modules_not_finite"][0] == "blocks.0.mlp.fc1"
+    assert "blocks.0.attention.qkv" not in found["modules_not_finite"]
+    assert "model.head.bias" in found["gradients_not_finite"]
+    assert found["loss"] != found["loss"]
+    assert len(found["images"]) == 16
+    assert found["images"][0].startswith("digits-")
+    assert replay(out, step=1)["modules_not_finite"][0] == "blocks.0.mlp.fc1"
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_replay_on_the_command_line(diverged: tuple[Path, str], capsys: Capture) -> None:
+    out, _ = diverged
+    main(["replay", str(out)])
+    shown = capsys.readouterr().out
+    assert "step 3, 16 images" in shown
+    assert "blocks.0.mlp.fc1 (first of" in shown
+
+
+def refuse_constant(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_replay_prints_json_that_others_can_read(diverged: tuple[Path, str], capsys: Capture) -> None:
+    out, _ = diverged
+    main(["replay", str(out), "--json", "--step", "2"])
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    assert found["step"] == 2
+    assert found["modules_not_finite"][0] == "blocks.0.mlp.fc1"
+    assert found["loss"] is None or found["loss"] == "nan"
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}])
+def test_replay_makes_a_sound_step_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The step after a checkpoint, with the loss and the norm that the metrics have of it, bit for bit."""
+    out = tmp_path / "run"
+    fit(runs.config(keep=9, **changes), out, quiet=True)
+    lines = {line["step"]: line for line in metrics(out) if "loss" in line}
+    for step in (4, 5, 7, 10):
+        found = replay(out, step=step)
+        assert (found["loss"], found["norm"]) == (lines[step]["loss"], lines[step]["norm"])
+        assert found["modules_not_finite"] == found["gradients_not_finite"] == []
+
+
+def test_replay_of_what_is_not_kept_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    fit(runs.config(), tmp_path / "run", quiet=True)
+    assert "captured" in failed("replay", tmp_path / "run", code=2, capsys=capsys)
+    line = failed("replay", tmp_path / "run", "--step", 2, code=2, capsys=capsys)
+    assert "no step 2" in line
+    assert "13" in line
+    assert "no run folder" in failed("replay", tmp_path / "absent", code=2, capsys=capsys)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_captured_step_can_be_looked_into_while_the_run_goes_on(tmp_path: Path, capsys: Capture) -> None:
+    """As the run itself proposes when it skips a step."""
+    out = tmp_path / "run"
+    child = Child(runs.train, runs.config(), out, "recorded:6", log=tmp_path / "log")
+    with stalled(child, out):
+        main(["replay", str(out), "--step", "5", "--json"])
+        child.kill()
+    assert json.loads(capsys.readouterr().out)["step"] == 5
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+signals = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+
+
+def command(tmp_path: Path, made: Config, *words: str, stall: str = "", pace: float = 0.0) -> Child:
+    """`plainvit train` of this config, in a child."""
+    recipe = runs.recipe_file(tmp_path, made)
+    return Child(runs.command, ("train", recipe, *words), tmp_path / "run", stall, pace, log=tmp_path / "log")
+
+
+def stopped_in_its_course(child: Child, out: Path, send: Callable[[int], None], number: int) -> int:
+    """The exit code after a signal in the middle of the run."""
+    child.wait_for(lambda: sum("loss" in line for line in metrics(out)) >= 5)
+    send(number)
+    return child.wait(30)
+
+
+@signals
+def test_a_signal_saves_and_stops_and_the_run_goes_on(
+    tmp_path: Path, whole: dict[str, Any], number: int, code: int
+) -> None:
+    out = tmp_path / "run"
+    child = command(tmp_path, runs.config(save_every=0, evaluations=1), pace=0.03)
+    assert stopped_in_its_course(child, out, child.send, number) == code, child.said
+    said = status(out)
+    assert (said["state"], said["exit_code"]) == ("interrupted", code)
+    assert 5 <= said["step"] < 12
+    assert newest(out)[1]["step"] == said["step"]
+    last = child.said.splitlines()[-1]
+    assert last.startswith(f"plainvit: {signal.Signals(number).name}: saved at step {said['step']}")
+    made = runs.config(save_every=0, evaluations=1, recipe=f"{tmp_path / 'mine.py'}:recipe")
+    fit(made, out, quiet=True)
+    for part in ("model.", "average.", "optimizer."):
+        assert outcome(out)[part] == whole[part]
+    assert [line["step"] for line in metrics(out) if "loss" in line] == list(range(1, 13))
+
+
+@signals
+def test_a_signal_to_the_data_workers_too(tmp_path: Path, number: int, code: int) -> None:
+    """As a terminal sends it to all processes of a job."""
+    out, made = tmp_path / "run", runs.streamed(workers=2)
+    child = command(tmp_path, made, pace=0.03)
+    assert stopped_in_its_course(child, out, lambda n: os.killpg(child.process.pid or 0, n), number) == code, child.said
+    assert status(out)["state"] == "interrupted"
+    assert "Traceback" not in child.said
+    made = made.replace(recipe=f"{tmp_path / 'mine.py'}:recipe")
+    fit(made, out, quiet=True)
+    fit(made, tmp_path / "whole", quiet=True)
+    assert outcome(out) == outcome(tmp_path / "whole")
+
+
+@signals
+def test_a_second_signal_ends_at_once(tmp_path: Path, whole: dict[str, Any], number: int, code: int) -> None:
+    """In the middle of a step that never ends: nothing more is saved, and what was saved is whole."""
+    out = tmp_path / "run"
+    child = Child(runs.train, runs.config(), out, "recorded:8", log=tmp_path / "log")
+    with stalled(child, out):
+        child.send(number)
+        child.process.join(0.3)
+        assert child.process.is_alive()
+        child.send(number)
+        assert child.wait(10) == code
+    assert newest(out)[1]["step"] == 6
+    fit(runs.config(), out, quiet=True)
+    assert outcome(out) == whole
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    child = command(tmp_path, runs.config(steps=2, evaluations=1, holdout=0.0), pace=0.4)
+    child.wait_for(lambda: any(line["step"] == 1 for line in metrics(out)))
+    child.send(signal.SIGTERM)
+    code = child.wait()
+    assert (code, status(out)["state"]) in {(0, "done"), (143, "interrupted")}
+
+
+@pytest.mark.parametrize("stall", ["delivering", "reporting"])
+def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: dict[str, Any], stall: str) -> None:
+    out = tmp_path / "run"
+    child = command(tmp_path, runs.config(), stall=stall)
+    with stalled(child, out):
+        child.send(signal.SIGINT)
+        assert child.wait(10) == 130
+    assert "Traceback" not in child.said
+    said = status(out)
+    assert (said["state"], said["exit_code"]) == ("interrupted", 130)
+    fit(runs.config(recipe=f"{tmp_path / 'mine.py'}:recipe"), out, quiet=True)
+    assert outcome(out) == whole
+
+
+# Two processes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
+    out = tmp_path / "run"
+    child = command(tmp_path, runs.config(), pace=0.05)
+    child.wait_for(lambda: any(metrics(out)))
+    line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=2, capsys=capsys)
+    assert str(out) in line
+    assert child.process.is_alive()
+    assert child.wait() == 0, child.said
+    assert outcome(out) == whole
+
+
+def test_a_folder_is_free_after_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(runs.config(), tmp_path / "run", quiet=True)
+    fit(runs.config(), tmp_path / "run", quiet=True)
+
+
+# The disk -------------------------------------------------------------------------------------------------------------
+
+
+def limit_files(bytes_: int, step: int) -> None:
+    """From that step on no file of this process may grow larger."""
+    original = loop.step
+
+    def limited(run: Training, *rest: Any) -> dict[str, Any]:
+        if run.progress.step + 1 == step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return original(run, *rest)
+
+    loop.step = limited
+
+
+def limited_command(words: tuple[str, ...], out: Path, bytes_: int, step: int) -> None:
+    limit_files(bytes_, step)
+    runs.command(words, out)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_5(tmp_path: Path, whole: dict[str, Any]) -> None:
+    out, recipe = tmp_path / "run", runs.recipe_file(tmp_path, runs.config())
+    child = Child(limited_command, ("train", recipe), out, 30_000, 7, log=tmp_path / "log")
+    assert child.wait() == 5, child.said
+    last = child.said.splitlines()[-1]
+    assert last.startswith("plainvit: cannot save the checkpoint of step 8")
+    assert str(out) in last
+    assert "Traceback" not in child.said
+    assert (status(out)["state"], status(out)["exit_code"]) == ("failed", 5)
+    assert newest(out)[1]["step"] == 6
+    fit(runs.config(recipe=recipe), out, quiet=True)
+    assert outcome(out) == whole
+    assert litter(out) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB, where the test may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all that is left."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+    return filler
+
+
+@pytest.mark.parametrize("step", [1, 5, 7, 12])
+def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
+    small_disk: Path, tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int, capsys: Capture
+) -> None:
+    out, recipe = small_disk / "run", runs.recipe_file(tmp_path, runs.config())
+    original = loop.step
+
+    def filling(run: Training, *rest: Any) -> dict[str, Any]:
+        if run.progress.step + 1 == step:
+            fill(small_disk)
+        return original(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", filling)
+        line = failed("train", recipe, "--out", out, code=5, capsys=capsys)
+    assert str(out) in line
+    assert "No space left" in line
+    (small_disk / "filler").unlink()
+    assert step == 1 or newest(out)[1]["step"] == max(saved for saved in (0, 3, 4, 6, 8, 9) if saved < step)
+    fit(runs.config(recipe=recipe), out, quiet=True)
+    assert outcome(out) == whole
+    assert litter(out) == []
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk: Path, capsys: Capture) -> None:
+    fill(small_disk)
+    line = failed("train", "digits", "--steps", 2, "--out", small_disk / "run", code=5, capsys=capsys)
+    assert str(small_disk) in line
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "file/below/deeper"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: Capture, where: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    line = failed("train", "digits", "--steps", 2, "--out", tmp_path / where, code=5, capsys=capsys)
+    assert str(tmp_path / where) in line
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_disk_that_is_read_only(small_disk: Path, capsys: Capture) -> None:
+    (small_disk / "run").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for out in (small_disk / "run", small_disk / "new"):
+        line = failed("train", "digits", "--steps", 2, "--out", out, code=5, capsys=capsys)
+        assert "Read-only" in line
+        assert str(out) in line
+
+
+# The memory -----------------------------------------------------------------------------------------------------------
+
+
+def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, since: int = 1) -> None:
+    """More than `most` images at once are too many, from a step on."""
+    forward, calls = Classify.forward, [0]
+
+    def short(self: Classify, images: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        if len(images) > most and calls[0] >= since:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
+        return forward(self, images, *rest)
+
+    monkeypatch.setattr(Classify, "forward", short)
+
+
+def offered(line: str) -> int:
+    """The micro-batch that an error proposes."""
+    words = line.split()
+    return int(words[words.index("--micro-batch") + 1])
+
+
+@pytest.mark.parametrize(("micro_batch", "most"), [(8, 4), (16, 8), (8, 2), (16, 1)])
+def test_too_large_a_micro_batch_is_refused_with_one_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, micro_batch: int, most: int
+) -> None:
+    little_memory(monkeypatch, most)
+    words = ("train", runs.recipe_file(tmp_path, runs.config()), "--out", tmp_path / "run", "--micro-batch")
+    line = failed(*words, micro_batch, code=5, capsys=capsys)
+    assert f"{micro_batch} images" in line
+    main([*map(str, words), str(offered(line)), "--force"])  # what is said to fit does
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+def test_memory_that_runs_out_later_leaves_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Any], capsys: Capture
+) -> None:
+    recipe = runs.recipe_file(tmp_path, runs.config())
+    with monkeypatch.context() as patch:
+        little_memory(patch, 8, since=8)
+        line = failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
+    assert "step 8" in line
+    assert "checkpoint of step 6 is intact" in line
+    assert newest(tmp_path / "run")[1]["step"] == 6
+    fit(runs.config(recipe=recipe), tmp_path / "run", quiet=True)
+    assert outcome(tmp_path / "run") == whole
+
+
+def raise_out_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
+
+
+def test_memory_that_runs_out_in_the_optimiser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Adam's two moments are made at the first update."""
+    monkeypatch.setattr(Optimizers, "step", raise_out_of_memory)
+    recipe = runs.recipe_file(tmp_path, runs.config())
+    assert "memory" in failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
+
+
+def test_memory_that_runs_out_in_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("plainvit.train.fit.classify", raise_out_of_memory)
+    recipe = runs.recipe_file(tmp_path, runs.config())
+    assert "memory" in failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
+    assert newest(tmp_path / "run")[1]["step"] == 3
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(Classify, "forward", broken)
+    with pytest.raises(RuntimeError, match="mat1"):
+        fit(runs.config(), tmp_path / "run", quiet=True)
+
+
+def test_a_budget_of_time_is_measured_with_the_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    little_memory(monkeypatch, 4)
+    fit(runs.config(micro_batch=4, hours=1.0), tmp_path / "run", quiet=True)
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+class OnDevice:
+    """What stands for a batch on a GPU."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device = size, torch.device("cuda")
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> "OnDevice":
+        return OnDevice(min(part.stop, self.size))
+
+
+def device_run(most: int, tried: list[int]) -> Any:
+    """A run on a device that takes `most` images at once."""
+
+    def objective(images: OnDevice) -> tuple[Any, None]:
+        tried.append(len(images))
+        if len(images) > most:
+            raise torch.OutOfMemoryError("out of memory")
+        return SimpleNamespace(backward=lambda: None), None
+
+    nothing = SimpleNamespace(zero=lambda: None)
+    checkpoints = SimpleNamespace(steps=lambda: [])
+    progress = loop.Progress()
+    return SimpleNamespace(
+        cast=nullcontext, objective=objective, optimizers=nothing, checkpoints=checkpoints, progress=progress
+    )
+
+
+@pytest.mark.parametrize(("batch", "most", "found"), [(64, 64, 64), (64, 63, 32), (64, 5, 4), (64, 1, 1), (1, 1, 1)])
+def test_the_largest_micro_batch_is_found_by_halving(batch: int, most: int, found: int) -> None:
+    tried: list[int] = []
+    assert largest_micro_batch(device_run(most, tried), (OnDevice(batch),)) == found  # pyright: ignore
+    assert tried[0] == batch
+    assert tried == sorted(tried, reverse=True)
+
+
+def test_a_device_too_small_for_one_image_is_told_of() -> None:
+    with pytest.raises(MemoryShortError, match="one image"):
+        largest_micro_batch(device_run(0, []), (OnDevice(8),))  # pyright: ignore
+
+
+@pytest.mark.parametrize(("batch", "most"), [(64, 5), (18, 5), (100, 30), (30, 8), (9, 4)])
+def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, most: int) -> None:
+    error = loop._short_of_memory(device_run(most, []), (OnDevice(batch),), batch)  # pyright: ignore
+    size = offered(str(error))
+    assert 1 <= size <= most
+    assert Config(batch=batch, micro_batch=size).micro_batch == size
