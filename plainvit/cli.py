@@ -223,6 +223,8 @@ class Train:
     out: Path | None = None  # the run folder; runs/RECIPE-HASH where not given
     search: bool = False  # first try the rates of optim.grid on held-out training images
     force: bool = False  # go on although the config or the data changed since the run began
+    devices: int = 1  # processes on this machine, one a device; on several machines start it with torchrun
+    restarts: int = 0  # how often --devices starts the processes again when one of them dies
     json: bool = False  # print the results as JSON at the end
 
 
@@ -241,9 +243,15 @@ class Doctor(Train):
 
 
 def _train(command: Train) -> None:
+    if command.devices > 1 and "RANK" not in os.environ:
+        from plainvit.runtime.distributed import launch
+
+        sys.exit(launch(sys.argv[1:], command.devices, command.restarts, command.config.device))
     from plainvit.train.fit import fit
 
     run = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all
+        return
     if command.json:
         print(_json.dumps({"folder": str(run.folder), **run.numbers}, indent=2))
         return
@@ -345,6 +353,8 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, OSError) as error:
+        if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
+            sys.exit(getattr(error, "exit_code", 2))  # the first of several processes says it
         _fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)

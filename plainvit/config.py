@@ -385,10 +385,17 @@ class Config(Checked):
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
     workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each
+    recompute: bool = False  # blocks run again in the backward pass, which saves memory and costs a third more
+    sharded: bool = False  # under fsdp each process saves its own part of a checkpoint, in place of the first all
+    timeout: float = 300.0  # seconds that a process waits for the others before it gives up
 
     # What may change between start and resume without changing the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
-        {"data_root", "hours", "save_every", "keep", "device", "compile", "workers", "track"}
+        {
+            *("data_root", "hours", "save_every", "keep", "device", "compile", "workers", "track"),
+            *("parallel", "recompute", "sharded", "timeout"),
+        }
     )
 
     def __post_init__(self) -> None:
@@ -401,8 +408,8 @@ class Config(Checked):
         for name in ("epochs", "hours"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.workers < -1 or self.temperature <= 0:
-            raise ValueError("workers is a number of processes, or -1 for as many as cores; temperature is above 0")
+        if self.workers < -1 or self.temperature <= 0 or self.timeout <= 0:
+            raise ValueError("workers is a number of processes, or -1; temperature and timeout are above 0")
         if self.micro_batch and self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
             raise ValueError(f"a batch of {self.batch} is not divisible by micro_batch {self.micro_batch}; try {near}")

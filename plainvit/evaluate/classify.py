@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from plainvit.config import Preprocess
+from plainvit.data.decode import DataError
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
+from plainvit.runtime.distributed import World
 
 MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
 CACHE_BYTES = 2 * 10**9  # prepared images of a validation set that are kept between evaluations
@@ -76,43 +78,75 @@ class Prepared:
     """A source as its model evaluates it; prepared once where it is small enough to keep."""
 
     def __init__(
-        self, source: Source, size: tuple[int, int], preprocess: Preprocess, *, batch: int, workers: int, device: str
+        self,
+        source: Source,
+        size: tuple[int, int],
+        preprocess: Preprocess,
+        *,
+        batch: int = 256,
+        workers: int = 0,
+        world: World | None = None,
     ) -> None:
-        self.source, self.classes = source, len(source.classes)
+        self.source, self.size, self.world, self.batch = source, size, world or World(), batch
         self._how: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
-        self._device, self._small = device, len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
+        self._small = len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
         self._kept: list[Batch] | None = None
 
+    @property
+    def rounds(self) -> int:
+        """Batches of the process that has the most: the others join in with empty ones, as sharded models need."""
+        return math.ceil(math.ceil(len(self.source) / self.world.size) / self.batch)
+
     def batches(self) -> Iterable[Batch]:
+        """This process's part of the images."""
         if self._kept is not None:
             return self._kept
-        made = evaluation_batches(self.source, device=self._device, **self._how)
+        world = self.world
+        made = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._how)
         if self._small:
             self._kept = list(made)
             return self._kept
         return made
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def classify(model: nn.Module, prepared: Prepared, precision: torch.dtype = torch.float32) -> Result:
-    """Runs the model over every image; it is put back into the mode it was in."""
+    """Runs the model over every image, shared by all processes; it is put back into the mode it was in."""
+    world, classes = prepared.world, len(prepared.source.classes)
     training = model.training
     model.eval()
-    columns: list[tuple[np.ndarray, ...]] = []
-    unreadable = 0
+    rows = [torch.zeros(0, COLUMNS + min(5, classes), dtype=torch.float64)]
+    unreadable, rounds = 0, 0
     for batch in prepared.batches():
-        device = batch.images.device.type
-        with torch.autocast(device, precision, enabled=precision is not torch.float32):
-            logits = model(batch.images)
-        log_probability = F.log_softmax(logits.float(), -1)
-        best = log_probability.topk(min(5, log_probability.shape[1]))
-        nll = F.nll_loss(log_probability, batch.labels, reduction="none")
-        good = ~np.isin(batch.index, [index for index, _ in batch.bad])
+        rows.append(_scored(_logits(model, batch.images, precision), batch))
         unreadable += len(batch.bad)
-        found = batch.labels, best.indices, best.values[:, 0].exp(), nll
-        columns.append((*(x.cpu().numpy()[good] for x in found), batch.index[good]))
+        rounds += 1
+    for _ in range(prepared.rounds - rounds):
+        _logits(model, torch.zeros(1, 3, *prepared.size, device=world.device), precision)
     model.train(training)
-    labels, guesses, probabilities, nll, index = (np.concatenate(column) for column in zip(*columns, strict=True))
-    if not len(labels):
-        raise ValueError(f"no image of the {prepared.source.split} split can be read")
-    return Result(labels, guesses, probabilities, nll, index, prepared.classes, unreadable)
+    found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
+    unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
+    if not len(found):
+        raise DataError(f"no image of the {prepared.source.split} split can be read")
+    found = found[np.argsort(found[:, 0])]
+    index, labels, guesses = (found[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
+    return Result(labels, guesses, found[:, 2], found[:, 3], index, classes, unreadable)
+
+
+COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; the guesses follow
+
+
+def _logits(model: nn.Module, images: Tensor, precision: torch.dtype) -> Tensor:
+    with torch.autocast(images.device.type, precision, enabled=precision is not torch.float32):
+        return model(images).float()
+
+
+def _scored(logits: Tensor, batch: Batch) -> Tensor:
+    """A row for each image that could be read."""
+    log_probability = F.log_softmax(logits.double(), -1)
+    best = log_probability.topk(min(5, logits.shape[1]))
+    nll = F.nll_loss(log_probability, batch.labels, reduction="none")
+    index = torch.from_numpy(batch.index).to(logits.device)
+    columns = torch.stack((index.double(), batch.labels.double(), best.values[:, 0].exp(), nll), 1)
+    good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+    return torch.cat((columns, best.indices.double()), 1).cpu()[good]

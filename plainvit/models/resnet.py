@@ -13,6 +13,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from plainvit import device
 from plainvit.config import About, ResNetConfig
@@ -95,7 +96,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, False  # stages again in the backward pass
         c = 64 * config.widen
         self.root = StdConv(config, config.channels, c, 7, 2)
         self.root_norm = None if config.preactivation else group_norm(config, c)
@@ -113,8 +114,9 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor, trace: Trace | None = None) -> Tensor:
         x = note(trace, "root", self.pool_root(self.root(x)))  # [B, 64 * widen, H/4, W/4]
+        again = self.recompute and trace is None and torch.is_grad_enabled()
         for number, stage in enumerate(self.stages, 1):
-            x = note(trace, f"stage{number}", stage(x))
+            x = checkpoint(stage, x, use_reentrant=False) if again else note(trace, f"stage{number}", stage(x))
         return x if self.norm is None else F.relu(self.norm(x))
 
     def pool_root(self, x: Tensor) -> Tensor:

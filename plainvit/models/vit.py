@@ -17,6 +17,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from plainvit import device
 from plainvit.config import About, ViTConfig
@@ -238,11 +239,13 @@ class AttentionPool(nn.Module):
 class ViT(nn.Module):
     """Images to logits. `encode` gives the tokens, `features` the representation that the last layer reads."""
 
+    recompute: bool
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         device.choose_attention_backend()
         self._cpu_bf16_refused = device.cpu_bf16_refused()
-        self.config, self.about = config, About()
+        self.config, self.about, self.recompute = config, About(), False  # blocks again in the backward pass
         D, layers = config.width, config.depth * (2 if config.axial else 1)
         self.normalise = Normalise(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
@@ -322,6 +325,8 @@ class ViT(nn.Module):
     def run_block(self, x: Tensor, layer: int, trace: Trace | None = None) -> Tensor:
         if self.config.posemb_at != "stem":  # Table 8's other columns: one table per layer, or one for all
             x = self.positions[layer if self.config.posemb_at == "every" else 0](x)
+        if self.recompute and trace is None and torch.is_grad_enabled():
+            return checkpoint(self.blocks[layer], x, use_reentrant=False)
         return self.blocks[layer](x, trace)
 
     def represent(self, x: Tensor, trace: Trace | None = None) -> Tensor:

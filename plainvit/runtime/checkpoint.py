@@ -1,10 +1,12 @@
 """The state of a run on disk: whole or absent, hashed, the newest valid one taken.
 
     checkpoints/step-00000500/tensors.safetensors      weights, averaged weights, optimiser
-    checkpoints/step-00000500/state.json               step, hash of the tensors, what the loop must remember
+    checkpoints/step-00000500/state.json               step, hashes, what the loop must remember
 
 Saving copies the tensors and returns; a thread writes them beside, syncs them and renames the folder. A folder with
-a name is therefore complete, and the hash tells whether it still is.
+a name is therefore complete, and the hashes tell whether it still is. Where each of n processes saves its own rows
+there are n files, tensors-00000-of-0000n.safetensors, and state.json says which rows each has: they are read as
+whole tensors again, by any number of processes.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,29 +27,39 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from plainvit.disk import DiskError, read_json, sync_folder
+from plainvit.disk import DiskError, read_json, sync_folder, write_atomically
+from plainvit.runtime.distributed import World
+from plainvit.runtime.sharding import part, whole
 
 log = logging.getLogger("plainvit")
+PATIENCE = 600.0  # seconds that the first process waits for the others' parts
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
 class Checkpoints:
     """The checkpoints of one run: the newest `keep` and the best."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, world: World | None = None, *, sharded: bool = False) -> None:
+        self.folder, self.keep, self.world, self.sharded = folder, keep, world or World(), sharded
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], best: int | None = None) -> None:
         """Copies now, writes in the background; waits only for the save before it. An earlier failure is raised.
 
-        `best` is a step whose checkpoint is kept although it is old.
+        `best` is a step whose checkpoint is kept although it is old. All processes must call this.
         """
         self.wait()
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        state = {"step": step, **state}
-        self._thread = threading.Thread(target=self._write, args=(step, copies, state, best), name="checkpoint")
+        copies: dict[str, Tensor] = {}
+        rows: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            mine, start = part(tensor.detach()) if self.sharded else (whole(tensor.detach()), 0)
+            if self.world.first or (self.sharded and start):  # what every process has, the first one saves
+                copies[name], rows[name] = mine.to("cpu", copy=True).contiguous(), start
+        if not self.world.first and not self.sharded:
+            return
+        arguments = (step, copies, rows, {"step": step, **state}, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -58,28 +71,59 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], best: int | None) -> None:
-        beside = self.folder / f".tmp-{step:08d}"
+    def _write(
+        self, step: int, tensors: dict[str, Tensor], rows: dict[str, int], state: dict[str, Any], best: int | None
+    ) -> None:
+        beside = self.folder / f".tmp-{step:08d}-{self.world.launch or 'alone'}"
         try:
             self.folder.mkdir(exist_ok=True)
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir()
-            safetensors.torch.save_file(tensors, beside / TENSORS)
-            state["tensors"] = file_hash(beside / TENSORS)
-            (beside / STATE).write_text(json.dumps(state | {"sha256": _state_hash(state)}, indent=1))
-            for name in (TENSORS, STATE):
-                with (beside / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(beside)
-            target = self.folder / f"step-{step:08d}"
-            shutil.rmtree(target, ignore_errors=True)  # a damaged one of the same step
-            beside.rename(target)
-            sync_folder(self.folder)
+            beside.mkdir(exist_ok=True)
+            name = TENSORS
+            if self.sharded:
+                name = f"tensors-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+            safetensors.torch.save_file(tensors, beside / name)
+            _sync(beside / name)
+            said = {"file": name, "sha256": file_hash(beside / name), "rows": rows}
+            if not self.world.first:
+                write_atomically(beside / f"{name}.json", lambda path: path.write_text(json.dumps(said)))
+                return
+            everyone = [said, *self._others(beside)]
+            state["files"] = {one["file"]: one["sha256"] for one in everyone}
+            if self.sharded:
+                state["rows"] = {one["file"]: one["rows"] for one in everyone}
+            (beside / STATE).write_text(json.dumps(state | {"sha256": _state_hash(state)}))
+            _sync(beside / STATE)
+            self._put(beside, self.folder / f"step-{step:08d}")
             self._prune(best)
         except Exception as error:  # raised in the main thread, by the next save
             shutil.rmtree(beside, ignore_errors=True)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self._failure = DiskError(f"cannot save the checkpoint of step {step} in {self.folder}: {reason}")
+
+    def _others(self, beside: Path) -> list[dict[str, Any]]:
+        """What the other processes say of their files, once all have said it."""
+        found: list[dict[str, Any]] = []
+        for rank in range(1, self.world.size if self.sharded else 1):
+            note = beside / f"tensors-{rank:05d}-of-{self.world.size:05d}.safetensors.json"
+            deadline = time.monotonic() + PATIENCE
+            while not note.is_file():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} did not write its part in {PATIENCE:.0f} s")
+                time.sleep(0.05)
+            found.append(read_json(note))
+            note.unlink()
+        return found
+
+    def _put(self, beside: Path, target: Path) -> None:
+        """Under its name, at once; an older one of the same step, which would be damaged, makes room for it."""
+        sync_folder(beside)
+        old = target.with_name(f".tmp-old-{target.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        beside.rename(target)
+        sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _prune(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep]:
@@ -95,7 +139,8 @@ class Checkpoints:
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint; damaged ones are told of and passed over."""
-        self._sweep()
+        if self.world.first:
+            self._sweep()
         for step in reversed(self.steps()):
             try:
                 return self.read(step)
@@ -104,15 +149,17 @@ class Checkpoints:
         return None
 
     def read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """One checkpoint, checked against its hash."""
+        """One checkpoint, checked against its hashes; tensors are whole, however many processes saved them."""
         folder = self.folder / f"step-{step:08d}"
-        state = read_json(folder / STATE)
         try:
-            sound = state.pop("sha256", "") == _state_hash(state) and state["tensors"] == file_hash(folder / TENSORS)
-            if not sound or state["step"] != step:
-                raise ValueError(f"the checkpoint {folder} is damaged: its hash is not that of its contents")
-            return safetensors.torch.load_file(folder / TENSORS), state
-        except (OSError, SafetensorError) as error:
+            state = read_json(folder / STATE)
+            if state.pop("sha256", "") != _state_hash(state) or state["step"] != step:
+                raise ValueError("its state is not what was written")
+            for name, digest in state["files"].items():
+                if file_hash(folder / name) != digest:
+                    raise ValueError(f"{name} is not what was written")
+            return _joined(folder, state), state
+        except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
 
     def _sweep(self) -> None:
@@ -120,6 +167,24 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             for left in self.folder.glob(".tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _joined(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole tensors from the rows in each file."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for name in state["files"]:
+        starts = state.get("rows", {}).get(name, {})
+        for key, tensor in safetensors.torch.load_file(folder / name).items():
+            pieces.setdefault(key, []).append((starts.get(key, 0), tensor))
+    return {
+        key: found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in sorted(found, key=lambda one: one[0])])
+        for key, found in pieces.items()
+    }
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _state_hash(state: dict[str, Any]) -> str:

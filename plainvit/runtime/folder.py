@@ -25,23 +25,30 @@ from plainvit.disk import DiskError, read_json, write_atomically
 
 
 class Folder:
-    """One run's folder, locked while it is open."""
+    """One run's folder, locked while it is open. Of several processes only the first writes into it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
+        self._metrics, self._lock = None, None
+        if writes:
+            self._own()
+
+    def _own(self) -> None:
+        path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
         except OSError as error:
             raise DiskError(f"cannot write into {path}: {error.strerror}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(
+                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # not inherited by data workers, which may outlive us
         except OSError as error:
             self._lock.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
             raise ValueError(f"another process is training in {path}: wait for it, or give another --out") from error
-        self._metrics = None
 
     def __enter__(self) -> Self:
         return self
@@ -49,9 +56,12 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         if self._metrics:
             self._metrics.close()
-        self._lock.close()  # lets go of the lock
+        if self._lock:
+            self._lock.close()  # lets go of the lock
 
     def write(self, name: str, value: Any) -> None:
+        if not self.writes:
+            return
         text = _json(_finite(value)) + "\n"
         write_atomically(self.path / name, lambda beside: beside.write_text(text, encoding="utf-8"))
 
@@ -65,6 +75,8 @@ class Folder:
 
     def record(self, line: dict[str, Any]) -> None:
         """One line of metrics. It is in the system's hands at once, so that killing the process cannot lose it."""
+        if not self.writes:
+            return
         try:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
@@ -75,6 +87,8 @@ class Folder:
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps after this one, and a line that was cut off."""
+        if not self.writes:
+            return
         kept = [json.dumps(line) for line in metrics(self.path) if line["step"] <= step]
         text = "".join(f"{line}\n" for line in kept)
         write_atomically(self.path / "metrics.jsonl", lambda beside: beside.write_text(text, encoding="utf-8"))

@@ -11,6 +11,8 @@ from plainvit.data.sources import Source
 from plainvit.data.transforms import resized
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.models import ResNet, ViT, build
+from plainvit.runtime.distributed import World
+from plainvit.runtime.sharding import whole
 from plainvit.train.loop import Training, averaged
 from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.splits import Splits
@@ -21,29 +23,31 @@ SAMPLES = 48  # predictions shown in the report
 
 def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json and report.html; may be done again, with the same result."""
-    model = chosen_model(run)
-    save(model, run.folder.path / "model.safetensors")
+    model, first = chosen_model(run), run.world.first
+    if first:
+        save(model, run.folder.path / "model.safetensors")
     numbers: dict[str, Any] = {}
     samples: list[Sample] = []
     for name, source in (("val", splits.val), ("test", splits.test)):
         if source:
-            result = classify(model, evaluation_set(run.config, source, str(run.loader.device)), run.dtype)
+            result = classify(model, evaluation_set(run.config, source, run.world), run.dtype)
             numbers[name] = result.summary()
-            samples = choose_samples(result, source)
+            samples = choose_samples(result, source) if first else []
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
     run.folder.write("results.json", numbers)
     run.folder.say("done", run.progress.step, run.steps)
-    write_report(run.folder.path, samples)
+    if first:
+        write_report(run.folder.path, samples)
     return model, numbers
 
 
-def evaluation_set(config: Config, source: Source, device: str) -> Prepared:
+def evaluation_set(config: Config, source: Source, world: World) -> Prepared:
     """A split as the run's model evaluates it."""
     assert config.model
     assert config.preprocess
-    size, batch = config.model.image_size, min(config.batch, 512)
-    return Prepared(source, size, config.preprocess, batch=batch, workers=max(config.workers, 0), device=device)
+    batch, workers = min(config.batch, 512), max(config.workers, 0)
+    return Prepared(source, config.model.image_size, config.preprocess, batch=batch, workers=workers, world=world)
 
 
 def chosen_model(run: Training) -> ViT | ResNet:
@@ -57,7 +61,7 @@ def chosen_model(run: Training) -> ViT | ResNet:
     if run.config.optim.lora and isinstance(model, ViT):
         add_lora(model, run.config.optim.lora, seed=0)
     with averaged(trained, run.average):
-        model.load_state_dict(trained.state_dict())
+        model.load_state_dict({name: whole(tensor) for name, tensor in trained.state_dict().items()})
     merge_lora(model)
     model.about = trained.about
     return model.eval()

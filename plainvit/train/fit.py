@@ -24,10 +24,12 @@ from plainvit.data.loader import Loader
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.distributed import World, choose_device, join
 from plainvit.runtime.folder import Folder, environment
+from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set
-from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, train
+from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, precision, train
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
@@ -54,15 +56,28 @@ def fit(
     An unfinished run of the same config goes on; a config or data that changed since is refused, unless forced.
     search tries the rates of optim.grid on held-out training images first.
     """
-    if not force:
-        _check_data(config)
-    splits = open_splits(config)
-    config = resolve(config, splits)
+    world = join(config.device, config.timeout)
+    try:
+        return _fit_with(world, config, out, force, search, quiet)
+    finally:
+        world.leave()
+
+
+def _fit_with(world: World, config: Config, out: str | Path | None, force: bool, search: bool, quiet: bool) -> Fitted:
+    """One run of one or more processes, of which the first owns the folder."""
+
+    def open_all() -> tuple[Config, Splits]:
+        if not force:
+            _check_data(config)
+        splits = open_splits(config)
+        return resolve(config, splits), splits
+
+    config, splits = world.agree(open_all, lambda both: default_name(both[0]) + str(both[1].described()))
     path = Path(out) if out else Path("runs") / default_name(config)
-    with Folder(path) as folder:
+    with world.agree(lambda: Folder(path, writes=world.first)) as folder:
         if search:
-            config = _searched(config, folder, quiet)
-        return _fit_in(folder, config, splits, force, quiet)
+            config = _searched(world, config, folder, quiet)
+        return _fit_in(world, folder, config, splits, force, quiet)
 
 
 def _check_data(config: Config) -> None:
@@ -84,9 +99,10 @@ def default_name(config: Config) -> str:
     return f"{Path(config.recipe or 'run').name.replace(':', '-')}-{digest}"
 
 
-def _fit_in(folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool) -> Fitted:
+def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool) -> Fitted:
     """However the run ends, status.json says so."""
-    config = _agreed(config, splits, folder, force)
+    config = world.agree(lambda: _agreed(config, splits, folder, force))
+    world.barrier()  # all have read the folder before the first writes into it
     status = folder.read("status.json")
     if status.get("state") == "done" and (folder.path / "report.html").is_file():
         log.warning("%s is finished: nothing is left to do", folder.path)
@@ -94,7 +110,7 @@ def _fit_in(folder: Folder, config: Config, splits: Splits, force: bool, quiet: 
     run, step = None, status.get("step", 0)
     folder.say("running", step, config.steps)
     try:
-        run = prepare(config, splits, folder, quiet)
+        run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
         _train(run)
         model, numbers = deliver(run, splits)
     except BaseException as error:
@@ -102,7 +118,7 @@ def _fit_in(folder: Folder, config: Config, splits: Splits, force: bool, quiet: 
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         step = run.progress.step if run else step
         folder.say(state, step, config.steps, reason, getattr(error, "exit_code", 1))
-        if state in ("interrupted", "diverged"):
+        if world.first and state in ("interrupted", "diverged"):
             write_report(folder.path)  # of what there is
         raise
     return Fitted(folder.path, numbers, model)
@@ -132,7 +148,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> Conf
     return config
 
 
-def _searched(config: Config, folder: Folder, quiet: bool) -> Config:
+def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Config:
     """The paper's search (B.1.1): each rate of the grid on a held-out part of the training images; the best one."""
     if not config.optim.grid:
         raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
@@ -141,8 +157,8 @@ def _searched(config: Config, folder: Folder, quiet: bool) -> Config:
         one = config.replace(optim=config.optim.replace(lr=lr, grid=()), holdout=config.search_holdout)
         splits = open_splits(one)
         splits.test = None  # read once, by the run that follows
-        with Folder(folder.path / "search" / f"lr-{lr:g}") as inner:
-            numbers = _fit_in(inner, one, splits, force=False, quiet=quiet).numbers["val"]
+        with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.first) as inner:
+            numbers = _fit_in(world, inner, one, splits, force=False, quiet=quiet).numbers["val"]
         log.warning("search: lr %g gives %.2f %% on held-out images", lr, 100 * numbers["top1"])
         found.append((numbers["top1"], -numbers["nll"], lr))
     best = max(found)[2]
@@ -150,9 +166,11 @@ def _searched(config: Config, folder: Folder, quiet: bool) -> Config:
     return config.replace(optim=config.optim.replace(lr=best))
 
 
-def prepare(config: Config, splits: Splits, folder: Folder, quiet: bool = False) -> Training:
+def prepare(
+    config: Config, splits: Splits, folder: Folder, quiet: bool = False, world: World | None = None
+) -> Training:
     """Model, objective, optimiser and loader of a run, as they are before its first step."""
-    device = choose_device(config.device)
+    world = world or World(device=choose_device(config.device))
     assert config.model
     loader = Loader(
         splits.train,
@@ -160,42 +178,49 @@ def prepare(config: Config, splits: Splits, folder: Folder, quiet: bool = False)
         size=config.model.image_size,
         augment=config.augment,
         seed=config.seed,
+        rank=world.rank,
+        world=world.size,
         workers=None if config.workers < 0 else config.workers,
-        device=device,
+        device=world.device,
     )
-    model = initial_model(config, splits).to(device)
+    objective = _objective(config, splits, world)
+    model, decay = objective.model, config.decay(config.steps)
+    if not (folder.path / "environment.json").is_file():
+        folder.write("environment.json", environment(world.device) | {"processes": world.size})
+    run = Training(
+        config=config,
+        objective=objective,
+        optimizers=Optimizers(model, model.named_parameters(), config.optim),
+        average=Average(model, decay) if decay else None,
+        loader=loader,
+        folder=folder,
+        track=tracker(config.track if world.first else (), folder.path, config),
+        quiet=quiet,
+        world=world,
+    )
+    if splits.val:
+        validation = evaluation_set(config, splits.val, world)
+        run.evaluate = lambda: classify(model, validation, run.dtype).numbers()
+    return run
+
+
+def _objective(config: Config, splits: Splits, world: World) -> Classify:
+    """The model with its loss, in parts where FSDP is asked for."""
+    model = initial_model(config, splits).to(world.device)
+    (model if isinstance(model, ViT) else model.body).recompute = config.recompute
     freeze(model, config.optim.frozen)
     if config.optim.lora:
         if not isinstance(model, ViT):
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
         add_lora(model, config.optim.lora, config.seed)
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
-    teacher = load_teacher(config, len(splits.classes)).to(device) if config.teacher else None
-    decay = config.decay(config.steps)
-    if not (folder.path / "environment.json").is_file():
-        folder.write("environment.json", environment(device))
-    run = Training(
-        config=config,
-        objective=Classify(model, config, counts, teacher).to(device),
-        optimizers=Optimizers(model, model.named_parameters(), config.optim),
-        average=Average(model, decay) if decay else None,
-        loader=loader,
-        folder=folder,
-        track=tracker(config.track, folder.path, config),
-        quiet=quiet,
-    )
-    if splits.val:
-        validation = evaluation_set(config, splits.val, device)
-        run.evaluate = lambda: classify(model, validation, run.dtype).numbers()
-    return run
-
-
-def choose_device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
-    return name
+    teacher = load_teacher(config, len(splits.classes)).to(world.device) if config.teacher else None
+    objective = Classify(model, config, counts, teacher).to(world.device)
+    if world.size > 1 and config.parallel == "fsdp":
+        if config.optim.name == "muon" or config.optim.lora:
+            raise ValueError("muon and lora work on whole matrices, which fsdp cuts into rows: --parallel ddp")
+        shard(model, world, precision(config, world.device))
+    return objective
 
 
 def _train(run: Training) -> None:

@@ -23,7 +23,9 @@ from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
+from plainvit.runtime.distributed import Watchdog, World
 from plainvit.runtime.folder import Folder
+from plainvit.runtime.sharding import like, replicate, whole
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, rate
 
@@ -31,7 +33,7 @@ from plainvit.train.optim import Average, Optimizers, rate
 class DivergedError(ValueError):
     """Too many steps were not finite; the command ends with exit code 4."""
 
-    exit_code = 4
+    exit_code, agreed = 4, True  # all processes of a run raise it
 
 
 class MemoryShortError(ValueError):
@@ -45,7 +47,7 @@ class InterruptedRunError(ValueError):
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: saved at step {step}; the same command goes on from there")
-        self.exit_code = 128 + number
+        self.exit_code, self.agreed = 128 + number, True
 
 
 @dataclass
@@ -73,20 +75,32 @@ class Training:
     track: Callable[[dict[str, Any]], None] = lambda _: None
     evaluate: Callable[[], dict[str, float]] | None = None  # of the objective's model as it is
     quiet: bool = False
+    world: World = field(default_factory=World)
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", self.config.keep)
-        device = self.loader.device.type
-        bf16 = self.config.precision == "bf16" or (self.config.precision == "auto" and device == "cuda")
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
-        self.cast: Callable[[], AbstractContextManager] = partial(torch.autocast, device, self.dtype, enabled=bf16)
-        compiled = self.config.compile == "on" or (self.config.compile == "auto" and device == "cuda")
-        self.forward = torch.compile(self.objective, dynamic=False) if compiled else self.objective
+        self.signals: list[int] = []
+        config, device = self.config, self.loader.device.type
+        self.fsdp = self.world.size > 1 and config.parallel == "fsdp"
+        sharded = self.fsdp and config.sharded
+        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep, self.world, sharded=sharded)
+        self.dtype = precision(config, device)
+        low = self.dtype is not torch.float32
+        self.cast: Callable[[], AbstractContextManager] = partial(torch.autocast, device, self.dtype, enabled=low)
+        self.ddp = replicate(self.objective, self.world) if self.world.size > 1 and not self.fsdp else None
+        self.forward: Callable = self.ddp or self.objective
+        if config.compile == "on" or (config.compile == "auto" and device == "cuda"):
+            self.forward = torch.compile(self.forward, dynamic=False)
 
     @property
     def steps(self) -> int:
         return self.config.steps
+
+    def exchange(self, last: bool) -> AbstractContextManager:
+        """Gradients go to the other processes with the last of the micro-batches only."""
+        if self.fsdp:
+            self.objective.model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
+        return contextlib.nullcontext() if last or not self.ddp else self.ddp.no_sync()  # pyright: ignore
 
     def record(self, line: dict[str, Any]) -> None:
         self.folder.record(line)
@@ -110,17 +124,20 @@ class Training:
             kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
             for kind in ("model.", "average.", "optimizer.")
         }
-        self.objective.load_state_dict(part["model."])
+        own = self.objective.state_dict()
+        self.objective.load_state_dict({name: like(tensor, own[name]) for name, tensor in part["model."].items()})
         self.optimizers.load(part["optimizer."])
         if self.average:
             for name, tensor in self.average.weights.items():
-                tensor.copy_(part["average."][name])
+                tensor.copy_(like(part["average."][name], tensor))
         self.progress = Progress(**state["progress"])
 
 
 def train(run: Training) -> Progress:
     """From wherever the run stands to its end: `progress` then says how it went."""
+    run.world.barrier()  # nobody reads while another still writes or sweeps
     found = run.checkpoints.newest()
+    run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
     if found:
         run.restore(*found)
     progress, config = run.progress, run.config
@@ -130,28 +147,30 @@ def train(run: Training) -> Progress:
     run.objective.train()
     with (
         contextlib.closing(run.loader.batches(progress.step, run.steps)) as batches,
-        Display(title, run.steps, progress.step, quiet=run.quiet) as display,
-        interruptions() as signals,
+        Display(title, run.steps, progress.step, quiet=run.quiet or not run.world.first) as display,
+        interruptions() as run.signals,
+        Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
         while progress.step < run.steps and not _patience_is_out(run):
-            line = step(run, batches, display)
+            watchdog.at(progress.step)
+            line, stop = step(run, batches, display)
             progress.step += 1
             run.record(line)
             display.advance(progress.step, _words(line))
             due = progress.step % every == 0 or progress.step == run.steps
             if due and run.evaluate:
                 _validate(run, display)
-            if due or signals or (config.save_every and progress.step % config.save_every == 0):
+            if due or stop or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
-            if signals and progress.step < run.steps:
+            if stop and progress.step < run.steps:
                 run.checkpoints.wait()
-                raise InterruptedRunError(signals[0], progress.step)
+                raise InterruptedRunError(stop, progress.step)
         run.checkpoints.wait()
     return progress
 
 
-def step(run: Training, batches: Iterator[Batch], display: Display) -> dict[str, Any]:
-    """One update, or none where it would not be finite. Returns the step's line of metrics."""
+def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dict[str, Any], int]:
+    """One update, or none where it would not be finite: its line of metrics, and a signal that came to any process."""
     config, number, started = run.config, run.progress.step, time.perf_counter()
     batch = next(batches)
     waited = time.perf_counter() - started
@@ -160,8 +179,9 @@ def step(run: Training, batches: Iterator[Batch], display: Display) -> dict[str,
     tensors = run.objective.prepare(batch, number)
     if not run.progress.micro_batch:
         run.progress.micro_batch = config.micro_batch or largest_micro_batch(run, tensors)
-        display.tell(f"micro-batch {run.progress.micro_batch}") if run.progress.micro_batch < config.batch else None
-    loss, correct, norm = gradients(run, tensors, run.forward)
+        if run.progress.micro_batch < len(tensors[0]):
+            display.tell(f"{run.progress.micro_batch} images at once fit into the device's memory")
+    loss, correct, norm, stop = gradients(run, tensors, run.forward)
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
         run.optimizers.step()
@@ -172,23 +192,28 @@ def step(run: Training, batches: Iterator[Batch], display: Display) -> dict[str,
     run.optimizers.zero()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
     if not config.augment.mixup and not config.augment.cutmix:
-        line["accuracy"] = correct / len(batch.labels)
+        line["accuracy"] = correct / config.batch
     seconds = time.perf_counter() - started
-    line |= {"lr": lr, "norm": norm, "seconds": seconds, "waiting": waited / seconds, "images": len(batch.labels)}
-    return line if finite else line | {"skipped": True}
+    line |= {"lr": lr, "norm": norm, "seconds": seconds, "waiting": waited / seconds, "images": config.batch}
+    return line if finite else line | {"skipped": True}, stop
 
 
-def gradients(run: Training, tensors: tuple[Tensor, ...], forward: nn.Module | Callable) -> tuple[float, float, float]:
-    """(loss, images right, norm of the gradient before it is clipped); the gradients are left on the parameters."""
-    torch.manual_seed((run.config.seed << 32) + run.progress.step)  # dropout and stochastic depth
+def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> tuple[float, float, float, int]:
+    """(loss, images right, norm of the gradient before it is clipped, signal); the gradients stay on the parameters.
+
+    All numbers are those of the whole batch, over all processes.
+    """
+    torch.manual_seed((run.config.seed << 40) + (run.world.rank << 28) + run.progress.step)  # dropout, stochastic depth
     total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
     loss = correct = torch.zeros((), device=tensors[0].device)
+    parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
     try:
-        for part in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            with run.cast():
-                one, right = forward(*part)
-            one = one * (len(part[0]) / total)
-            one.backward()
+        for number, part in enumerate(parts, 1):
+            with run.exchange(last=number == len(parts)):
+                with run.cast():
+                    one, right = forward(*part)
+                one = one * (len(part[0]) / total)
+                one.backward()
             loss, correct = loss + one.detach(), correct + right
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -199,8 +224,16 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: nn.Module | C
     norm = torch.nn.utils.get_total_norm(grads)
     if run.config.optim.clip:
         torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, norm)
-    values = torch.stack((loss, correct.float(), norm.float())).tolist()  # the one place where a step waits
-    return values[0], values[1], values[2]
+    signal_ = torch.tensor(float(run.signals[0]) if run.signals else 0.0, device=loss.device)
+    shared = run.world.sum(torch.stack((loss / run.world.size, correct.float(), signal_ / run.world.size)))
+    values = [*shared.tolist(), float(whole(norm))]  # the one place where a step waits
+    return values[0], values[1], values[3], math.ceil(values[2])
+
+
+def precision(config: Config, device: str) -> torch.dtype:
+    """Of the arithmetic; weights are fp32."""
+    low = config.precision == "bf16" or (config.precision == "auto" and device.startswith("cuda"))
+    return torch.bfloat16 if low else torch.float32
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -247,7 +280,7 @@ def _skip(run: Training, batch: Batch, loss: float, norm: float, display: Displa
         for name, p in run.objective.named_parameters()
         if p.grad is not None and not bool(torch.isfinite(p.grad).all())
     ]
-    captures = Checkpoints(run.folder.path / "captures", keep=run.config.bad_steps + 1)
+    captures = Checkpoints(run.folder.path / "captures", run.config.bad_steps + 1, run.world)
     weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
     what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
     captures.save(progress.step, weights, what | {"micro_batch": progress.micro_batch})
@@ -289,7 +322,7 @@ def averaged(model: nn.Module, average: Average | None) -> Iterator[None]:
         yield
         return
     own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(average.weights)
+    model.load_state_dict(average.weights)  # in place: compiled code and shards hold on to the tensors
     try:
         yield
     finally:

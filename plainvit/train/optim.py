@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from plainvit.config import Optim
 from plainvit.models import ResNet, ViT
+from plainvit.runtime.sharding import like
 
 
 def rate(optim: Optim, step: int, steps: int) -> float:
@@ -149,7 +150,7 @@ class Optimizers:
                 mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
                 if mine:
                     optimizer.state[parameter] = {
-                        name: value.to(parameter.device) if value.ndim or parameter.is_cuda else value.clone()
+                        name: like(value, parameter) if value.ndim or parameter.is_cuda else value.clone()
                         for name, value in mine.items()
                     }
 

@@ -72,7 +72,7 @@ def _made_again(run: Training) -> dict[str, Any]:
         if not any(module.children())
     ]
     run.objective.train()
-    loss, _, norm = gradients(run, tensors, run.objective)
+    loss, _, norm, _ = gradients(run, tensors, run.objective)
     for hook in hooks:
         hook.remove()
     norms = {name: float(p.grad.norm()) for name, p in run.objective.named_parameters() if p.grad is not None}

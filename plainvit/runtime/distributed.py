@@ -1,0 +1,230 @@
+"""Many processes as one: who this process is, sums and strings over all, and a watchdog that names who is missing.
+
+    torchrun --nproc-per-node 8 -m plainvit train vit-b16-i1k ...
+    plainvit train vit-b16-i1k --devices 8
+
+torchrun starts the processes, joins them and restarts them; without it there is one, and everything here is a no-op.
+"""
+
+import faulthandler
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+log = logging.getLogger("plainvit")
+T = TypeVar("T")
+
+
+class DisagreementError(ValueError):
+    """What one process found wrong, raised in all: the first tells of it."""
+
+    def __init__(self, words: str, exit_code: int) -> None:
+        super().__init__(words)
+        self.exit_code, self.agreed = exit_code, True
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of a run."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    launch: str = ""  # the same word in all processes of one start, another in the next
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.sum(torch.zeros(1, device=self.device))
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, which may have different numbers of them, one process after the other."""
+        if self.size == 1:
+            return rows
+        counts = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
+        most = int(max(counts))
+        padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded)
+        return torch.cat([part[: int(count)] for part, count in zip(found, counts, strict=True)])
+
+    def gather_words(self, words: str) -> list[str]:
+        """A string from each process, in their order."""
+        if self.size == 1:
+            return [words]
+        mine = torch.tensor(list(words.encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.gather_rows(torch.tensor([len(mine)], device=self.device)).tolist()
+        everyone = bytes(self.gather_rows(mine).tolist())
+        ends = [sum(sizes[: at + 1]) for at in range(self.size)]
+        return [everyone[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
+
+    def agree(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
+        """`make()` in every process; an error in one is raised in all, and so is a result that is not the same."""
+        made, error = None, ""
+        try:
+            made = make()
+        except (ValueError, OSError) as failure:
+            if self.size == 1:
+                raise
+            error = f"{getattr(failure, 'exit_code', 2)} {str(failure).splitlines()[0]}"
+        for rank, found in enumerate(self.gather_words(error)):
+            if found:
+                code, _, words = found.partition(" ")
+                raise DisagreementError(f"rank {rank}: {words}" if rank else words, int(code))
+        assert made is not None
+        if self.size > 1 and same and len(set(self.gather_words(same(made)))) > 1:
+            raise DisagreementError("the processes of this run differ in their config or data: start all alike", 2)
+        return made
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: str, timeout: float) -> World:
+    """The processes that torchrun started, met; or a process by itself."""
+    if "RANK" not in os.environ:
+        return World(device=choose_device(device))
+    try:
+        rank, size, local, beside = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the environment of torchrun is not whole: {error}; start with torchrun or --devices"
+        ) from error
+    device = choose_device(device, local, beside)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"rank {rank} cannot meet the others at {where}: {reason}") from error
+    word = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
+    return World(rank, size, device, word)
+
+
+def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
+    """Of the name that was given, for one of the processes beside each other on this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not name.startswith("cuda"):
+        return name
+    there = torch.cuda.device_count()
+    if not there:
+        raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
+    if beside > there:
+        raise ValueError(f"{beside} processes on this machine, but it has {there} GPUs: one process a GPU")
+    return name if ":" in name or beside == 1 else f"cuda:{local}"
+
+
+def launch(arguments: list[str], processes: int, restarts: int, device: str) -> int:
+    """Runs `plainvit ARGUMENTS` in so many processes on this machine, by torchrun's agent; its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    choose_device(device, 0, processes)  # a clear word before anything is started
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    try:
+        elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+class Watchdog:
+    """Ends a process whose run stands still, and says which rank is behind, instead of waiting for ever.
+
+    Each process tells the others, through torchrun's store, which step it is at. One that makes no step for `timeout`
+    seconds writes its stacks beside the run, names the ranks that are furthest behind or silent, and exits.
+    """
+
+    def __init__(self, world: World, timeout: float, folder: Path) -> None:
+        self.world, self.timeout, self.folder = world, timeout, folder
+        self.step, self._moved, self._over = -1, time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self.world.size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def at(self, step: int) -> None:
+        self.step, self._moved = step, time.monotonic()
+
+    def _watch(self) -> None:
+        store = PrefixStore(f"plainvit/{self.world.launch}", dist.distributed_c10d._get_default_store())
+        beat = 0
+        while not self._over.wait(min(1.0, self.timeout / 4)):
+            beat += 1
+            try:
+                store.set(str(self.world.rank), f"{self.step} {beat}")
+                if time.monotonic() - self._moved > self.timeout:
+                    self._give_up(store)
+            except RuntimeError:  # the store is gone: torchrun is ending everything
+                return
+
+    def _give_up(self, store: PrefixStore) -> None:
+        before = self._seen(store)
+        time.sleep(3)
+        after = self._seen(store)
+        silent = [rank for rank in range(self.world.size) if rank != self.world.rank and before[rank] == after[rank]]
+        least = min(step for step, _ in after)
+        behind = [rank for rank, (step, _) in enumerate(after) if step == least]
+        words = f"rank {self.world.rank} made no step for {self.timeout:.0f} s after step {self.step}; "
+        words += f"silent: {silent or 'none'}; at step {least}: {behind}"
+        with (self.folder / f"stalled-rank-{self.world.rank}.txt").open("w") as file:
+            print(words, file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        print(f"plainvit: {words}; stacks in {file.name}", file=sys.stderr, flush=True)
+        os._exit(5)
+
+    def _seen(self, store: PrefixStore) -> list[tuple[int, int]]:
+        """(step, heartbeats) of each rank; (-1, 0) of one that never spoke."""
+        keys = [str(rank) for rank in range(self.world.size)]
+        there = [key if store.check([key]) else "" for key in keys]
+        found = [store.get(key).decode().split() if key else ("-1", "0") for key in there]
+        return [(int(step), int(beat)) for step, beat in found]

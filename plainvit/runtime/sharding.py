@@ -1,0 +1,49 @@
+"""One model over many devices: copies of it (DDP), or a part on each (FSDP2); and tensors to and from their parts."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+from plainvit.models import ResNet, ViT
+from plainvit.runtime.distributed import World
+
+
+def shard(model: ViT | ResNet, world: World, dtype: torch.dtype) -> None:
+    """FSDP2, in place: each block is gathered just before it is needed, the rest stays together."""
+    mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+    units = model.blocks if isinstance(model, ViT) else model.body.stages
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def replicate(objective: nn.Module, world: World) -> nn.Module:
+    """DDP: gradients are averaged while the backward pass still runs."""
+    cuda = world.device.startswith("cuda")
+    return DistributedDataParallel(objective, device_ids=[torch.device(world.device)] if cuda else None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from its parts where it has any: all processes must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> tuple[Tensor, int]:
+    """This process's rows, and the number of the first."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset[0] if offset else 0
+
+
+def like(full: Tensor, example: Tensor) -> Tensor:
+    """A full tensor laid out as another one is; nothing is sent, every process has it whole."""
+    full = full.to(example.device)
+    if not isinstance(example, DTensor) or full.shape != example.shape:
+        return full
+    return distribute_tensor(full, example.device_mesh, example.placements, src_data_rank=None)
