@@ -242,6 +242,27 @@ class Doctor(Train):
     """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will need before it is paid for: memory, images a second, hours, exaFLOPs and TPUv3-core-days.
+
+    From a measured model of the device; what was not measured is said to be so. Every setting of the recipe is a flag.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    on: str = ""  # the device: h200, h100, a100-80; without one, only what does not depend on it
+    devices: int = 1  # how many of them
+    images: int | None = None  # training images, where the data is not a known set
+    json: bool = False  # print JSON for machines instead of tables
+
+
+def _plan(command: Plan) -> None:
+    from plainvit.evaluate import plan
+
+    report = plan.plan(command.config, on=command.on, devices=command.devices, images=command.images)
+    _show(report, None if command.json else plan.table(report))
+
+
 def _train(command: Train) -> None:
     if command.devices > 1 and "RANK" not in os.environ:
         from plainvit.runtime.distributed import launch
@@ -268,9 +289,10 @@ def _doctor(command: Train) -> None:
     _show(report, None if command.json else doctor.table(report))
 
 
-RUNS: dict[str, tuple[type[Train], Callable[[Train], None], str]] = {  # verb -> flags, what to do, default recipe
+RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> flags, what to do, default recipe
     "train": (Train, _train, ""),
     "finetune": (Finetune, _train, "finetune"),
+    "plan": (Plan, _plan, ""),
     "doctor": (Doctor, _doctor, ""),
 }
 
@@ -321,6 +343,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "train": Train,
     "finetune": Finetune,
     "recipes": recipes,
+    "plan": Plan,
     "doctor": Doctor,
     "replay": replay,
     "models": models,
@@ -369,8 +392,8 @@ def _run(verb: str, arguments: list[str]) -> None:
         name, arguments = arguments[0], arguments[1:]
     words, arguments = _first_words(arguments)
     name = words.pop("recipe", name)
-    if not name and verb == "train" and not set(arguments) & {"-h", "--help"}:
-        raise ValueError("which recipe? `plainvit recipes` lists them: plainvit train digits")
+    if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
+        raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits")
     config = _begun(recipe(name) if name else Config(), words, look=verb != "doctor")
     found, unknown = tyro.cli(
         flags,

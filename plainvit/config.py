@@ -259,7 +259,8 @@ class Augment(Checked):
     """What happens to a training image at random; every default is the paper's pre-training."""
 
     # inception: 5-100 % of the area, aspect 3/4-4/3, by torchvision's sampling or by TensorFlow's;
-    # random: square resize to `resize`, then a random crop (BiT); pad: a random crop from a zero border (CIFAR)
+    # random: square resize to `resize`, then a random crop (BiT); pad: a random crop of the image's size from a border
+    # of `pad` zeros (CIFAR), resized where the model's size is another
     crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
     area: tuple[float, float] = (0.05, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)

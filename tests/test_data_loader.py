@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torchvision.transforms.v2.functional as VF
 from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
 from PIL import Image
 from torch import Tensor
@@ -30,14 +31,14 @@ from plainvit.data.check import pack
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
 from plainvit.data.loader import Batch, Loader, decode_all, evaluation_batches, sample_boxes
-from plainvit.data.order import permutation
+from plainvit.data.order import permutation, uniforms
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import DRAWS, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 
 LEVEL = 1 / 255 + 1e-5
-EVERYTHING = Augment(randaugment=(2, 12), colour=0.3, erase=0.4)
+EVERYTHING = Augment(randaugment=(2, 12), three_augment=True, colour=0.3, erase=0.4)
 Stream = list[Batch]
 
 
@@ -148,8 +149,7 @@ def test_any_number_of_workers(photos: Source, workers: int) -> None:
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_number_of_processes(photos: Source, world: int, mode: str) -> None:
-    augment = EVERYTHING.replace(randaugment=(0, 0))
-    assert_same(stream(photos, world=world, mode=mode, augment=augment), stream(photos, mode=mode, augment=augment))
+    assert_same(stream(photos, world=world, mode=mode), stream(photos, mode=mode))
 
 
 @pytest.mark.parametrize("start", [1, 3, 5])
@@ -181,10 +181,9 @@ def test_another_seed_is_another_stream(photos: Source) -> None:
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_a_sample_does_not_know_its_batch(photos: Source, mode: str) -> None:
     """Another batch size: at the same position the same sample with the same pixels."""
-    augment = EVERYTHING.replace(randaugment=(0, 0)) if mode == "resident" else EVERYTHING
-    expected = samples(stream(photos, stop=5, batch=12, mode=mode, augment=augment))
+    expected = samples(stream(photos, stop=5, batch=12, mode=mode))
     for batch in (1, 4, 30):
-        found = samples(stream(photos, stop=60 // batch, batch=batch, mode=mode, augment=augment))
+        found = samples(stream(photos, stop=60 // batch, batch=batch, mode=mode))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
         assert found[2] == expected[2]
@@ -199,7 +198,7 @@ def test_the_global_generator_decides_nothing_and_is_left_alone(photos: Source) 
         for workers in (0, 2):
             assert_same(stream(photos, stop=2, workers=workers), expected)
             assert torch.equal(torch.get_rng_state(), before)
-        stream(photos, stop=2, mode="resident", augment=Augment())
+        stream(photos, stop=2, mode="resident")
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -473,7 +472,50 @@ def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None
 )
 @pytest.mark.parametrize("name", SETS)
 def test_what_is_not_resampled_is_the_same(name: str, augment: Augment) -> None:
-    assert difference(SETS[name](), augment, 64).max() <= 1e-5
+    assert difference(SETS[name](), augment, 64).max() == 0
+
+
+@pytest.mark.parametrize("crop", ["pad", "none"])
+def test_what_is_not_resampled_stays_bytes(crop: str) -> None:
+    source = SETS["shapes"]()
+    for mode in ("streamed", "resident"):
+        one = stream(source, stop=1, side=64, augment=Augment(crop=crop), mode=mode)[0]
+        assert one.images.dtype is torch.uint8
+
+
+class Sizes(Source):
+    """Photos in memory, of the sizes that are asked for."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        self.labels, self.classes, self.shapes = np.zeros(len(shapes), np.int32), ("a",), shapes
+
+    def read(self, index: int) -> np.ndarray:
+        return np.array(photo(*self.shapes[index], seed=index))
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(24, 24)] * 40, [(24, 24), (16, 32), (32, 20), (9, 30)] * 10], ids=["one", "mixed"]
+)
+@pytest.mark.parametrize("crop", ["pad", "none"])
+@pytest.mark.parametrize("side", [32, 48])
+def test_images_of_other_sizes_than_the_models(shapes: list[tuple[int, int]], crop: str, side: int) -> None:
+    """A border of `pad` of the image's own pixels, a crop of its own size, resized: as torchvision does it, either way.
+
+    The largest of the mixed ones fill a canvas of the model's size, which the others must not be left in.
+    """
+    source, augment = Sizes(shapes), Augment(crop=crop, pad=4, flip=0.0)
+    assert difference(source, augment, side).max() <= LEVEL
+    one = stream(source, stop=1, batch=40, side=side, augment=augment)[0]
+    u = uniforms(11, torch.zeros(40, dtype=torch.long), torch.arange(40), DRAWS)
+    for image, index, (first, second) in zip(one.images, one.index, u[:, :2].tolist(), strict=True):
+        whole = torch.from_numpy(source.read(int(index))).permute(2, 0, 1).double()
+        if crop == "pad":
+            height, width = shapes[index]
+            whole = VF.crop(VF.pad(whole, [4, 4, 4, 4]), int(first * 9), int(second * 9), height, width)
+        assert (image - VF.resize(whole, [side, side], antialias=True)).abs().max() <= 1.001
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -557,15 +599,27 @@ def test_the_way_is_chosen_by_size(photos: Source) -> None:
     assert not chosen(photos, mode="streamed")
     assert not chosen(open_source("shapes:size=400,count=4"))
     assert chosen(open_source("shapes:size=400,count=4"), mode="resident")
-    assert not chosen(photos, Augment(randaugment=(2, 9)))
-    assert not chosen(photos, Augment(three_augment=True))
+    assert chosen(photos, EVERYTHING)
 
 
-@pytest.mark.parametrize("augment", [Augment(randaugment=(2, 9)), Augment(three_augment=True)])
-def test_resident_refuses_what_it_cannot_do(photos: Source, augment: Augment) -> None:
-    """Rather than train without the augmentation that was asked for."""
-    with pytest.raises(ValueError, match="resident"):
-        Loader(photos, batch=2, size=(32, 32), augment=augment, workers=0, mode="resident")
+class Counted(Pixels):
+    """Images in memory that count how often they are read."""
+
+    def __init__(self) -> None:
+        super().__init__(noise(8, 8)[None].repeat(200, 0), np.zeros(200), ("a",), np.arange(200))
+        self.reads = 0
+
+    def read(self, index: int) -> np.ndarray:
+        self.reads += 1
+        return super().read(index)
+
+
+@pytest.mark.parametrize(("mode", "reads"), [("streamed", 0), ("resident", 400), ("auto", 464)])
+def test_nothing_is_read_without_need(mode: str, reads: int) -> None:
+    """Its header and its pixels, once each; 64 more headers where the way is to be chosen; none to stream."""
+    source = Counted()
+    Loader(source, batch=2, size=(8, 8), augment=Augment(), workers=0, mode=mode)
+    assert source.reads == reads
 
 
 class OneLarge(Source):

@@ -20,10 +20,8 @@ from torchvision.transforms import RandomResizedCrop, v2
 
 from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import decode
-from plainvit.data.loader import Loader
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.order import uniforms
-from plainvit.data.sources import open_source
 from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
 
 RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
@@ -270,6 +268,21 @@ def test_a_border_wider_than_the_image(shape: tuple[int, int]) -> None:
             assert torch.equal(cut(pixels, box(top, left, *shape), shape, shape), as_tensor(expected))
 
 
+@pytest.mark.parametrize("offset", [(-40, 24), (40, 0), (0, -8)])
+def test_a_border_around_a_jpeg_that_is_far_too_large(offset: tuple[int, int]) -> None:
+    """It is decoded whole where a scaled one would be decoded, whose pixels a border does not share."""
+    pixels = np.array(photo(640, 640, seed=5))
+    data = encode(pixels, "JPEG", quality=95)
+    assert decode(data, (32, 32)).shape[0] < 640
+    padded = np.pad(by_pillow(data), ((40, 40), (40, 40), (0, 0)))
+    top, left = offset
+    window = as_tensor(padded[top + 40 : top + 680, left + 40 : left + 680])
+    expected = VF.resize(window.double(), [32, 32], antialias=True)
+    found = cut(data, box(top, left, 640, 640), (32, 32), (640, 640))
+    assert (found - expected).abs().max() <= 1
+    assert (found == 0).all(0).any() == (min(offset) < -20 or max(offset) > 20)
+
+
 def test_the_crops_of_a_scaled_jpeg_are_in_their_place() -> None:
     """Ramps along both axes: a crop's mean says where its centre was, to a quarter of a pixel of the result."""
     ramp = np.linspace(0, 255, 1024)
@@ -502,87 +515,6 @@ def test_holes_lie_anywhere() -> None:
         assert torch.allclose(often, often.flip(0), atol=0.04)
         assert abs(float(often[0] - often[-1])) < 0.02
         assert 0.02 < float(often[0]) < float(often[20])
-
-
-# torchvision's augmentations ------------------------------------------------------------------------------------------
-
-CHAINS = {"randaugment": Augment(randaugment=(2, 15)), "three": Augment(three_augment=True)}
-SHAPES_SPEC = "shapes:size=32,count=48"
-
-
-def augmented(augment: Augment, size: int = 12, workers: int = 0, world: int = 1, stop: int = 48) -> Tensor:
-    parts = []
-    for rank in range(world):
-        loader = Loader(
-            open_source(SHAPES_SPEC),
-            batch=size,
-            size=(32, 32),
-            augment=augment,
-            seed=3,
-            rank=rank,
-            world=world,
-            workers=workers,
-            mode="streamed",
-        )
-        parts.append([one.images for one in loader.batches(0, stop // size)])
-    return torch.cat([share for step in zip(*parts, strict=True) for share in step])
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_chains_do_not_know_batches_workers_or_the_global_seed(chain: str) -> None:
-    augment = CHAINS[chain]
-    expected = augmented(augment)
-    assert not torch.equal(expected, augmented(augment.replace(randaugment=(0, 0), three_augment=False)))
-    assert torch.equal(augmented(augment, size=4), expected)
-    assert torch.equal(augmented(augment, size=12, world=3), expected)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(99)
-        assert torch.equal(augmented(augment, workers=2), expected)
-
-
-def plain(augment: Augment) -> Augment:
-    return augment.replace(crop="none", flip=0.0)
-
-
-def blur_distance(image: Tensor, result: Tensor, sigma: float) -> float:
-    blurred = VF.gaussian_blur(image, [9, 9], [sigma, sigma])
-    return float((result.float() - blurred.float()).abs().mean())
-
-
-def test_three_augment_takes_one_of_three() -> None:
-    """With nothing else on, each image is torchvision's grey or solarised picture of it, or a blurred one."""
-    before = augmented(Augment(crop="none", flip=0), size=48, stop=240)
-    after = augmented(plain(CHAINS["three"]), size=48, stop=240)
-    kinds = []
-    for image, result in zip(before, after, strict=True):
-        if torch.equal(result, VF.rgb_to_grayscale(image, 3)):
-            kinds.append(0)
-        elif torch.equal(result, VF.solarize(image, 128)):
-            kinds.append(1)
-        else:
-            kinds.append(2)
-            assert min(blur_distance(image, result, sigma) for sigma in np.linspace(0.1, 2, 39)) < 2
-    assert chisquare(np.bincount(kinds, minlength=3)).pvalue > RARE
-
-
-def test_randaugment_differs_from_sample_to_sample() -> None:
-    """Of the 14 operations two are drawn: some images come out as they were, most do not, and in many ways."""
-    before = augmented(Augment(crop="none", flip=0), size=48, stop=480)
-    after = augmented(plain(CHAINS["randaugment"]), size=48, stop=480)
-    change = (after.float() - before.float()).abs().mean((1, 2, 3))
-    assert 0 < int((change == 0).sum()) < 120
-    assert len(change.unique()) > 300
-    fill = (after == torch.tensor([128, 128, 128]).view(3, 1, 1)).all(1).double().mean((1, 2))
-    assert (fill > 0.02).sum() > 50  # shears, shifts and turns leave grey behind, not black
-
-
-def test_operations_and_magnitude_are_obeyed() -> None:
-    before = augmented(Augment(crop="none", flip=0), size=48, stop=144).float()
-    change = [
-        float((augmented(Augment(crop="none", flip=0, randaugment=setting), size=48, stop=144) - before).abs().mean())
-        for setting in ((1, 3), (1, 25), (4, 25))
-    ]
-    assert change[0] < change[1] < change[2]
 
 
 # Mixing ---------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": _NUMBERS,
     "train": {*_NUMBERS, "recipes", "analyse"},
     "studies": {*_NUMBERS, "recipes", "analyse", "train"},
+    "__main__": {"cli"},
 }
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import plainvit
-from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
@@ -329,10 +329,7 @@ def test_classify_scores_every_image_once() -> None:
     source = open_source("digits", "test")
     model = build(TINY.replace(image_size=(8, 8), classes=10)).eval()
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
-    config = tiny()
-    prepared = Prepared(
-        source, (8, 8), config.preprocess or plainvit.config.Preprocess(), batch=100, workers=0, device="cpu"
-    )
+    prepared = Prepared(source, (8, 8), Preprocess(), batch=100)
     result = classify(model, prepared)
     assert sorted(result.index) == list(range(360))
     with torch.no_grad():

@@ -23,7 +23,7 @@ from plainvit.config import Config, Optim
 from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
-from plainvit.train import deliver, loop
+from plainvit.train import loop
 from plainvit.train.fit import fit
 from plainvit.train.loop import DivergedError, MemoryShortError, Training, largest_micro_batch
 from plainvit.train.objectives import Classify
@@ -36,7 +36,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliver, "write_report", runs.quick_report)
+    runs.without_figures(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of runs.config() when nothing goes wrong."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deliver, "write_report", runs.quick_report)
+        runs.without_figures(patch)
         fit(runs.config(), out, quiet=True)
     return outcome(out)
 
@@ -97,7 +97,7 @@ def watch_states(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[dict[str, s
     seen: dict[int, tuple[dict[str, str], dict[str, str]]] = {}
     step = loop.step
 
-    def watched(run: Training, *rest: Any) -> dict[str, Any]:
+    def watched(run: Training, *rest: Any) -> Any:
         before, number = hashes(run), run.progress.step + 1
         line = step(run, *rest)
         seen[number] = before, hashes(run)
@@ -115,8 +115,10 @@ def hashes(run: Training) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("adamw", float("nan")), ("adamw", float("-inf")), ("sgd", float("nan")), ("lamb", float("inf")), ("muon", 1e38)],
+)
 def test_a_bad_gradient_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, value: float
 ) -> None:
@@ -253,7 +255,9 @@ def test_replay_prints_json_that_others_can_read(diverged: tuple[Path, str], cap
     assert found["loss"] is None or found["loss"] == "nan"
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"micro_batch": 4}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}]
+)
 def test_replay_makes_a_sound_step_again(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The step after a checkpoint, with the loss and the norm that the metrics have of it, bit for bit."""
     out = tmp_path / "run"
@@ -281,7 +285,6 @@ def test_a_captured_step_can_be_looked_into_while_the_run_goes_on(tmp_path: Path
     child = Child(runs.train, runs.config(), out, "recorded:6", log=tmp_path / "log")
     with stalled(child, out):
         main(["replay", str(out), "--step", "5", "--json"])
-        child.kill()
     assert json.loads(capsys.readouterr().out)["step"] == 5
 
 
@@ -405,8 +408,9 @@ def limit_files(bytes_: int, step: int) -> None:
     """From that step on no file of this process may grow larger."""
     original = loop.step
 
-    def limited(run: Training, *rest: Any) -> dict[str, Any]:
+    def limited(run: Training, *rest: Any) -> Any:
         if run.progress.step + 1 == step:
+            run.checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return original(run, *rest)
 
@@ -465,8 +469,9 @@ def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
     out, recipe = small_disk / "run", runs.recipe_file(tmp_path, runs.config())
     original = loop.step
 
-    def filling(run: Training, *rest: Any) -> dict[str, Any]:
+    def filling(run: Training, *rest: Any) -> Any:
         if run.progress.step + 1 == step:
+            run.checkpoints.wait()
             fill(small_disk)
         return original(run, *rest)
 
@@ -553,6 +558,18 @@ def test_memory_that_runs_out_later_leaves_the_checkpoint(
     assert outcome(tmp_path / "run") == whole
 
 
+def test_a_smaller_micro_batch_counts_for_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """On a machine with less memory: what was found to fit the old one is not held on to."""
+    recipe, out = runs.recipe_file(tmp_path, runs.config()), tmp_path / "run"
+    little_memory(monkeypatch, 4, since=8)
+    line = failed("train", recipe, "--out", out, code=5, capsys=capsys)
+    assert "--micro-batch" in line  # how to go on
+    main(["train", recipe, "--out", str(out), "--micro-batch", "4", "--force"])
+    assert status(out)["state"] == "done"
+
+
 def raise_out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
 
@@ -566,9 +583,7 @@ def test_memory_that_runs_out_in_the_optimiser(
     assert "memory" in failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
 
 
-def test_memory_that_runs_out_in_a_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_memory_that_runs_out_in_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("plainvit.train.fit.classify", raise_out_of_memory)
     recipe = runs.recipe_file(tmp_path, runs.config())
     assert "memory" in failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
@@ -613,7 +628,7 @@ def device_run(most: int, tried: list[int]) -> Any:
         return SimpleNamespace(backward=lambda: None), None
 
     nothing = SimpleNamespace(zero=lambda: None)
-    checkpoints = SimpleNamespace(steps=lambda: [])
+    checkpoints = SimpleNamespace(steps=list)
     progress = loop.Progress()
     return SimpleNamespace(
         cast=nullcontext, objective=objective, optimizers=nothing, checkpoints=checkpoints, progress=progress

@@ -26,8 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data import known
-from plainvit.data.decode import DataError, ImageError, decode, has_exif
-from plainvit.data.decode import size as encoded_size
+from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source
 from plainvit.data.transforms import resized
@@ -99,8 +98,7 @@ def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) ->
 
 def _extent(source: Source, index: int) -> tuple[int, int] | None:
     try:
-        data = source.read(index)
-        return (data.shape[0], data.shape[1]) if isinstance(data, np.ndarray) else encoded_size(data)
+        return size(source.read(index))
     except (ImageError, OSError):
         return None
 
@@ -320,10 +318,10 @@ def _shrunk(source: Source, index: int, side: int, quality: int) -> tuple[bytes,
     """(JPEG, its size), or why there is none."""
     try:
         data = source.read(index)
-        height, width = data.shape[:2] if isinstance(data, np.ndarray) else encoded_size(data)
+        height, width = size(data)
         scale = min(side / min(height, width), 1)
         target = max(round(height * scale), 1), max(round(width * scale), 1)
-        pixels = data if isinstance(data, np.ndarray) else decode(data, target if scale < 1 else None)
+        pixels = decode(data, target if scale < 1 else None)
         if scale == 1 and isinstance(data, bytes) and data[:2] == b"\xff\xd8" and not has_exif(data):
             return data, (height, width)
         small = resized(pixels, target).permute(1, 2, 0).contiguous().numpy()

@@ -31,12 +31,14 @@ class ImageError(DataError):
     """One image that cannot be decoded, and why."""
 
 
-def decode(data: bytes, wanted: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
-    """Pixels [height, width, 3] in uint8, upright.
+def decode(data: bytes | np.ndarray, wanted: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
+    """Pixels [height, width, 3] in uint8, upright; pixels, which a source may hold as well, are what they are.
 
     `wanted` is the (height, width) to which the whole image will be resized: a JPEG at least MARGIN times larger is
     decoded at a half, a quarter or an eighth of its size, still no smaller than MARGIN times `wanted`.
     """
+    if isinstance(data, np.ndarray):
+        return data
     if data[:2] == b"\xff\xd8":
         pixels = _decode_jpeg(data, wanted, limit)
         if pixels is not None:
@@ -44,8 +46,10 @@ def decode(data: bytes, wanted: tuple[int, int] | None = None, limit: int = PIXE
     return _decode_any(data, limit)
 
 
-def size(data: bytes) -> tuple[int, int]:
+def size(data: bytes | np.ndarray) -> tuple[int, int]:
     """(height, width) of the upright image, from its header alone."""
+    if isinstance(data, np.ndarray):
+        return int(data.shape[0]), int(data.shape[1])
     if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
         try:
             return _jpeg_header(data, strict=False)[:2]

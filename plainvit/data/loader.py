@@ -3,9 +3,9 @@
     loader = Loader(source, batch=512, size=(64, 64), augment=Augment(), seed=0, device="cuda")
     for batch in loader.batches(start=step):            # goes on exactly where another process stopped
 
-Streamed: worker processes read, decode, crop and flip to uint8; the device colours, erases and mixes. Resident: a
-set that fits is decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips and
-colours come from the same numbers either way. A worker that dies is replaced, and its batch made again.
+Streamed: worker processes read, decode, crop and flip to uint8; the device does the rest. Resident: a set that fits is
+decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips, operations and colours
+come from the same numbers either way. A worker that dies is replaced, and its batch made again.
 """
 
 import contextlib
@@ -27,8 +27,9 @@ from torch.utils.data._utils import signal_handling
 
 from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import DataError, ImageError, decode
-from plainvit.data.decode import size as encoded_size
+from plainvit.data.decode import size as extent_of
 from plainvit.data.order import Order, uniforms
+from plainvit.data.policy import Policy, to_device
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
 
@@ -72,22 +73,24 @@ class Loader:
         self.workers = min(os.cpu_count() or 1, 8) if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        per_image = bool(augment.randaugment[0] or augment.three_augment)  # torchvision's, one image at a time
-        if mode == "resident" and per_image:
-            raise ValueError(
-                "a resident set has no randaugment or three_augment, which work image by image: use mode 'streamed'"
-            )
-        fits = not per_image and _fits(source, self.device)
-        self.resident = (
-            Resident(source, self.device, self.bad) if mode == "resident" or (mode == "auto" and fits) else None
-        )
+        wanted = augment.randaugment[0] or augment.three_augment
+        self.policy = Policy(augment, size, self.device) if wanted else None
+        self._draws = DRAWS + (self.policy.draws if self.policy else 0)
+        self._before = augment.replace(colour=0.0, erase=0.0) if self.policy else augment  # in resident memory
+        self._after = augment.replace(flip=0.0)  # the workers have flipped, or what comes before a policy has
+        extents = _extents_that_fit(source, self.device) if mode == "auto" else None
+        held = mode == "resident" or extents is not None
+        self.resident = Resident(source, self.device, self.bad, extents) if held else None
         for index, reason in self.bad.items():
             log.warning("%s: %s", source.name(index), reason)
 
     def positions(self, step: int) -> np.ndarray:
         """Global positions of this process's part of a step's batch."""
+        return np.arange(*self._part(step))
+
+    def _part(self, step: int) -> tuple[int, int]:
         start = step * self.batch + self.rank * self.share
-        return np.arange(start, start + self.share)
+        return start, start + self.share
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch]:
         """From step `start` on, without end unless `stop` is given."""
@@ -102,8 +105,8 @@ class Loader:
         with contextlib.closing(made):
             for step, (images, labels, index, bad) in made:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-                rest = self.augment.replace(flip=0.0)  # the workers have flipped
-                images = finish(images, self._uniforms(step), rest) if rest.colour or rest.erase else images
+                if self.policy or self._after.colour or self._after.erase:
+                    images = self._finished(images, self._uniforms(step))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
@@ -111,15 +114,25 @@ class Loader:
         step = start
         while stop is None or step < stop:
             index = self._good(self.order.sample(self.positions(step)))
-            where = torch.from_numpy(index).to(self.device, non_blocking=True)
-            images, labels = self.resident.batch(where, self._uniforms(step), self.augment, self.size)
-            yield Batch(images, labels, index)
+            u = self._uniforms(step)
+            where, there = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
+            images, labels = self.resident.batch(where, there, self._before, self.size)
+            yield Batch(self._finished(images, u) if self.policy else images, labels, index)
             step += 1
 
+    def _finished(self, images: Tensor, u: Tensor) -> Tensor:
+        """What follows cropping and flipping: policy, colours and holes."""
+        if self.policy:
+            images = self.policy(images, u[:, DRAWS:])
+        if self._after.colour or self._after.erase:
+            finished = self.resident.finish if self.resident else finish
+            images = finished(images, to_device(u, self.device), self._after)
+        return images
+
     def _uniforms(self, step: int) -> Tensor:
-        start = step * self.batch + self.rank * self.share
-        position = torch.arange(start, start + self.share, device=self.device)
-        return uniforms(self.seed, position // len(self.source), position % len(self.source), DRAWS)
+        """On the host where a policy reads them, otherwise on the device: they are the same."""
+        position = torch.arange(*self._part(step), device="cpu" if self.policy else self.device)
+        return uniforms(self.seed, position // len(self.source), position % len(self.source), self._draws)
 
     def _good(self, index: np.ndarray) -> np.ndarray:
         """The next image that can be decoded stands in for one that cannot."""
@@ -137,10 +150,12 @@ class Loader:
             if index not in self.bad:
                 self.bad[index] = reason
                 log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
-        if len(self.bad) > max(BAD_SHARE * len(self.source), 1):
-            raise DataError(
-                f"{len(self.bad)} of {len(self.source)} images cannot be decoded, over {BAD_SHARE:.0%}: check them"
-            )
+        _refuse_many(len(self.bad), len(self.source))
+
+
+def _refuse_many(bad: int, count: int) -> None:
+    if bad > max(BAD_SHARE * count, 1):
+        raise DataError(f"{bad} of {count} images cannot be decoded, over {BAD_SHARE:.0%}: check them")
 
 
 def evaluation_batches(
@@ -172,7 +187,7 @@ class _Train(Dataset[Made]):
 
     def __init__(self, loader: Loader) -> None:
         self.source, self.order, self.augment, self.size = loader.source, loader.order, loader.augment, loader.size
-        self.seed, self.positions, self.chain = loader.seed, loader.positions, _chain(loader.augment)
+        self.seed, self.positions = loader.seed, loader.positions
 
     def __getitem__(self, step: int) -> Made:
         position = self.positions(step)
@@ -192,7 +207,6 @@ class _Train(Dataset[Made]):
             except ImageError as error:  # its header was sound, its pixels are not: another stands in
                 bad.append((one, str(error)))
                 images[place], index[place] = self._stand_in(one, u[place])
-            images[place] = self._augmented(images[place], u[place])
         return images, torch.from_numpy(self.source.labels[index]).long(), torch.from_numpy(index), bad
 
     def _flipped(self, image: Tensor, u: Tensor) -> Tensor:
@@ -208,29 +222,6 @@ class _Train(Dataset[Made]):
             except ImageError:
                 continue
         raise DataError("no image of the set can be decoded")
-
-    def _augmented(self, image: Tensor, u: Tensor) -> Tensor:
-        """torchvision's own augmentations, seeded by the sample: they draw from torch's global generator."""
-        if not self.chain:
-            return image
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int((u[4 * TRIES :].double() * 2**24).long().sum()) + int(u[0].double() * 2**53))
-            for transform in self.chain:
-                image = transform(image)
-        return image
-
-
-def _chain(augment: Augment) -> list[Any]:
-    if not augment.randaugment[0] and not augment.three_augment:
-        return []
-    from torchvision.transforms import v2
-
-    chain: list[Any] = []
-    if augment.randaugment[0]:
-        chain.append(v2.RandAugment(augment.randaugment[0], augment.randaugment[1], fill=[128, 128, 128]))
-    if augment.three_augment:
-        chain.append(v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1), v2.GaussianBlur(9, (0.1, 2.0))]))
-    return chain
 
 
 class _Evaluate(Dataset[Made]):
@@ -264,8 +255,7 @@ def _readable(source: Source, index: int) -> Readable:
         one = (index + step) % len(source)
         try:
             data = source.read(one)
-            extent = data.shape[:2] if isinstance(data, np.ndarray) else encoded_size(data)
-            return one, data, (int(extent[0]), int(extent[1])), flaws
+            return one, data, extent_of(data), flaws
         except (ImageError, OSError) as error:
             flaws.append((one, str(error)))
     raise DataError("no image of the set can be read")
@@ -333,33 +323,44 @@ class _Caught(Dataset[Any]):
             return error.with_traceback(None)
 
 
-def _fits(source: Source, device: torch.device) -> bool:
-    """Whether all images, padded to the largest, fit: judged by a sample of their headers, then by all of them."""
+def _extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
+    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all."""
     if len(source) > 2_000_000:
-        return False
+        return None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] * RESIDENT_SHARE
     else:
         free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * RESIDENT_SHARE, 4e9)
+    extents = np.empty((0, 2), int)
     few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
-    for chosen in (few, range(len(source))):
-        extents = (_readable(source, int(index))[2] for index in chosen)
-        height, width = (max(sides) for sides in zip(*extents, strict=True))
+    for chosen in (few, np.arange(len(source))):
+        extents = _extents(source, chosen)
+        height, width = (int(side) for side in extents.max(0))
         if height * width > 160 * 160 or len(source) * height * width * 3 > free:
-            return False
-    return True
+            return None
+    return extents
+
+
+def _extents(source: Source, index: np.ndarray) -> np.ndarray:
+    return np.array([_readable(source, int(one))[2] for one in index])
 
 
 class Resident:
     """A whole set as uint8 on the device, each image in the corner of a canvas as large as the largest."""
 
-    def __init__(self, source: Source, device: torch.device, bad: dict[int, str]) -> None:
-        images, sizes = decode_all(source, bad)
+    def __init__(
+        self, source: Source, device: torch.device, bad: dict[int, str], extents: np.ndarray | None = None
+    ) -> None:
+        images, sizes = decode_all(source, bad, extents=extents)
+        self.full = bool((sizes == torch.tensor(images.shape[2:])).all())  # no image leaves a part of its canvas free
         self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
         self.labels = torch.from_numpy(source.labels).long().to(device)
-        # On a GPU some hundred small kernels would wait for Python: compiled they are a handful. (The uniforms stay
-        # outside: Inductor's CPU code for their 64-bit arithmetic wrote out of bounds under torch 2.15.)
-        self.batch = torch.compile(self._batch, dynamic=False) if device.type == "cuda" else self._batch
+        # On a GPU some hundred small kernels would wait for Python: compiled they are a handful. The uniforms stay
+        # outside (Inductor's CPU code for their 64-bit arithmetic wrote out of bounds under torch 2.15), and so does
+        # a policy, whose slices are others at each step.
+        on_gpu = device.type == "cuda"
+        self.batch = torch.compile(self._batch, dynamic=False) if on_gpu else self._batch
+        self.finish = torch.compile(finish, dynamic=False) if on_gpu else finish
 
     def _batch(self, where: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Images and labels of the samples `where`, augmented as their uniforms say."""
@@ -367,11 +368,24 @@ class Resident:
 
     def cut(self, index: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
         """The boxes of a batch, resized: floats in [0, 1], or uint8 where nothing is resampled."""
-        images, sizes = self.images[index], self.sizes[index]
-        boxes = crop_boxes(u, sizes, augment, out)
-        if augment.crop == "none" and tuple(images.shape[2:]) == out:
+        images = self.images[index]
+        same = self.full and tuple(images.shape[2:]) == out
+        if same and augment.crop == "none":
             return images
+        boxes = crop_boxes(u, self.sizes[index], augment, out)
+        if same and augment.crop == "pad":
+            return shifted(images, boxes[:, :2].long(), augment.pad)
         return sample_boxes(images, boxes, out, zeros=augment.crop == "pad")
+
+
+def shifted(images: Tensor, offsets: Tensor, pad: int) -> Tensor:
+    """Windows of the images' own size at (top, left) [B, 2], up to `pad` beyond them, where there are zeros."""
+    _, _, height, width = images.shape
+    padded = F.pad(images, (pad, pad, pad, pad))
+    rows = offsets[:, :1] + pad + torch.arange(height, device=images.device)  # [B, H]
+    columns = offsets[:, 1:] + pad + torch.arange(width, device=images.device)  # [B, W]
+    places = rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)  # [B, H, W]
+    return padded.flatten(2).gather(2, places.flatten(1).unsqueeze(1).expand(-1, 3, -1)).view_as(images)
 
 
 def sample_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], *, zeros: bool = False) -> Tensor:
@@ -382,9 +396,8 @@ def sample_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], *, zeros: 
     top, left, height, width = (boxes[:, i : i + 1] for i in range(4))
     y = top - 0.5 + (torch.arange(fine[0], device=boxes.device) + 0.5) * (height / fine[0])  # [B, H'] pixel centres
     x = left - 0.5 + (torch.arange(fine[1], device=boxes.device) + 0.5) * (width / fine[1])
-    if not zeros:  # as resizing the cut-out would: its border pixels go on
-        y = torch.minimum(torch.maximum(y, top), top + height - 1)
-        x = torch.minimum(torch.maximum(x, left), left + width - 1)
+    y = torch.minimum(torch.maximum(y, top), top + height - 1)  # as resizing the cut-out would: its border pixels go on
+    x = torch.minimum(torch.maximum(x, left), left + width - 1)
     size_h, size_w = images.shape[2], images.shape[3]
     grid = torch.stack(
         (
@@ -398,12 +411,14 @@ def sample_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], *, zeros: 
     return found if over == 1 else F.avg_pool2d(found, over)
 
 
-def decode_all(source: Source, bad: dict[int, str], threads: int | None = None) -> tuple[Tensor, Tensor]:
+def decode_all(
+    source: Source, bad: dict[int, str], threads: int | None = None, extents: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
     """Every image as uint8 [N, 3, H, W] with its size [N, 2]; threads, since the decoder lets go of the interpreter."""
     from concurrent.futures import ThreadPoolExecutor
 
     count, threads = len(source), threads or os.cpu_count() or 1
-    extents = np.array([_readable(source, i)[2] for i in range(count)])
+    extents = _extents(source, np.arange(count)) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
     canvas = images.numpy()
@@ -411,8 +426,7 @@ def decode_all(source: Source, bad: dict[int, str], threads: int | None = None) 
     def fill(start: int) -> None:
         for index in range(start, min(start + 256, count)):
             try:
-                data = source.read(index)
-                pixels = data if isinstance(data, np.ndarray) else decode(data)
+                pixels = decode(source.read(index))
                 canvas[index, :, : pixels.shape[0], : pixels.shape[1]] = pixels.transpose(2, 0, 1)
                 extents[index] = pixels.shape[:2]
             except (ImageError, OSError) as error:
@@ -420,6 +434,5 @@ def decode_all(source: Source, bad: dict[int, str], threads: int | None = None) 
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, range(0, count, 256)))
-    if len(bad) > max(BAD_SHARE * count, 1):
-        raise DataError(f"{len(bad)} of {count} images cannot be decoded, over {BAD_SHARE:.0%}: check them")
+    _refuse_many(len(bad), count)
     return images, torch.from_numpy(extents)

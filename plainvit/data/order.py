@@ -26,9 +26,8 @@ def scramble(x: Tensor) -> Tensor:
 
 def uniforms(seed: int, epoch: Tensor, position: Tensor, count: int) -> Tensor:
     """Random numbers in [0, 1) for each (epoch, position): [B, count] in fp32, 24 bits each."""
-    key = scramble(
-        scramble(epoch.long() + scramble(torch.tensor(seed, device=epoch.device) + GOLDEN)) ^ position.long()
-    )
+    start = torch.full((), seed, dtype=torch.int64, device=epoch.device)  # torch.tensor would wait for the device
+    key = scramble(scramble(epoch.long() + scramble(start + GOLDEN)) ^ position.long())
     draws = torch.arange(1, count + 1, device=epoch.device) * GOLDEN
     return _shift(scramble(scramble(key.unsqueeze(1) + draws)), 40).float() * 2.0**-24
 

@@ -134,9 +134,13 @@ class Parquet(Source):
         return np.concatenate(parts)
 
     def read(self, index: int) -> bytes:
-        group = int(np.searchsorted(self._ends, index, "right"))
-        row = index - (int(self._ends[group - 1]) if group else 0)
+        group, row = self._place(index)
         return self._column(group)[row].as_py() or b""
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(group, row inside it)."""
+        group = int(np.searchsorted(self._ends, index, "right"))
+        return group, index - (int(self._ends[group - 1]) if group else 0)
 
     def _column(self, group: int) -> Any:
         with self._lock:
@@ -156,8 +160,7 @@ class Parquet(Source):
             return column
 
     def name(self, index: int) -> str:
-        group = int(np.searchsorted(self._ends, index, "right"))
-        row = index - (int(self._ends[group - 1]) if group else 0)
+        group, row = self._place(index)
         return f"{self.paths[self._homes[group][0]].name}#{self._first[group] + row}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
-from plainvit.data.decode import PIXEL_LIMIT, decode
-from plainvit.data.decode import size as encoded_size
+from plainvit.data.decode import PIXEL_LIMIT, decode, size
 
 TRIES = 10
-DRAWS = 4 * TRIES + 9  # of each sample: its crop's tries, then flip, three colours, five for erasing
+DRAWS = 4 * TRIES + 9  # of each sample: its crop's tries, then flip, three colours, five for erasing; a policy's follow
 
 
 def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
@@ -87,7 +86,8 @@ def cut(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tup
     """One box of one image, resized with antialiasing: uint8 [3, *out]. `extent` is the image's (height, width)."""
     top, left, ch, cw = box.tolist()
     wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
-    pixels = data if isinstance(data, np.ndarray) else decode(data, wanted)
+    beyond = min(top, left) <= -1 or top + ch >= extent[0] + 1 or left + cw >= extent[1] + 1
+    pixels = decode(data, None if beyond else wanted)  # a border of zeros has whole pixels of the original
     k = divisor(pixels, extent)
     return resized_box(pixels, (top / k, left / k, (top + ch) / k, (left + cw) / k), out)
 
@@ -144,13 +144,13 @@ def _resized_by_pillow(pixels: np.ndarray, out: tuple[int, int], interpolation: 
 
 def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
     """A photo as a model evaluates it: uint8 [3, *out]. The same in evaluation, prediction and serving."""
-    extent = data.shape[:2] if isinstance(data, np.ndarray) else encoded_size(data)
+    extent = size(data)
     target = out
     if preprocess.resize == "crop":  # short side to out / crop, then the centre
         short = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
         scale = max(short[0] / extent[0], short[1] / extent[1])
         target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
-    pixels = data if isinstance(data, np.ndarray) else decode(data, target)
+    pixels = decode(data, target)
     k = divisor(pixels, extent)
     if target[0] * target[1] > PIXEL_LIMIT:  # 1 x 30000 would become gigabytes: only the centre is resized
         box = tuple(
@@ -167,7 +167,7 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
 
 def finish(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     """Flip, colour and erase a batch on its device, each sample by its own uniforms. uint8 stays so where it can."""
-    flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 :]
+    flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
     if augment.colour:
@@ -191,8 +191,8 @@ def _coloured(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _grey(images: Tensor) -> Tensor:
-    weights = images.new_tensor((0.299, 0.587, 0.114)).view(1, 3, 1, 1)
-    return (images * weights).sum(1, keepdim=True)  # [B, 1, H, W]
+    r, g, b = images.split(1, 1)
+    return r * 0.299 + g * 0.587 + b * 0.114  # [B, 1, H, W]
 
 
 def _erased(images: Tensor, u: Tensor, probability: float) -> Tensor:
@@ -207,9 +207,4 @@ def _erased(images: Tensor, u: Tensor, probability: float) -> Tensor:
     inside_rows = (rows >= top.unsqueeze(1)) & (rows < (top + eh).unsqueeze(1))  # [B, H]
     inside_columns = (columns >= left.unsqueeze(1)) & (columns < (left + ew).unsqueeze(1))  # [B, W]
     hole = inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1) & (u[:, 0] < probability).view(-1, 1, 1)
-    grey = (
-        torch.tensor(128, dtype=images.dtype, device=u.device)
-        if images.dtype is torch.uint8
-        else images.new_tensor(0.5)
-    )
-    return torch.where(hole.unsqueeze(1), grey, images)
+    return torch.where(hole.unsqueeze(1), 128 if images.dtype is torch.uint8 else 0.5, images)

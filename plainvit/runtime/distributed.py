@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -120,14 +120,35 @@ def join(device: str, timeout: float) -> World:
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     backend = "nccl" if device.startswith("cuda") else "gloo"
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        store = _store(rank, size, timedelta(seconds=timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"rank {rank} cannot meet the others at {where}: {reason}") from error
     word = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
     return World(rank, size, device, word)
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """Where the processes meet. Each restart has keys of its own: torchrun's store still holds those of the last."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, size, is_master=rank == 0 and not served, timeout=timeout)
+    return PrefixStore(f"plainvit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+class LostError(ValueError):
+    """Another process of the run is gone, or does not answer; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether an error of the backend says that a peer is gone; there is no type for it."""
+    words = ("connection reset", "connection closed", "timed out", "broken pipe", "connection refused", "nccl")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
@@ -158,6 +179,7 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
         nproc_per_node=processes,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        run_id=secrets.token_hex(4),
         max_restarts=restarts,
         monitor_interval=0.2,
         start_method="spawn",

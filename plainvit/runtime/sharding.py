@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -12,14 +12,15 @@ from plainvit.models import ResNet, ViT
 from plainvit.runtime.distributed import World
 
 
-def shard(model: ViT | ResNet, world: World, dtype: torch.dtype) -> None:
-    """FSDP2, in place: each block is gathered just before it is needed, the rest stays together."""
+def shard(model: ViT | ResNet, world: World) -> None:
+    """FSDP2, in place: each block is gathered just before it is needed, the rest stays together.
+
+    Weights travel in fp32 and autocast rounds them where they are used, as on one device: the two compute the same.
+    """
     mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    units = model.blocks if isinstance(model, ViT) else model.body.stages
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in model.blocks if isinstance(model, ViT) else model.body.stages:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def replicate(objective: nn.Module, world: World) -> nn.Module:

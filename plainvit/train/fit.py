@@ -24,12 +24,12 @@ from plainvit.data.loader import Loader
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.distributed import World, choose_device, join
+from plainvit.runtime.distributed import LostError, World, choose_device, is_lost, join
 from plainvit.runtime.folder import Folder, environment
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set
-from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, precision, train
+from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, train
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
@@ -59,6 +59,10 @@ def fit(
     world = join(config.device, config.timeout)
     try:
         return _fit_with(world, config, out, force, search, quiet)
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost(error):
+            raise
+        raise LostError(f"rank {world.rank} lost the others: {str(error).splitlines()[0]}") from error
     finally:
         world.leave()
 
@@ -219,7 +223,7 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify:
     if world.size > 1 and config.parallel == "fsdp":
         if config.optim.name == "muon" or config.optim.lora:
             raise ValueError("muon and lora work on whole matrices, which fsdp cuts into rows: --parallel ddp")
-        shard(model, world, precision(config, world.device))
+        shard(model, world)
     return objective
 
 

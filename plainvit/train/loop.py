@@ -225,9 +225,10 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
     if run.config.optim.clip:
         torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, norm)
     signal_ = torch.tensor(float(run.signals[0]) if run.signals else 0.0, device=loss.device)
-    shared = run.world.sum(torch.stack((loss / run.world.size, correct.float(), signal_ / run.world.size)))
-    values = [*shared.tolist(), float(whole(norm))]  # the one place where a step waits
-    return values[0], values[1], values[3], math.ceil(values[2])
+    # The norm is that of all processes already, so that each brings its share of it
+    mine = torch.stack((loss, correct * run.world.size, whole(norm).float(), signal_)) / run.world.size
+    values = run.world.sum(mine).tolist()  # the one place where a step waits
+    return values[0], values[1], values[2], math.ceil(values[3])
 
 
 def precision(config: Config, device: str) -> torch.dtype:

@@ -1,0 +1,352 @@
+"""The plan beside real training steps: time and memory of plainvit's own step, measured against `plainvit plan`.
+
+    python -m bench.plan --json FILE          six rows of B/16, L/16 and H/14, about five minutes on an H200
+    python -m bench.plan --fit FILE           the shares for plainvit/evaluate/devices.py that fit those rows best
+
+The step is the loop's: its gradients, its optimiser, compiled, under bf16 autocast, on random uint8 images that are
+already on the device. Without a GPU a tiny model runs instead, so that the script itself can be tried.
+"""
+
+import argparse
+import gc
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from plainvit import device as _device
+
+_device.prepare()  # before torch is loaded
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from bench.measure import machine  # noqa: E402
+from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
+from plainvit.data.loader import Batch  # noqa: E402
+from plainvit.evaluate.devices import DEVICES, Device  # noqa: E402
+from plainvit.evaluate.memory import GIB, Step, memory  # noqa: E402
+from plainvit.evaluate.speed import ideal, seconds  # noqa: E402
+from plainvit.models import build  # noqa: E402
+from plainvit.names import configure  # noqa: E402
+from plainvit.train import loop  # noqa: E402
+from plainvit.train.objectives import Classify  # noqa: E402
+from plainvit.train.optim import Optimizers  # noqa: E402
+
+# Those that say most come first: a time that runs out takes the last
+ROWS = (
+    *(("ViT-B/16", 256), ("ViT-L/16", 256), ("ViT-H/14", 128)),
+    *(("ViT-B/16", 128), ("ViT-L/16", 64), ("ViT-H/14", 32)),
+)
+TINY = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(8, 8), image_size=(32, 32), classes=10)
+WARM, TIMED = 5, 20
+PARTS = {"products": "gemm", "attention": "attention", "pointwise": "pointwise", "update": "update"}  # -> the share
+# Words in the names of CUDA kernels; what none of them tells is pointwise
+KERNELS = {
+    "attention": ("flash", "fmha", "attention"),
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
+    "update": ("adam", "multi_tensor", "foreach"),
+}
+
+
+class OutOfTimeError(Exception):
+    """A row took longer than it may."""
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def training(model: Model, batch: int, device: torch.device) -> loop.Training:
+    """All of a run but its data and its folder."""
+    config = Config(model=model, batch=batch, micro_batch=batch, steps=1000, optim=Optim(), device=str(device))
+    torch.manual_seed(0)
+    with device:
+        built = build(model).train()
+    objective = Classify(built, config).to(device)
+    optimizers = Optimizers(built, built.named_parameters(), config.optim)
+    loader = SimpleNamespace(device=device)
+    folder = SimpleNamespace(path=Path(tempfile.gettempdir()))  # nothing is written
+    parts: dict[str, Any] = {"config": config, "objective": objective, "optimizers": optimizers, "average": None}
+    return loop.Training(**parts, loader=cast(Any, loader), folder=cast(Any, folder))
+
+
+def step(run: loop.Training, batch: Batch) -> float:
+    """As the loop makes it, without metrics; the loss."""
+    run.optimizers.set_rate(1e-4)
+    run.progress.micro_batch = run.config.micro_batch
+    found = loop.gradients(run, run.objective.prepare(batch, run.progress.step), run.forward)
+    run.optimizers.step()
+    run.optimizers.zero()
+    run.progress.step += 1
+    return found[0]
+
+
+def measure(name: str, model: Model, batch: int, device: torch.device) -> dict[str, Any]:
+    """One row: the median of the timed steps, the peak of memory, and where the time of one step went."""
+    run = training(model, batch, device)
+    images = torch.randint(0, 256, (batch, model.channels, *model.image_size), dtype=torch.uint8, device=device)
+    data = Batch(images, torch.arange(batch, device=device) % model.classes, np.arange(batch))
+    started = time.perf_counter()
+    losses = [step(run, data)]
+    compiling = time.perf_counter() - started
+    losses += [step(run, data) for _ in range(WARM)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    for _ in range(TIMED):
+        started = time.perf_counter()  # each step waits once, for its loss: the steady state of the loop
+        losses.append(step(run, data))
+        times.append(time.perf_counter() - started)
+    row = {"what": f"{name}, batch {batch}", "model": to_json(model), "batch": batch, "compiling_s": compiling}
+    row |= {"step_s": statistics.median(times), "least_s": min(times), "most_s": max(times), "loss": losses[-1]}
+    row["images_per_second"] = batch / row["step_s"]
+    if device.type == "cuda":
+        row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        row["parts_s"] = kernels(run, data)
+    return row
+
+
+def kernels(run: loop.Training, data: Batch) -> dict[str, float] | None:
+    """Seconds of a step's CUDA kernels by kind; None where the profiler sees none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step(run, data)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"  no profile: {error}", file=sys.stderr)
+        return None
+    found = dict.fromkeys(PARTS, 0.0)
+    for event in seen.key_averages():
+        found[kind_of(event.key)] += event.self_device_time_total / 1e6
+    return found if sum(found.values()) else None
+
+
+def kind_of(kernel: str) -> str:
+    """Triton names its kernels after all that is fused into them: what stands between products, or a product itself."""
+    name = kernel.lower()
+    if name.startswith("triton_"):
+        return "products" if name.startswith("triton_tem") else "pointwise"
+    return next((kind for kind, words in KERNELS.items() if any(word in name for word in words)), "pointwise")
+
+
+def ceilings() -> dict[str, float]:
+    """TFLOP/s of a large bf16 product, and TB/s of a copy."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source, target = torch.empty(2, 2**32 // 2, device="cuda", dtype=torch.uint8)
+    product, copied = _timed(lambda: a @ b), _timed(lambda: target.copy_(source))
+    return {"matmul": 2 * 8192**3 / product / 1e12, "copy": 2 * source.numel() / copied / 1e12}
+
+
+def _timed(do: Any, repeats: int = 20) -> float:
+    for _ in range(3):
+        do()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        do()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / repeats
+
+
+@contextmanager
+def at_most(limit: float) -> Iterator[None]:
+    """Raises when the time is out, in the middle of a compilation too."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTimeError
+
+    if limit <= 0:
+        raise OutOfTimeError
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure_all(budget: float) -> list[dict[str, Any]]:
+    """The rows that the time allows; one that fails says why, and the others go on."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [(name, configure(name), batch) for name, batch in ROWS]
+    if device.type == "cpu":
+        print("no GPU: a tiny model stands in, to try the script", file=sys.stderr)
+        rows = [("tiny ViT", TINY, 16)]
+    end, found, a_layer = time.monotonic() + budget, [], 0.0
+    for name, model, batch in rows:
+        what, left, layers = f"{name}, batch {batch}", end - time.monotonic(), getattr(model, "depth", 1)
+        print(f"  {what}: {left:.0f} s left", file=sys.stderr, flush=True)
+        try:
+            if left < 1.2 * a_layer * layers:  # the backward pass is compiled in a thread that no signal stops
+                raise OutOfTimeError
+            with at_most(left):
+                found.append(measure(name, model, batch, device))
+            a_layer = max(a_layer, found[-1]["compiling_s"] / layers)
+        except (OutOfTimeError, RuntimeError) as error:
+            why = "no time was left" if isinstance(error, OutOfTimeError) else str(error).splitlines()[0]
+            found.append({"what": what, "left_out": why})
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+# Beside the plan ------------------------------------------------------------------------------------------------------
+
+
+def device_name(given: str) -> str:
+    """Of the table, by what the GPU calls itself."""
+    if given or not torch.cuda.is_available():
+        return given
+    own = torch.cuda.get_device_name().lower()
+    return next((name for name in DEVICES if name.split("-")[0] in own), "")
+
+
+def planned(row: dict[str, Any], device: Device) -> dict[str, float]:
+    """The same step by the plan, and what it says of the memory."""
+    one = step_of(row)
+    took = sum(seconds(one, device).values())
+    return {"step_s": took, "images_per_second": one.images / took, "allocated": memory(one, device.kept)["total"]}
+
+
+def step_of(row: dict[str, Any]) -> Step:
+    return Step(model=from_json(row["model"]), images=row["batch"])
+
+
+def show(rows: Sequence[dict[str, Any]], name: str) -> None:
+    table = Table(title="the plan beside real steps", box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "ms", "spread", "images/s", "planned", "ratio", "GiB", "planned", "ratio", "reserved"):
+        table.add_column(title, justify="left" if title == "step" else "right", no_wrap=True)
+    for row in rows:
+        if "left_out" in row:
+            table.add_row(row["what"], f"left out: {row['left_out']}", style="dim")
+            continue
+        plan = planned(row, DEVICES[name]) if name else None
+        rate, used = row["images_per_second"], row.get("allocated")
+        table.add_row(
+            row["what"],
+            f"{1000 * row['step_s']:,.1f}",
+            f"{1000 * row['least_s']:,.1f}-{1000 * row['most_s']:,.1f}",
+            f"{rate:,.0f}",
+            f"{plan['images_per_second']:,.0f}" if plan else "-",
+            f"{rate / plan['images_per_second']:.3f}" if plan else "-",
+            f"{used / GIB:.1f}" if used else "-",
+            f"{plan['allocated'] / GIB:.1f}" if plan else "-",
+            f"{used / plan['allocated']:.3f}" if used and plan else "-",
+            f"{row['reserved'] / GIB:.1f}" if used else "-",
+        )
+    Console(width=120).print(table)
+
+
+# Fitting --------------------------------------------------------------------------------------------------------------
+
+
+def fit(rows: Sequence[dict[str, Any]], device: Device) -> dict[str, float]:
+    """The shares that make the relative errors of steps and of their parts least, by least squares.
+
+    Time is linear in 1 / share. Parts are known by themselves where the profiler saw them; where not, the sizes are too
+    alike to tell all shares apart, so each is also held, weakly, to what it is now. `kept` is fitted on memory alone.
+    """
+    rows = [row for row in rows if "left_out" not in row and "allocated" in row]
+    if not rows:
+        raise ValueError("no row of this file was measured on a GPU")
+    names = list(PARTS)
+    now = np.array([1 / getattr(device, PARTS[name]) for name in names])
+    lines: list[np.ndarray] = []
+    for row in rows:
+        work = ideal(step_of(row), device)
+        each = np.array([work[name] for name in names])
+        lines.append(each / row["step_s"])
+        parts = row.get("parts_s") or {}
+        lines += [np.eye(4)[at] * each[at] / parts[n] for at, n in enumerate(names) if parts.get(n)]
+    weak = 0.05 * np.diag(1 / now)
+    matrix, wanted = np.vstack([*lines, weak]), np.concatenate([np.ones(len(lines)), np.full(len(names), 0.05)])
+    found = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+    found = np.where(found > 0, found, now)
+    shares = {PARTS[name]: float(1 / value) for name, value in zip(names, found, strict=True)}
+    return shares | {"kept": _fit_memory(rows)}
+
+
+def _fit_memory(rows: Sequence[dict[str, Any]]) -> float:
+    """What is kept of the counted activations: measured less what stands anyway, over the count."""
+    ratios: list[float] = []
+    for row in rows:
+        counted = memory(step_of(row))
+        moving = counted["activations"] + counted["working"]
+        ratios.append((row["allocated"] - counted["total"] + moving) / moving)
+    return statistics.fmean(ratios)
+
+
+def show_fit(path: Path, name: str) -> None:
+    """New shares beside the old, and how well each fits."""
+    saved = json.loads(path.read_text())
+    name = name or saved.get("on", "")
+    if name not in DEVICES:
+        raise ValueError(f"{path} does not say which device of the table it is of: give --on {' or '.join(DEVICES)}")
+    device = DEVICES[name]
+    shares = fit(saved["rows"], device)
+    better = replace(device, **shares)
+    print(f"for {name} in plainvit/evaluate/devices.py:")
+    for word, value in shares.items():
+        print(f"    {word}={value:.3f},  # now {getattr(device, word):.3f}")
+    for word, value in (saved.get("ceilings") or {}).items():
+        print(f"    # ceiling {word}: measured {value:.2f}, now {getattr(device, word):.2f}")
+    for row in saved["rows"]:
+        if "left_out" not in row:
+            old, new = planned(row, device)["step_s"], planned(row, better)["step_s"]
+            took = row["step_s"]
+            print(
+                f"{row['what']:24} measured {1000 * took:8.1f} ms   planned {old / took:.3f}   fitted {new / took:.3f}"
+            )
+
+
+def _machine() -> dict[str, Any]:
+    try:
+        return machine()
+    except (PackageNotFoundError, OSError):  # neither the peers nor git need be there
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return {"torch": torch.__version__, "gpu": gpu}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the shares to the rows of such a file instead")
+    parser.add_argument("--on", default="", help="device of the table; without, by the name of the GPU")
+    parser.add_argument("--seconds", type=float, default=340, help="rows for which this leaves no time are left out")
+    options = parser.parse_args(arguments)
+    if options.on and options.on not in DEVICES:
+        parser.error(f"--on is one of: {', '.join(DEVICES)}")
+    if options.fit:
+        try:
+            show_fit(options.fit, options.on)
+        except ValueError as error:
+            parser.error(str(error))
+        return
+    name = device_name(options.on)
+    rows = measure_all(options.seconds)
+    saved = {"on": name, "machine": _machine(), "rows": rows}
+    saved["ceilings"] = ceilings() if torch.cuda.is_available() else None
+    if options.json:
+        options.json.write_text(json.dumps(saved, indent=2) + "\n")
+        print(f"written: {options.json}")
+    show(rows, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""What a run will need, before anything is spent: compute, memory of each device, images a second, hours.
+
+    plainvit plan vit-h14-jft --images 303000000 --on h200 --devices 64
+
+All of it is arithmetic on the config: `cost` counts compute, `memory` bytes, `speed` seconds by the rates in `devices`;
+`ranks` builds and shards the real model for as many ranks. `python -m bench.plan` holds the plan against real steps.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from plainvit.config import Config, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.data.known import SETS
+from plainvit.evaluate import cost
+from plainvit.evaluate.devices import DEVICES, H200, Device
+from plainvit.evaluate.memory import GIB, Step, largest_micro_batch, memory, trained_numbers
+from plainvit.evaluate.ranks import simulated
+from plainvit.evaluate.speed import seconds
+
+# Training images of the sets that have a name, as their authors publish them: ILSVRC-2012; ImageNet's release of 2011;
+# JFT-300M (arXiv 2010.11929); Tiny-ImageNet (CS231n); CIFAR; Oxford-IIIT Pets' trainval; Flowers-102; digits of UCI
+IMAGES = {
+    "imagenet": 1_281_167,
+    "imagenet21k": 14_197_122,
+    "jft": 303_000_000,
+    "tiny-imagenet": 100_000,
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "oxford-pets": 3_680,
+    "flowers102": 1_020,
+    "digits": 1_437,
+}
+CLASSES = {"jft": 18_291, "digits": 10} | {name: known.classes for name, known in SETS.items()}
+# Table 2's TPUv3-core-days beside exaFLOPs: Table 6's for the first two, our count of 90 epochs for the third
+CORE_DAYS = {
+    "ViT-H/14, JFT, 14 epochs": (4262, 2500),
+    "ViT-L/16, JFT, 14 epochs": (1567, 680),
+    "ViT-L/16, ImageNet-21k, 90 epochs": (464, 230),
+}
+
+
+def plan(
+    config: Config, *, on: str = "", devices: int = 1, images: int | None = None, simulate: bool = True
+) -> dict[str, Any]:
+    """What the run takes, as JSON; on a device of `DEVICES` also whether it fits and how long it lasts.
+
+    `images` are those trained on, where the data is no set of known size. Over several devices the model is also built
+    and sharded for so many ranks, in a child process, unless `simulate` is False.
+    """
+    model = _resolved(config)
+    _check(config, on, devices, images)
+    device = DEVICES[on.lower()] if on else None
+    count, trained = cost.parameters(model), trained_numbers(model, config.optim)[0]
+    run = _length(config, model, images)
+    modes = _modes(config, model, devices)
+    report: dict[str, Any] = {
+        "recipe": config.recipe,
+        "parameters": count,
+        "trained": trained,
+        "classes": model.classes,
+        "image_size": list(model.image_size),
+        "tokens": model.tokens if isinstance(model, ViTConfig) else None,
+        "flops": {"forward": 2 * cost.macs(model), "training": 6 * cost.macs(model)},  # an image
+        "run": run,
+        "on": on.lower(),
+        "origin": device.origin if device else "",
+        "devices": devices,
+        "modes": {step.mode: _mode(step, config, device, run["steps"]) for step in modes},
+        "chosen": config.parallel if devices > 1 and len(modes) > 1 else modes[0].mode,
+        "simulation": simulated(model, devices, modes[0].number) if devices > 1 and simulate else None,
+    }
+    return report | {"notes": list(_notes(config, model, report))}
+
+
+def _resolved(config: Config) -> Model:
+    """The model, with the classes of its data where those are known."""
+    if config.model is None and config.init:
+        raise ValueError(f"the model of {config.init} is not in the config: fill it in from the weights first")
+    if config.model is None:
+        raise ValueError("there is no model to plan for: give --model NAME, or --init WEIGHTS")
+    return config.model.replace(classes=config.model.classes or CLASSES.get(config.data, 0))
+
+
+def _check(config: Config, on: str, devices: int, images: int | None) -> None:
+    if on and on.lower() not in DEVICES:
+        raise ValueError(f"no rates of a device {on!r} are known; {nearest(on, DEVICES)}")
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices must be a whole number of at least 1, got {devices}")
+    if config.batch % devices:
+        near = [n for n in range(1, config.batch + 1) if config.batch % n == 0]
+        near = min(near, key=lambda n: abs(n - devices))
+        raise ValueError(f"a batch of {config.batch} cannot be shared by {devices} devices; try {near}")
+    if images is not None and images < 1:
+        raise ValueError(f"images must be at least 1, got {images}")
+
+
+def _length(config: Config, model: Model, images: int | None) -> dict[str, Any]:
+    """Steps and what they cost in all; None where the number of images is not known."""
+    images = images or _known_images(config)
+    steps = config.steps or (int(config.epochs * images / config.batch) if images else 0)
+    found: dict[str, Any] = {"images": images, "batch": config.batch, "steps": steps or None}
+    if not steps:
+        return found | dict.fromkeys(("seen", "epochs", "exaflops", "tpuv3_core_days"))
+    exaflops = cost.training_exaflops(model, steps * config.batch)
+    return found | {
+        "seen": steps * config.batch,
+        "epochs": steps * config.batch / images if images else None,
+        "exaflops": exaflops,
+        "tpuv3_core_days": _core_days(exaflops),
+    }
+
+
+def _known_images(config: Config) -> int | None:
+    """Of a set with a name, less what is held out; a set with validation images of its own holds none out."""
+    images = 800 if config.data.startswith("vtab/") else IMAGES.get(config.data)
+    splits = SETS[config.data].splits if config.data in SETS else ()
+    if images is None or {"val", "test"} <= set(splits):
+        return images
+    return images - round(images * config.holdout)
+
+
+def _core_days(exaflops: float) -> dict[str, Any]:
+    """By the paper's own pairs of compute and time, which do not agree among themselves."""
+    rates = [compute / days for compute, days in CORE_DAYS.values()]
+    mean = sum(rates) / len(rates)
+    return {
+        "estimate": exaflops / mean,
+        "low": exaflops / max(rates),
+        "high": exaflops / min(rates),
+        "exaflops_a_core_day": {"mean": mean, "low": min(rates), "high": max(rates)},
+    }
+
+
+def _modes(config: Config, model: Model, devices: int) -> list[Step]:
+    """The ways in which the config can run on so many devices."""
+    number = 4 if config.precision == "fp32" else 2
+    step = Step(
+        model=model,
+        images=config.batch // devices,
+        micro_batch=config.micro_batch,
+        optim=config.optim,
+        number=number,
+        pixel=4 if config.augment.mixup or config.augment.cutmix else 1,
+        average=bool(config.ema or config.ema_window),
+        recompute=config.recompute,
+        eager=config.compile == "off",
+        devices=devices,
+    )
+    if devices == 1:
+        return [step]
+    ddp, fsdp = replace(step, mode="ddp"), replace(step, mode="fsdp")
+    whole = config.optim.name == "muon" or config.optim.lora  # these need whole matrices, which FSDP cuts into rows
+    return [ddp] if whole else [ddp, fsdp]
+
+
+def _mode(step: Step, config: Config, device: Device | None, steps: int | None) -> dict[str, Any]:
+    """Memory and time of one way to run."""
+    if device is None:
+        return {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
+    if not step.micro_batch:
+        step = replace(step, micro_batch=_halved(step, device))
+    used = memory(step, device.kept)
+    fits = used["total"] <= device.memory * device.usable * GIB
+    most = {
+        name: largest_micro_batch(replace(step, recompute=again), device)
+        for name, again in (("stored", False), ("recomputed", True))
+    }
+    found = {"images": step.images, "micro_batch": step.size, "memory": used, "fits": fits, "largest_micro_batch": most}
+    if not fits:
+        return found
+    parts = seconds(step, device)
+    each = sum(parts.values())
+    rate = config.batch / each
+    reached = 6 * cost.macs(step.model) * rate / step.devices / (device.matmul * 1e12)
+    hours = steps * each / 3600 if steps else None
+    return found | {
+        "seconds": parts,
+        "step_seconds": each,
+        "images_per_second": rate,
+        "share_of_matmul": reached,
+        "hours": hours,
+        "device_hours": hours * step.devices if hours else None,
+        "bound": max(parts, key=lambda name: parts[name]),
+    }
+
+
+def _halved(step: Step, device: Device) -> int:
+    """As the loop finds it: the device's whole batch, or the half, or the half of that ..."""
+    size, most = step.images, largest_micro_batch(step, device)
+    alone = memory(replace(step, micro_batch=size), device.kept)["total"] <= device.memory * device.usable * GIB
+    while size > max(most, 1) and not alone:
+        size = max(size // 2, 1)
+    return size
+
+
+def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str]:
+    """What the numbers leave out or take for granted."""
+    if not config.steps and not config.epochs:
+        yield "the run has no length: give --epochs or --steps for exaFLOPs and hours"
+    elif not report["run"]["images"] and not config.steps:
+        yield "the number of training images is not known: give --images for exaFLOPs and hours"
+    if not model.classes:
+        yield "the classes follow the data: counted without the last layer"
+    if isinstance(model, ResNetConfig) or model.stem:
+        yield "the rate of convolutions is assumed, not measured: take times as a guess"
+    if config.teacher:
+        yield "the teacher's memory and time are left out"
+    if config.optim.frozen or config.optim.lora:
+        yield "activations and time are those of training every weight: an upper bound"
+    if report["devices"] > 1:
+        yield f"links are assumed at {H200.network:.0%} of their data sheet, latencies are those of NCCL's own model"
+    if report["devices"] > 1 and "fsdp" not in report["modes"]:
+        yield "muon and lora need whole matrices: no fsdp"
+    hours = report["modes"][report["chosen"]].get("hours")
+    if config.hours and hours and hours > config.hours:
+        yield f"{config.hours:g} hours allow about {int(report['run']['steps'] * config.hours / hours):,} of the steps"
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def table(report: dict[str, Any]) -> RenderableType:
+    """The plan for people."""
+    parts: list[RenderableType] = [_summary(report), "", _memory_table(report)]
+    if any("seconds" in mode for mode in report["modes"].values()):
+        parts += ["", _time_table(report)]
+    if report["simulation"]:
+        parts += ["", _simulation_line(report["simulation"])]
+    parts += ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
+    return Group(*parts)
+
+
+def _summary(report: dict[str, Any]) -> Table:
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    shown.add_column(style="bold", no_wrap=True)
+    shown.add_column(overflow="fold")
+    run, flops = report["run"], report["flops"]
+    shown.add_row("recipe", report["recipe"] or "none")
+    trained = "" if report["trained"] == report["parameters"] else f", {report['trained']:,} of them trained"
+    shown.add_row("parameters", f"{report['parameters']:,}{trained}")
+    shown.add_row("an image", f"{flops['forward'] / 1e9:,.1f} GFLOPs forward, {flops['training'] / 1e9:,.1f} trained")
+    if run["steps"]:
+        epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
+        shown.add_row("run", f"{run['steps']:,} steps of {run['batch']:,}{epochs}")
+        days = run["tpuv3_core_days"]
+        rate = days["exaflops_a_core_day"]
+        shown.add_row("compute", f"{_short(run['exaflops'])} exaFLOPs")
+        shown.add_row(
+            "TPUv3-core-days",
+            f"{_short(days['estimate'])} ({_short(days['low'])} to {_short(days['high'])}: the paper's runs made "
+            f"{rate['low']:.1f} to {rate['high']:.1f} exaFLOPs a core-day)",
+        )
+    if report["on"]:
+        shown.add_row("device", f"{report['devices']:,} x {report['on']}: {report['origin']}")
+    return shown
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _columns(report: dict[str, Any], title: str) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column(title, no_wrap=True)
+    for name in report["modes"]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    return shown
+
+
+def _memory_table(report: dict[str, Any]) -> Table:
+    shown, modes = _columns(report, "memory of a device, GiB"), report["modes"].values()
+    for name in next(iter(modes))["memory"]:
+        values = [mode["memory"][name] for mode in modes]
+        title = "at most at one time" if name == "total" else name
+        if any(values):
+            shown.add_row(title, *(f"{value / GIB:,.2f}" for value in values), style="bold" if name == "total" else "")
+    shown.add_row("images of the batch", *(f"{mode['images']:,}" for mode in modes))
+    shown.add_row("at once", *(f"{mode['micro_batch']:,}" for mode in modes))
+    if report["on"]:
+        shown.add_row("it fits", *("yes" if mode["fits"] else "no" for mode in modes))
+        shown.add_row("at once at most", *(f"{mode['largest_micro_batch']['stored']:,}" for mode in modes))
+        shown.add_row("  blocks recomputed", *(f"{mode['largest_micro_batch']['recomputed']:,}" for mode in modes))
+    return shown
+
+
+def _time_table(report: dict[str, Any]) -> Table:
+    shown, modes = _columns(report, "a step, ms"), list(report["modes"].values())
+
+    def row(title: str, name: str, form: Callable[[Any], str]) -> None:
+        shown.add_row(title, *(form(mode[name]) if mode.get(name) is not None else "-" for mode in modes))
+
+    names = next(mode["seconds"] for mode in modes if "seconds" in mode)
+    for name in names:
+        values = [mode.get("seconds", {}).get(name, 0.0) for mode in modes]
+        if any(values):
+            shown.add_row(name, *(f"{1000 * value:,.1f}" for value in values))
+    shown.add_row("in all", *(f"{1000 * mode.get('step_seconds', 0):,.1f}" for mode in modes), style="bold")
+    row("images a second", "images_per_second", _short)
+    row("share of matmul", "share_of_matmul", "{:.0%}".format)
+    row("hours", "hours", _short)
+    row("device-hours", "device_hours", _short)
+    row("bound by", "bound", str)
+    return shown
+
+
+def _simulation_line(found: dict[str, Any]) -> str:
+    if "left_out" in found:
+        return f"fsdp was not simulated: {found['left_out']}"
+    return (
+        f"fsdp on {found['ranks']:,} simulated ranks: each holds {found['held_bytes'] / 2**20:,.1f} MiB of weights "
+        f"({found['filling']:.1%} filling) in {found['groups']} groups; a step has {found['all_gathers']} all-gathers "
+        f"({found['all_gather_bytes'] / GIB:,.2f} GiB) and {found['reduce_scatters']} reduce-scatters "
+        f"({found['reduce_scatter_bytes'] / GIB:,.2f} GiB)"
+    )

@@ -1,0 +1,418 @@
+"""RandAugment and 3-Augment: each operation on each image against torchvision's own, level by level."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as VF
+from pictures import noise, photo, real_data
+from scipy.stats import binomtest, chisquare, kstest
+from torch import Tensor
+from torchvision.transforms import v2
+
+from plainvit.config import Augment, Preprocess
+from plainvit.data.loader import Loader
+from plainvit.data.order import uniforms
+from plainvit.data.policy import FILL, OPERATIONS, SIGMAS, Policy, magnitudes, three_augment
+from plainvit.data.sources import Source, Subset, open_source
+from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
+
+BOTH = Augment(randaugment=(2, 15), three_augment=True)
+RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
+THEIRS = v2.RandAugment(fill=[FILL] * 3)
+SPACE: dict[str, tuple[Callable[..., Any], bool]] = THEIRS._AUGMENTATION_SPACE
+
+
+def by_torchvision(image: Tensor, name: str, value: float) -> Tensor:
+    return THEIRS._apply_image_or_video_transform(image, name, value, THEIRS.interpolation, THEIRS._fill)
+
+
+def their_value(name: str, magnitude: int, size: tuple[int, int], negative: bool) -> float:
+    table, signed = SPACE[name]
+    values = table(31, *size)
+    return 0.0 if values is None else float(values[magnitude]) * (-1 if signed and negative else 1)
+
+
+def drawing(name: str, negative: bool, count: int) -> Tensor:
+    """The uniforms with which every sample draws this operation."""
+    u = torch.full((count, 4), 0.25 if negative else 0.75)
+    u[:, 2] = (OPERATIONS.index(name) + 0.5) / len(OPERATIONS)
+    return u
+
+
+def draws(count: int, operations: int = 2, seed: int = 0) -> Tensor:
+    count_of_each = DRAWS + 2 + 2 * operations
+    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), count_of_each)[:, DRAWS:]
+
+
+def drawn(u: Tensor) -> list[list[tuple[str, bool]]]:
+    """What each sample draws, pass by pass: an operation, and whether it is the negative one."""
+    rows = u[:, 2:].reshape(len(u), -1, 2).tolist()
+    return [[(OPERATIONS[int(14 * which)], sign < 0.5) for which, sign in row] for row in rows]
+
+
+@cache
+def pictures(kind: str) -> Tensor:
+    """Real images as uint8 [B, 3, H, W], and what real images seldom are."""
+    if kind == "extreme":
+        flat = [np.full((24, 24, 3), level, np.uint8) for level in (0, 1, 127, 128, 254, 255)]
+        pairs = enumerate([(0, 255), (7, 9), (254, 255)])
+        two = [np.where(noise(24, 24, i) < 40 * i + 20, np.uint8(a), np.uint8(b)) for i, (a, b) in pairs]
+        grey = np.repeat(noise(24, 24)[..., :1], 3, 2)
+        one = np.zeros((24, 24, 3), np.uint8)
+        one[3, 4] = 200
+        return stacked([*flat, *two, grey, one, noise(24, 24)])
+    if kind == "digits":
+        return stacked([open_source("digits").image(i) for i in range(12)])
+    if kind == "photos":
+        return prepared(open_source(str(real_data() / "imagenet-photos")), (224, 224), 4)
+    source = open_source("tiny-imagenet", "val", data_root=real_data())
+    return prepared(source, {"tiny": (64, 64), "odd": (33, 33), "wide": (40, 72)}[kind], 16)
+
+
+def stacked(images: list[np.ndarray]) -> Tensor:
+    return torch.stack([torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in images])
+
+
+def prepared(source: Source, size: tuple[int, int], count: int) -> Tensor:
+    places = np.linspace(0, len(source) - 1, count).astype(int)
+    return torch.stack([prepare(source.read(int(i)), Preprocess(), size) for i in places])
+
+
+def size_of(images: Tensor) -> tuple[int, int]:
+    return images.shape[2], images.shape[3]
+
+
+# RandAugment's operations ---------------------------------------------------------------------------------------------
+
+
+def test_the_operations_are_torchvisions() -> None:
+    assert sorted(OPERATIONS) == sorted(SPACE)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (32, 32), (224, 224), (224, 160), (33, 65)])
+def test_the_magnitudes_are_torchvisions(size: tuple[int, int]) -> None:
+    for magnitude in range(31):
+        ours = magnitudes(magnitude, size)
+        for name, (table, _) in SPACE.items():
+            values = table(31, *size)
+            assert (name in ours) == (values is not None), name
+            if values is not None:
+                assert ours[name] == float(values[magnitude]), (name, magnitude)
+
+
+def assert_equals_torchvision(images: Tensor, magnitude: int, name: str, within: int = 0) -> None:
+    """Not one level of one pixel is another."""
+    made = Policy(Augment(randaugment=(1, magnitude)), size_of(images), "cpu")
+    for negative in (False, True):
+        found = made(images, drawing(name, negative, len(images)))
+        value = their_value(name, magnitude, size_of(images), negative)
+        for image, result in zip(images, found, strict=True):
+            apart = (result.int() - by_torchvision(image, name, value).int()).abs().max()
+            assert apart <= within, (name, magnitude, negative)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", ["digits", "extreme", "odd", "wide"])
+def test_each_operation_equals_torchvisions_at_every_magnitude(kind: str, name: str) -> None:
+    for magnitude in range(31):
+        assert_equals_torchvision(pictures(kind), magnitude, name)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", ["tiny", "photos"])
+def test_each_operation_equals_torchvisions_at_the_usual_sizes(kind: str, name: str) -> None:
+    for magnitude in (0, 4, 9, 10, 15, 20, 28, 30):
+        assert_equals_torchvision(pictures(kind), magnitude, name)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 4])
+def test_images_of_a_few_pixels(side: int) -> None:
+    """So few that none is in the vector code, which rounds once: within a level."""
+    images = stacked([noise(side, side, i) for i in range(8)])
+    for name in OPERATIONS:
+        assert_equals_torchvision(images, 20, name, within=1)
+
+
+@pytest.mark.parametrize("operations", [1, 2, 3])
+def test_a_sample_gets_what_it_draws_one_after_the_other(operations: int) -> None:
+    images, u = pictures("tiny").repeat(6, 1, 1, 1), draws(96, operations)
+    found = Policy(Augment(randaugment=(operations, 13)), (64, 64), "cpu")(images, u)
+    for image, result, choices in zip(images, found, drawn(u), strict=True):
+        assert len(choices) == operations
+        for name, negative in choices:
+            image = by_torchvision(image, name, their_value(name, 13, (64, 64), negative))
+        assert torch.equal(result, image), choices
+
+
+def test_operations_are_equally_likely_and_so_are_signs() -> None:
+    """In each pass, and in one whatever the other: 196 pairs."""
+    choices = drawn(draws(40_000))
+    numbers = np.array([[OPERATIONS.index(name) for name, _ in one] for one in choices])
+    for which in (0, 1):
+        assert chisquare(np.bincount(numbers[:, which], minlength=14)).pvalue > RARE
+        for name in range(14):
+            negative = [one[which][1] for one in choices if one[which][0] == OPERATIONS[name]]
+            assert binomtest(sum(negative), len(negative), 0.5).pvalue > RARE / 14
+    assert chisquare(np.bincount(numbers[:, 0] * 14 + numbers[:, 1], minlength=196)).pvalue > RARE
+
+
+def test_the_least_and_the_greatest_draw() -> None:
+    images = stacked([noise(8, 8, i) for i in range(2)])
+    for value in (0.0, 1 - 2.0**-24):
+        found = Policy(BOTH, (8, 8), "cpu")(images, torch.full((2, 6), value))
+        assert found.shape == images.shape
+
+
+# 3-Augment ------------------------------------------------------------------------------------------------------------
+
+
+def three(kind: int, amount: float | Tensor, count: int) -> Tensor:
+    u = torch.full((count, 2), (kind + 0.5) / 3)
+    u[:, 1] = amount
+    return u
+
+
+@pytest.mark.parametrize("kind", ["digits", "extreme", "tiny", "wide", "photos"])
+def test_grey_and_solarised_are_torchvisions(kind: str) -> None:
+    images = pictures(kind)
+    for image, result in zip(images, three_augment(images, three(0, 0.5, len(images))), strict=True):
+        assert torch.equal(result, VF.rgb_to_grayscale(image, 3))
+    for image, result in zip(images, three_augment(images, three(1, 0.5, len(images))), strict=True):
+        assert torch.equal(result, VF.solarize(image, 128))
+
+
+@pytest.mark.parametrize("kind", ["digits", "extreme", "tiny", "wide", "photos"])
+def test_the_blur_is_torchvisions(kind: str) -> None:
+    """torchvision adds 81 products where we add nine twice: a level where they round apart, one pixel in 5,000."""
+    images = pictures(kind)
+    amounts = torch.linspace(0, 1 - 2.0**-24, len(images))
+    found = three_augment(images, three(2, amounts, len(images)))
+    for image, result, amount in zip(images, found, amounts.tolist(), strict=True):
+        sigma = SIGMAS[0] + amount * (SIGMAS[1] - SIGMAS[0])
+        apart = (result.int() - VF.gaussian_blur(image, [9, 9], [sigma, sigma]).int()).abs()
+        assert apart.max() <= 1
+        assert (apart > 0).double().mean() <= 2e-4
+
+
+def test_one_of_three_is_drawn_and_any_sigma() -> None:
+    """A bright pixel on black says which it was: spread out, brightened all around, or grey. Its spread says sigma."""
+    images = torch.zeros(6000, 3, 17, 17, dtype=torch.uint8)
+    images[:, 0, 8, 8] = 255
+    u = draws(6000)
+    found = three_augment(images, u[:, :2])
+    grey, solar = found[:, 1, 8, 8] > 70, found[:, 0, 8, 8] == 0
+    blurred = ~grey & ~solar
+    kinds = [int(x.sum()) for x in (grey, solar, blurred)]
+    assert sum(kinds) == 6000
+    assert chisquare(kinds).pvalue > RARE
+    peak = found[blurred, 0, 8, 8].double().numpy()
+    sigma = SIGMAS[0] + np.arange(1000) / 1000 * (SIGMAS[1] - SIGMAS[0])
+    reach = np.arange(-4, 5)
+    expected = 255 / np.exp(-(reach[:, None] ** 2) / (2 * sigma**2)).sum(0) ** 2
+    amounts = np.interp(-peak, -expected, np.arange(1000) / 1000)[peak < 200]
+    least = float(np.interp(-200, -expected, np.arange(1000) / 1000))
+    assert kstest(amounts, "uniform", (least, 1 - least)).statistic < 0.05  # levels are coarse
+    assert kstest(u[blurred, 1].numpy(), "uniform").pvalue > RARE
+
+
+def test_an_image_too_small_to_blur_is_refused() -> None:
+    with pytest.raises(ValueError, match="too small"):
+        Policy(Augment(three_augment=True), (4, 32), "cpu")
+    images = stacked([noise(5, 5)])
+    for kind in range(3):
+        assert Policy(Augment(three_augment=True), (5, 5), "cpu")(images, three(kind, 0.5, 1)).shape == images.shape
+
+
+def test_both_are_done_in_turn() -> None:
+    images, u = pictures("extreme"), draws(12)
+    both = Policy(Augment(randaugment=(2, 9), three_augment=True), (24, 24), "cpu")(images, u)
+    first = Policy(Augment(randaugment=(2, 9)), (24, 24), "cpu")(images, u)
+    assert torch.equal(both, three_augment(first, u[:, :2]))
+
+
+# Samples and batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 16, 16), (28, 300, 280)])
+def test_a_sample_does_not_know_its_batch(shape: tuple[int, int, int]) -> None:
+    """Alone, in another order, in parts. Above 256 x 256 no fp32 holds the sum of all levels: no mean may tell."""
+    count, height, width = shape
+    images, u = stacked([noise(height, width, i) for i in range(count)]), draws(count)
+    made = Policy(BOTH, (height, width), "cpu")
+    whole = made(images, u)
+    assert torch.equal(made(images.flip(0), u.flip(0)).flip(0), whole)
+    assert torch.equal(torch.cat([made(x, y) for x, y in zip(images.split(11), u.split(11), strict=True)]), whole)
+    for i in range(0, count, 3):
+        assert torch.equal(made(images[i : i + 1], u[i : i + 1])[0], whole[i])
+
+
+def test_threads_change_nothing() -> None:
+    images, u = stacked([np.array(photo(96, 96, i)) for i in range(56)]), draws(56)
+    made = Policy(BOTH, (96, 96), "cpu")
+    expected = made(images, u)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(made(images, u), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_input_and_the_generator_are_left_alone() -> None:
+    images, u = stacked([noise(16, 16, i) for i in range(40)]), draws(40)
+    kept, state = images.clone(), torch.get_rng_state()
+    for augment in (Augment(randaugment=(2, 9)), Augment(three_augment=True)):
+        Policy(augment, (16, 16), "cpu")(images, u)
+        assert torch.equal(images, kept)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_floats_are_rounded_first() -> None:
+    """Posterised or solarised floats would come out otherwise than bytes."""
+    images, u = stacked([noise(16, 16, i) for i in range(40)]), draws(40)
+    made = Policy(BOTH, (16, 16), "cpu")
+    apart = torch.rand(images.shape, generator=torch.Generator().manual_seed(0)) * 0.98 - 0.49
+    floats = ((images + apart) / 255).clamp(0, 1)
+    found = made(floats, u)
+    assert found.dtype is torch.uint8
+    assert torch.equal(found, made(images, u))
+
+
+# In the loader --------------------------------------------------------------------------------------------------------
+
+CHAINS = {"randaugment": Augment(randaugment=(2, 15)), "three": Augment(three_augment=True), "both": BOTH}
+
+
+def loaded(source: Source, augment: Augment, batch: int = 12, stop: int = 48, world: int = 1, **options: Any) -> Tensor:
+    options = {"seed": 3, "workers": 0, "mode": "streamed", "size": (32, 32), **options}
+    ranks = [Loader(source, batch=batch, augment=augment, rank=rank, world=world, **options) for rank in range(world)]
+    parts = [[one.images for one in loader.batches(0, stop // batch)] for loader in ranks]
+    return torch.cat([share for step in zip(*parts, strict=True) for share in step])
+
+
+@pytest.fixture
+def shapes() -> Source:
+    return open_source("shapes:size=32,count=48")
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chains_do_not_know_batches_processes_or_the_global_seed(shapes: Source, chain: str, mode: str) -> None:
+    augment = CHAINS[chain]
+    expected = loaded(shapes, augment, mode=mode)
+    assert expected.dtype is torch.uint8
+    assert not torch.equal(expected, loaded(shapes, Augment(), mode=mode))
+    assert torch.equal(loaded(shapes, augment, batch=4, mode=mode), expected)
+    assert torch.equal(loaded(shapes, augment, world=3, mode=mode), expected)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        before = torch.get_rng_state()
+        assert torch.equal(loaded(shapes, augment, mode=mode), expected)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chains_do_not_know_workers(shapes: Source, chain: str) -> None:
+    expected = loaded(shapes, CHAINS[chain])
+    for workers in (1, 2):
+        assert torch.equal(loaded(shapes, CHAINS[chain], workers=workers), expected)
+
+
+def test_a_policy_moves_no_other_draw(shapes: Source) -> None:
+    """Crops, flips, colours and holes are those of a run without it: its numbers come after theirs."""
+    zeros = torch.zeros(5, dtype=torch.long)
+    assert torch.equal(uniforms(3, zeros, zeros + 1, DRAWS), uniforms(3, zeros, zeros + 1, DRAWS + 9)[:, :DRAWS])
+    for mode in ("streamed", "resident"):
+        plain = loaded(shapes, Augment(crop="pad", erase=0.5), mode=mode)
+        other = loaded(shapes, Augment(crop="pad", erase=0.5, randaugment=(1, 0)), mode=mode)
+        holes = (plain == 128).all(1)
+        assert holes.any()
+        assert (other == 128).all(1)[holes].all()
+        same = (plain == other).flatten(1).all(1)  # at magnitude 0 most operations change nothing
+        assert same.double().mean() > 0.4
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_the_order_of_everything(shapes: Source, mode: str) -> None:
+    """Crop, flip, policy, colours, holes: made again from the parts that other tests hold to torchvision."""
+    augment = BOTH.replace(crop="pad", colour=0.4, erase=0.5)
+    found = loaded(shapes, augment, batch=48, mode=mode)
+    loader = Loader(shapes, batch=48, size=(32, 32), augment=augment, seed=3, workers=0, mode="streamed")
+    index = loader.order.sample(np.arange(48))
+    u = uniforms(3, torch.zeros(48, dtype=torch.long), torch.arange(48), DRAWS + 6)
+    boxes = crop_boxes(u, torch.full((48, 2), 32), augment, (32, 32))
+    images = [cut(shapes.read(int(i)), box, (32, 32), (32, 32)) for i, box in zip(index, boxes, strict=True)]
+    flipped = [x.flip(2) if row[4 * TRIES] < 0.5 else x for x, row in zip(images, u, strict=True)]
+    changed = Policy(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, DRAWS:])
+    assert torch.equal(found, finish(changed, u, augment.replace(flip=0.0)))
+
+
+REAL = {"shapes": lambda: open_source("shapes:size=64,count=100"), "tiny-imagenet": lambda: tiny_imagenet(real_data())}
+
+
+def tiny_imagenet(root: Path) -> Source:
+    return Subset(open_source("tiny-imagenet", "val", data_root=root), np.arange(100, 200))
+
+
+def two_ways(name: str, augment: Augment) -> list[Tensor]:
+    source = REAL[name]()
+    return [loaded(source, augment, batch=64, stop=128, size=(64, 64), mode=m) for m in ("streamed", "resident")]
+
+
+@pytest.mark.parametrize("crop", ["pad", "none"])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", REAL)
+def test_what_is_not_resampled_is_the_same_either_way(name: str, chain: str, crop: str) -> None:
+    streamed, resident = two_ways(name, CHAINS[chain].replace(crop=crop, colour=0.3, erase=0.3))
+    assert torch.equal(streamed, resident)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_resampled_crops_stay_together(name: str) -> None:
+    """The crops are within a level, and so are they after 3-Augment, which is continuous. Of RandAugment, posterising,
+
+    solarising and equalising are not: a level may become many, in a few pixels; no picture differs by 5 on average.
+    """
+    streamed, resident = two_ways(name, CHAINS["three"])
+    assert (streamed.int() - resident.int()).abs().max() <= 1
+    streamed, resident = two_ways(name, CHAINS["randaugment"])
+    apart = (streamed.int() - resident.int()).abs().double()
+    assert (apart <= 1).double().mean() > 0.93
+    assert apart.mean() < 0.5
+    assert apart.mean((1, 2, 3)).max() < 5
+
+
+# On other devices -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_read_back_from_the_device() -> None:
+    """The meta device has no values: whoever asked for one, to choose or to count, would wait for a GPU."""
+    augment = BOTH.replace(colour=0.3, erase=0.3)
+    images, u = torch.empty((56, 3, 32, 32), dtype=torch.uint8, device="meta"), draws(56)
+    found = Policy(augment, (32, 32), "meta")(images, u)
+    assert (found.shape, found.dtype, found.device.type) == (images.shape, torch.uint8, "meta")
+    assert finish(found, torch.empty((56, DRAWS), device="meta"), augment).shape == images.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("side", [8, 32, 224])
+def test_a_gpu_gives_the_same_and_is_not_waited_for(side: int) -> None:
+    images, u = stacked([np.array(photo(side, side, i)) for i in range(64)]), draws(64)
+    for augment in CHAINS.values():
+        expected = Policy(augment, (side, side), "cpu")(images, u)
+        made, there = Policy(augment, (side, side), "cuda"), images.cuda()
+        made(there, u)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = made(there, u)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        apart = (found.cpu().int() - expected.int()).abs()
+        assert apart.max() <= 1
+        assert (apart > 0).double().mean() <= 2e-4

@@ -1,0 +1,297 @@
+"""Several processes on loopback against one: the same samples, losses and weights; deaths, restarts, other layouts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plainvit
+from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.folder import metrics
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+RECIPE = """
+from plainvit.config import *
+
+def recipe():
+    model = ViTConfig(width=16, depth=2, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
+    return Config(
+        model=model, data="digits", holdout=0.1, steps=STEPS, batch=32, evaluations=2, workers=0, ema=0.9, timeout=60,
+        augment=Augment(crop="pad", pad=1, flip=0.0, mixup=0.5), save_every=SAVE,
+        optim=Optim(lr=3e-3, warmup=4, weight_decay=0.1),
+    )
+"""
+
+
+def train(
+    folder: Path, *flags: str, steps: int = 12, save: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, *flags, steps=steps, save=save),
+        env=ENVIRONMENT | options,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def command(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> list[str]:
+    recipe = folder.parent / f"recipe_{steps}_{save}.py"
+    recipe.write_text(RECIPE.replace("STEPS", str(steps)).replace("SAVE", str(save)))
+    return [sys.executable, "-m", "plainvit", "train", f"{recipe}:recipe", "--out", str(folder), *flags]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    found = Checkpoints(folder / "checkpoints", 9).newest()
+    assert found
+    return found[0]
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    done = train(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+LAYOUTS = {
+    "ddp": (),
+    "fsdp": ("--parallel", "fsdp"),
+    "sharded": ("--parallel", "fsdp", "--sharded"),
+    "micro": ("--micro-batch", "4"),
+    "fsdp-micro-recompute": ("--parallel", "fsdp", "--micro-batch", "8", "--recompute"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--devices", "2", *LAYOUTS[layout])
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-6)
+    expected, found = state(alone), state(tmp_path / "run")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        if "qkv.bias" not in name:  # the gradient of a key's bias is rounding, of which Adam makes whole steps
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert numbers(tmp_path / "run")["test"]["images"] == 360
+    assert numbers(tmp_path / "run")["test"]["nll"] == pytest.approx(numbers(alone)["test"]["nll"], rel=1e-4)
+    assert done.stdout.count("test top-1") == 1
+    model = plainvit.load(tmp_path / "run")
+    assert model.config.classes == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_fifty_steps_of_two_processes_equal_one(parallel: str, tmp_path: Path) -> None:
+    train(tmp_path / "one", steps=50)
+    train(tmp_path / "two", "--devices", "2", "--parallel", parallel, steps=50)
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == len(two) == 50
+    assert two[:20] == pytest.approx(one[:20], rel=1e-5)
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+def stop_at(folder: Path, step: int, *flags: str, steps: int = 12) -> None:
+    """A run that is told to end once it has come to a step; it saves there or a little later."""
+    child = subprocess.Popen(command(folder, *flags, steps=steps, save=1), env=ENVIRONMENT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(losses(folder)) < step and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+
+
+def test_one_then_two_then_one_process_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(whole, steps=60, save=1).returncode == 0
+    stop_at(parts, 10, steps=60)
+    first = len(losses(parts))
+    stop_at(parts, first + 10, "--devices", "2", "--parallel", "fsdp", "--sharded", steps=60)
+    second = len(losses(parts))
+    assert 10 <= first < second < 60, "each part of the run must be real"
+    done = train(parts, steps=60, save=1)
+    assert done.returncode == 0, done.stderr
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+    assert [line["step"] for line in metrics(parts) if "loss" in line] == list(range(1, 61))
+
+
+def workers_of(agent: int) -> list[int]:
+    """Processes that torchrun's agent has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            words = (path.parent / "cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if parent == agent and b"plainvit" in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def kill_and_wait(folder: Path, kills: int, *flags: str, steps: int) -> subprocess.Popen[str]:
+    """Kills one of the two ranks, by turns, whenever the run has moved on since the last time."""
+    line = command(folder, "--devices", "2", "--restarts", str(kills), *flags, steps=steps, save=2)
+    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for number in range(kills):
+        before, dead = len(losses(folder)), time.monotonic() + 60
+        while (len(losses(folder)) <= before or len(workers_of(agent.pid)) < 2) and agent.poll() is None:
+            assert time.monotonic() < dead, "the run does not go on"
+            time.sleep(0.02)
+        if agent.poll() is None:
+            os.kill(workers_of(agent.pid)[number % 2], signal.SIGKILL)
+    return agent
+
+
+def killed(folder: Path, whole: Path, kills: int, steps: int) -> None:
+    assert train(whole, "--devices", "2", steps=steps, save=2).returncode == 0
+    agent = kill_and_wait(folder, kills, steps=steps)
+    _, err = agent.communicate(timeout=180)
+    assert agent.returncode == 0, err
+    assert tensor_hash(state(folder)) == tensor_hash(state(whole))
+    assert losses(folder) == losses(whole)
+
+
+def test_a_killed_rank_is_restarted_to_the_same_end(tmp_path: Path) -> None:
+    killed(tmp_path / "killed", tmp_path / "whole", kills=2, steps=200)
+
+
+@pytest.mark.slow
+def test_ten_killed_ranks_are_restarted_to_the_same_end(tmp_path: Path) -> None:
+    killed(tmp_path / "killed", tmp_path / "whole", kills=10, steps=1500)
+
+
+def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    line = command(folder, "--devices", "2", steps=3000)
+    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    workers = workers_of(agent.pid)
+    assert len(workers) == 2
+    agent.send_signal(signal.SIGTERM)
+    agent.communicate(timeout=60)
+    assert agent.returncode == 143
+    assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
+    assert Checkpoints(folder / "checkpoints", 9).newest()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    """SIGSTOP: alive for the agent, but silent. The other rank names it, with its own stack, and the run ends."""
+    folder = tmp_path / "run"
+    line = command(folder, "--devices", "2", "--timeout", "6", steps=5000)
+    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    workers = workers_of(agent.pid)
+    stopped = max(workers)
+    rank = next(int(v) for v in re.findall(rb"(?:^|\0)RANK=(\d)", Path(f"/proc/{stopped}/environ").read_bytes()))
+    os.kill(stopped, signal.SIGSTOP)
+    started, note = time.monotonic(), folder / f"stalled-rank-{1 - rank}.txt"
+    while not note.is_file() and time.monotonic() - started < 6 + 10:
+        time.sleep(0.1)
+    assert note.is_file(), "it must be named within ten seconds of the timeout"
+    os.kill(stopped, signal.SIGCONT)  # the agent's SIGTERM waits for that; without, it would kill it after 30 s
+    _, err = agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    assert f"silent: [{rank}]" in err
+    stacks = note.read_text()
+    assert "gradients" in stacks
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+# bad input ------------------------------------------------------------------------------------------------------------
+
+
+def lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("plainvit: ")]
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--devices", "2", "--batch", "33")
+    assert done.returncode == 2
+    assert len(lines(done.stderr)) == 1
+    assert "33" in done.stderr
+    assert "2 processes" in done.stderr
+
+
+def test_more_processes_than_gpus_are_refused_before_they_start(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--devices", "2", "--device", "cuda")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "no GPU" in done.stderr
+
+
+def test_muon_is_not_for_sharded_matrices(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--devices", "2", "--parallel", "fsdp", "--optim.name", "muon")
+    assert done.returncode == 2
+    assert len(lines(done.stderr)) == 1
+    assert "--parallel ddp" in done.stderr
+
+
+def start_rank(folder: Path, rank: int, port: int, *flags: str) -> subprocess.Popen[str]:
+    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    environment = ENVIRONMENT | {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(command(folder, *flags), env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
+    port = free_port()
+    both = [start_rank(tmp_path / "run", rank, port, "--seed", str(rank)) for rank in (0, 1)]
+    errors = [one.communicate(timeout=60)[1] for one in both]
+    assert [one.returncode for one in both] == [2, 2]
+    assert len(lines("".join(errors))) == 1
+    assert "differ in their config" in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rendezvous_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "3")
+    _, err = one.communicate(timeout=60)
+    assert one.returncode == 2
+    assert "cannot meet the others at 127.0.0.1" in lines(err)[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_agents_on_loopback_are_one_run(alone: Path, tmp_path: Path) -> None:
+    """The line of the docs for several machines, with two of them on this one."""
+    port, folder = free_port(), tmp_path / "run"
+    inner = command(folder)[2:]  # -m plainvit ...
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run1"]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, *inner], env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-6)
+    assert "".join(out for out, _ in said).count("test top-1") == 1

@@ -1,0 +1,699 @@
+"""What a user may get wrong: one line on standard error, the right exit code, nothing lost, nothing left behind."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+from PIL import Image
+from runs import outcome, status
+from safetensors.torch import load_file
+
+from plainvit.cli import main
+from plainvit.config import Config, Optim
+from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.folder import metrics
+from plainvit.train import loop
+from plainvit.train.fit import fit
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, without a network, without figures."""
+    runs.without_figures(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def made(**changes: Any) -> Config:
+    """Four steps on digits."""
+    return runs.config(**{"steps": 4, "evaluations": 1} | changes)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    runs.recipe_file(tmp_path, made())
+    return "mine.py:recipe"
+
+
+def refused(capsys: Capture, *words: object, code: int = 2) -> str:
+    """The one line of a command that must fail."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1, err
+    assert err.startswith("plainvit: ")
+    assert caught.value.code == code, err
+    assert out == ""
+    return err
+
+
+def printed(capsys: Capture, *words: object) -> str:
+    """Standard output of a command that must go well."""
+    main([str(word) for word in words])
+    return capsys.readouterr().out
+
+
+def ended(*words: object) -> int:
+    """The exit code of a command that may go well or fail, but not with a traceback."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as caught:
+        return int(caught.code or 0)
+    return 0
+
+
+def here() -> list[str]:
+    """What the working directory holds besides what the test put there."""
+    return sorted(path.name for path in Path.cwd().iterdir() if path.name not in ("mine.py", "__pycache__", "photos"))
+
+
+# Words that cannot be a run -------------------------------------------------------------------------------------------
+
+# flags after `plainvit train mine.py:recipe`, exit code, part of the message
+WRONG: list[tuple[str, int, str]] = [
+    ("--optim.lrr 1", 2, "nearest: --optim.lr"),
+    ("--optim.lrr=1", 2, "nearest: --optim.lr"),
+    ("--btach 3", 2, "nearest: --batch"),
+    ("stray", 2, "'stray'"),
+    ("--model ViT-Q/16", 2, "nearest: ViT-"),
+    ("--model.widht 3", 2, "nearest: --model.width"),
+    ("--data nosuch", 2, "'nosuch'"),
+    ("--data no/such", 3, "no/such"),
+    ("--data cifar10", 3, "--data-root"),
+    ("--data cifar10 --data-root /no/such", 3, "/no/such/cifar10"),
+    ("--data shapes:size=4", 2, "shapes takes size"),
+    ("--exclude no.txt", 2, "no.txt"),
+    ("--batch many", 2, "batch"),
+    ("--batch 1.5", 2, "batch"),
+    ("--batch 0", 2, "batch"),
+    ("--batch", 2, "--batch"),
+    ("--steps -3", 2, "steps"),
+    ("--optim.lr fast", 2, "lr"),
+    ("--optim.lr -1", 2, "lr must be above 0"),
+    ("--optim.lr nan", 2, "lr must be a number"),
+    ("--optim.name adamm", 2, "adamw"),
+    ("--optim.betas 0.9", 2, "betas"),
+    ("--optim.betas 0.9 1", 2, "betas"),
+    ("--optim.layer-decay 0", 2, "layer_decay"),
+    ("--loss mse", 2, "softmax"),
+    ("--augment.crop random", 2, "resize"),
+    ("--augment.mixup -1", 2, "mixup"),
+    ("--model.patch 3 3", 2, "patch of 3"),
+    ("--model.heads 3", 2, "heads 3"),
+    ("--model.dropout 1", 2, "dropout"),
+    ("--image-size big", 2, "image-size"),
+    ("--micro-batch 5", 2, "try 4"),
+    ("--micro-batch 32", 2, "micro_batch 32"),
+    ("--ema-window 0.1", 2, "ema"),
+    ("--holdout 1", 2, "holdout"),
+    ("--optim.warmup 40", 2, "optim.warmup"),
+    ("--optim.warmup 4", 2, "optim.warmup"),
+    ("--optim.cooldown 9", 2, "optim.cooldown"),
+    ("--steps 0", 2, "--epochs or --steps"),
+    ("--steps 0 --epochs 0.001", 2, "less than one batch"),
+    ("--model.classes 7", 3, "7 classes, digits has 10"),
+    ("--device cuda", 2, "no GPU"),
+    ("--device cuda:3", 2, "no GPU"),
+    ("--device tpu", 2, "tpu"),
+    ("--seed -1", 2, "seed"),
+    ("--workers -2", 2, "workers"),
+    ("--devices 0", 2, "devices"),
+    ("--hours -1", 2, "hours"),
+    ("--track mlflow", 2, "tensorboard"),
+    ("--head zeros", 2, "nearest: zero"),
+    ("--init no/such.npz", 2, "no/such.npz"),
+    ("--init vit_b16_augreg_i21k_225", 2, "nearest: vit_b16_augreg_i21k_224"),
+    ("--search", 2, "--optim.grid"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the table has a line about machines without a GPU")
+@pytest.mark.parametrize(("flags", "code", "part"), WRONG, ids=[flags for flags, _, _ in WRONG])
+def test_wrong_words_are_refused_before_anything_is_made(
+    recipe: str, capsys: Capture, flags: str, code: int, part: str
+) -> None:
+    assert part in refused(capsys, "train", recipe, "--out", "run", *flags.split(), code=code)
+    assert here() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("train", "plainvit train digits"),
+        ("train digit", "nearest: digits"),
+        ("train no.py:recipe", "no file no.py"),
+        ("train mine.py:recip", "nearest: recipe"),
+        ("train mine.py", "mine.py:FUNCTION"),
+        ("train vit-b16-jft", "--data"),
+        ("finetune --data digits", "--init"),
+        ("finetune", "--data"),
+        ("finetune --init vit_b16_augreg_i21k_224 --data digits", "hf download timm/vit_base_patch16_224"),
+        ("train digits --data cifar10", "the recipe digits is for digits"),
+        ("doctor digitts", "nearest: digits"),
+        ("doctor digits --batchh 3", "nearest: --batch"),
+        ("replay", "RUN"),
+        ("replay nowhere", "no run folder"),
+    ],
+)
+@pytest.mark.usefixtures("recipe")
+def test_a_command_without_a_run_in_it_is_refused(capsys: Capture, words: str, part: str) -> None:
+    assert part in refused(capsys, *words.split())
+    assert here() == []
+
+
+def test_a_recipe_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "mine.py").write_text("def recipe():\n    return 1 / 0\n\n\ndef other():\n    return {'batch': 3}\n")
+    assert "ZeroDivisionError" in refused(capsys, "train", "mine.py:recipe")
+    assert "Config" in refused(capsys, "train", "mine.py:other")
+
+
+# What only shows once the model is built ------------------------------------------------------------------------------
+
+LATE: list[tuple[str, int, str]] = [
+    ("--optim.frozen nope*", 2, "nope*"),
+    ("--optim.frozen *", 2, "nothing to train"),
+    ("--batch 15", 2, "even"),
+    ("--batch 15 --augment.mixup 0 --augment.cutmix 1", 2, "even"),
+    ("--teacher no/such.npz", 2, "no/such.npz"),
+    ("--search", 2, "--optim.grid"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "part"), LATE, ids=[flags for flags, _, _ in LATE])
+def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
+    recipe: str, capsys: Capture, flags: str, code: int, part: str
+) -> None:
+    """Nothing was trained: the same folder takes the command with the mistake left out."""
+    assert part in refused(capsys, "train", recipe, "--out", "run", *flags.split(), code=code)
+    printed(capsys, "train", recipe, "--out", "run")
+    assert status(Path("run"))["state"] == "done"
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_refused(
+    recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    line = refused(capsys, "train", recipe, "--out", "run", "--track", name)
+    assert f"--track {name}" in line
+    assert "pip install" in line
+    printed(capsys, "train", recipe, "--out", "run")
+
+
+@pytest.mark.parametrize("seed", [2**24, 20_240_131, 2**32 - 1, 2**63 - 1])
+def test_a_large_seed_trains_or_is_refused_at_once(capsys: Capture, recipe: str, seed: int) -> None:
+    """A date is a likely seed."""
+    code = ended("train", recipe, "--out", "run", "--seed", seed)
+    line = capsys.readouterr().err
+    if code:
+        assert seed >= 2**32, line
+        assert "seed" in line
+        assert not Path("run").exists()
+    else:
+        assert status(Path("run"))["state"] == "done"
+
+
+def test_large_seeds_differ_from_each_other(tmp_path: Path) -> None:
+    losses = []
+    for seed in (1, 1 + 2**16, 20_240_131):
+        fit(made(seed=seed), tmp_path / f"{seed}", quiet=True)
+        losses.append([line["loss"] for line in metrics(tmp_path / f"{seed}") if "loss" in line])
+    assert losses[0] != losses[1] != losses[2] != losses[0]
+
+
+def test_status_has_the_exit_code_of_the_command(recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "step", raising(ValueError("a user's mistake, found late")))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", recipe, "--out", "run"])
+    assert capsys.readouterr().err == "plainvit: a user's mistake, found late\n"
+    said = status(Path("run"))
+    assert (said["state"], said["exit_code"]) == ("failed", caught.value.code)
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_frozen_weights_stay_under_low_rank_updates(tmp_path: Path) -> None:
+    fit(made(), tmp_path / "first", quiet=True)
+    optim = Optim(lr=1e-2, lora=2, frozen=("head*",))
+    fit(made(init=str(tmp_path / "first"), model=None, head="keep", optim=optim, ema=0.0), tmp_path / "run", quiet=True)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "run"))
+    assert torch.equal(before["head.weight"], after["head.weight"])
+    assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
+
+
+# Search ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_without_images_to_judge_by_is_refused(recipe: str, capsys: Capture) -> None:
+    flags = ("--search", "--optim.grid", 0.01, 0.1, "--search-holdout", 0, "--holdout", 0)
+    assert "--search-holdout" in refused(capsys, "train", recipe, "--out", "run", *flags)
+
+
+def test_a_search_survives_a_rate_that_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest rates of a grid are there to find out where that begins."""
+    step = loop.step
+
+    def diverging(run: loop.Training, *rest: Any) -> Any:
+        if run.config.optim.lr == 0.5:
+            raise loop.DivergedError("4 steps were not finite")
+        return step(run, *rest)
+
+    monkeypatch.setattr(loop, "step", diverging)
+    fit(made(optim=Optim(grid=(0.5, 1e-3))), tmp_path / "run", search=True, quiet=True)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"] == 1e-3
+
+
+# Another config in the same folder ------------------------------------------------------------------------------------
+
+
+def begun(out: Path, **changes: Any) -> Path:
+    """A run of the recipe that ended before its last step, with a checkpoint of step 3."""
+    step = loop.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
+        with pytest.raises(ZeroDivisionError):
+            fit(made(**{"recipe": "mine.py:recipe"} | changes), out, quiet=True)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a run but the lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_changed_config_is_refused_with_what_changed(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+    before = contents(begun(tmp_path / "run"))
+    words = ("train", recipe, "--out", "run", "--optim.lr", 0.1, "--batch", 32, "--workers", 1)
+    line = refused(capsys, *words)
+    assert "optim.lr 0.003 -> 0.1" in line
+    assert "batch 16 -> 32" in line
+    assert "workers" not in line  # which changes nothing
+    assert "--force" in line
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+    begun(tmp_path / "run")
+    printed(capsys, "train", recipe, "--out", "run", "--optim.lr", 0.1, "--force")
+    lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[3]["lr"] > 0.003
+    assert status(tmp_path / "run")["state"] == "done"
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ("--model.depth 2", {}),
+        ("--model.width 32", {}),
+        ("--optim.lora 2", {}),
+        ("", {"optim": Optim(name="sgd")}),
+        ("", {"ema": 0.0}),
+        ("", {"optim": Optim(lora=2)}),
+    ],
+)
+def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
+    tmp_path: Path, recipe: str, capsys: Capture, flags: str, first: dict[str, Any]
+) -> None:
+    """A clear word, or a run that goes on: no traceback."""
+    begun(tmp_path / "run", **first)
+    saved = contents(tmp_path / "run" / "checkpoints")
+    code = ended("train", recipe, "--out", "run", "--force", *flags.split())
+    assert code in (0, 2)
+    if code:
+        assert capsys.readouterr().err.splitlines()[-1].startswith("plainvit: ")
+        assert contents(tmp_path / "run" / "checkpoints") == saved
+    else:
+        assert status(tmp_path / "run")["state"] == "done"
+
+
+def test_forcing_a_finished_run_does_not_belie_it(tmp_path: Path, recipe: str) -> None:
+    """Either it trains by the new config, or it keeps the old one: the weights and config.json belong together."""
+    assert ended("train", recipe, "--out", "run") == 0
+    before = outcome(tmp_path / "run")
+    assert ended("train", recipe, "--out", "run", "--optim.lr", 0.5, "--force") in (0, 2)
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"]
+    assert (stored == 0.003) == (outcome(tmp_path / "run")["model."] == before["model."])
+
+
+def test_a_finished_run_can_be_made_longer_by_force(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+    printed(capsys, "train", recipe, "--out", "run")
+    printed(capsys, "train", recipe, "--out", "run", "--steps", 6, "--force")
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'])
+def test_a_broken_config_file_is_told_of(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
+    (begun(tmp_path / "run") / "config.json").write_text(text)
+    refused(capsys, "train", recipe, "--out", "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints", 1).steps() == [3]
+
+
+def test_a_budget_of_time_may_be_dropped_later(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+    """It is among what may change without changing the result; the length that it found stays."""
+    begun(tmp_path / "run", hours=5.0)
+    printed(capsys, "train", recipe, "--out", "run")
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+def test_without_out_the_folder_is_named_after_the_recipe(recipe: str, capsys: Capture) -> None:
+    said = printed(capsys, "train", recipe)
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("mine.py-recipe-")
+    assert f"report: {folder}" in said
+
+
+def test_results_as_json_and_nothing_else(recipe: str, capsys: Capture) -> None:
+    main(["train", recipe, "--out", "run", "--json"])
+    said, errors = capsys.readouterr()
+    assert errors == ""
+    results = json.loads(said)
+    assert results["folder"] == "run"
+    assert results["test"]["images"] == 360
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+PHOTOS = ("--data", "photos", "--model.image-size", "16", "16", "--batch", "4", "--save-every", "1")
+
+
+def photos(names: tuple[str, ...] = ("cat", "dog", "fox"), count: int = 4) -> Path:
+    """A folder of noise in classes."""
+    shutil.rmtree("photos", ignore_errors=True)
+    random = np.random.default_rng(0)
+    for name in names:
+        (Path("photos") / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(Path("photos") / name / f"{number}.png")
+    return Path("photos")
+
+
+@pytest.fixture
+def begun_on_photos(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> str:
+    """The recipe of a run on photos that stopped after three steps."""
+    photos()
+    step = loop.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
+        with pytest.raises(ZeroDivisionError):
+            main(["train", recipe, "--out", "run", *PHOTOS])
+    capsys.readouterr()
+    return recipe
+
+
+@pytest.mark.parametrize("what", ["images", "classes"])
+def test_changed_data_is_refused_unless_forced(begun_on_photos: str, capsys: Capture, what: str) -> None:
+    if what == "images":
+        shutil.copy("photos/cat/0.png", "photos/cat/9.png")
+    else:
+        photos(("ape", "dog", "fox"))
+    before = contents(Path("run"))
+    line = refused(capsys, "train", begun_on_photos, "--out", "run", *PHOTOS, code=3)
+    assert f"the {what} of photos changed" in line
+    assert contents(Path("run")) == before
+    printed(capsys, "train", begun_on_photos, "--out", "run", *PHOTOS, "--force")
+    assert status(Path("run"))["state"] == "done"
+
+
+def test_unchanged_data_in_another_place_is_the_same_data(begun_on_photos: str, capsys: Capture) -> None:
+    """The modification times of a copy are new, its images are not."""
+    Path("photos").rename("elsewhere")
+    shutil.copytree("elsewhere", "photos")
+    printed(capsys, "train", begun_on_photos, "--out", "run", *PHOTOS)
+    assert status(Path("run"))["state"] == "done"
+
+
+def test_more_classes_by_force_are_told_apart_from_the_old_head(begun_on_photos: str, capsys: Capture) -> None:
+    photos(("ape", "cat", "dog", "fox"))
+    assert ended("train", begun_on_photos, "--out", "run", *PHOTOS, "--force") in (2, 3)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("plainvit: ")
+
+
+def test_classes_of_one_image_cannot_be_held_out(recipe: str, capsys: Capture) -> None:
+    photos(count=1)
+    line = refused(capsys, "train", recipe, "--out", "run", *PHOTOS, "--holdout", 0.1, code=3)
+    assert "--holdout 0" in line
+    assert here() == []
+    printed(capsys, "train", recipe, "--out", "run", *PHOTOS, "--holdout", 0)
+    assert "val" not in json.loads(Path("run/results.json").read_text())
+
+
+@pytest.mark.parametrize("broken", ["empty", "no classes", "unreadable", "no images"])
+def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture, broken: str) -> None:
+    folder = photos(count=3)
+    if broken == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    if broken == "no classes":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        Image.new("RGB", (16, 16)).save(folder / "1.png")
+    for path in folder.glob("*/*"):
+        path.write_bytes(b"no image") if broken == "unreadable" else path.unlink() if broken == "no images" else None
+    line = refused(capsys, "train", recipe, "--out", "run", *PHOTOS, code=3)
+    assert "photos" in line
+    assert status(Path("run"))["exit_code"] == 3 if Path("run").exists() else True
+
+
+# Weights to start from ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    """A finished run on digits."""
+    fit(made(), tmp_path / "first", quiet=True)
+    return "first"
+
+
+FINETUNE = (
+    *("finetune", "--init", "first", "--data", "photos", "--holdout", "0"),
+    *("--steps", "2", "--batch", "4", "--workers", "0", "--out", "run"),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "part"),
+    [
+        ("--head keep", 3, "--head zero"),
+        ("--model.depth 2", 2, "depth 1, not 2"),
+        ("--model.mean 0.1", 2, "mean"),
+        ("--model.patch 2 2", 2, "patch (4, 4), not (2, 2)"),
+        ("--image-size 13", 2, "nearest: 12 or 16"),
+        ("--teacher first", 3, "10 classes"),
+    ],
+)
+@pytest.mark.usefixtures("first")
+def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code: int, part: str) -> None:
+    photos()
+    assert part in refused(capsys, *FINETUNE, *flags.split(), code=code)
+    printed(capsys, *FINETUNE)  # in the same folder
+    assert status(Path("run"))["state"] == "done"
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R50x1"])
+@pytest.mark.usefixtures("first")
+def test_weights_of_another_family_are_refused(capsys: Capture, name: str) -> None:
+    photos()
+    with pytest.raises(SystemExit) as caught:
+        main([*FINETUNE, "--model", name])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2
+    assert "another model" in last
+
+
+def test_a_kept_head_needs_the_same_names(tmp_path: Path, capsys: Capture) -> None:
+    model = runs.MODEL.replace(image_size=(16, 16))
+    fit(made(model=model, data="shapes:size=16,count=32,classes=10", holdout=0.0), tmp_path / "shapes", quiet=True)
+    words = ("finetune", "--init", "shapes", "--data", "digits", "--head", "keep", "--steps", 2, "--out", "run")
+    line = refused(capsys, *words, code=3)
+    assert "'circle'" in line
+    assert "'0'" in line
+
+
+@pytest.mark.usefixtures("first")
+def test_a_run_folder_goes_on_as_weights(capsys: Capture) -> None:
+    """Its head is replaced for other classes, and kept for its own."""
+    photos()
+    printed(capsys, *FINETUNE, "--image-size", 16)
+    assert json.loads(Path("run/config.json").read_text())["model"]["classes"] == 3
+    printed(capsys, *FINETUNE, "--data", "digits", "--head", "keep", "--optim.lr", "1e-30", "--out", "kept")
+    before, after = (load_file(Path(name) / "model.safetensors") for name in ("first", "kept"))
+    assert torch.allclose(before["head.weight"], after["head.weight"], atol=1e-6)
+
+
+# Help -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("train digits --help", ("--optim.lr", "--model.patch", "--data", "--out", "--search", "--force", "0.002")),
+        ("train --help", ("plainvit recipes", "--optim.lr", "FILE.py:FUNCTION")),
+        ("finetune --help", ("--init", "--head", "--image-size", "ft-cifar10", "--optim.frozen")),
+        ("finetune ft-cifar10 --help", ("--optim.grid", "0.03", "sgd")),
+        ("doctor --help", ("risks", "--json")),
+        ("doctor digits --help", ("--model.patch",)),
+        ("replay --help", ("--step", "RUN", "--json")),
+    ],
+)
+def test_help_names_what_there_is(capsys: Capture, words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    said, errors = capsys.readouterr()
+    assert (caught.value.code, errors) == (0, "")
+    for part in parts:
+        assert part in said
+    assert here() == []
+
+
+# Doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def risks(capsys: Capture, *words: object) -> dict[str, str]:
+    """risk -> its mending."""
+    found = json.loads(printed(capsys, "doctor", *words, "--json"))["risks"]
+    return {one["risk"]: one["mend"] for one in found}
+
+
+def test_doctor_describes_the_machine(capsys: Capture) -> None:
+    said = printed(capsys, "doctor")
+    for word in ("cpu", "gpu", "attention", "torch", "safetensors", "plainvit", "GiB"):
+        assert word in said
+    report = json.loads(printed(capsys, "doctor", "--json"))
+    assert report["versions"]["torch"] == torch.__version__.split("+")[0] or report["versions"]["torch"]
+    assert report["risks"] == []
+    assert report["attention"]["cudnn"] is False
+
+
+def test_doctor_finds_nothing_wrong_with_digits(capsys: Capture) -> None:
+    assert risks(capsys, "digits") == {}
+    assert "no risk was found" in printed(capsys, "doctor", "digits")
+
+
+def alternatives(mend: str) -> list[list[str]]:
+    """The flags that a mending offers, one list for each way."""
+    flag = r"--[a-z._-]+(?: (?:-?\d[\d.e+-]*|adamw|pre|none)(?![\w.]))+"
+    return [found.split() for found in re.findall(rf"{flag}(?: {flag})*", mend)]
+
+
+def test_offered_flags_are_read_as_meant() -> None:
+    assert alternatives("--model.patch 1 1, or larger: --model.image-size 32 32") == [
+        ["--model.patch", "1", "1"],
+        ["--model.image-size", "32", "32"],
+    ]
+    assert alternatives("--optim.name adamw --optim.lr 1e-3") == [["--optim.name", "adamw", "--optim.lr", "1e-3"]]
+    assert alternatives("--holdout 0.1 keeps a tenth apart") == [["--holdout", "0.1"]]
+
+
+# a planted risk, and words of it
+PLANTED: list[tuple[str, str]] = [
+    ("--model.patch 8 8", "8-pixel patches on 8-pixel images"),
+    ("--model.patch 4 4", "only 4 tokens"),
+    ("--model.image-size 32 32 --model.patch 16 16", "16-pixel patches on 32-pixel images"),
+    ("--model.image-size 28 28 --model.patch 14 14", "14-pixel patches on 28-pixel images"),
+    ("--model.image-size 44 44 --model.patch 22 22", "22-pixel patches on 44-pixel images"),
+    ("--model.image-size 16 32 --model.patch 8 16", "only 4 tokens"),
+    ("--optim.warmup 0", "without warm-up"),
+    ("--optim.name sgd --optim.lr 0.01", "coupled"),
+    ("--optim.name sgd --optim.weight-decay 0", "from scratch far worse"),
+    ("--optim.weight-decay 1e-4", "big_vision"),
+    ("--optim.clip 0", "not clipped"),
+    ("--optim.lr 0.1", "high for AdamW"),
+    ("--augment.flip 0.5", "mirrored"),
+    ("--batch 4096", "more than the 1363"),
+    ("--holdout 0", "nothing validates"),
+    ("--model.norm post --model.depth 8", "post-norm"),
+]
+
+
+@pytest.mark.parametrize(("flags", "part"), PLANTED, ids=[flags for flags, _ in PLANTED])
+def test_doctor_finds_a_planted_risk_and_its_mending_removes_it(capsys: Capture, flags: str, part: str) -> None:
+    found = risks(capsys, "digits", *flags.split())
+    (risk,) = [risk for risk in found if part in risk]
+    ways = alternatives(found[risk])
+    assert ways, found[risk]
+    for way in ways:
+        after = risks(capsys, "digits", *flags.split(), *way)
+        assert not any(part in risk for risk in after), f"{way}: {after}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--data no/such", "no/such"),
+        ("--optim.warmup 99999", "optim.warmup"),
+        ("--model.classes 7", "7 classes"),
+        ("--steps 0 --epochs 0", "no length"),
+        ("--optim.frozen nope*", "nope*"),
+        ("--batch 63 --augment.mixup 0.2", "even"),
+        ("--data ", "no data"),
+    ],
+)
+def test_doctor_finds_what_train_would_refuse(capsys: Capture, flags: str, part: str) -> None:
+    words = flags.split(" ") if flags.endswith(" ") else flags.split()
+    assert any(part in risk for risk in risks(capsys, "digits", *words))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_doctor_finds_a_device_that_is_not_there(capsys: Capture) -> None:
+    assert any("GPU" in risk for risk in risks(capsys, "digits", "--device", "cuda"))
+
+
+def test_doctor_finds_a_recipe_without_data(capsys: Capture) -> None:
+    assert any("data" in risk for risk in risks(capsys, "vit-b16-jft"))
+    assert any(
+        "init" in mend or "model" in risk for risk, mend in risks(capsys, "finetune", "--data", "digits").items()
+    )
+
+
+@pytest.mark.usefixtures("first")
+def test_doctor_finds_the_wrong_normalisation_for_weights(tmp_path: Path, capsys: Capture) -> None:
+    wrong = runs.MODEL.replace(mean=(0.485, 0.456, 0.406), std=(0.2, 0.2, 0.2))
+    runs.recipe_file(tmp_path, made(init="first", model=wrong))
+    (risk,) = [risk for risk in risks(capsys, "mine.py:recipe") if "mean and std" in risk]
+    assert "first" in risk
+    runs.recipe_file(tmp_path, made(init="first", model=None))  # left out, as it says
+    assert not any("mean and std" in risk for risk in risks(capsys, "mine.py:recipe"))
+
+
+@pytest.mark.usefixtures("first")
+def test_doctor_takes_the_flags_that_finetune_takes(capsys: Capture) -> None:
+    found = risks(capsys, "finetune", "--init", "first", "--data", "digits", "--model.mean", 0.1)
+    assert any("mean" in risk for risk in found)
+
+
+@pytest.mark.usefixtures("first")
+def test_doctor_offers_weights_larger_images_not_other_patches(capsys: Capture) -> None:
+    """Weights have the patch that they have."""
+    words = ("finetune", "--init", "first", "--data", "digits")
+    found = risks(capsys, *words)
+    (risk,) = [risk for risk in found if "only 4 tokens" in risk]
+    for way in alternatives(found[risk]):
+        assert not any("tokens" in risk for risk in risks(capsys, *words, *way))
+
+
+def test_doctor_tells_of_unreadable_weights_once(capsys: Capture) -> None:
+    found = risks(capsys, "finetune", "--init", "no/such.npz", "--data", "digits")
+    assert sum("no/such.npz" in risk for risk in found) == 1
+
+
+def test_doctor_leaves_no_trace(recipe: str, capsys: Capture) -> None:
+    printed(capsys, "doctor", recipe)
+    assert here() == []
