@@ -3,6 +3,9 @@
 Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 resources, 130/143 signals.
 """
 
+import contextlib
+import functools
+import io
 import json as _json
 import os
 import sys
@@ -264,6 +267,10 @@ def _plan(command: Plan) -> None:
 
 
 def _train(command: Train) -> None:
+    if command.devices < 1 or command.restarts < 0:
+        raise ValueError(
+            f"--devices is at least 1 and --restarts at least 0, got {command.devices}, {command.restarts}"
+        )
     if command.devices > 1 and "RANK" not in os.environ:
         from plainvit.runtime.distributed import launch
 
@@ -333,10 +340,11 @@ def replay(
         device: cpu, cuda; auto: a GPU where there is one.
         json: Print JSON for machines instead of a table.
     """
+    from plainvit.runtime.folder import finite
     from plainvit.train import replay as again
 
     found = again.replay(run, step, data_root, device)
-    _show(found, None if json else again.table(found))
+    _show(finite(found), None if json else again.table(found))
 
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -371,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
         if verb in RUNS:
             _run(verb, rest)
         else:
-            tyro.cli(VERBS[verb], prog=f"plainvit {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+            _parsed(_deferred(VERBS[verb]), prog=f"plainvit {verb}", args=rest)()
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -394,18 +402,42 @@ def _run(verb: str, arguments: list[str]) -> None:
     name = words.pop("recipe", name)
     if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
         raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits")
-    config = _begun(recipe(name) if name else Config(), words, look=verb != "doctor")
-    found, unknown = tyro.cli(
+    config = _begun(recipe(name) if name else Config(), words, strict=verb != "doctor")
+    found, unknown = _parsed(
         flags,
         prog=f"plainvit {verb} [RECIPE]",
         args=arguments,
         default=flags(config=config),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
         return_unknown_args=True,
     )
     if unknown:
         _fail(f"unknown flag {unknown[0]!r}; {nearest(unknown[0], _flags(found.config))}", 2)
     do(found)
+
+
+def _deferred(call: Callable[..., object]) -> Callable[..., Callable[[], object]]:
+    """The same parameters, but calling it only binds them."""
+
+    @functools.wraps(call)
+    def bind(*values: object, **named: object) -> Callable[[], object]:
+        return functools.partial(call, *values, **named)
+
+    return bind
+
+
+def _parsed(what: Callable[..., Any], **options: Any) -> Any:
+    """What the words mean; where they mean nothing, one line in place of the parser's box."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(what, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands), **options)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        box = [line.strip("\u2502 ") for line in said.getvalue().splitlines()]
+        rule = next((at for at, line in enumerate(box) if at and line.startswith("\u2500")), len(box))
+        words = " ".join(line for line in box[1:rule] if line and line[0] not in "\u256d\u2570")
+        _fail(words or "the words of this command cannot be read: see --help", 2)
 
 
 def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -423,7 +455,7 @@ def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in vars(words).items() if value is not None}, rest
 
 
-def _begun(config: Config, words: dict[str, Any], *, look: bool) -> Config:
+def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
     """The recipe's config with another model by its name, or with that of the weights to start from."""
     from plainvit.names import configure
 
@@ -431,10 +463,14 @@ def _begun(config: Config, words: dict[str, Any], *, look: bool) -> Config:
         size = words.pop("image_size", 0) or (config.model.image_size if config.model else 224)
         words["model"] = configure(words["model"], 0, size)
     config = config.replace(**words)
-    if look and config.init and config.model is None:
+    if config.init and config.model is None:
         from plainvit.train.transfer import starting_model
 
-        config = config.replace(model=starting_model(config)[0])
+        try:
+            config = config.replace(model=starting_model(config)[0])
+        except (ValueError, OSError):
+            if strict:
+                raise
     return config
 
 

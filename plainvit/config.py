@@ -332,8 +332,9 @@ class Optim(Checked):
         for name in ("milestones", "betas", "grid", "frozen"):
             self._set(name, tuple(getattr(self, name)))
         self._check(natural=("lora",), rates=("momentum",))
-        if not self.lr > 0 or min(self.grid, default=1.0) <= 0:
-            raise ValueError(f"lr must be above 0, got {self.lr if not self.lr > 0 else min(self.grid)}")
+        for lr in (self.lr, *self.grid):
+            if not 0 < lr <= 1e6:
+                raise ValueError(f"lr must be above 0 and at most a million, got {lr}")
         for name in ("warmup", "cooldown", "weight_decay", "lr_end", "clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -406,6 +407,8 @@ class Config(Checked):
             natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed", "image_size"),
             rates=("holdout", "search_holdout", "ema", "ema_window"),
         )
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
         for name in ("epochs", "hours"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -474,9 +477,11 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
 def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Field by field, what differs between two configs: {'optim.lr': (0.001, 0.01)}."""
     found: dict[str, tuple[Any, Any]] = {}
+    if type(old) is not type(new):
+        return {f"{prefix}kind": (type(old).__name__, type(new).__name__)}
     for field in dataclasses.fields(old):
         before, after = getattr(old, field.name), getattr(new, field.name)
-        if isinstance(before, Checked) and type(before) is type(after):
+        if isinstance(before, Checked) and isinstance(after, Checked):
             found |= differences(before, after, f"{prefix}{field.name}.")
         elif before != after:
             found[prefix + field.name] = (before, after)

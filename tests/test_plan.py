@@ -260,9 +260,9 @@ def test_ddp_hides_all_but_the_last_bucket() -> None:
 
 
 def test_fsdp_gathers_twice_and_scatters_once() -> None:
-    step = Step(model=configure("ViT-B/16"), images=64, mode="fsdp", devices=8, stream=2)
+    step = Step(model=configure("ViT-B/16"), images=64, mode="fsdp", devices=8)
     parts, bus = groups(step.model), 0.75 * 450e9
-    gathered = 2 * (2 * sum(parts[:-1]) + parts[-1]) + 4 * sum(parts)
+    gathered = 4 * (2 * sum(parts[:-1]) + parts[-1]) + 4 * sum(parts)
     latency = 14e-6 + 7 * RING[0]
     expected = (3 * 12 + 2) * latency + gathered * 7 / 8 / bus
     assert exposed(step, H200, computing=0.0) == pytest.approx(expected)
@@ -298,7 +298,7 @@ def test_a_rank_holds_what_arithmetic_says(config: ViTConfig, ranks: int) -> Non
 def test_bytes_without_filling_are_those_of_the_groups() -> None:
     """Two ranks divide nearly every row: the simulation's messages are the arithmetic's."""
     found, parts = sharded(SMALL, 2), groups(SMALL)
-    assert found["all_gather_bytes"] == pytest.approx(2 * (2 * sum(parts[:-1]) + parts[-1]) / 2, rel=0.01)
+    assert found["all_gather_bytes"] == pytest.approx(4 * (2 * sum(parts[:-1]) + parts[-1]) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "Axial-ViT-B/32", "R50x1+ViT-B/16", "BiT-R50x1"])

@@ -25,7 +25,8 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train.fit import fit
-from plainvit.train.loop import DivergedError, MemoryShortError, Training, largest_micro_batch
+from plainvit.train.guards import DivergedError, MemoryShortError, largest_micro_batch, short_of_memory
+from plainvit.train.loop import Training
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
 from plainvit.train.replay import replay
@@ -178,7 +179,7 @@ def test_too_many_bad_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DivergedError, match=f"step {last}"):
         fit(runs.config(bad_steps=bad_steps), tmp_path, quiet=True)
     said = status(tmp_path)
-    assert (said["state"], said["exit_code"], said["step"]) == ("diverged", 4, last - 1)
+    assert (said["state"], said["exit_code"], said["step"]) == ("diverged", 4, last)
     tensors, state = newest(tmp_path)
     assert state["step"] == {5: 4, 9: 8}[last]
     assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
@@ -628,7 +629,7 @@ def device_run(most: int, tried: list[int]) -> Any:
         return SimpleNamespace(backward=lambda: None), None
 
     nothing = SimpleNamespace(zero=lambda: None)
-    checkpoints = SimpleNamespace(steps=list)
+    checkpoints = SimpleNamespace(steps=list, settle=lambda: None)
     progress = loop.Progress()
     return SimpleNamespace(
         cast=nullcontext, objective=objective, optimizers=nothing, checkpoints=checkpoints, progress=progress
@@ -638,19 +639,20 @@ def device_run(most: int, tried: list[int]) -> Any:
 @pytest.mark.parametrize(("batch", "most", "found"), [(64, 64, 64), (64, 63, 32), (64, 5, 4), (64, 1, 1), (1, 1, 1)])
 def test_the_largest_micro_batch_is_found_by_halving(batch: int, most: int, found: int) -> None:
     tried: list[int] = []
-    assert largest_micro_batch(device_run(most, tried), (OnDevice(batch),)) == found  # pyright: ignore
+    assert largest_micro_batch(device_run(most, tried), (OnDevice(batch),), batch) == found  # pyright: ignore
     assert tried[0] == batch
     assert tried == sorted(tried, reverse=True)
 
 
 def test_a_device_too_small_for_one_image_is_told_of() -> None:
-    with pytest.raises(MemoryShortError, match="one image"):
-        largest_micro_batch(device_run(0, []), (OnDevice(8),))  # pyright: ignore
+    assert largest_micro_batch(device_run(0, []), (OnDevice(8),), 8) == 0  # pyright: ignore
+    error = short_of_memory(device_run(0, []), (OnDevice(8),), 8)  # pyright: ignore
+    assert "not even one image" in str(error)
 
 
 @pytest.mark.parametrize(("batch", "most"), [(64, 5), (18, 5), (100, 30), (30, 8), (9, 4)])
 def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, most: int) -> None:
-    error = loop._short_of_memory(device_run(most, []), (OnDevice(batch),), batch)  # pyright: ignore
+    error = short_of_memory(device_run(most, []), (OnDevice(batch),), batch)  # pyright: ignore
     size = offered(str(error))
     assert 1 <= size <= most
     assert Config(batch=batch, micro_batch=size).micro_batch == size

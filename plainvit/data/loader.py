@@ -258,7 +258,7 @@ def _readable(source: Source, index: int) -> Readable:
             return one, data, extent_of(data), flaws
         except (ImageError, OSError) as error:
             flaws.append((one, str(error)))
-    raise DataError("no image of the set can be read")
+    raise DataError(f"no image of {source.spec or 'the set'} can be read")
 
 
 def _in_order(

@@ -58,7 +58,7 @@ def memory(step: Step, kept: float = 1.0) -> dict[str, int]:
         "gradients": 4 * trained / share,
         "optimiser": optimiser_bytes(step.optim, trained, matrices) / share,
         "averaged weights": 4 * count / share if step.average else 0,
-        "bf16 weights": 2 * count if step.number == 2 and step.mode != "fsdp" else 0,
+        "bf16 weights": 2 * count if step.number == 2 else 0,
         "gathered blocks": _gathered(step) if step.mode == "fsdp" else 0,
         "DDP's buckets": 4 * trained if step.mode == "ddp" else 0,
         "images": step.images * step.pixel * step.model.channels * math.prod(step.model.image_size),
@@ -207,7 +207,7 @@ def _block_parameters(c: ViTConfig) -> int:
 
 
 def _gathered(step: Step) -> int:
-    """FSDP: this block and the next in the dtype of products, the rest for the whole step, a block's gradients."""
+    """FSDP: this block and the next in fp32, the rest for the whole step, a block's gradients before and after."""
     *parts, rest = groups(step.model)
     most = max(parts, default=0)
-    return step.number * (2 * most + rest) + (step.number + 4) * most
+    return 4 * (2 * most + rest) + 8 * most

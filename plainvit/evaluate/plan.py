@@ -71,7 +71,7 @@ def plan(
         "devices": devices,
         "modes": {step.mode: _mode(step, config, device, run["steps"]) for step in modes},
         "chosen": config.parallel if devices > 1 and len(modes) > 1 else modes[0].mode,
-        "simulation": simulated(model, devices, modes[0].number) if devices > 1 and simulate else None,
+        "simulation": simulated(model, devices) if devices > 1 and simulate else None,
     }
     return report | {"notes": list(_notes(config, model, report))}
 

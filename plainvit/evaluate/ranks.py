@@ -17,11 +17,11 @@ _CHILD = (
 )
 
 
-def simulated(model: Model, devices: int, number: int = 2) -> dict[str, Any]:
+def simulated(model: Model, devices: int) -> dict[str, Any]:
     """`sharded` in a child process, which leaves this one without a process group."""
     if devices > MOST_RANKS:
         return {"left_out": f"only up to {MOST_RANKS:,} ranks are simulated"}
-    given = json.dumps({"model": to_json(model), "devices": devices, "number": number})
+    given = json.dumps({"model": to_json(model), "devices": devices})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         child = subprocess.run(
@@ -42,14 +42,14 @@ def simulated(model: Model, devices: int, number: int = 2) -> dict[str, Any]:
 
 def sharded_from(given: dict[str, Any]) -> dict[str, Any]:
     """What the child process does."""
-    return sharded(from_json(given["model"]), given["devices"], given["number"])
+    return sharded(from_json(given["model"]), given["devices"])
 
 
-def sharded(model: Model, devices: int, number: int = 2) -> dict[str, Any]:
+def sharded(model: Model, devices: int) -> dict[str, Any]:
     """The real model, sharded as training does, on ranks that do not exist: what one holds, sends and receives.
 
     No number is stored and nothing is sent. Every tensor is cut by rows, and each rank holds as many as the fullest,
-    so at many ranks much of what is held is filling. `number` is the bytes of a gathered one. The process must have no
+    so at many ranks much of what is held is filling. Weights and gradients travel in fp32. The process must have no
     group, and has none afterwards.
     """
     import torch
@@ -68,8 +68,7 @@ def sharded(model: Model, devices: int, number: int = 2) -> dict[str, Any]:
     count = sum(p.numel() for p in built.parameters())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
-        dtype = torch.bfloat16 if number == 2 else torch.float32
-        shard(built, World(rank=0, size=devices, device="cpu"), dtype)
+        shard(built, World(rank=0, size=devices, device="cpu"))
         found: list[int] = []  # numbers of each group on a rank; those of the root, which comes first, last
         seen: set[int] = set()
         for module in reversed([module for module in built.modules() if isinstance(module, FSDPModule)]):
@@ -78,10 +77,10 @@ def sharded(model: Model, devices: int, number: int = 2) -> dict[str, Any]:
             found.append(sum(p.to_local().numel() for p in own))  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         dist.destroy_process_group()
-    return _messages(found, count, devices, number)
+    return _messages(found, count, devices)
 
 
-def _messages(held: list[int], count: int, devices: int, number: int) -> dict[str, Any]:
+def _messages(held: list[int], count: int, devices: int) -> dict[str, Any]:
     """Of one step with one micro-batch: blocks are gathered for both passes, the root once; gradients go in fp32."""
     *blocks, root = held
     gathered = 2 * sum(blocks) + root
@@ -92,8 +91,8 @@ def _messages(held: list[int], count: int, devices: int, number: int) -> dict[st
         "bytes_without_filling": 4 * count / devices,
         "filling": sum(held) * devices / count - 1,
         "all_gathers": 2 * len(blocks) + 1,
-        "all_gather_bytes": number * gathered * (devices - 1),  # that each rank receives
+        "all_gather_bytes": 4 * gathered * (devices - 1),  # that each rank receives
         "reduce_scatters": len(held),
         "reduce_scatter_bytes": 4 * sum(held) * (devices - 1),  # that each rank sends
-        "largest_gather_bytes": number * max(held) * devices,
+        "largest_gather_bytes": 4 * max(held) * devices,
     }

@@ -159,7 +159,7 @@ def exposed(step: Step, device: Device, computing: float) -> float:
         each = _all_reduce(4 * trained / buckets, step.devices, device)
         return max(buckets * each - backward / step.parts, each)
     parts = groups(step.model)
-    gathers = [_ring(step.number * part, step.devices, device) for part in parts]
+    gathers = [_ring(4 * part, step.devices, device) for part in parts]
     scatters = [_ring(4 * part, step.devices, device) for part in parts]
     early = step.parts * sum(gathers)
     late = step.parts * sum(gathers[:-1]) + sum(scatters)  # what is left at the end stays gathered after the forward

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,26 @@ class Checkpoints:
         if self._failure:
             failure, self._failure = self._failure, None
             raise failure
+
+    def settle(self) -> None:
+        """Until the thread has ended, however it ended: nothing is written after a run has let go of its folder."""
+        if self._thread:
+            self._thread.join()
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.settle()
+
+    def set_aside(self, step: int) -> None:
+        """What is newer than the checkpoint that was taken is damaged: it must not crowd out those to come."""
+        for newer in self.steps():
+            if newer > step:
+                target = self.folder / f"damaged-{newer:08d}"
+                shutil.rmtree(target, ignore_errors=True)
+                (self.folder / f"step-{newer:08d}").rename(target)
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], rows: dict[str, int], state: dict[str, Any], best: int | None
@@ -134,13 +154,13 @@ class Checkpoints:
         """Steps that have a checkpoint, in order."""
         if not self.folder.is_dir():
             return []
-        names = (path.name for path in self.folder.iterdir())
+        names = (path.name for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint; damaged ones are told of and passed over."""
         if self.world.first:
-            self._sweep()
+            self.sweep()
         for step in reversed(self.steps()):
             try:
                 return self.read(step)
@@ -162,7 +182,7 @@ class Checkpoints:
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """What a killed process left half-written."""
         with contextlib.suppress(OSError):
             for left in self.folder.glob(".tmp-*"):

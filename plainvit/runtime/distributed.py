@@ -9,6 +9,7 @@ torchrun starts the processes, joins them and restarts them; without it there is
 import faulthandler
 import logging
 import os
+import re
 import secrets
 import sys
 import threading
@@ -155,6 +156,8 @@ def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
     """Of the name that was given, for one of the processes beside each other on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is unknown: cpu, cuda, cuda:1, or auto")
     if not name.startswith("cuda"):
         return name
     there = torch.cuda.device_count()

@@ -7,6 +7,7 @@ One process owns it at a time. Each file is written whole; metrics grow by a lin
 lines beyond its checkpoint, so that no step is missing or doubled.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -14,6 +15,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -49,20 +51,24 @@ class Folder:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
             raise ValueError(f"another process is training in {path}: wait for it, or give another --out") from error
+        for litter in (*path.glob(".*.tmp"), *path.glob("figures/.*.tmp"), *path.glob("captures/.tmp-*")):
+            shutil.rmtree(litter) if litter.is_dir() else litter.unlink(missing_ok=True)  # of a process that was killed
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._metrics:
-            self._metrics.close()
-        if self._lock:
-            self._lock.close()  # lets go of the lock
+        for file in (self._metrics, self._lock):
+            with contextlib.suppress(OSError):  # a full disk has been told of where it was met
+                if file:
+                    file.close()  # of the lock: lets go of it
+        if self.writes and {entry.name for entry in self.path.iterdir()} == {".lock"}:
+            shutil.rmtree(self.path, ignore_errors=True)  # nothing was begun in it
 
     def write(self, name: str, value: Any) -> None:
         if not self.writes:
             return
-        text = _json(_finite(value)) + "\n"
+        text = _json(finite(value)) + "\n"
         write_atomically(self.path / name, lambda beside: beside.write_text(text, encoding="utf-8"))
 
     def read(self, name: str) -> dict[str, Any]:
@@ -80,7 +86,7 @@ class Folder:
         try:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._metrics.write(json.dumps(_finite(line)) + "\n")
+            self._metrics.write(json.dumps(finite(line)) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
@@ -99,7 +105,7 @@ def metrics(path: Path) -> Iterator[dict[str, Any]]:
     file = path / "metrics.jsonl"
     if not file.is_file():
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 value = json.loads(line)
@@ -115,12 +121,12 @@ def _json(value: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

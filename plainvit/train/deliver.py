@@ -36,6 +36,8 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
     run.folder.write("results.json", numbers)
+    if first:  # that of an interruption must not pass for the last one
+        (run.folder.path / "report.html").unlink(missing_ok=True)
     run.folder.say("done", run.progress.step, run.steps)
     if first:
         write_report(run.folder.path, samples)

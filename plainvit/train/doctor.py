@@ -4,6 +4,7 @@ plainvit doctor          plainvit doctor digits --model.patch 8 8
 """
 
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -16,8 +17,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from plainvit import __version__, device
-from plainvit.config import Config, ViTConfig
+from plainvit.config import Config, Model, ViTConfig
+from plainvit.models import build
+from plainvit.runtime.distributed import choose_device
 from plainvit.runtime.folder import processor
+from plainvit.train.optim import freeze
 from plainvit.train.splits import open_splits
 from plainvit.train.transfer import resolve, starting_model
 
@@ -78,25 +82,41 @@ def _attention() -> dict[str, bool]:
 def risks(config: Config) -> Iterator[tuple[str, str]]:
     """(what may go wrong, how to mend it), from the config, and from data and weights where they can be opened."""
     yield from _of_optim(config)
-    model = config.model
+    model, readable = config.model, True
     if config.init:
         try:
             implied, _ = starting_model(config)
             model = model or implied
             yield from _of_weights(config, implied)
         except (ValueError, OSError) as error:
+            readable = False
             yield f"the initial weights cannot be read: {error}", "give --init a file, a run folder or a published name"
     if isinstance(model, ViTConfig):
-        yield from _of_model(model)
-    if config.data:
-        try:
-            splits = open_splits(config)
-            resolve(config, splits)
-            yield from _of_data(config, len(splits.train), model)
-            if splits.val is None:
-                yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
-        except (ValueError, OSError) as error:
-            yield str(error).splitlines()[0], "see `plainvit data info`"
+        yield from _of_model(model, fixed=bool(config.init))
+    try:
+        choose_device(config.device)
+    except ValueError as error:
+        yield str(error), "--device auto takes what is there"
+    if not config.data:
+        yield "there is no data to train on", "--data FOLDER, or a known set's name with --data-root"
+    elif readable:
+        yield from _of_run(config, model)
+
+
+def _of_run(config: Config, model: Model | None) -> Iterator[tuple[str, str]]:
+    """What `train` would refuse, and what the number of images says."""
+    try:
+        splits = open_splits(config)
+        resolved = resolve(config, splits)
+        assert resolved.model
+        with torch.device("meta"):
+            freeze(build(resolved.model), config.optim.frozen)
+    except (ValueError, OSError) as error:
+        yield str(error).splitlines()[0], "see `plainvit data info` for the data, --help for the settings"
+        return
+    yield from _of_data(config, len(splits.train), model)
+    if splits.val is None:
+        yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
 
 
 def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
@@ -123,14 +143,20 @@ def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
         yield "mirrored digits are no digits", "--augment.flip 0"
 
 
-def _of_model(model: ViTConfig) -> Iterator[tuple[str, str]]:
-    tokens, side = model.grid[0] * model.grid[1], min(model.image_size)
+def _of_model(model: ViTConfig, *, fixed: bool) -> Iterator[tuple[str, str]]:
+    """`fixed`: weights have the patch that they have."""
+    tokens, (height, width) = model.grid[0] * model.grid[1], model.image_size
     if tokens < 16:
-        smaller = max(side // 8, 1)
-        yield (
-            f"{model.stride[0]}-pixel patches on {side}-pixel images give only {tokens} tokens",
-            f"--model.patch {smaller} {smaller}, or larger images: --model.image-size {side * 4} {side * 4}",
+        times = math.ceil((16 / tokens) ** 0.5)
+        larger = (
+            f"--image-size {times * max(height, width)}"
+            if fixed
+            else (f"--model.image-size {times * height} {times * width}")
         )
+        patch = tuple(max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size)
+        smaller = "" if fixed or model.stem else f"--model.patch {patch[0]} {patch[1]}, or larger images: "
+        words = f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} tokens"
+        yield words, f"{smaller}{larger}"
     if tokens > 2500:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
     if model.norm == "post" and model.depth > 6:

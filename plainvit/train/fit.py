@@ -24,12 +24,20 @@ from plainvit.data.loader import Loader
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, choose_device, is_lost, join
 from plainvit.runtime.folder import Folder, environment
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set
-from plainvit.train.loop import DivergedError, InterruptedRunError, Training, gradients, train
+from plainvit.train.guards import (
+    DivergedError,
+    InterruptedRunError,
+    choose_micro_batch,
+    is_out_of_memory,
+    short_of_memory,
+)
+from plainvit.train.loop import Training, gradients, train
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
@@ -77,6 +85,8 @@ def _fit_with(world: World, config: Config, out: str | Path | None, force: bool,
         return resolve(config, splits), splits
 
     config, splits = world.agree(open_all, lambda both: default_name(both[0]) + str(both[1].described()))
+    if search:
+        _check_search(config)
     path = Path(out) if out else Path("runs") / default_name(config)
     with world.agree(lambda: Folder(path, writes=world.first)) as folder:
         if search:
@@ -104,67 +114,95 @@ def default_name(config: Config) -> str:
 
 
 def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool) -> Fitted:
-    """However the run ends, status.json says so."""
-    config = world.agree(lambda: _agreed(config, splits, folder, force))
+    """The run itself. However it ends, status.json says so; what is refused before it begins leaves nothing behind."""
+    config, finished = world.agree(lambda: _agreed(config, splits, folder, force))
     world.barrier()  # all have read the folder before the first writes into it
-    status = folder.read("status.json")
-    if status.get("state") == "done" and (folder.path / "report.html").is_file():
+    if finished:
         log.warning("%s is finished: nothing is left to do", folder.path)
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
-    run, step = None, status.get("step", 0)
-    folder.say("running", step, config.steps)
+    run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
+    folder.write("data.json", splits.described())
+    folder.write("config.json", to_json(config))
+    if not (folder.path / "environment.json").is_file():
+        folder.write("environment.json", environment(world.device) | {"processes": world.size})
+    folder.say("running", folder.read("status.json").get("step", 0), config.steps)
     try:
-        run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
         _train(run)
         model, numbers = deliver(run, splits)
     except BaseException as error:
-        state = {InterruptedRunError: "interrupted", DivergedError: "diverged"}.get(type(error), "failed")
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        step = run.progress.step if run else step
-        folder.say(state, step, config.steps, reason, getattr(error, "exit_code", 1))
-        if world.first and state in ("interrupted", "diverged"):
-            write_report(folder.path)  # of what there is
+        _tell(run, error)
         raise
     return Fitted(folder.path, numbers, model)
 
 
-def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> Config:
-    """The config of a new run; of an old one only where it says the same, or where that is forced."""
-    stored = folder.read("config.json")
-    now = splits.described()
-    if stored:
-        old = from_json(stored, ("run",))
-        if config.hours:  # which had set these
-            optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)
-            config = config.replace(steps=old.steps, optim=optim)
-        changed = differences(old, config)
-        words = [f"{name} {a} -> {b}" for name, (a, b) in changed.items() if name not in Config.OPERATIONAL]
-        if words and not force:
-            raise ValueError(
-                f"{folder.path} holds a run of another config ({', '.join(words)}): give another --out, or --force"
-            )
-        before = folder.read("data.json")
-        if before != now and not force:
-            what = "classes" if before.get("classes") != now["classes"] else "images"
-            raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
-    folder.write("config.json", to_json(config))
-    folder.write("data.json", now)
-    return config
+def _tell(run: Training, error: BaseException) -> None:
+    """status.json, and a report of what there is where it is worth one."""
+    stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+    state = "interrupted" if stopped else "diverged" if isinstance(error, DivergedError) else "failed"
+    usual = 130 if stopped else 2 if isinstance(error, ValueError | OSError) else 1
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    run.folder.say(state, run.progress.step, run.steps, reason, getattr(error, "exit_code", usual))
+    if run.world.first and state != "failed":
+        write_report(run.folder.path)
+
+
+def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> tuple[Config, bool]:
+    """(config, whether all is done): refused where the folder's run is another one, unless that is forced."""
+    stored, data = folder.read("config.json"), folder.read("data.json")
+    if not stored:
+        return config, False
+    old = from_json(stored, ("run",))
+    if config.hours:  # which had set these
+        optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)
+        config = config.replace(steps=old.steps, optim=optim)
+    changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
+    words = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
+    done = folder.read("status.json").get("state") == "done" and (folder.path / "report.html").is_file()
+    longer = config.steps > old.steps
+    if changed and not force:
+        raise ValueError(f"{folder.path} holds a run of another config ({words}): give another --out, or --force")
+    if done and changed and not longer:
+        raise ValueError(f"{folder.path} is finished, by another config ({words}): give another --out")
+    fixed = [name for name in changed if _is_fixed(name, *changed[name])]
+    if fixed and Checkpoints(folder.path / "checkpoints", 1).steps():
+        raise ValueError(f"{', '.join(fixed)} cannot change in a run that has begun ({words}): give another --out")
+    if data and data != splits.described() and not force:
+        what = "classes" if data.get("classes") != list(splits.classes) else "images"
+        raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
+    return config, done and not longer
+
+
+def _is_fixed(name: str, before: object, after: object) -> bool:
+    """What a checkpoint's tensors cannot follow."""
+    free = name.rpartition(".")[2] in ("dropout", "stochastic_depth")
+    shape = name.startswith("model") or name in ("optim.name", "optim.lora")
+    return (shape and not free) or (name in ("ema", "ema_window") and not (before and after))
+
+
+def _check_search(config: Config) -> None:
+    if not config.optim.grid:
+        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
+    if open_splits(config.replace(holdout=config.search_holdout)).val is None:
+        raise ValueError("--search needs held-out images: --search-holdout 0.1 keeps a tenth of them apart")
 
 
 def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Config:
     """The paper's search (B.1.1): each rate of the grid on a held-out part of the training images; the best one."""
-    if not config.optim.grid:
-        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
     found: list[tuple[float, float, float]] = []
     for lr in config.optim.grid:
         one = config.replace(optim=config.optim.replace(lr=lr, grid=()), holdout=config.search_holdout)
         splits = open_splits(one)
         splits.test = None  # read once, by the run that follows
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.first) as inner:
-            numbers = _fit_in(world, inner, one, splits, force=False, quiet=quiet).numbers["val"]
+            try:
+                numbers = _fit_in(world, inner, one, splits, force=False, quiet=quiet).numbers["val"]
+            except DivergedError:
+                log.warning("search: lr %g diverges", lr)
+                continue
         log.warning("search: lr %g gives %.2f %% on held-out images", lr, 100 * numbers["top1"])
         found.append((numbers["top1"], -numbers["nll"], lr))
+    if not found:
+        raise DivergedError("every rate of optim.grid diverges: give lower ones")
     best = max(found)[2]
     log.warning("search: lr %g is taken", best)
     return config.replace(optim=config.optim.replace(lr=best))
@@ -189,8 +227,6 @@ def prepare(
     )
     objective = _objective(config, splits, world)
     model, decay = objective.model, config.decay(config.steps)
-    if not (folder.path / "environment.json").is_file():
-        folder.write("environment.json", environment(world.device) | {"processes": world.size})
     run = Training(
         config=config,
         objective=objective,
@@ -212,11 +248,11 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify:
     """The model with its loss, in parts where FSDP is asked for."""
     model = initial_model(config, splits).to(world.device)
     (model if isinstance(model, ViT) else model.body).recompute = config.recompute
-    freeze(model, config.optim.frozen)
     if config.optim.lora:
         if not isinstance(model, ViT):
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
         add_lora(model, config.optim.lora, config.seed)
+    freeze(model, config.optim.frozen)
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
     teacher = load_teacher(config, len(splits.classes)).to(world.device) if config.teacher else None
     objective = Classify(model, config, counts, teacher).to(world.device)
@@ -234,6 +270,10 @@ def _train(run: Training) -> None:
         if run.config.hours and not run.checkpoints.steps():
             _shorten(run)
         train(run)
+    except RuntimeError as error:  # beyond the gradients: in the optimiser's first step, in a validation
+        if not is_out_of_memory(error):
+            raise
+        raise short_of_memory(run, None, 0) from error
     finally:
         known = run.folder.read("environment.json")
         seconds = known.get("seconds", 0.0) + time.monotonic() - started
@@ -262,7 +302,9 @@ def _time_a_step(run: Training) -> float:
     times: list[float] = []
     started = time.perf_counter()
     for batch in run.loader.batches(0, 7):
-        gradients(run, run.objective.prepare(batch, 0), run.forward)
+        tensors = run.objective.prepare(batch, 0)
+        run.progress.micro_batch = run.progress.micro_batch or choose_micro_batch(run, tensors)
+        gradients(run, tensors, run.forward)
         run.optimizers.zero()
         times.append(time.perf_counter() - started)
     return 1.1 * (times[-1] - times[1]) / (len(times) - 2)

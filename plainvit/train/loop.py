@@ -5,15 +5,13 @@ a checkpoint is, bit for bit, the run that was never stopped, and any step can b
 """
 
 import contextlib
+import hashlib
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,28 +24,17 @@ from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import Watchdog, World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import like, replicate, whole
+from plainvit.train.guards import (
+    DivergedError,
+    InterruptedRunError,
+    capture,
+    choose_micro_batch,
+    interruptions,
+    is_out_of_memory,
+    short_of_memory,
+)
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, rate
-
-
-class DivergedError(ValueError):
-    """Too many steps were not finite; the command ends with exit code 4."""
-
-    exit_code, agreed = 4, True  # all processes of a run raise it
-
-
-class MemoryShortError(ValueError):
-    """The device has too little memory; the command ends with exit code 5."""
-
-    exit_code = 5
-
-
-class InterruptedRunError(ValueError):
-    """A signal ended the run, its state saved; the exit code is 128 + the signal."""
-
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"{signal.Signals(number).name}: saved at step {step}; the same command goes on from there")
-        self.exit_code, self.agreed = 128 + number, True
 
 
 @dataclass
@@ -80,6 +67,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.signals: list[int] = []
+        self.quiet = self.quiet or not self.world.first
         config, device = self.config, self.loader.device.type
         self.fsdp = self.world.size > 1 and config.parallel == "fsdp"
         sharded = self.fsdp and config.sharded
@@ -135,19 +123,14 @@ class Training:
 
 def train(run: Training) -> Progress:
     """From wherever the run stands to its end: `progress` then says how it went."""
-    run.world.barrier()  # nobody reads while another still writes or sweeps
-    found = run.checkpoints.newest()
-    run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
-    if found:
-        run.restore(*found)
+    _resume(run)
     progress, config = run.progress, run.config
-    run.folder.rewind(progress.step)
     every = math.ceil(run.steps / config.evaluations)
-    title = config.recipe or "training"
     run.objective.train()
     with (
+        run.checkpoints.settled(),
         contextlib.closing(run.loader.batches(progress.step, run.steps)) as batches,
-        Display(title, run.steps, progress.step, quiet=run.quiet or not run.world.first) as display,
+        Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
         interruptions() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
@@ -157,6 +140,8 @@ def train(run: Training) -> Progress:
             progress.step += 1
             run.record(line)
             display.advance(progress.step, _words(line))
+            if progress.skipped > config.bad_steps:
+                raise DivergedError(_diverged(run))
             due = progress.step % every == 0 or progress.step == run.steps
             if due and run.evaluate:
                 _validate(run, display)
@@ -169,6 +154,20 @@ def train(run: Training) -> Progress:
     return progress
 
 
+def _resume(run: Training) -> None:
+    """From the newest checkpoint that is sound, the same one in all processes; what is newer is set aside."""
+    run.world.barrier()  # nobody reads while another still writes or sweeps
+    found = run.checkpoints.newest()
+    run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
+    if found:
+        run.restore(*found)
+    if run.config.micro_batch:
+        run.progress.micro_batch = run.config.micro_batch
+    if run.world.first:
+        run.checkpoints.set_aside(run.progress.step)
+    run.folder.rewind(run.progress.step)
+
+
 def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dict[str, Any], int]:
     """One update, or none where it would not be finite: its line of metrics, and a signal that came to any process."""
     config, number, started = run.config, run.progress.step, time.perf_counter()
@@ -178,7 +177,7 @@ def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dic
     run.optimizers.set_rate(lr)
     tensors = run.objective.prepare(batch, number)
     if not run.progress.micro_batch:
-        run.progress.micro_batch = config.micro_batch or largest_micro_batch(run, tensors)
+        run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
             display.tell(f"{run.progress.micro_batch} images at once fit into the device's memory")
     loss, correct, norm, stop = gradients(run, tensors, run.forward)
@@ -187,8 +186,10 @@ def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dic
         run.optimizers.step()
         if run.average:
             run.average.update(run.objective.model, number)
-    else:
-        _skip(run, batch, loss, norm, display)
+    else:  # no weight changes
+        run.progress.skipped += 1
+        capture(run, batch, loss, norm)
+        display.tell(f"step {number + 1} is skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {_look(run)}")
     run.optimizers.zero()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
     if not config.augment.mixup and not config.augment.cutmix:
@@ -203,7 +204,7 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
 
     All numbers are those of the whole batch, over all processes.
     """
-    torch.manual_seed((run.config.seed << 40) + (run.world.rank << 28) + run.progress.step)  # dropout, stochastic depth
+    torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # dropout, stochastic depth
     total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
     loss = correct = torch.zeros((), device=tensors[0].device)
     parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
@@ -215,20 +216,26 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
                 one = one * (len(part[0]) / total)
                 one.backward()
             loss, correct = loss + one.detach(), correct + right
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         run.optimizers.zero()
-        raise _short_of_memory(run, tensors, size) from error
-    grads = [p.grad for p in run.optimizers.parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if run.config.optim.clip:
-        torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, norm)
-    signal_ = torch.tensor(float(run.signals[0]) if run.signals else 0.0, device=loss.device)
+        raise short_of_memory(run, tensors, size) from error
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
+    if run.config.optim.clip:  # by a norm of 0, that is not at all, where it is not finite: the culprits stay known
+        finite = norm.nan_to_num(0.0, 0.0, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
+    signal_ = torch.full((), float(run.signals[0]) if run.signals else 0.0, device=loss.device)
     # The norm is that of all processes already, so that each brings its share of it
     mine = torch.stack((loss, correct * run.world.size, whole(norm).float(), signal_)) / run.world.size
     values = run.world.sum(mine).tolist()  # the one place where a step waits
     return values[0], values[1], values[2], math.ceil(values[3])
+
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """63 bits that follow from all three."""
+    digest = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 def precision(config: Config, device: str) -> torch.dtype:
@@ -237,62 +244,14 @@ def precision(config: Config, device: str) -> torch.dtype:
     return torch.bfloat16 if low else torch.float32
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _look(run: Training) -> str:
+    return f"plainvit replay {run.folder.path} --step {run.progress.step + 1} looks into it"
 
 
-def largest_micro_batch(run: Training, tensors: tuple[Tensor, ...], most: int = 0) -> int:
-    """The whole batch, or the half of it, or the half of that ...: what goes forward and backward without complaint.
-
-    Tried uncompiled, which needs the more memory, and without a compilation for each size.
-    """
-    size = most or len(tensors[0])
-    if tensors[0].device.type == "cpu":  # Linux hands out memory that it does not have: nothing to be learned
-        return size
-    while True:
-        try:
-            with run.cast():
-                loss, _ = run.objective(*(tensor[:size] for tensor in tensors))
-            loss.backward()
-            return size
-        except torch.OutOfMemoryError as error:
-            if size == 1:
-                raise MemoryShortError("not even one image at a time fits into the device's memory") from error
-            size = max(size // 2, 1)
-        finally:
-            run.optimizers.zero()
-            torch.cuda.empty_cache()
-
-
-def _short_of_memory(run: Training, tensors: tuple[Tensor, ...], size: int) -> MemoryShortError:
-    saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
-    if run.progress.step or size == 1:
-        return MemoryShortError(f"out of memory at step {run.progress.step + 1}, {size} images at once{saved}")
-    fits = largest_micro_batch(run, tensors, max(size // 2, 1))
-    return MemoryShortError(f"{size} images at once are too many for the memory: --micro-batch {fits} fits{saved}")
-
-
-def _skip(run: Training, batch: Batch, loss: float, norm: float, display: Display) -> None:
-    """No weight changes. What is needed to make the step again is kept, and after too many the run ends."""
-    progress = run.progress
-    progress.skipped += 1
-    bad = [
-        name
-        for name, p in run.objective.named_parameters()
-        if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-    ]
-    captures = Checkpoints(run.folder.path / "captures", run.config.bad_steps + 1, run.world)
-    weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
-    what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
-    captures.save(progress.step, weights, what | {"micro_batch": progress.micro_batch})
-    captures.wait()
-    words = f"step {progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}: skipped"
-    display.tell(f"{words}; plainvit replay {run.folder.path} --step {progress.step + 1} looks into it")
-    if progress.skipped > run.config.bad_steps:
-        raise DivergedError(
-            f"{progress.skipped} steps were not finite, the last of them step {progress.step + 1}: lower --optim.lr, "
-            f"or look with `plainvit replay {run.folder.path}`; no weight was harmed"
-        )
+def _diverged(run: Training) -> str:
+    count, last = run.progress.skipped, run.progress.step
+    words = f"{count} steps were not finite, the last of them step {last}; no weight was harmed"
+    return f"{words}: lower --optim.lr, or look with `plainvit replay {run.folder.path}`"
 
 
 def _validate(run: Training, display: Display) -> None:
@@ -328,28 +287,6 @@ def averaged(model: nn.Module, average: Average | None) -> Iterator[None]:
         yield
     finally:
         model.load_state_dict(own)
-
-
-@contextlib.contextmanager
-def interruptions() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM; the loop looks after each step. A second one ends the process at once."""
-    got: list[int] = []
-
-    def handle(number: int, _: FrameType | None) -> None:
-        if got:
-            os._exit(128 + number)  # the checkpoint on disk is whole: nothing can be torn by this
-        got.append(number)
-
-    try:
-        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: somebody else minds the signals
-        yield got
-        return
-    try:
-        yield got
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _words(line: dict[str, Any]) -> str:

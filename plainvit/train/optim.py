@@ -90,6 +90,7 @@ class Optimizers:
         if not named:
             raise ValueError("optim.frozen leaves nothing to train")
         self.optim, self.parameters = optim, [parameter for _, parameter in named]
+        self._names = {parameter: name for name, parameter in named}
         self._parts: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views of it that are updated apart
         fused = self.parameters[0].is_cuda
         adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused}
@@ -114,6 +115,7 @@ class Optimizers:
         if not name.endswith("qkv.weight"):
             return [parameter]
         self._parts[parameter] = [nn.Parameter(view) for view in parameter.detach().chunk(3)]
+        self._names |= {part: f"{name}.{which}" for part, which in zip(self._parts[parameter], "qkv", strict=True)}
         return self._parts[parameter]
 
     def set_rate(self, lr: float) -> None:
@@ -134,24 +136,28 @@ class Optimizers:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of every optimiser by "optimiser.parameter.name"; counters as tensors too."""
+        """Every tensor of every optimiser by the parameter's name and its own; counters as tensors too."""
         found: dict[str, Tensor] = {}
-        for place, optimizer in enumerate(self.all):
-            for number, parameter in enumerate(_parameters(optimizer)):
+        for optimizer in self.all:
+            for parameter in _parameters(optimizer):
                 for name, value in optimizer.state.get(parameter, {}).items():
-                    found[f"{place}.{number}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                    found[f"{self._names[parameter]}:{name}"] = tensor
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """What `state` gave, into optimisers of the same parameters."""
-        for place, optimizer in enumerate(self.all):
-            for number, parameter in enumerate(_parameters(optimizer)):
-                prefix = f"{place}.{number}."
-                mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-                if mine:
+        """What `state` gave, into optimisers of the same kind."""
+        mine: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            parameter, _, name = key.rpartition(":")
+            mine.setdefault(parameter, {})[name] = value
+        for optimizer in self.all:
+            for parameter in _parameters(optimizer):
+                found = mine.get(self._names[parameter])
+                if found:
                     optimizer.state[parameter] = {
                         name: like(value, parameter) if value.ndim or parameter.is_cuda else value.clone()
-                        for name, value in mine.items()
+                        for name, value in found.items()
                     }
 
 

@@ -39,7 +39,7 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
         optim=config.optim.replace(clip=0.0),  # gradients as they are
     )
     tensors, state, number = _state(path, step)
-    with Folder(path) as folder:
+    with Folder(path, writes=False) as folder:  # the run may be alive
         run = prepare(config, open_splits(config), folder, quiet=True)
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
         run.objective.load_state_dict(weights)

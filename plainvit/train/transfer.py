@@ -35,8 +35,12 @@ def resolve(config: Config, splits: Splits) -> Config:
         model = model or implied
     if model is None:
         raise ValueError("there is no model to train: give --init WEIGHTS, or --model NAME")
+    if config.init and config.head == "keep" and model.classes != classes:
+        raise DataError(f"{config.init} has {model.classes} classes, {config.data} has {classes}: --head zero")
     if model.classes not in (0, classes):
         raise DataError(f"the model has {model.classes} classes, {config.data} has {classes}: --model.classes 0")
+    if (config.augment.mixup or config.augment.cutmix) and config.batch % 2:
+        raise ValueError(f"mixing pairs neighbours, so the batch must be even, got {config.batch}")
     return config.replace(
         model=model.replace(classes=classes),
         preprocess=config.preprocess or preprocess,
@@ -79,10 +83,6 @@ def _loaded(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
     model = load(config.init, image_size=wanted.image_size)
     if config.head == "zero":
         model.replace_head(wanted.classes)
-    elif model.config.classes != wanted.classes:
-        raise DataError(
-            f"{config.init} has {model.config.classes} classes, {config.data} has {wanted.classes}: --head zero"
-        )
     elif model.about.class_names and model.about.class_names != splits.classes:
         theirs, ours = next((a, b) for a, b in zip(model.about.class_names, splits.classes, strict=True) if a != b)
         raise DataError(f"{config.init} calls a class {theirs!r} that {config.data} calls {ours!r}: --head zero")

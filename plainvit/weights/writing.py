@@ -39,7 +39,9 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     stray = unexpressed(layout, weights)
     assert not stray, f"{format} has no place for {stray}, and did not say so"
     out = emit(layout, weights, config)
-    metadata = {"format": "pt", "plainvit": json.dumps(own.describe(format, config, model.about))}
+    metadata = {"plainvit": json.dumps(own.describe(format, config, model.about))}
+    if format != "plainvit":  # transformers asks for it; with a single entry the same weights are the same bytes
+        metadata["format"] = "pt"
     if format == "google":
         _write_npz(path, out)
     elif folder:

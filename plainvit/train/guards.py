@@ -1,0 +1,121 @@
+"""What stands between a run and harm: numbers that are not finite, too little memory, signals."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from plainvit.runtime.checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from plainvit.data.loader import Batch
+    from plainvit.train.loop import Training
+
+
+class DivergedError(ValueError):
+    """Too many steps were not finite; the command ends with exit code 4."""
+
+    exit_code, agreed = 4, True  # all processes of a run raise it
+
+
+class MemoryShortError(ValueError):
+    """The device has too little memory; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
+class InterruptedRunError(ValueError):
+    """A signal ended the run, its state saved; the exit code is 128 + the signal."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: saved at step {step}; the same command goes on from there")
+        self.exit_code, self.agreed = 128 + number, True
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM; the loop looks after each step. A second one ends the process at once."""
+    got: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if got:
+            os._exit(128 + number)  # the checkpoint on disk is whole: nothing can be torn by this
+        got.append(number)
+
+    try:
+        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: somebody else minds the signals
+        yield got
+        return
+    try:
+        yield got
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
+    """What was asked for; otherwise the whole batch on a CPU, on a GPU what fits."""
+    if run.config.micro_batch or tensors[0].device.type == "cpu":  # Linux hands out memory that it does not have
+        return min(run.config.micro_batch or len(tensors[0]), len(tensors[0]))
+    size = largest_micro_batch(run, tensors, len(tensors[0]))
+    if not size:
+        raise MemoryShortError("not even one image at a time fits into the device's memory")
+    return size
+
+
+def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...], most: int) -> int:
+    """`most` images, or about half as many, or a quarter ...: what goes forward and backward without complaint.
+
+    Tried uncompiled, which needs the more memory, and without a compilation for each size. 0 where nothing fits.
+    """
+    total = len(tensors[0])
+    size = max((n for n in range(1, most + 1) if total % n == 0), default=0)
+    while size:
+        try:
+            with run.cast():
+                loss, _ = run.objective(*(tensor[:size] for tensor in tensors))
+            loss.backward()
+            return size
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = max((n for n in range(1, size // 2 + 1) if total % n == 0), default=0)
+        finally:
+            run.optimizers.zero()
+            torch.cuda.empty_cache()
+    return 0
+
+
+def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: int) -> MemoryShortError:
+    """What to say of it: with the micro-batch that fits, where it was the images that did not."""
+    run.checkpoints.settle()
+    saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
+    if tensors is None:
+        return MemoryShortError(f"out of memory at step {run.progress.step + 1}{saved}")
+    fits = largest_micro_batch(run, tensors, size // 2)
+    way = f"--micro-batch {fits}{' --force' if saved else ''} fits" if fits else "not even one image at a time fits"
+    return MemoryShortError(f"{size} images at once are too many for the device's memory: {way}{saved}")
+
+
+def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:
+    """Keeps what is needed to make the step again: weights, and what was seen of it."""
+    bad = [
+        name
+        for name, p in run.objective.named_parameters()
+        if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
+    captures = Checkpoints(run.folder.path / "captures", run.config.bad_steps + 1, run.world)
+    weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
+    what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
+    captures.save(run.progress.step, weights, what | {"micro_batch": run.progress.micro_batch})
+    captures.wait()
