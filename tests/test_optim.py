@@ -13,6 +13,7 @@ from plainvit.config import Optim
 from plainvit.models import ViT, create
 from plainvit.train.optim import (
     Average,
+    Muon,
     Optimizers,
     add_lora,
     decay_from_big_vision,
@@ -198,11 +199,41 @@ def test_muon_orthogonalises_q_k_and_v_apart() -> None:
     ).norm() > 0.1 * moved.norm()  # not orthogonalised as one
 
 
+def test_muon_is_torchs() -> None:
+    model = vit(torch.float32)
+    twin = copy.deepcopy(model)
+    optim = Optim(name="muon", lr=5e-3, momentum=0.95, weight_decay=0.1)
+    ours = Optimizers(model, model.named_parameters(), optim)
+    theirs = []
+    for name, parameter in twin.named_parameters():
+        if "blocks." in name and name.endswith("weight") and "norm" not in name:
+            theirs += [(parameter, part) for part in parameter.detach().chunk(3 if "qkv" in name else 1)]
+    parts = [nn.Parameter(part) for _, part in theirs]
+    muon = torch.optim.Muon(parts, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(20):
+        lr = rate(optim, step + 5, 30)
+        ours.set_rate(lr)
+        gradients(model, step)
+        gradients(twin, step)
+        seen: dict[int, int] = {}
+        for (whole, _), part in zip(theirs, parts, strict=True):
+            at = seen.setdefault(id(whole), 0)
+            part.grad = whole.grad[at : at + len(part)]
+            seen[id(whole)] += len(part)
+        muon.param_groups[0]["lr"] = lr
+        ours.step()
+        muon.step()
+    mine = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if "blocks." in name and name.endswith("weight") and "norm" not in name:
+            torch.testing.assert_close(mine[name], parameter, rtol=0.02, atol=2e-4)  # both iterate in bf16
+
+
 def test_muon_leaves_the_rest_to_adamw() -> None:
     model = vit()
     ours = Optimizers(model, model.named_parameters(), Optim(name="muon", lr=0.01))
     muon, adam = ours.all
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, Muon)
     assert isinstance(adam, torch.optim.AdamW)
     inside = {p.data_ptr() for group in muon.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():

@@ -25,7 +25,7 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train.fit import fit
-from plainvit.train.guards import DivergedError, MemoryShortError, largest_micro_batch, short_of_memory
+from plainvit.train.guards import DivergedError, largest_micro_batch, short_of_memory
 from plainvit.train.loop import Training
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers

@@ -104,7 +104,8 @@ def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: i
         return MemoryShortError(f"out of memory at step {run.progress.step + 1}{saved}")
     fits = largest_micro_batch(run, tensors, size // 2)
     way = f"--micro-batch {fits}{' --force' if saved else ''} fits" if fits else "not even one image at a time fits"
-    return MemoryShortError(f"{size} images at once are too many for the device's memory: {way}{saved}")
+    words = f"out of memory at step {run.progress.step + 1} with {size} images at once"
+    return MemoryShortError(f"{words}: {way}{saved}")
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:
