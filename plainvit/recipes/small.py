@@ -1,5 +1,7 @@
 """Good results in minutes: digits on a CPU, CIFAR-10 and Tiny-ImageNet from scratch on a GPU, a folder of photos."""
 
+from typing import Any
+
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.recipes import Recipe
 
@@ -9,7 +11,7 @@ def digits() -> Config:
 
     Source: plainvit; 1,437 training and 360 test images of 8 x 8 pixels
     Command: plainvit train digits
-    Expected: 98 % test top-1
+    Expected: 98.8 % test top-1, mean of 5 seeds (98.3 to 99.2)
     Cost: a minute on two cores
     """
     return Config(
@@ -36,35 +38,39 @@ def digits() -> Config:
 
 
 def cifar10() -> Config:
-    """A plain ViT with 4-pixel patches learns CIFAR-10 from scratch.
+    """A plain ViT of 8 million parameters with 4-pixel patches learns CIFAR-10 from scratch.
 
     Source: plainvit
     Command: plainvit train cifar10 --data-root DIR
-    Expected: not measured yet
-    Cost: minutes on one large GPU
+    Expected: 90.3 % test top-1 (one seed, a tenth held out, on JPEG copies of the images)
+    Cost: 5 minutes on an H200
     """
-    return _scratch("cifar10", side=32, patch=4, epochs=100)
+    return _scratch("cifar10", side=32, patch=4, augment=Augment(crop="pad", pad=4, **STRONG))
 
 
 def tiny_imagenet() -> Config:
-    """A plain ViT with 8-pixel patches learns Tiny-ImageNet from scratch.
+    """A plain ViT of 8 million parameters with 8-pixel patches learns Tiny-ImageNet from scratch.
 
     Source: plainvit
     Command: plainvit train tiny-imagenet --data-root DIR
-    Expected: not measured yet
-    Cost: minutes on one large GPU
+    Expected: not measured
+    Cost: 10 minutes on an H200, estimated
     """
-    return _scratch("tiny-imagenet", side=64, patch=8, epochs=100)
+    return _scratch("tiny-imagenet", side=64, patch=8, augment=Augment(area=(0.25, 1.0), **STRONG))
 
 
-def _scratch(data: str, side: int, patch: int, epochs: int) -> Config:
-    """On little data a ViT needs what AugReg found: strong augmentation before all, then averaging and decay."""
+# On little data a ViT needs strong augmentation before all (AugReg). Of mixing, CutMix does most of the work here.
+STRONG: dict[str, Any] = {"randaugment": (2, 10), "mixup": 0.2, "cutmix": 1.0}
+
+
+def _scratch(data: str, side: int, patch: int, augment: Augment) -> Config:
+    """Muon, since AdamW learns this slowly: 58 % after 45 epochs of CIFAR-10 at lr 1e-3 and batch 1024."""
     return Config(
         model=ViTConfig(
-            width=384,
-            depth=12,
-            heads=6,
-            mlp_dim=1536,
+            width=256,
+            depth=10,
+            heads=4,
+            mlp_dim=1024,
             patch=(patch, patch),
             image_size=(side, side),
             classes=0,
@@ -74,10 +80,10 @@ def _scratch(data: str, side: int, patch: int, epochs: int) -> Config:
         ),
         data=data,
         holdout=0.02,
-        epochs=epochs,
-        batch=1024,
-        optim=Optim(lr=1e-3, warmup=0.1, weight_decay=0.1),
-        augment=Augment(crop="inception", area=(0.35, 1.0), randaugment=(2, 10), mixup=0.8, cutmix=1.0),
+        epochs=100,
+        batch=512,
+        optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.05, weight_decay=0.1),
+        augment=augment,
         ema_window=0.05,
         evaluations=10,
     )
