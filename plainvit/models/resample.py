@@ -49,6 +49,7 @@ def resize(
         resized = ViT(new)
     fill_constants(resized, model.embedding.weight.device)
     resized.load_state_dict(weights, assign=True)
+    resized.about, resized.recompute = model.about, model.recompute
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, parameter in resized.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -6,15 +6,17 @@
 torchrun starts the processes, joins them and restarts them; without it there is one, and everything here is a no-op.
 """
 
+import contextlib
 import faulthandler
 import logging
+import math
 import os
 import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -219,6 +221,15 @@ class Watchdog:
 
     def at(self, step: int) -> None:
         self.step, self._moved = step, time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A validation may take longer than any step."""
+        self._moved = math.inf
+        try:
+            yield
+        finally:
+            self._moved = time.monotonic()
 
     def _watch(self) -> None:
         store = PrefixStore(f"plainvit/{self.world.launch}", dist.distributed_c10d._get_default_store())

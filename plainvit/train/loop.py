@@ -144,7 +144,8 @@ def train(run: Training) -> Progress:
                 raise DivergedError(_diverged(run))
             due = progress.step % every == 0 or progress.step == run.steps
             if due and run.evaluate:
-                _validate(run, display)
+                with watchdog.paused():
+                    _validate(run, display)
             if due or stop or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
             if stop and progress.step < run.steps:

@@ -126,9 +126,7 @@ def _adapted(
     if isinstance(model, ResNet):
         model.config = model.config.replace(image_size=size)
         return model
-    about = model.about
     model = resize(model, size, method=resample)
-    model.about = about
     before, after = (
         " x ".join(map(str, config.grid)) for config in (old, model.config) if isinstance(config, ViTConfig)
     )

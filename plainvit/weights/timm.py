@@ -6,7 +6,7 @@ Files that only share the names but not the model (SwiGLU, QK norm, relative bia
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Renamed, Tensors
@@ -148,15 +148,8 @@ def _family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -
 
 def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> Found:
     shapes = tensors.shapes
-    for name, sides in {
-        "patch_embed.proj.weight": 4,
-        "blocks.0.attn.qkv.weight": 2,
-        "blocks.0.mlp.fc1.weight": 2,
-    }.items():
-        if len(shapes.get(name, ())) != sides:
-            raise ValueError(f"this {family[0]} file has no usable {name}: it is incomplete, or of another model")
-    if shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[-1] * 2 == shapes["blocks.0.mlp.fc1.weight"][0]:
-        raise refuse("a ViT with a packed SwiGLU MLP", "blocks.0.mlp.fc1 is twice as wide as fc2")
+    _check_vit(shapes, family[0])
+    arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
     width, channels, *patch = shapes["patch_embed.proj.weight"]
     stem, class_token, distillation = _find_stem(shapes), "cls_token" in shapes, "dist_token" in shapes
     register_name = "register_tokens" if "register_tokens" in shapes else "reg_token"
@@ -166,17 +159,9 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
     prefixes = (own, own + registers, 0)
     size = read_grid(rows, cell, prefixes, _with_sidecar(hints, sidecar, rows, cell, prefixes))
-    arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
     told = Hints(heads=arguments.get("num_heads")) if hints.heads is None and "num_heads" in arguments else hints
     heads, heads_source = read_heads(width, told, family[0])
-    heads_source = heads_source if told is hints else "config.json"
-    averaged = not class_token or ("fc_norm.weight" in shapes and "norm.weight" not in shapes)
-    pool = arguments.get("global_pool") or sidecar.get("global_pool")
-    if pool not in (None, "", "token", "avg", "map"):
-        raise refuse(f"a ViT pooled by {pool!r}", "global_pool in config.json")
-    averaged = not class_token or pool == "avg" or (averaged and pool != "token")
     norm = "fc_norm" if "fc_norm.weight" in shapes and "norm.weight" not in shapes else "norm"
-    activation = _activation(arguments)
     crop, imagenet = FAMILIES[family[0]]
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet and channels == 3 else ((0.5,), (0.5,))
     config = ViTConfig(
@@ -189,7 +174,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
         channels=stem.channels if stem else channels,
         classes=shapes.get("head.weight", (0,))[0],
         representation=shapes.get("pre_logits.fc.weight", (0,))[0],
-        pool="attention" if "attn_pool.latent" in shapes else "average" if averaged else "token",
+        pool=_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"), norm),
         class_token=class_token,
         distillation=distillation,
         registers=registers,
@@ -197,56 +182,72 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
         posemb_prefix="none" if size.prefix_rows == 0 else "class" if size.prefix_rows == own else "all",
         norm_pooled=norm == "fc_norm",
         norm_eps=1e-6,
-        activation=activation,
+        activation=_activation(arguments),
         layer_scale=1e-5 if _scales(shapes) in shapes else None,
         stem=stem,
         mean=tuple(published.get("mean") or mean),
         std=tuple(published.get("std") or std),
     )
-    layout = {
-        **vit_layout(
-            registers=register_name,
-            scales=("gamma_1", "gamma_2") if "blocks.0.gamma_1" in shapes else ("ls1.gamma", "ls2.gamma"),
-            norm=norm,
-        ),
-        **(stem_layout(stem.blocks) if stem else {}),
-    }
-    interpolation = published.get("interpolation") or "bicubic"
-    crop = published.get("crop_pct") or (1.0 if family[0] == "timm" and size.image_size[0] >= 384 else crop)
+    scales = ("gamma_1", "gamma_2") if "blocks.0.gamma_1" in shapes else ("ls1.gamma", "ls2.gamma")
+    layout = vit_layout(registers=register_name, scales=scales, norm=norm)
     where = f"{family[0]} ({family[1]})"
     sources = {
         "activation": "config.json" if "act_layer" in arguments else f"{family[0]}'s code: exact GELU",
         "norm_eps": f"{family[0]}'s code: 1e-6",
-        "heads": heads_source,
+        "heads": heads_source if told is hints else "config.json",
         "image_size": size.source,
         "posemb": "pos_embed" if rows else "assumed: none, since the file has no pos_embed",
         "mean": "config.json" if published.get("mean") else where,
         "preprocess": "config.json" if published else where,
     }
     if stem:
+        layout = {**layout, **stem_layout(stem.blocks)}
         sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
-    left_out = [name for name in shapes if _beside(name)]
-    notes = (
-        [f"left out what is not the encoder: {', '.join(sorted({n.split('.')[0] for n in left_out}))}"]
-        if left_out
-        else []
-    )
+    crop = 1.0 if family[0] == "timm" and size.image_size[0] >= 384 else crop
     return Found(
         family=family[0],
         config=config,
         layout=layout,
         sources=sources,
-        about={
-            "preprocess": {
-                "resize": "squash" if published.get("crop_mode") == "squash" else "crop",
-                "crop": crop,
-                "interpolation": interpolation,
-            },
-            "class_names": tuple(published.get("label_names") or sidecar.get("label_names") or ()),
-        },
+        about=_about(sidecar, published, crop),
         ignore=_beside,
-        notes=notes + [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")],
+        notes=_notes(shapes) + [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")],
     )
+
+
+def _check_vit(shapes: Mapping[str, tuple[int, ...]], family: str) -> None:
+    usable = {"patch_embed.proj.weight": 4, "blocks.0.attn.qkv.weight": 2, "blocks.0.mlp.fc1.weight": 2}
+    for name, sides in usable.items():
+        if len(shapes.get(name, ())) != sides:
+            raise ValueError(f"this {family} file has no usable {name}: it is incomplete, or of another model")
+    if shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[-1] * 2 == shapes["blocks.0.mlp.fc1.weight"][0]:
+        raise refuse("a ViT with a packed SwiGLU MLP", "blocks.0.mlp.fc1 is twice as wide as fc2")
+
+
+def _pool(shapes: Mapping[str, Any], told: object, norm: str) -> Literal["token", "average", "attention"]:
+    """By the weights; config.json decides where they allow both: a norm after pooling says average, unless told."""
+    if told not in (None, "", "token", "avg", "map"):
+        raise refuse(f"a ViT pooled by {told!r}", "global_pool in config.json")
+    if "attn_pool.latent" in shapes:
+        return "attention"
+    averaged = told == "avg" or (norm == "fc_norm" and told != "token")
+    return "average" if averaged or "cls_token" not in shapes else "token"
+
+
+def _about(sidecar: Mapping[str, Any], published: Mapping[str, Any], crop: float) -> dict[str, Any]:
+    """What is known beyond the model; what config.json does not say is the family's."""
+    preprocess = {
+        "resize": "squash" if published.get("crop_mode") == "squash" else "crop",
+        "crop": published.get("crop_pct") or crop,
+        "interpolation": published.get("interpolation") or "bicubic",
+    }
+    names = tuple(published.get("label_names") or sidecar.get("label_names") or ())
+    return {"preprocess": preprocess, "class_names": names}
+
+
+def _notes(shapes: Mapping[str, Any]) -> list[str]:
+    left_out = sorted({name.split(".")[0] for name in shapes if _beside(name)})
+    return [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
 
 
 def _with_sidecar(
