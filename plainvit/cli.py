@@ -378,6 +378,10 @@ def main(arguments: list[str] | None = None) -> None:
         rest = arguments[len(verb.split()) :]
         if verb in RUNS:
             _run(verb, rest)
+            if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
         else:
             _parsed(_deferred(VERBS[verb]), prog=f"plainvit {verb}", args=rest)()
     except BrokenPipeError:  # whoever read the output has seen enough

@@ -394,6 +394,7 @@ class Trap(Pixels):
         return super().read(index)
 
 
+@pytest.mark.slow
 def test_an_image_that_kills_every_worker_ends_the_run() -> None:
     """Three deaths at one step are no accident; without a limit the loop would never end."""
 

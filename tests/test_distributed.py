@@ -81,7 +81,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = ("ddp", "sharded")
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", *LAYOUTS[layout])
     assert done.returncode == 0, done.stderr
@@ -119,6 +124,7 @@ def stop_at(folder: Path, step: int, *flags: str, steps: int = 12) -> None:
     child.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_one_then_two_then_one_process_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(whole, steps=60, save=1).returncode == 0
@@ -170,6 +176,7 @@ def killed(folder: Path, whole: Path, kills: int, steps: int) -> None:
     assert losses(folder) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_to_the_same_end(tmp_path: Path) -> None:
     killed(tmp_path / "killed", tmp_path / "whole", kills=2, steps=200)
 
@@ -195,6 +202,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) 
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     """SIGSTOP: alive for the agent, but silent. The other rank names it, with its own stack, and the run ends."""
     folder = tmp_path / "run"
@@ -227,7 +235,7 @@ def lines(err: str) -> list[str]:
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
-    done = train(tmp_path / "run", "--devices", "2", "--batch", "33")
+    done = train(tmp_path / "run", "--devices", "2", "--batch", "33", "--augment.mixup", "0")
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1
     assert "33" in done.stderr
@@ -240,6 +248,7 @@ def test_more_processes_than_gpus_are_refused_before_they_start(tmp_path: Path) 
     assert "no GPU" in done.stderr
 
 
+@pytest.mark.slow
 def test_muon_is_not_for_sharded_matrices(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", "--parallel", "fsdp", "--optim.name", "muon")
     assert done.returncode == 2
@@ -272,13 +281,14 @@ def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rendezvous_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "3")
+    one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "1")
     _, err = one.communicate(timeout=60)
     assert one.returncode == 2
     assert "cannot meet the others at 127.0.0.1" in lines(err)[0]
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_agents_on_loopback_are_one_run(alone: Path, tmp_path: Path) -> None:
     """The line of the docs for several machines, with two of them on this one."""
     port, folder = free_port(), tmp_path / "run"

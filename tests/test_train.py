@@ -116,7 +116,9 @@ def first_losses(name: str, folder: Path) -> list[float]:
     return losses(folder / "run")
 
 
-@pytest.mark.parametrize("name", ["digits", "finetune", "cifar10", "tiny-imagenet"])
+@pytest.mark.parametrize(
+    "name", ["digits", "finetune", "cifar10", pytest.param("tiny-imagenet", marks=pytest.mark.slow)]
+)
 def test_first_losses_are_golden(name: str, tmp_path: Path) -> None:
     """A change of the loop, of the order, of an augmentation or of an initial weight shows here."""
     if name in ("cifar10", "tiny-imagenet") and not DATA:

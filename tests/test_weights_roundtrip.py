@@ -740,7 +740,7 @@ def golden_description() -> dict[str, Any]:
 def test_the_description_is_the_golden_one(tmp_path: Path) -> None:
     path = plainvit.save(described_model(), tmp_path / "m.safetensors")
     assert json.loads(metadata(path)["plainvit"]) == golden_description()
-    assert metadata(path)["format"] == "pt"
+    assert set(metadata(path)) == {"plainvit"}  # one entry: safetensors writes several in any order
 
 
 def write_described(path: Path, description: dict[str, Any], model: Any) -> Path:

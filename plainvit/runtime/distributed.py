@@ -126,7 +126,8 @@ def join(device: str, timeout: float) -> World:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store = _store(rank, size, timedelta(seconds=timeout))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        late = timedelta(seconds=2 * timeout + 20)  # the watchdog, which knows more, speaks before a collective does
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=late)
     except (RuntimeError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"rank {rank} cannot meet the others at {where}: {reason}") from error
@@ -218,6 +219,8 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self.world.size > 1:
+            self._thread.join(10)  # a thread inside the store while the process ends would abort it
 
     def at(self, step: int) -> None:
         self.step, self._moved = step, time.monotonic()

@@ -91,7 +91,9 @@ def _fit_with(world: World, config: Config, out: str | Path | None, force: bool,
     with world.agree(lambda: Folder(path, writes=world.first)) as folder:
         if search:
             config = _searched(world, config, folder, quiet)
-        return _fit_in(world, folder, config, splits, force, quiet)
+        fitted = _fit_in(world, folder, config, splits, force, quiet)
+    world.barrier()  # nobody leaves while another is still at work
+    return fitted
 
 
 def _check_data(config: Config) -> None:
