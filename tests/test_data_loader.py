@@ -373,6 +373,7 @@ def test_a_killed_worker_is_told_of(photos: Source) -> None:
     assert "worker died" in told
 
 
+@pytest.mark.slow
 def test_evaluation_survives_a_killed_worker(photos: Source) -> None:
     def work() -> str:
         options = {"size": (24, 24), "preprocess": Preprocess(resize="crop", crop=0.9), "workers": 2}

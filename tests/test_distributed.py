@@ -186,6 +186,7 @@ def test_ten_killed_ranks_are_restarted_to_the_same_end(tmp_path: Path) -> None:
     killed(tmp_path / "killed", tmp_path / "whole", kills=10, steps=1500)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     line = command(folder, "--devices", "2", steps=3000)
@@ -234,6 +235,7 @@ def lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("plainvit: ")]
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", "--batch", "33", "--augment.mixup", "0")
     assert done.returncode == 2
@@ -280,6 +282,7 @@ def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "1")
     _, err = one.communicate(timeout=60)

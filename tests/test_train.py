@@ -157,7 +157,7 @@ def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, average[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("micro_batch", [3, 4, 6])
+@pytest.mark.parametrize("micro_batch", [3])
 def test_micro_batches_change_nothing_but_memory(micro_batch: int, tmp_path: Path) -> None:
     """Under SGD: the gradient of a key's bias is 0 but for rounding, of which Adam would make whole steps."""
     config = tiny(augment=Augment(crop="none", mixup=0.5), optim=Optim(name="sgd", lr=0.1))
