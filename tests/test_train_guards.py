@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import runs
+import small_runs as runs
 import torch
-from runs import Child, litter, outcome, stalled, status
+from small_runs import Child, litter, outcome, stalled, status
 from torch import Tensor
 
 from plainvit.cli import main

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runs
+import small_runs as runs
 import torch
 from PIL import Image
-from runs import outcome, status
 from safetensors.torch import load_file
+from small_runs import outcome, status
 
 from plainvit.cli import main
 from plainvit.config import Config, Optim

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import runs
 import safetensors.torch
+import small_runs as runs
 import torch
-from runs import Child, litter, marker, outcome, stalled, status
 from safetensors.torch import load_file
+from small_runs import Child, litter, marker, outcome, stalled, status
 
 from plainvit.config import Augment, Config, Optim
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
