@@ -312,7 +312,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
     tmp_path: Path, whole: dict[str, Any], number: int, code: int
 ) -> None:
     out = tmp_path / "run"
-    child = command(tmp_path, runs.config(save_every=0, evaluations=1), pace=0.03)
+    child = command(tmp_path, runs.config(save_every=0, evaluations=1), pace=0.15)
     assert stopped_in_its_course(child, out, child.send, number) == code, child.said
     said = status(out)
     assert (said["state"], said["exit_code"]) == ("interrupted", code)
@@ -331,7 +331,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
 def test_a_signal_to_the_data_workers_too(tmp_path: Path, number: int, code: int) -> None:
     """As a terminal sends it to all processes of a job."""
     out, made = tmp_path / "run", runs.streamed(workers=2)
-    child = command(tmp_path, made, pace=0.03)
+    child = command(tmp_path, made, pace=0.15)
     assert stopped_in_its_course(child, out, lambda n: os.killpg(child.process.pid or 0, n), number) == code, child.said
     assert status(out)["state"] == "interrupted"
     assert "Traceback" not in child.said
@@ -385,7 +385,7 @@ def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: d
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
     out = tmp_path / "run"
-    child = command(tmp_path, runs.config(), pace=0.05)
+    child = command(tmp_path, runs.config(), pace=0.5)
     child.wait_for(lambda: any(metrics(out)))
     line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=2, capsys=capsys)
     assert str(out) in line
