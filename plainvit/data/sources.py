@@ -59,8 +59,7 @@ class Source(ABC):
         """What to call an image when speaking of it."""
 
     def image(self, index: int) -> np.ndarray:
-        data = self.read(index)
-        return data if isinstance(data, np.ndarray) else decode(data)
+        return decode(self.read(index))
 
     def fingerprint(self) -> str:
         """Changes with the images' names, labels or classes; not with where they lie."""

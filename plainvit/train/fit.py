@@ -84,7 +84,7 @@ def _fit_with(world: World, config: Config, out: str | Path | None, force: bool,
         splits = open_splits(config)
         return resolve(config, splits), splits
 
-    config, splits = world.agree(open_all, lambda both: default_name(both[0]) + str(both[1].described()))
+    config, splits = world.agree(open_all, lambda both: default_name(both[0]) + str(both[1].described))
     if search:
         _check_search(config)
     path = Path(out) if out else Path("runs") / default_name(config)
@@ -123,7 +123,7 @@ def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force:
         log.warning("%s is finished: nothing is left to do", folder.path)
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
-    folder.write("data.json", splits.described())
+    folder.write("data.json", splits.described)
     folder.write("config.json", to_json(config))
     if not (folder.path / "environment.json").is_file():
         folder.write("environment.json", environment(world.device) | {"processes": world.size})
@@ -168,7 +168,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> tupl
     fixed = [name for name in changed if _is_fixed(name, *changed[name])]
     if fixed and Checkpoints(folder.path / "checkpoints", 1).steps():
         raise ValueError(f"{', '.join(fixed)} cannot change in a run that has begun ({words}): give another --out")
-    if data and data != splits.described() and not force:
+    if data and data != splits.described and not force:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
         raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
     return config, done and not longer
@@ -191,10 +191,11 @@ def _check_search(config: Config) -> None:
 def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Config:
     """The paper's search (B.1.1): each rate of the grid on a held-out part of the training images; the best one."""
     found: list[tuple[float, float, float]] = []
+    held_out = config.replace(holdout=config.search_holdout)
+    splits = open_splits(held_out)
+    splits.test = None  # read once, by the run that follows
     for lr in config.optim.grid:
-        one = config.replace(optim=config.optim.replace(lr=lr, grid=()), holdout=config.search_holdout)
-        splits = open_splits(one)
-        splits.test = None  # read once, by the run that follows
+        one = held_out.replace(optim=config.optim.replace(lr=lr, grid=()))
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.first) as inner:
             try:
                 numbers = _fit_in(world, inner, one, splits, force=False, quiet=quiet).numbers["val"]

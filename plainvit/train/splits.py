@@ -1,6 +1,7 @@
 """The images that a run trains on, validates on and tests on. Test images are read once, at the end."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ class Splits:
     def classes(self) -> tuple[str, ...]:
         return self.train.classes
 
+    @cached_property
     def described(self) -> dict[str, Any]:
-        """What data.json keeps, to notice that the images changed."""
+        """What data.json keeps, to notice that the images changed; every name is read for it, so once."""
         present = {"train": self.train, "val": self.val, "test": self.test}
         sizes = {
             name: {"images": len(source), "fingerprint": source.fingerprint()}
