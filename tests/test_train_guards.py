@@ -285,6 +285,7 @@ def test_a_captured_step_can_be_looked_into_while_the_run_goes_on(tmp_path: Path
     out = tmp_path / "run"
     child = Child(runs.train, runs.config(), out, "recorded:6", log=tmp_path / "log")
     with stalled(child, out):
+        child.wait_for((out / "checkpoints/step-00000004/state.json").exists)  # it is written in the background
         main(["replay", str(out), "--step", "5", "--json"])
     assert json.loads(capsys.readouterr().out)["step"] == 5
 
