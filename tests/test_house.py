@@ -80,9 +80,9 @@ def test_there_is_a_house() -> None:
 @every_file
 def test_imports_point_down(file: Path) -> None:
     home = room(file)
-    if home in ("cli", "__init__"):
+    if home in ("cli", "verbs", "__init__"):
         ours = {name for statement in at_import(tree(file).body) for name in rooms_imported(statement)}
-        assert ours <= {"__version__", "config"}, "cli and the package itself load rooms inside functions only"
+        assert ours <= {"__version__", "config", "verbs"}, "words load rooms inside functions only"
         return
     assert home in MAY_IMPORT, f"{home} is a new room: give it its place in this plan"
     ours = {name for node in ast.walk(tree(file)) for name in rooms_imported(node)}

@@ -1,0 +1,121 @@
+"""Models and their weights: models, inspect, convert, weights."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from plainvit.verbs.words import Pattern, Source, show
+
+Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+
+
+def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
+    """Table of the named models: tokens, parameters, compute, size of their weights.
+
+    Any other patch size works too, for instance ViT-B/20 at 240 px. exaFLOPs is the paper's pre-training of that
+    model on JFT-300M (Table 6); where the paper trained it twice, both are given.
+
+    Args:
+        pattern: Only names that match, shell-style, such as '*B/16' or 'BiT-*'.
+        image_size: Height and width of the images in pixels.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.evaluate import cost
+    from plainvit.names import list_models
+
+    names = list_models(pattern)
+    if not names:
+        raise ValueError(f"no model matches {pattern!r}; `plainvit models` lists them all")
+    rows = [cost.summary(name, image_size) for name in names]
+    show(rows, None if json else cost.table(rows))
+
+
+def inspect(
+    source: Source,
+    /,
+    *,
+    image: Path | None = None,
+    image_size: int | None = None,
+    heads: int | None = None,
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """What a weights file holds and means; or, for a model's name, every step of one real forward pass.
+
+    Of a file it prints each setting and where it was learned: from the shapes, from a file beside it, or from what is
+    known of that library's code. Of a name such as ViT-B/16 it prints the names that a Trace takes, with the shape,
+    mean and spread of each: model(images, Trace("block*/attention")).
+
+    Args:
+        source: A weights file or folder, hf:org/name, a name from `plainvit weights`, or a model's name.
+        image: A photo to run a named model on; without one, a colour gradient.
+        image_size: Height and width of the images in pixels.
+        heads: Heads of the file's model, where the file cannot say.
+        seed: Draws a named model's weights.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.names import is_model
+
+    if is_model(source):
+        if heads is not None:
+            raise ValueError("--heads goes with a weights file; a named model has its own")
+        from plainvit.evaluate import forward
+
+        report = forward.report(source, image, 224 if image_size is None else image_size, seed)
+        show(report, None if json else forward.tables(report))
+        return
+    if image is not None:
+        raise ValueError("--image goes with a model's name; a weights file is described, not run")
+    from plainvit.evaluate import describe
+
+    described = describe.describe(source, heads=heads, image_size=image_size)
+    show(described, None if json else describe.table(described))
+
+
+def convert(
+    source: Source,
+    target: Target,
+    /,
+    *,
+    format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
+    drop: tuple[str, ...] = (),
+    heads: int | None = None,
+    image_size: int | None = None,
+    classes: int | None = None,
+) -> None:
+    """Weights from any library's format to another's, every number as it was.
+
+    What the target cannot express (a hidden layer in the head, another GELU, registers ...) is refused by name; --drop
+    NAME goes on without it. google writes an .npz; transformers a folder that the library loads; timm a folder with
+    its config.json, or a bare file where the name ends in .safetensors or .pth.
+
+    Args:
+        source: A weights file or folder, hf:org/name, or a name from `plainvit weights`.
+        target: The file or folder to write.
+        format: Whose format to write.
+        drop: Parts to leave out, by the names that the refusal gives.
+        heads: Heads of the source's model, where the file cannot say.
+        image_size: Resample the positions to this size first.
+        classes: Replace the head by one of zeros with so many classes first.
+    """
+    from plainvit.weights import convert as run
+
+    print(run(source, target, format, drop, heads=heads, image_size=image_size, classes=classes))
+
+
+def weights(*, json: bool = False) -> None:
+    """Published weights by name, with their hub address, licence and reported accuracy.
+
+    Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL are those of timm's results
+    files, in per cent; an empty field was not at hand.
+
+    Args:
+        json: Print JSON for machines instead of a table.
+    """
+    from dataclasses import asdict
+
+    from plainvit.evaluate import describe
+
+    rows = {name: asdict(entry) for name, entry in describe.PUBLISHED.items()}
+    show(rows, None if json else describe.published_table())

@@ -1,0 +1,214 @@
+"""Runs: train, finetune, plan and doctor, whose flags are the fields of a recipe's config; recipes and replay."""
+
+import json as _json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from plainvit.config import Checked, Config, nearest
+from plainvit.verbs.words import Pattern, fail, parsed, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Trains by a recipe: `plainvit recipes` lists them, or FILE.py:FUNCTION is one of your own.
+
+    Every setting of the recipe is a flag, for instance --optim.lr 1e-3 or --model ViT-S/16. The same command again goes
+    on with an unfinished run. The run folder holds the weights, the metrics and a report.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path | None = None  # the run folder; runs/RECIPE-HASH where not given
+    search: bool = False  # first try the rates of optim.grid on held-out training images
+    force: bool = False  # go on although the config or the data changed since the run began
+    devices: int = 1  # processes on this machine, one a device; on several machines start it with torchrun
+    restarts: int = 0  # how often --devices starts the processes again when one of them dies
+    json: bool = False  # print the results as JSON at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(Train):
+    """Fine-tunes weights of any library on your images: --init WEIGHTS --data photos/.
+
+    The head is replaced by one of zeros and the positions are resampled to --image-size. Without a RECIPE the settings
+    are those of `finetune`; the paper's are ft-cifar10, ft-pets and so on. Every setting is a flag.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Train):
+    """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will need before it is paid for: memory, images a second, hours, exaFLOPs and TPUv3-core-days.
+
+    From a measured model of the device; what was not measured is said to be so. Every setting of the recipe is a flag.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    on: str = ""  # the device: h200, h100, a100-80; without one, only what does not depend on it
+    devices: int = 1  # how many of them
+    images: int | None = None  # training images, where the data is not a known set
+    json: bool = False  # print JSON for machines instead of tables
+
+
+def _plan(command: Plan) -> None:
+    from plainvit.evaluate import plan
+
+    report = plan.plan(command.config, on=command.on, devices=command.devices, images=command.images)
+    show(report, None if command.json else plan.table(report))
+
+
+def _train(command: Train) -> None:
+    if command.devices < 1 or command.restarts < 0:
+        raise ValueError(
+            f"--devices is at least 1 and --restarts at least 0, got {command.devices}, {command.restarts}"
+        )
+    if command.devices > 1 and "RANK" not in os.environ:
+        from plainvit.runtime.distributed import launch
+
+        sys.exit(launch(sys.argv[1:], command.devices, command.restarts, command.config.device))
+    from plainvit.train.fit import fit
+
+    done = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all
+        return
+    if command.json:
+        print(_json.dumps({"folder": str(done.folder), **done.numbers}, indent=2))
+        return
+    for split, name in (("val", "validation"), ("test", "test")):
+        if split in done.numbers:
+            print(f"{name} top-1 {100 * done.numbers[split]['top1']:.2f} %")
+    print(f"report: {done.folder / 'report.html'}")
+
+
+def _doctor(command: Train) -> None:
+    from plainvit.train import doctor
+
+    report = doctor.examine(command.config if command.config.recipe else None)
+    show(report, None if command.json else doctor.table(report))
+
+
+RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> flags, what to do, default recipe
+    "train": (Train, _train, ""),
+    "finetune": (Finetune, _train, "finetune"),
+    "plan": (Plan, _plan, ""),
+    "doctor": (Doctor, _doctor, ""),
+}
+
+
+def run(verb: str, arguments: list[str]) -> None:
+    """A verb whose flags are the fields of a recipe's config, with the recipe's values as their defaults."""
+    from plainvit.recipes import recipe
+
+    flags, do, name = RUNS[verb]
+    if arguments and not arguments[0].startswith("-"):
+        name, arguments = arguments[0], arguments[1:]
+    words, arguments = _first_words(arguments)
+    name = words.pop("recipe", name)
+    if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
+        raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits")
+    config = _begun(recipe(name) if name else Config(), words, strict=verb != "doctor")
+    found, unknown = parsed(
+        flags,
+        prog=f"plainvit {verb} [RECIPE]",
+        args=arguments,
+        default=flags(config=config),
+        return_unknown_args=True,
+    )
+    if unknown:
+        fail(f"unknown flag {unknown[0]!r}; {nearest(unknown[0], _flags(found.config))}", 2)
+    do(found)
+
+
+def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What decides which model the --model flags belong to, and so must be read before them; and the rest."""
+    from argparse import ArgumentError, ArgumentParser
+
+    first = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--recipe", "--model", "--init", "--head"):
+        first.add_argument(name)
+    first.add_argument("--image-size", "--image_size", type=int)
+    try:
+        words, rest = first.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
+    return {name: value for name, value in vars(words).items() if value is not None}, rest
+
+
+def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
+    """The recipe's config with another model by its name, or with that of the weights to start from."""
+    from plainvit.names import configure
+
+    if "model" in words:
+        size = words.pop("image_size", 0) or (config.model.image_size if config.model else 224)
+        words["model"] = configure(words["model"], 0, size)
+    config = config.replace(**words)
+    if config.init and config.model is None:
+        from plainvit.train.transfer import starting_model
+
+        try:
+            config = config.replace(model=starting_model(config)[0])
+        except (ValueError, OSError):
+            if strict:
+                raise
+    return config
+
+
+def _flags(config: Checked, prefix: str = "--") -> list[str]:
+    """Every flag that a config has."""
+    found: list[str] = []
+    for field in fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        found += _flags(value, f"{name}.") if isinstance(value, Checked) else [name]
+    return found
+
+
+def recipes(pattern: Pattern = "*", /, *, json: bool = False) -> None:
+    """Table of the recipes: what each trains, what to expect, what it costs.
+
+    Args:
+        pattern: Only names that match, shell-style, such as 'ft-*' or '*i21k*'.
+        json: Print JSON for machines instead of a table: with source and command, and the whole config.
+    """
+    from plainvit.config import to_json
+    from plainvit.evaluate.describe import recipes_table
+    from plainvit.recipes import about, list_recipes, recipe
+
+    names = list_recipes(pattern)
+    if not names:
+        raise ValueError(f"no recipe matches {pattern!r}; `plainvit recipes` lists them all")
+    rows = [about(name) for name in names]
+    show([row | {"config": to_json(recipe(row["name"]))} for row in rows], None if json else recipes_table(rows))
+
+
+def replay(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    /,
+    *,
+    step: int | None = None,
+    data_root: str = "",
+    device: str = "auto",
+    json: bool = False,
+) -> None:
+    """One step of a run made again, to see where its numbers stop being finite. Nothing is changed.
+
+    Args:
+        run: A run folder.
+        step: Counted as in the metrics; a captured one, or one that follows a checkpoint. Without: the last captured.
+        data_root: Where known sets lie, if no longer where the run had them.
+        device: cpu, cuda; auto: a GPU where there is one.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.runtime.folder import finite
+    from plainvit.train import replay as again
+
+    found = again.replay(run, step, data_root, device)
+    show(finite(found), None if json else again.table(found))
