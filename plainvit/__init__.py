@@ -13,6 +13,7 @@ Importing this is cheap: torch is loaded when a name below is first used.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plainvit.evaluate.predictor import Predictor
     from plainvit.models import Trace, create
     from plainvit.names import list_models
     from plainvit.recipes import list_recipes, recipe
@@ -20,9 +21,21 @@ if TYPE_CHECKING:
     from plainvit.weights import load, save
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Trace", "__version__", "create", "fit", "list_models", "list_recipes", "load", "recipe", "save"]
+__all__ = [
+    "Predictor",
+    "Trace",
+    "__version__",
+    "create",
+    "fit",
+    "list_models",
+    "list_recipes",
+    "load",
+    "recipe",
+    "save",
+]
 
 _HOME = {
+    "Predictor": "plainvit.evaluate.predictor",
     "Trace": "plainvit.models",
     "create": "plainvit.models",
     "fit": "plainvit.train.fit",

@@ -17,6 +17,7 @@ from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
 from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.folder import Folder, metrics
@@ -332,7 +333,7 @@ def test_classify_scores_every_image_once() -> None:
     model = build(TINY.replace(image_size=(8, 8), classes=10)).eval()
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     prepared = Prepared(source, (8, 8), Preprocess(), batch=100)
-    result = classify(model, prepared)
+    result = classify(Predictor(model, device="cpu"), prepared)
     assert sorted(result.index) == list(range(360))
     with torch.no_grad():
         logits = model(torch.stack([torch.from_numpy(source.image(i)).permute(2, 0, 1) for i in range(360)]))

@@ -1,6 +1,6 @@
 """How often a classifier is right: every image of a set once, with the model's own preprocessing.
 
-    result = classify(model, source)
+    result = classify(Predictor(model), Prepared(source, model.config.image_size, preprocess))
     result.top1, result.interval, result.confusion
 
 The last batch is smaller, never dropped or padded; images that cannot be read are counted, not scored.
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
+from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.distributed import World
 
 MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
@@ -110,19 +111,19 @@ class Prepared:
 
 
 @torch.no_grad()
-def classify(model: nn.Module, prepared: Prepared, precision: torch.dtype = torch.float32) -> Result:
+def classify(predictor: Predictor, prepared: Prepared) -> Result:
     """Runs the model over every image, shared by all processes; it is put back into the mode it was in."""
-    world, classes = prepared.world, len(prepared.source.classes)
+    world, classes, model = prepared.world, len(prepared.source.classes), predictor.model
     training = model.training
     model.eval()
     rows = [torch.zeros(0, COLUMNS + min(5, classes), dtype=torch.float64)]
     unreadable, rounds = 0, 0
     for batch in prepared.batches():
-        rows.append(_scored(_logits(model, batch.images, precision), batch))
+        rows.append(_scored(predictor.logits(batch.images), batch))
         unreadable += len(batch.bad)
         rounds += 1
     for _ in range(prepared.rounds - rounds):
-        _logits(model, torch.zeros(1, 3, *prepared.size, device=world.device), precision)
+        predictor.logits(torch.zeros(1, 3, *prepared.size))
     model.train(training)
     found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
@@ -134,11 +135,6 @@ def classify(model: nn.Module, prepared: Prepared, precision: torch.dtype = torc
 
 
 COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; the guesses follow
-
-
-def _logits(model: nn.Module, images: Tensor, precision: torch.dtype) -> Tensor:
-    with torch.autocast(images.device.type, precision, enabled=precision is not torch.float32):
-        return model(images).float()
 
 
 def _scored(logits: Tensor, batch: Batch) -> Tensor:

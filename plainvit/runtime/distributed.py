@@ -171,6 +171,12 @@ def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
     return name if ":" in name or beside == 1 else f"cuda:{local}"
 
 
+def choose_precision(name: str, device: str) -> torch.dtype:
+    """Of the arithmetic; weights are fp32. Auto is bf16 on a GPU."""
+    low = name == "bf16" or (name == "auto" and device.startswith("cuda"))
+    return torch.bfloat16 if low else torch.float32
+
+
 def launch(arguments: list[str], processes: int, restarts: int, device: str) -> int:
     """Runs `plainvit ARGUMENTS` in so many processes on this machine, by torchrun's agent; its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -10,6 +10,7 @@ from plainvit.config import Config
 from plainvit.data.sources import Source
 from plainvit.data.transforms import resized
 from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import whole
@@ -30,7 +31,7 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
     samples: list[Sample] = []
     for name, source in (("val", splits.val), ("test", splits.test)):
         if source:
-            result = classify(model, evaluation_set(run.config, source, run.world), run.dtype)
+            result = classify(predictor_of(run, model), evaluation_set(run.config, source, run.world))
             numbers[name] = result.summary()
             samples = choose_samples(result, source) if first else []
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
@@ -42,6 +43,10 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
     if first:
         write_report(run.folder.path, samples)
     return model, numbers
+
+
+def predictor_of(run: Training, model: ViT | ResNet) -> Predictor:
+    return Predictor(model, device=run.world.device, precision=run.config.precision)
 
 
 def evaluation_set(config: Config, source: Source, world: World) -> Prepared:

@@ -29,7 +29,7 @@ from plainvit.runtime.distributed import LostError, World, choose_device, is_los
 from plainvit.runtime.folder import Folder, environment
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
-from plainvit.train.deliver import deliver, evaluation_set
+from plainvit.train.deliver import deliver, evaluation_set, predictor_of
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -243,7 +243,8 @@ def prepare(
     )
     if splits.val:
         validation = evaluation_set(config, splits.val, world)
-        run.evaluate = lambda: classify(model, validation, run.dtype).numbers()
+        predictor = predictor_of(run, model)
+        run.evaluate = lambda: classify(predictor, validation).numbers()
     return run
 
 

@@ -21,7 +21,7 @@ from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
-from plainvit.runtime.distributed import Watchdog, World
+from plainvit.runtime.distributed import Watchdog, World, choose_precision
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import like, replicate, whole
 from plainvit.train.guards import (
@@ -72,7 +72,7 @@ class Training:
         self.fsdp = self.world.size > 1 and config.parallel == "fsdp"
         sharded = self.fsdp and config.sharded
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep, self.world, sharded=sharded)
-        self.dtype = precision(config, device)
+        self.dtype = choose_precision(config.precision, device)
         low = self.dtype is not torch.float32
         self.cast: Callable[[], AbstractContextManager] = partial(torch.autocast, device, self.dtype, enabled=low)
         self.ddp = replicate(self.objective, self.world) if self.world.size > 1 and not self.fsdp else None
@@ -237,12 +237,6 @@ def step_seed(seed: int, rank: int, step: int) -> int:
     """63 bits that follow from all three."""
     digest = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
-
-
-def precision(config: Config, device: str) -> torch.dtype:
-    """Of the arithmetic; weights are fp32."""
-    low = config.precision == "bf16" or (config.precision == "auto" and device.startswith("cuda"))
-    return torch.bfloat16 if low else torch.float32
 
 
 def _look(run: Training) -> str:

@@ -1,0 +1,114 @@
+"""A model as it answers: images in, classes or features out. Training, evaluation, prediction and serving share it.
+
+predictor = plainvit.Predictor("runs/photos")       a run, weights of any library, hf:org/name, timm:NAME, a model
+predictor(["a.jpg", "b.jpg"])[0]                    [Guess("cat", 0.93), Guess("dog", 0.05), ...]
+predictor.features(predictor.stack(["a.jpg"]))      [1, D]
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from plainvit.config import Preprocess
+from plainvit.data.transforms import prepare
+from plainvit.runtime.distributed import choose_device, choose_precision
+from plainvit.weights import load
+
+Picture = str | Path | bytes | np.ndarray | Image.Image  # a file, its bytes, or pixels [height, width, 3]
+
+
+class Guess(NamedTuple):
+    """A class and how probable the model holds it."""
+
+    label: str
+    probability: float
+
+
+class Predictor:
+    """One model on one device in one precision, with its own preprocessing unless told otherwise."""
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        device: str = "auto",
+        precision: Literal["auto", "fp32", "bf16"] = "auto",
+        preprocess: Preprocess | None = None,
+        image_size: int | None = None,
+        batch: int = 64,
+    ) -> None:
+        self.source = model if isinstance(model, str | Path) else ""
+        self.device = choose_device(device)
+        self.model: Any = (_loaded(model, image_size) if isinstance(model, str | Path) else model).to(self.device)
+        self.model.eval()
+        self.dtype = choose_precision(precision, self.device)
+        self.size: tuple[int, int] = self.model.config.image_size
+        self.preprocess = preprocess or self.model.about.preprocess
+        self.batch = batch
+
+    @property
+    def classes(self) -> int:
+        return self.model.config.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The model's own; numbers where it has none."""
+        return self.model.about.class_names or tuple(map(str, range(self.classes)))
+
+    def prepare(self, picture: Picture) -> Tensor:
+        """One picture as the model sees it: uint8 [3, H, W]. A broken one is an ImageError."""
+        if isinstance(picture, str | Path):
+            picture = Path(picture).read_bytes()
+        elif isinstance(picture, Image.Image):
+            picture = np.asarray(picture.convert("RGB"))
+        return prepare(picture, self.preprocess, self.size)
+
+    def stack(self, pictures: Iterable[Picture]) -> Tensor:
+        """Pictures of any sizes as one batch [B, 3, H, W]."""
+        return torch.stack([self.prepare(picture) for picture in pictures])
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, K] in fp32, on the model's device."""
+        with self._cast():
+            return self.model(images.to(self.device, non_blocking=True)).float()
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, D] in fp32: what the last layer reads."""
+        with self._cast():
+            return self.model.features(images.to(self.device, non_blocking=True)).float()
+
+    def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Guess]]:
+        """The k most probable classes of each picture, in their order."""
+        if not 1 <= k <= self.classes:
+            raise ValueError(f"k is {k}, the model has {self.classes} classes")
+        found: list[list[Guess]] = []
+        for some in _batches(pictures, self.batch):
+            best = self.logits(self.stack(some)).softmax(-1).topk(k)
+            for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                found.append([Guess(self.class_names[at], value) for value, at in zip(values, places, strict=True)])
+        return found
+
+    def _cast(self) -> torch.autocast:
+        return torch.autocast(self.device.split(":")[0], self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def _loaded(source: str | Path, image_size: int | None) -> nn.Module:
+    if str(source).startswith("timm:"):
+        from plainvit.evaluate.peers import load_timm
+
+        return load_timm(str(source).removeprefix("timm:"), image_size)
+    return load(source, image_size=image_size)
+
+
+def _batches(pictures: Iterable[Picture], size: int) -> Iterator[list[Picture]]:
+    rest = iter(pictures)
+    while some := list(islice(rest, size)):
+        yield some
