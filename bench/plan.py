@@ -85,8 +85,8 @@ def step(run: loop.Training, batch: Batch) -> float:
     """As the loop makes it, without metrics; the loss."""
     run.optimizers.set_rate(1e-4)
     run.progress.micro_batch = run.config.micro_batch
-    found = loop.gradients(run, run.objective.prepare(batch, run.progress.step), run.forward)
-    run.optimizers.step()
+    found = loop.launch(run, run.objective.prepare(batch, run.progress.step)).read()
+    run.update()
     run.optimizers.zero()
     run.progress.step += 1
     return found[0]

@@ -347,6 +347,33 @@ class Optim(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Masked(Checked):
+    """What self-supervision hides of an image and asks for in return; every default is the paper's (B.1.2).
+
+    The depth, width and heads are of MAE's decoder, as it was published; the other objectives read a patch's answer
+    off its token by one linear layer.
+    """
+
+    ratio: float = 0.5  # share of the patches of each image that is hidden; MAE 0.75, SimMIM 0.6
+    unit: int = 1  # side, in patches, of the squares that are hidden together; SimMIM 2
+    # one of 512 colours for the patch's mean, or for each cell of a 4 x 4 grid in it; or all pixels, by L2 (SimMIM: L1)
+    target: Literal["colour", "colours16", "pixels"] = "colour"
+    normalise: bool = False  # pixels: each patch by its own mean and std, as MAE does
+    depth: int = 8
+    width: int = 512
+    heads: int = 16
+
+    def __post_init__(self) -> None:
+        self._check(positive=("unit", "depth", "width", "heads"))
+        if not 0 < self.ratio < 1:
+            raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}: the paper hides 0.5")
+        if self.normalise and self.target != "pixels":
+            raise ValueError(f"masked.normalise is of pixels, and the target is {self.target!r}: --masked.target pixels")
+        if self.width % self.heads or self.width % 4:
+            raise ValueError(f"masked.width {self.width} must be divisible by 4 and by masked.heads {self.heads}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """One training run, whole: a recipe returns it, the run folder keeps it, every field is a flag."""
 
@@ -365,6 +392,9 @@ class Config(Checked):
     hours: float = 0.0  # a budget: the run is shortened to fit, its schedule with it; 0: none
     batch: int = 512  # images a step, over all devices
     micro_batch: int = 0  # images at once on a device, gradients accumulated; 0: what fits
+    # labels; or of hidden patches: the paper's masked patch prediction, MAE's, SimMIM's
+    objective: Literal["classify", "masked", "mae", "simmim"] = "classify"
+    masked: Masked = Masked()  # what the last three hide and ask for
     loss: Literal["softmax", "sigmoid", "binary"] = "softmax"  # sigmoid: sum over classes; binary: mean, of 0 or 1
     head_bias: float = 0.0  # initial bias of a new head, such as -10 with sigmoid over 21k classes
     class_weights: bool = False  # weigh each class by the inverse of its number of images
@@ -385,6 +415,7 @@ class Config(Checked):
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the arithmetic, weights stay fp32; auto: bf16 on a GPU
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
+    graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: on one GPU that holds the whole batch
     workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
     parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each
@@ -395,8 +426,8 @@ class Config(Checked):
     # What may change between start and resume without changing the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
         {
-            *("data_root", "hours", "save_every", "keep", "device", "compile", "workers", "track"),
-            *("parallel", "recompute", "sharded", "timeout"),
+            *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "workers"),
+            *("track", "parallel", "recompute", "sharded", "timeout"),
         }
     )
 
@@ -419,9 +450,21 @@ class Config(Checked):
             raise ValueError(f"a batch of {self.batch} is not divisible by micro_batch {self.micro_batch}; try {near}")
         if self.ema and self.ema_window:
             raise ValueError("ema and ema_window say the same in two ways: give one of them")
+        if self.objective != "classify":
+            self._check_unlabelled()
         for name in self.track:
             if name not in ("tensorboard", "wandb"):
                 raise ValueError(f"track {name!r} is unknown; one of: tensorboard, wandb")
+
+    def _check_unlabelled(self) -> None:
+        """What needs labels, or weights that are judged alone, is no part of self-supervision."""
+        augment = self.augment
+        parts = {"teacher": self.teacher, "class_weights": self.class_weights, "head": self.head == "keep"}
+        parts |= {f"augment.{name}": getattr(augment, name) for name in ("mixup", "cutmix", "smoothing")}
+        parts |= {"ema": self.ema, "ema_window": self.ema_window}
+        given = [name for name, value in parts.items() if value]
+        if given:
+            raise ValueError(f"objective {self.objective!r} knows no labels and averages no weights: without {given[0]}")
 
     def decay(self, steps: int) -> float:
         """Of the averaged weights: as given, or so that the window is a share of the run."""
@@ -434,6 +477,7 @@ _KINDS: dict[str, type[Checked]] = {
     "preprocess": Preprocess,
     "augment": Augment,
     "optim": Optim,
+    "masked": Masked,
     "run": Config,
 }
 

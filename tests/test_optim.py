@@ -323,7 +323,7 @@ def test_averages_are_torchs_once_the_window_is_full() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
-        ours.update(model, step + 1000)  # far from the start, where the decay is the one given
+        ours.update(step + 1000)  # far from the start, where the decay is the one given
         theirs.update_parameters(model)
     for name, parameter in theirs.module.named_parameters():
         torch.testing.assert_close(ours.weights[name], parameter, rtol=1e-5, atol=1e-6)
@@ -335,7 +335,7 @@ def test_the_window_grows_with_the_run() -> None:
     for step in range(50):
         with torch.no_grad():
             model.weight.fill_(float(step))
-        average.update(model, step)
+        average.update(step)
         decay = min(0.9999, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert float(average.weights["weight"]) == pytest.approx(expected, rel=1e-5)

@@ -30,6 +30,7 @@ from plainvit.runtime.folder import Folder, environment
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set, predictor_of
+from plainvit.train.graphs import WARM, graphs_fit
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -37,7 +38,7 @@ from plainvit.train.guards import (
     is_out_of_memory,
     short_of_memory,
 )
-from plainvit.train.loop import Training, gradients, train
+from plainvit.train.loop import Training, launch, train
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
@@ -233,7 +234,7 @@ def prepare(
     run = Training(
         config=config,
         objective=objective,
-        optimizers=Optimizers(model, model.named_parameters(), config.optim),
+        optimizers=Optimizers(model, model.named_parameters(), config.optim, graphs=graphs_fit(config, world)),
         average=Average(model, decay) if decay else None,
         loader=loader,
         folder=folder,
@@ -302,16 +303,16 @@ def _shorten(run: Training) -> None:
 
 
 def _time_a_step(run: Training) -> float:
-    """Seconds, data included, without the first two, which compile and warm up; a tenth more for the update."""
+    """Seconds, data included, without the first ones, which compile and warm up; a tenth more for the update."""
     times: list[float] = []
     started = time.perf_counter()
-    for batch in run.loader.batches(0, 7):
+    for batch in run.loader.batches(0, WARM + 6):
         tensors = run.objective.prepare(batch, 0)
         run.progress.micro_batch = run.progress.micro_batch or choose_micro_batch(run, tensors)
-        gradients(run, tensors, run.forward)
+        launch(run, tensors).read()
         run.optimizers.zero()
         times.append(time.perf_counter() - started)
-    return 1.1 * (times[-1] - times[1]) / (len(times) - 2)
+    return 1.1 * (times[-1] - times[WARM]) / (len(times) - 1 - WARM)
 
 
 def _time_an_evaluation(run: Training) -> float:

@@ -24,6 +24,7 @@ from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import Watchdog, World, choose_precision
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import like, replicate, whole
+from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -79,6 +80,11 @@ class Training:
         self.forward: Callable = self.ddp or self.objective
         if config.compile == "on" or (config.compile == "auto" and device == "cuda"):
             self.forward = torch.compile(self.forward, dynamic=False)
+        self.gradients: Callable[..., Tensor] = lambda *tensors: gradients(self, tensors, self.forward)
+        self.update: Callable[[], None] = self.optimizers.step
+        if graphs_fit(config, self.world):
+            self.gradients = GraphedGradients(self.gradients, self.optimizers)
+            self.update = Graph(self.update)
 
     @property
     def steps(self) -> int:
@@ -134,9 +140,10 @@ def train(run: Training) -> Progress:
         interruptions() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
+        supply = Supply(run, batches)
         while progress.step < run.steps and not _patience_is_out(run):
             watchdog.at(progress.step)
-            line, stop = step(run, batches, display)
+            line, stop = step(run, supply, display)
             progress.step += 1
             run.record(line)
             display.advance(progress.step, _words(line))
@@ -169,24 +176,79 @@ def _resume(run: Training) -> None:
     run.folder.rewind(run.progress.step)
 
 
-def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dict[str, Any], int]:
+class Supply:
+    """Batches with the objective's tensors, each made while the device is at work on the one before it."""
+
+    def __init__(self, run: Training, batches: Iterator[Batch]) -> None:
+        self.run, self.batches, self.step = run, batches, run.progress.step
+        self.made: tuple[Batch, tuple[Tensor, ...]] | None = None
+        self.failure: Exception | None = None
+
+    def make(self) -> float:
+        """The next one, unless it is there or the run ends before it: seconds that it took. A failure can wait."""
+        started = time.perf_counter()
+        if self.made is None and self.step < self.run.steps:
+            try:
+                batch = next(self.batches)
+                self.made = batch, self.run.objective.prepare(batch, self.step)
+            except Exception as error:
+                self.failure = error
+            self.step += 1
+        return time.perf_counter() - started
+
+    def take(self) -> tuple[Batch, tuple[Tensor, ...]]:
+        if self.failure:
+            raise self.failure
+        assert self.made
+        made, self.made = self.made, None
+        return made
+
+
+class Launched:
+    """What became of a step: numbers that the device may still be at work on. They are those of all processes."""
+
+    def __init__(self, run: Training, values: Tensor) -> None:
+        size = run.world.size
+        signal_ = values.new_full((1,), run.signals[0] if run.signals else 0.0)
+        # The norm is that of all processes already, and the loss a mean: each brings its share of them
+        shares = torch.cat((values, signal_)) / values.new_tensor((size, 1, size, size)) if size > 1 else None
+        self.values = torch.cat((values, signal_)) if shares is None else run.world.sum(shares)
+        self.values = self.values.to("cpu", non_blocking=True)
+        self.event = torch.cuda.Event() if values.is_cuda else None
+        if self.event:
+            self.event.record()
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def read(self) -> tuple[float, float, float, int]:
+        """(loss, images right, norm of the gradient before it is clipped, signal): the one place where a step waits."""
+        if self.event:
+            self.event.synchronize()
+        loss, correct, norm, signal_ = self.values.tolist()
+        return loss, correct, norm, math.ceil(signal_)
+
+
+def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any], int]:
     """One update, or none where it would not be finite: its line of metrics, and a signal that came to any process."""
     config, number, started = run.config, run.progress.step, time.perf_counter()
-    batch = next(batches)
-    waited = time.perf_counter() - started
+    waited = supply.make()
+    batch, tensors = supply.take()
     lr = rate(config.optim, number, run.steps)
     run.optimizers.set_rate(lr)
-    tensors = run.objective.prepare(batch, number)
     if not run.progress.micro_batch:
         run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
             display.tell(f"{run.progress.micro_batch} images at once fit into the device's memory")
-    loss, correct, norm, stop = gradients(run, tensors, run.forward)
+    launched = launch(run, tensors)
+    made = supply.make()  # meanwhile
+    waited += made if launched.done() else 0.0
+    loss, correct, norm, stop = launched.read()
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
-        run.optimizers.step()
+        run.update()
         if run.average:
-            run.average.update(run.objective.model, number)
+            run.average.update(number)
     else:  # no weight changes
         run.progress.skipped += 1
         capture(run, batch, loss, norm)
@@ -200,37 +262,38 @@ def step(run: Training, batches: Iterator[Batch], display: Display) -> tuple[dic
     return line if finite else line | {"skipped": True}, stop
 
 
-def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> tuple[float, float, float, int]:
-    """(loss, images right, norm of the gradient before it is clipped, signal); the gradients stay on the parameters.
-
-    All numbers are those of the whole batch, over all processes.
-    """
+def launch(run: Training, tensors: tuple[Tensor, ...]) -> Launched:
+    """The gradients of the step that is due, on the parameters once the device is done."""
     torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # dropout, stochastic depth
-    total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
-    loss = correct = torch.zeros((), device=tensors[0].device)
-    parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
     try:
-        for number, part in enumerate(parts, 1):
-            with run.exchange(last=number == len(parts)):
-                with run.cast():
-                    one, right = forward(*part)
-                one = one * (len(part[0]) / total)
-                one.backward()
-            loss, correct = loss + one.detach(), correct + right
+        return Launched(run, run.gradients(*tensors))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         run.optimizers.zero()
-        raise short_of_memory(run, tensors, size) from error
+        raise short_of_memory(run, tensors, run.progress.micro_batch or len(tensors[0])) from error
+
+
+def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> Tensor:
+    """[loss, images right, norm of the gradient before it is clipped]; the gradients stay on the parameters.
+
+    The norm is that of the whole batch; the others are those of this process's images.
+    """
+    total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
+    loss = correct = torch.zeros((), device=tensors[0].device)
+    parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
+    for number, part in enumerate(parts, 1):
+        with run.exchange(last=number == len(parts)):
+            with run.cast():
+                one, right = forward(*part)
+            one = one * (len(part[0]) / total)
+            one.backward()
+        loss, correct = loss + one.detach(), correct + right
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
     if run.config.optim.clip:  # by a norm of 0, that is not at all, where it is not finite: the culprits stay known
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
         torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
-    signal_ = torch.full((), float(run.signals[0]) if run.signals else 0.0, device=loss.device)
-    # The norm is that of all processes already, so that each brings its share of it
-    mine = torch.stack((loss, correct * run.world.size, whole(norm).float(), signal_)) / run.world.size
-    values = run.world.sum(mine).tolist()  # the one place where a step waits
-    return values[0], values[1], values[2], math.ceil(values[3])
+    return torch.stack((loss.float(), correct.float(), whole(norm).float()))
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:

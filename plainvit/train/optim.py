@@ -85,7 +85,10 @@ def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim
 class Optimizers:
     """One optimiser, or Muon for the blocks' matrices and AdamW for the rest, driven as one."""
 
-    def __init__(self, model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> None:
+    def __init__(
+        self, model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim, *, graphs: bool = False
+    ) -> None:
+        """graphs: rates are tensors on the device, as a step that is captured needs them."""
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not named:
             raise ValueError("optim.frozen leaves nothing to train")
@@ -93,7 +96,7 @@ class Optimizers:
         self._names = {parameter: name for name, parameter in named}
         self._parts: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views of it that are updated apart
         fused = self.parameters[0].is_cuda
-        adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused}
+        adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused, "capturable": graphs}
         match optim.name:
             case "adamw":
                 self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups(model, named, optim), **adam)]
@@ -109,6 +112,10 @@ class Optimizers:
                     Muon(groups(model, split, optim), optim.momentum),
                     torch.optim.AdamW(groups(model, others, optim), **adam),
                 ]
+        if graphs:
+            for optimizer in self.all:
+                for group in optimizer.param_groups:
+                    group["lr"] = torch.zeros((), device=self.parameters[0].device)
 
     def _split(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
         """q, k and v lie in one matrix, but each is orthogonalised by itself: views share its memory."""
@@ -121,7 +128,10 @@ class Optimizers:
     def set_rate(self, lr: float) -> None:
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["scale"]
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr * group["scale"])
+                else:
+                    group["lr"] = lr * group["scale"]
 
     def step(self) -> None:
         for parameter, parts in self._parts.items():
@@ -229,9 +239,9 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
         _foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         nesterov = torch.lerp(torch.stack(gradients), torch.stack(buffers), group["momentum"])  # [n, A, B]
-        updates = list(orthogonal(nesterov).to(gradients[0].dtype).unbind())
+        updates = orthogonal(nesterov).to(gradients[0].dtype) * (-group["lr"] * 0.2 * max(shape) ** 0.5)
         _foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        _foreach_add_(parameters, updates, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+        _foreach_add_(parameters, list(updates.unbind()))
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -250,14 +260,15 @@ class Average:
     """Exponentially averaged weights (Polyak). Early on the window is as long as the run so far, as in TensorFlow."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in model.state_dict().items()}
+        self.decay, own = decay, model.state_dict()
+        self.weights = {name: p.detach().clone() for name, p in own.items()}
+        self._both = list(self.weights.values()), [p.detach() for p in own.values()]
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
+    def update(self, step: int) -> None:
+        """Towards the model's weights as they are now."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        new = [p.detach() for p in model.state_dict().values()]
-        _foreach_lerp_(list(self.weights.values()), new, 1 - decay)
+        _foreach_lerp_(*self._both, 1 - decay)
 
 
 class LowRank(nn.Module):

@@ -19,7 +19,7 @@ from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import Folder
 from plainvit.train.fit import prepare
-from plainvit.train.loop import Training, gradients
+from plainvit.train.loop import Training, gradients, launch
 from plainvit.train.splits import open_splits
 
 
@@ -72,7 +72,8 @@ def _made_again(run: Training) -> dict[str, Any]:
         if not any(module.children())
     ]
     run.objective.train()
-    loss, _, norm, _ = gradients(run, tensors, run.objective)
+    run.gradients = lambda *tensors: gradients(run, tensors, run.objective)
+    loss, _, norm, _ = launch(run, tensors).read()
     for hook in hooks:
         hook.remove()
     norms = {name: float(p.grad.norm()) for name, p in run.objective.named_parameters() if p.grad is not None}

@@ -1,0 +1,83 @@
+"""A step as two CUDA graphs: the gradients, and the update. The host launches two things where it launched hundreds.
+
+Small models on a fast GPU are bound by the host otherwise. There are two graphs and not one because the loop looks at
+the loss and the norm in between, and makes no update where they are not finite. Rates lie on the device, and dropout is
+seeded before each replay, so a replayed step is the step that it replaces.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from plainvit.config import Config
+    from plainvit.runtime.distributed import World
+    from plainvit.train.optim import Optimizers
+
+WARM = 2  # calls before one is captured: they compile, and give the optimiser its state
+OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on the host
+log = logging.getLogger("plainvit")
+
+
+def graphs_fit(config: "Config", world: "World") -> bool:
+    """One GPU, compiled code, and nothing in a step that must ask the host."""
+    wanted = config.graphs == "auto" and config.compile != "off" and not config.recompute
+    return wanted and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
+
+
+class Graph:
+    """A function of tensors in fixed places, captured at its third call and replayed from then on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls, self.refused = function, 0, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.result: Any = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        self.calls += 1
+        if self.graph is None and self.calls > WARM and not self.refused:
+            self._capture(tensors)
+        if self.graph is None:
+            return self.function(*tensors)
+        for place, tensor in zip(self.inputs, tensors, strict=True):
+            place.copy_(tensor)
+        self.graph.replay()
+        return self.result
+
+    def _capture(self, tensors: tuple[Tensor, ...]) -> None:
+        """What cannot be captured stays as it is, and says so once."""
+        inputs, graph = tuple(tensor.clone() for tensor in tensors), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what was cached cannot serve a graph, which has memory of its own
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+                self.result = self.function(*inputs)
+        except (RuntimeError, ValueError) as error:
+            self.refused = True
+            torch.cuda.synchronize()
+            log.warning("steps run without CUDA graphs: %s", str(error).splitlines()[0])
+            return
+        self.inputs, self.graph = inputs, graph
+
+
+class GraphedGradients(Graph):
+    """Gradients lie in the graph's memory: they are hung onto the parameters again, which the loop clears."""
+
+    def __init__(self, function: Callable[..., Tensor], optimizers: "Optimizers") -> None:
+        super().__init__(function)
+        self.optimizers = optimizers
+        self.kept: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        if self.graph is None and self.calls >= WARM:
+            self.optimizers.zero()  # so that the backward pass writes them, in place of adding to them
+        found = super().__call__(*tensors)
+        if self.graph and not self.kept:
+            self.kept = [(p, p.grad) for p in self.optimizers.parameters if p.grad is not None]
+        for parameter, gradient in self.kept:
+            parameter.grad = gradient
+        return found
