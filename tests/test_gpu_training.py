@@ -1,0 +1,113 @@
+"""On a CUDA device: CUDA graphs change nothing about a run, the guard holds, and a run goes on bit for bit.
+
+python -m pytest -m gpu tests/test_gpu_training.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_runs as runs
+import torch
+
+from plainvit.config import Config, Optim
+from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.train import loop
+from plainvit.train.fit import fit
+from plainvit.train.graphs import Graph
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.without_figures(monkeypatch)
+
+
+def on_gpu(name: Any, **changes: Any) -> Config:
+    optim = Optim(name=name, lr=3e-3, warmup=0.1, weight_decay=0.1, clip=1.0)
+    return runs.config(device="cuda", steps=20, optim=optim, **changes)
+
+
+def state(out: Path) -> dict[str, str]:
+    tensors, _ = Checkpoints(out / "checkpoints", 1).newest() or ({}, {})
+    return {name: tensor_hash({name: tensor}) for name, tensor in tensors.items()}
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in runs.metrics(out) if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Against the same functions, called; with dropout, stochastic depth, mixing, averaging and clipping."""
+    captured: list[Graph] = []
+    original = Graph._capture
+
+    def counted(graph: Graph, tensors: tuple[torch.Tensor, ...]) -> None:
+        original(graph, tensors)
+        captured.append(graph)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graph, "_capture", counted)
+        fit(on_gpu(name), tmp_path / "graphs", quiet=True)
+    assert len(captured) == 2
+    assert all(graph.graph for graph in captured)
+    with monkeypatch.context() as patch:
+        patch.setattr("plainvit.train.graphs.WARM", 10**9)
+        fit(on_gpu(name), tmp_path / "called", quiet=True)
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "called")
+    assert state(tmp_path / "graphs") == state(tmp_path / "called")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fit(on_gpu(name), tmp_path / "whole", quiet=True)
+    step = loop.step
+
+    def stopping(run: loop.Training, *rest: Any) -> Any:
+        if run.progress.step == 11:
+            raise RuntimeError("stopped")
+        return step(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", stopping)
+        with pytest.raises(RuntimeError, match="stopped"):
+            fit(on_gpu(name), tmp_path / "cut", quiet=True)
+    fit(on_gpu(name), tmp_path / "cut", quiet=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert state(tmp_path / "cut") == state(tmp_path / "whole")
+
+
+def test_a_bad_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pixel of one batch is NaN, long after the graphs were captured."""
+    make = loop.Supply.make
+
+    def spoilt(supply: loop.Supply) -> float:
+        fresh = supply.made is None
+        seconds = make(supply)
+        if fresh and supply.made and supply.step == 9:  # it was counted on already: the batch of step 9, from 1
+            batch, (images, *rest) = supply.made
+            images = images.float().clone()
+            images.view(-1)[0] = float("nan")
+            supply.made = batch, (images, *rest)
+        return seconds
+
+    monkeypatch.setattr(loop.Supply, "make", spoilt)
+    seen: dict[int, tuple[str, str]] = {}
+    step = loop.step
+
+    def watched(run: loop.Training, *rest: Any) -> Any:
+        number, before = run.progress.step + 1, tensor_hash(run.tensors())
+        found = step(run, *rest)
+        seen[number] = before, tensor_hash(run.tensors())
+        return found
+
+    monkeypatch.setattr(loop, "step", watched)
+    fit(on_gpu("muon"), tmp_path, quiet=True)
+    assert [number for number, (before, after) in seen.items() if before == after] == [9]
+    assert Checkpoints(tmp_path / "captures", 1).steps() == [8]
