@@ -41,11 +41,15 @@ class StdConv(nn.Conv2d):
         where, eps = config.standardise.split("+")
         self.eps_on_std, self.eps = where == "std", float(eps)
 
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def standardised(self) -> Tensor:
+        """The kernels as they are applied."""
         var, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
         scale = var.sqrt() + self.eps if self.eps_on_std else (var + self.eps).sqrt()
+        return (self.weight - mean) / scale
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         x = pad_same(x, self.kernel_size[0], self.stride[0]) if self.same else x
-        return F.conv2d(x, (self.weight - mean) / scale, None, self.stride, self.padding)
+        return F.conv2d(x, self.standardised(), None, self.stride, self.padding)
 
 
 def group_norm(config: ResNetConfig, channels: int) -> nn.GroupNorm:

@@ -1,0 +1,144 @@
+"""What a model's first layer and its positions have learned (the paper's Figure 7, left and centre; Figure 10).
+
+filters(model).tiles                     the principal components of the patch projection, as pictures
+similarity(model)                        the cosine of every position's vector with every other's
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plainvit.models import ResNet, ViT
+from plainvit.models.resample import resample_table
+from plainvit.models.vit import Block, Positions
+
+TILES = 28  # as many as the paper shows
+
+
+@dataclass
+class Filters:
+    """Principal components of a first layer's kernels, the strongest first."""
+
+    tiles: np.ndarray  # [n, height, width, channels], unit length, the largest value positive
+    variance: np.ndarray  # [n], share of the whole that each explains
+
+
+@torch.no_grad()
+def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
+    """Of the patch projection, one point for each of its D columns; where a ResNet comes first, of its root."""
+    if isinstance(model, ViT) and model.stem is None:
+        kernels = model.embedding.weight.view(-1, model.config.channels, *model.config.patch)  # [D, C, P, Q]
+    else:
+        body = model.stem if isinstance(model, ViT) else model.body
+        assert body is not None
+        kernels = body.root.standardised()
+    points = kernels.flatten(1).double().cpu().numpy()
+    _, singular, components = np.linalg.svd(points - points.mean(0), full_matrices=False)
+    components = components[:count]
+    largest = np.take_along_axis(components, abs(components).argmax(1)[:, None], 1)
+    tiles = (components * np.sign(largest)).reshape(-1, *kernels.shape[1:]).transpose(0, 2, 3, 1)
+    variance = singular**2
+    return Filters(tiles, variance[:count] / max(variance.sum(), np.finfo(float).tiny))
+
+
+def as_pictures(tiles: np.ndarray) -> np.ndarray:
+    """uint8 RGB: grey is 0, and each tile is stretched to its own largest value."""
+    if tiles.shape[-1] not in (1, 3):
+        raise ValueError(f"filters over {tiles.shape[-1]} channels have no colours: 1 or 3 can be shown")
+    scale = abs(tiles).max((1, 2, 3), keepdims=True)
+    shown = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
+    return np.broadcast_to(shown.round().astype(np.uint8), (*shown.shape[:-1], 3))
+
+
+@torch.no_grad()
+def position_vectors(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> Tensor:
+    """[h, w, D] of the patches' positions in a layer's table, resampled to another grid where one is given."""
+    if not model.positions:
+        kind = model.config.posemb
+        raise ValueError(f"positions of kind {kind!r} are no vectors that are added to the patches")
+    if not 0 <= layer < len(model.positions):
+        raise ValueError(f"layer {layer} has no positions of its own: there are tables 0 to {len(model.positions) - 1}")
+    old = model.config.grid
+    table = cast(Positions, model.positions[layer]).grid_table()
+    if grid and grid != old:
+        table = resample_table(table, old, grid)
+    return table.view(*(grid or old), -1)
+
+
+def similarity(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> np.ndarray:
+    """[h, w, h, w] cosines: each position with all others. Of relative positions: of each offset with offset zero."""
+    if model.config.posemb == "relative":
+        return _offset_similarity(model, layer)
+    vectors = position_vectors(model, layer, grid)
+    h, w, _ = vectors.shape
+    return cosines(vectors.flatten(0, 1)).reshape(h, w, h, w)
+
+
+def cosines(vectors: Tensor) -> np.ndarray:
+    """[n, n]; a vector of zeros is like none."""
+    units = torch.nn.functional.normalize(vectors.detach().double(), dim=-1)
+    return (units @ units.mT).cpu().numpy()
+
+
+def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
+    if not 0 <= layer < len(model.blocks):
+        raise ValueError(f"there is no layer {layer}: this model has 0 to {len(model.blocks) - 1}")
+    (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
+    relative = block.attention.relative
+    assert relative is not None
+    to_zero = cosines(relative.table.detach())[h * w - 1]  # [2n - 1]; the middle row is the offset zero
+    return to_zero[relative.index.value.cpu().numpy()].reshape(h, w, h, w)
+
+
+@dataclass
+class Structure:
+    """How similarity follows the grid: means over all positions, without that of a position with itself."""
+
+    row: float  # with the others of its row
+    column: float  # with the others of its column
+    elsewhere: float  # with all that are in neither
+    nearness: float  # rank correlation of similarity with nearness: 1 if the nearer is always the more similar
+
+    @property
+    def contrast(self) -> float:
+        """Row and column against elsewhere, the structure that the paper sees: 0 where there is none."""
+        return (self.row + self.column) / 2 - self.elsewhere
+
+
+def structure(similar: np.ndarray) -> Structure:
+    h, w = similar.shape[:2]
+    y, x = np.divmod(np.arange(h * w), w)
+    flat = similar.reshape(h * w, h * w)
+    same_row, same_column = y[:, None] == y, x[:, None] == x
+    itself = np.eye(h * w, dtype=bool)
+    distance = np.hypot(y[:, None] - y, x[:, None] - x)
+    return Structure(
+        row=_mean(flat[same_row & ~itself]),
+        column=_mean(flat[same_column & ~itself]),
+        elsewhere=_mean(flat[~same_row & ~same_column]),
+        nearness=_rank_correlation(-distance[~itself], flat[~itself]),
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's, ties at their mean rank; 0 where one of them does not vary."""
+    if not len(a):
+        return 0.0
+    a, b = _ranks(a), _ranks(b)
+    a, b = a - a.mean(), b - b.mean()
+    spread = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / spread) if spread else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    values = values.round(9)  # equal distances that differ in the last bit are equal
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    return (ends - (counts - 1) / 2)[inverse.reshape(-1)]

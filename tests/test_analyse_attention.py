@@ -1,0 +1,185 @@
+"""Attention analyses against planted attention, explicit softmax attention and its autograd gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import vit
+from torch import Tensor
+
+from plainvit.analyse.attention import distances, head_numbers, heads, looks, relevance, rollout
+from plainvit.models import ViT, create
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "average": {"pool": "average", "class_token": False},
+    "registers": {"registers": 3},
+    "attention pool": {"pool": "attention", "class_token": False},
+    "relative": {"posemb": "relative"},
+    "upright": {"image_size": (40, 24)},
+}
+every_kind = pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+def model_of(**changes: Any) -> ViT:
+    """Attention that is far from uniform."""
+    model = vit(**changes)
+    for block in model.blocks:
+        block.attention.qkv.weight.data *= 3
+    return model
+
+
+def images_for(model: ViT, count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (count, 3, *model.config.image_size), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture
+def explicit(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Attention by its formula, in place of the fused kernel; the weights of every layer, as leaves of autograd."""
+    kept: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        logits = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = torch.softmax(logits if attn_mask is None else logits + attn_mask, -1)
+        if weights.requires_grad:
+            weights.retain_grad()
+        if q.shape[2] == k.shape[2]:  # not the pooling head
+            kept.append(weights)
+        return weights @ v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return kept
+
+
+def row_of(model: ViT, product: Tensor) -> Tensor:
+    prefix, (h, w) = model.config.prefix, model.config.grid
+    row = product[:, 0] if model.config.pool == "token" else product[:, prefix:].mean(1)
+    return row[:, prefix:].reshape(-1, h, w)
+
+
+@every_kind
+def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[Tensor]) -> None:
+    model = model_of(**changes)
+    images = images_for(model)
+    with torch.no_grad():
+        model(images)
+    attentions = list(explicit)
+    eye = torch.eye(model.config.tokens)
+    plain, mixed = eye.double(), eye.double()
+    for attention in attentions:
+        plain, mixed = attention.mean(1) @ plain, (0.5 * attention.mean(1) + 0.5 * eye) @ mixed
+    torch.testing.assert_close(rollout(model, images, residual=False), row_of(model, plain), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(rollout(model, images), row_of(model, mixed), atol=1e-9, rtol=1e-9)
+    found = looks(model, images)  # [B, L, H, h, w]
+    for layer, attention in enumerate(attentions):
+        for head in range(model.config.heads):
+            torch.testing.assert_close(found[:, layer, head], row_of(model, attention[:, head]), atol=1e-9, rtol=1e-9)
+
+
+@every_kind
+def test_relevance_equals_autograd_through_explicit_attention(changes: dict[str, Any], explicit: list[Tensor]) -> None:
+    model = model_of(**changes)
+    images = images_for(model, 2)
+    chosen = torch.tensor([4, 1])
+    found = relevance(model, images, chosen)
+    explicit.clear()
+    for place in range(2):
+        explicit.clear()
+        model(images[place : place + 1])[0, chosen[place]].backward()
+        product = torch.eye(model.config.tokens).double()
+        for attention in explicit:
+            product = product + (attention.grad * attention).clamp(min=0)[0].mean(0) @ product
+        expected = row_of(model, (product - torch.eye(model.config.tokens))[None])[0]
+        torch.testing.assert_close(found[place], expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_model_is_what_it_was() -> None:
+    model = model_of().float()
+    images = images_for(model)
+    with torch.no_grad():
+        before = model(images)
+        heads(model, images), rollout(model, images), looks(model, images)
+        relevance(model, images)
+        assert torch.equal(model(images), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_uniform_attention_has_the_analytic_distance() -> None:
+    """The mean distance of two points of a grid, by a double loop; the entropy of N equal shares."""
+    model = model_of()
+    for block in model.blocks:
+        block.attention.qkv.weight.data.zero_()
+        block.attention.qkv.bias.data.zero_()
+    (h, w), (p, q) = model.config.grid, model.config.patch
+    places = [(p * y, q * x) for y in range(h) for x in range(w)]
+    expected = sum(math.dist(a, b) for a in places for b in places) / len(places) ** 2
+    found = heads(model, images_for(model))
+    assert found.distance.shape == (model.config.depth, model.config.heads)
+    torch.testing.assert_close(found.distance, torch.full_like(found.distance, expected))
+    torch.testing.assert_close(found.entropy, torch.full_like(found.entropy, math.log(model.config.tokens)))
+    torch.testing.assert_close(found.outside, torch.full_like(found.outside, 1 / model.config.tokens))
+
+
+def test_a_look_at_the_neighbour_is_one_patch_far() -> None:
+    """Each patch looks at the one to its right, those of the last column to their left."""
+    model = model_of(registers=1)
+    (h, w), prefix, n = model.config.grid, model.config.prefix, model.config.tokens
+    attention = torch.zeros(1, model.config.heads, n, n, dtype=torch.float64)
+    for y in range(h):
+        for x in range(w):
+            there = x + 1 if x + 1 < w else x - 1
+            attention[:, :, prefix + y * w + x, prefix + y * w + there] = 0.75
+            attention[:, :, prefix + y * w + x, 0] = 0.25  # to the class token: no distance
+    distance, entropy, outside = head_numbers(model, 0, attention)
+    assert distance.tolist() == [model.config.patch[1]] * model.config.heads
+    assert outside.tolist() == pytest.approx([0.25] * model.config.heads)
+    bits = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert entropy.tolist() == pytest.approx([bits] * model.config.heads)
+
+
+def test_rollout_of_identity_is_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the class token has looked at no patch, and without one every patch has looked at itself."""
+
+    def identity(q: Tensor, *_: object) -> Tensor:
+        return torch.eye(q.shape[2]).expand(*q.shape[:2], -1, -1)
+
+    monkeypatch.setattr("plainvit.models.vit.attention_weights", identity)
+    model = model_of()
+    assert rollout(model, images_for(model), residual=False).abs().max() == 0
+    model = model_of(pool="average", class_token=False)
+    found = rollout(model, images_for(model))
+    torch.testing.assert_close(found, torch.full_like(found, 1 / model.config.tokens))
+
+
+def test_hybrids_are_measured_in_pixels_of_the_image() -> None:
+    model = create("R26x1+ViT-S/32", classes=0, image_size=64)
+    assert distances(model, 0).max() == pytest.approx(32 * math.sqrt(2))  # a grid of 2 x 2
+
+
+def test_axial_layers_look_along_one_axis() -> None:
+    model = vit(axial=True, class_token=False, pool="average")
+    (h, w), (p, q) = model.config.grid, model.config.patch
+    assert distances(model, 0).max() == q * (w - 1)
+    assert distances(model, 1).max() == p * (h - 1)
+    assert heads(model, images_for(model)).distance.shape == (len(model.blocks), model.config.heads)
+    with pytest.raises(ValueError, match="one axis"):
+        rollout(model, images_for(model))
+
+
+def test_a_resnet_has_no_attention() -> None:
+    model = create("BiT-R26x1", classes=0, image_size=64)
+    for analysis in (heads, rollout, looks, relevance):
+        with pytest.raises(ValueError, match="no attention"):
+            analysis(model, torch.zeros(1, 3, 64, 64))
+
+
+def test_a_batch_in_parts_is_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    images = images_for(model, 7)
+    whole = heads(model, images).distance, rollout(model, images)
+    monkeypatch.setattr("plainvit.analyse.attention.CELLS", 3 * model.config.heads * model.config.tokens**2)
+    torch.testing.assert_close(heads(model, images).distance, whole[0])
+    torch.testing.assert_close(rollout(model, images), whole[1])

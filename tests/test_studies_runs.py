@@ -1,0 +1,39 @@
+"""Many runs: the same numbers as one after the other, finished ones kept, failures told at the end."""
+
+from pathlib import Path
+
+import pytest
+import small_runs as runs
+
+from plainvit.studies.runs import FailedRunsError, place, run_all
+from plainvit.train.fit import fit
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
+    configs = {f"seed {seed}": runs.config(seed=seed, steps=4, evaluations=1) for seed in (2, 0, 1)}
+    found = run_all(configs, tmp_path / "many", at_once=2, quiet=True)
+    assert list(found) == list(configs)
+    for name, config in configs.items():
+        alone = fit(config, tmp_path / "alone" / place(name), quiet=True).numbers
+        for split in ("val", "test"):
+            assert found[name][split]["confusion"] == alone[split]["confusion"]
+            assert found[name][split]["nll"] == pytest.approx(alone[split]["nll"], rel=1e-7)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "many").rglob("model.safetensors")}
+    assert len(before) == 3
+    assert run_all(configs, tmp_path / "many", quiet=True) == found
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+
+
+@pytest.mark.slow
+def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
+    with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
+        run_all({"bad": bad, "good": good}, tmp_path, quiet=True)
+    assert (tmp_path / "good" / "results.json").is_file()
+
+
+def test_names_become_folders() -> None:
+    assert place("lr=0.001, seed 3") == "lr=0.001-seed-3"
+    assert place("../../etc") == "etc"
+    assert place("/") == "run"
