@@ -1,0 +1,237 @@
+"""CKA, outliers, removals, hidden and moved patches, faithfulness: analytic cases and models built to be known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import bit, vit
+from torch import Tensor, nn
+
+from plainvit.analyse import robust
+from plainvit.analyse.tokens import cka, likeness, outliers, pooled
+from plainvit.models import ViT
+
+GRID = (3, 5)
+
+
+def images(count: int = 6, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 3, 24, 40), dtype=torch.uint8, generator=generator)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# Likeness and length --------------------------------------------------------------------------------------------------
+
+
+def test_cka_of_a_rotated_and_scaled_copy_is_one() -> None:
+    x = random(50, 12)
+    rotation, _ = torch.linalg.qr(random(12, 12, seed=1))
+    assert cka(x, 7 * x @ rotation + 3) == pytest.approx(1, abs=1e-12)
+    assert cka(x, x[:, :6]) < 1 - 1e-3
+    assert cka(x, torch.zeros(50, 3).double()) == 0
+
+
+def test_cka_by_its_definition() -> None:
+    """HSIC with centring matrices, as in the paper's equation 3."""
+    x, y = random(20, 5), random(20, 8, seed=1) + random(20, 1, seed=2)
+    centre = torch.eye(20).double() - 1 / 20
+
+    def hsic(k: Tensor, m: Tensor) -> Tensor:
+        return torch.trace(k @ centre @ m @ centre) / 19**2
+
+    k, m = x @ x.mT, y @ y.mT
+    assert cka(x, y) == pytest.approx(float(hsic(k, m) / (hsic(k, k) * hsic(m, m)).sqrt()), rel=1e-9)
+
+
+def test_layers_are_most_like_themselves() -> None:
+    layers = pooled(vit(), images())
+    assert [layer.shape for layer in layers] == [(6, 48)] * 3
+    found = likeness(layers, layers)
+    torch.testing.assert_close(found.diagonal(), torch.ones(3))
+    torch.testing.assert_close(found, found.mT)
+    stages = pooled(bit(), torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8))
+    assert len(stages) == 3
+
+
+def test_pooled_tokens_are_the_models_own() -> None:
+    model = vit(registers=2)
+    layers = pooled(model, images())
+    expected = model.features(images(), layers=[0, 1, 2])
+    for found, tokens in zip(layers, expected, strict=True):
+        torch.testing.assert_close(found, tokens[:, 3:].mean(1).detach())
+
+
+def test_a_planted_outlier_is_found() -> None:
+    """One position's vector is made huge, and the blocks do nothing."""
+    model = vit()
+    for block in model.blocks:
+        for layer in (block.attention.out, block.mlp.fc2):
+            nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
+    model.positions[0].table.data[1 + 7] += 1000
+    found = outliers(model, images())
+    assert found.norms.shape == (6, *GRID)
+    assert found.norms[0].argmax() == 7
+    assert found.share == pytest.approx(1 / 15)
+    assert found.images == 1
+    assert found.largest > 10
+
+
+# Removal --------------------------------------------------------------------------------------------------------------
+
+
+def test_removed_parts_are_really_gone() -> None:
+    """Against the same model with the part's weights set to zero, or the block left out of the list."""
+    model, shown = vit(), images()
+    head = vit()
+    head.load_state_dict(model.state_dict())
+    head.blocks[1].attention.out.weight.data[:, 24:36] = 0  # the third of four heads
+    with robust.without_head(model, 1, 2):
+        torch.testing.assert_close(robust.logits(model, shown), robust.logits(head, shown))
+    shorter = vit()
+    shorter.load_state_dict(model.state_dict())
+    shorter.blocks = nn.ModuleList([shorter.blocks[0], shorter.blocks[2]])
+    with robust.without_layer(model, 1):
+        torch.testing.assert_close(robust.logits(model, shown), robust.logits(shorter, shown))
+    with torch.no_grad():
+        torch.testing.assert_close(robust.logits(model, shown), model(shown).float())  # all is back
+
+
+def test_removal_tells_the_part_that_matters() -> None:
+    """Only one head of one layer does anything, and the labels are what the model says with it."""
+    model, shown = vit(), images(24)
+    for layer, block in enumerate(model.blocks):
+        nn.init.zeros_(block.mlp.fc2.weight), nn.init.zeros_(block.mlp.fc2.bias)
+        nn.init.zeros_(block.attention.out.bias)
+        keep = block.attention.out.weight.data[:, 12:24].clone() * 30
+        block.attention.out.weight.data.zero_()
+        if layer == 2:
+            block.attention.out.weight.data[:, 12:24] = keep
+    labels = robust.logits(model, shown).argmax(-1)
+    calls = []
+    found = robust.removed(model, shown, labels, progress=lambda: calls.append(1))
+    assert found.whole == 1
+    assert found.layers[:2].tolist() == [1, 1]
+    assert found.layers[2] < 1
+    others = [found.heads[layer, head] for layer in range(3) for head in range(4) if (layer, head) != (2, 1)]
+    assert all(value == 1 for value in others)
+    assert found.heads[2, 1] == found.layers[2]
+    assert len(calls) == 3 * 5
+
+
+# Patches --------------------------------------------------------------------------------------------------------------
+
+
+def test_cutting_and_joining_are_inverse() -> None:
+    shown = images(2)
+    patches = robust.cut(shown, GRID)
+    assert torch.equal(patches[1, 5 + 2], shown[1, :, 8:16, 16:24])
+    assert torch.equal(robust.joined(patches, GRID), shown)
+
+
+def test_hidden_patches_are_the_mean_and_the_rest_stays() -> None:
+    shown = images(3)
+    order = robust.orders(3, 15, seed=4)
+    found = robust.cut(robust.hide(shown, order, 6, GRID), GRID)
+    for image in range(3):
+        mean = shown[image].float().mean((1, 2)).round().to(torch.uint8)
+        for rank, place in enumerate(order[image].tolist()):
+            expected = mean[:, None, None].expand(3, 8, 8) if rank < 6 else robust.cut(shown, GRID)[image, place]
+            assert torch.equal(found[image, place], expected)
+    assert torch.equal(robust.hide(shown, order, 0, GRID), shown)
+
+
+def test_shuffling_keeps_every_patch() -> None:
+    shown = images(2)
+    order = robust.orders(2, 15, seed=4)
+    found = robust.cut(robust.shuffle(shown, order, GRID), GRID)
+    for place in range(15):
+        assert torch.equal(found[1, place], robust.cut(shown, GRID)[1, int(order[1, place])])
+
+
+def test_a_model_without_positions_does_not_mind_shuffled_patches() -> None:
+    """An average over patches without positions is the same in any order; with positions it is not."""
+    shown = images(24)
+    blind = vit(posemb="none", pool="average", class_token=False)
+    labels = robust.logits(blind, shown).argmax(-1)
+    assert robust.shuffled(blind, shown, labels, [(1, 1), GRID]) == [1.0, 1.0]
+    seeing = vit(pool="average", class_token=False)
+    labels = robust.logits(seeing, shown).argmax(-1)
+    assert robust.shuffled(seeing, shown, labels, [(1, 1), GRID])[1] < 1
+
+
+def test_occlusion_ends_where_nothing_is_left_to_see() -> None:
+    model, shown = vit(), images(20)
+    labels = robust.logits(model, shown).argmax(-1)
+    found = robust.occluded(model, shown, labels, GRID, [0, 0.5, 1])
+    assert found[0] == 1
+    flat = shown.float().mean((2, 3), keepdim=True).round().to(torch.uint8).expand_as(shown)
+    assert found[2] == robust.accuracy(model, flat, labels)
+
+
+def test_moving_by_hand() -> None:
+    shown = images(1)
+    moved = robust.move(shown, 3)
+    assert moved.dtype == torch.uint8
+    assert torch.equal(moved[..., 3:, 3:], shown[..., :-3, :-3])
+    assert torch.equal(moved[..., 2, 3:], shown[..., 1, :-3])  # mirrored at the border, which is not repeated
+    assert torch.equal(robust.move(shown, 0), shown)
+
+
+def test_a_shift_that_moves_whole_patches_of_a_constant_image_changes_nothing() -> None:
+    model = vit()
+    flat = torch.full((2, 3, 24, 40), 90, dtype=torch.uint8)
+    found = robust.shifted(model, flat, torch.tensor([0, 1]), range(0, 9, 4))
+    assert found.pixels == [0, 4, 8]
+    assert found.same == [1, 1, 1]
+    assert found.cosine == pytest.approx([1, 1, 1], abs=1e-6)
+    busy = robust.shifted(model, images(8), None, [0, 3])
+    assert busy.cosine[0] == pytest.approx(1, abs=1e-6)
+    assert busy.cosine[1] < 0.999
+    assert math.isnan(busy.accuracy[1])
+
+
+# Faithfulness ---------------------------------------------------------------------------------------------------------
+
+
+class Bright(nn.Module):
+    """Knows one thing: how bright a patch is. Its answer's probability is known for every picture."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.scale = place, nn.Parameter(torch.tensor(8.0))
+
+    def forward(self, shown: Tensor) -> Tensor:
+        level = robust.cut(shown, GRID)[:, self.place].float().mean((1, 2, 3)) / 255
+        return torch.stack((self.scale * (level - 0.75), torch.zeros_like(level)), 1)
+
+
+def test_a_true_map_falls_at_once_and_a_false_one_at_last() -> None:
+    shown = torch.zeros(2, 3, 24, 40, dtype=torch.uint8)
+    shown[:, :, 8:16, 16:24] = 255  # patch 7 of 15
+    model = Bright(7)
+    right = torch.zeros(2, *GRID)
+    right.view(2, -1)[:, 7] = 1
+    true, false = (robust.faithfulness(model, shown, one, points=16) for one in (right, -right))
+    sure = float(torch.sigmoid(torch.tensor(2.0)))
+    gone = float(torch.sigmoid(torch.tensor(8 * (17 / 255 - 0.75))))  # the mean level of 255 / 15
+    np.testing.assert_allclose(true.deletion, [sure] + [gone] * 15, rtol=1e-5)
+    np.testing.assert_allclose(true.insertion, [gone] + [sure] * 15, rtol=1e-5)
+    np.testing.assert_allclose(false.deletion, [sure] * 15 + [gone], rtol=1e-5)
+    np.testing.assert_allclose(false.insertion, [gone] * 15 + [sure], rtol=1e-5)
+    assert true.deletion_area == pytest.approx((0.5 * (sure + gone) + 14 * gone) / 15)
+    assert true.insertion_area > false.insertion_area
+
+
+def test_faithfulness_uses_the_models_first_answer() -> None:
+    model, shown = vit(), images(4)
+    maps = torch.rand(4, *GRID, generator=torch.Generator().manual_seed(0))
+    found = robust.faithfulness(model, shown, maps, points=4)
+    first = F.softmax(robust.logits(model, shown), -1).amax(-1).double().mean()
+    assert found.deletion[0] == found.insertion[-1] == pytest.approx(float(first))
+    assert found.deletion[-1] == found.insertion[0]
+    assert isinstance(model, ViT)
