@@ -19,6 +19,7 @@ import numpy as np
 
 from plainvit.analyse import figures
 from plainvit.analyse.figures import number, printable
+from plainvit.analyse.masked import masked_pictures
 from plainvit.analyse.page import (
     NONE,
     SPACE,
@@ -68,7 +69,7 @@ FILES = {
     "environment.json": "the machine, the versions and the command",
     "status.json": "how the run ended",
 }
-SPLIT = {"test": "test", "val": "validation"}
+SPLIT = {"test": "test", "val": "validation", "train": "training"}  # the first there is, is the one to judge by
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,10 @@ def write_report(folder: Path, samples: Sequence[Sample] = ()) -> Path:
     (folder / "figures").mkdir(exist_ok=True)
     sections = [
         _curves(run),
-        _mistakes(run),
+        _hidden(run),
+        mistakes(run),
         _classes(run),
-        _samples(run, samples),
+        predictions(run, samples),
         _repeat(run),
         _settings(run),
         _machine(run),
@@ -177,7 +179,7 @@ def _eyebrow(run: Run) -> str:
 # The head -------------------------------------------------------------------------------------------------------------
 
 
-def _fact(name: str, value: str, *under: object, chief: bool = False) -> Html:
+def fact(name: str, value: str, *under: object, chief: bool = False) -> Html:
     below = [element("dd", line, class_="under") for line in under if line]
     digits, space, unit = value.partition(SPACE)
     large = element("dd", digits, space, element("small", unit) if unit else "")
@@ -189,10 +191,18 @@ def _head(run: Run) -> Html:
     return join([element("p", _story(run), class_="lead"), *rows, *_notices(run)])
 
 
+OBJECTIVES = {
+    "masked": " without labels, by masked patch prediction",
+    "mae": " without labels, as a masked autoencoder",
+    "simmim": " without labels, by SimMIM",
+}
+
+
 def _story(run: Run) -> str:
     """What was trained on what, from where, for how long."""
     words = [_model(_mapping(run.config.get("model")), run.config.get("init"))]
     words.append(f", fine-tuned from {run.config['init']}" if run.config.get("init") else ", trained from scratch")
+    words.append(OBJECTIVES.get(str(run.config.get("objective")), ""))
     if run.config.get("data"):
         words.append(f" on {run.config['data']}")
     images = run.images("train")
@@ -224,21 +234,21 @@ def _facts(run: Run) -> list[Html]:
     if run.judged == "test" and run.result("val"):
         val = run.result("val")
         flattered = "flattered, see below" if run.chosen_on_val else ""
-        facts.append(_fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), flattered))
+        facts.append(fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), flattered))
     for name, label in (("top5", "top-5"), ("nll", "NLL")):
         value = number(judged.get(name))
         if not math.isnan(value):
             shown = percent(value, number(judged.get("images"))) if name == "top5" else f"{value:.3f}"
             under = "negative log-likelihood" if name == "nll" else ""
-            facts.append(_fact(f"{SPLIT[run.judged]} {label}", shown, under))
+            facts.append(fact(f"{SPLIT[run.judged]} {label}", shown, under))
     seconds = number(run.environment.get("seconds"))
     if not math.isnan(seconds):
-        facts.append(_fact("training time", duration(seconds), _device(run)))
+        facts.append(fact("training time", duration(seconds), _device(run)))
     steps = run.curves["step"]
     if len(steps):
         epochs = run.curves["epoch"][np.isfinite(run.curves["epoch"])]
         under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
-        facts.append(_fact("steps", f"{steps[-1]:,.0f}", under))
+        facts.append(fact("steps", f"{steps[-1]:,.0f}", under))
     return facts
 
 
@@ -250,16 +260,20 @@ def _device(run: Run) -> str:
 def _chief(run: Run) -> list[Html]:
     """The result in big figures: test, else validation, else the last validation while training."""
     result = run.result(run.judged)
+    if "top1" not in result and "loss" in result:
+        right = number(result.get("accuracy"))
+        under = "of hidden pixels" if math.isnan(right) else f"{percent(right)} of the hidden colours are right"
+        return [fact(f"{SPLIT[run.judged]} loss", f"{number(result['loss']):.4f}", under, chief=True)]
     if result:
         images, top1 = number(result.get("images")), number(result.get("top1"))
         under = " · ".join(word for word in (_interval(result), _score(top1, images)) if word)
-        return [_fact(f"{SPLIT[run.judged]} top-1 accuracy", percent(top1, images), under, chief=True)]
+        return [fact(f"{SPLIT[run.judged]} top-1 accuracy", percent(top1, images), under, chief=True)]
     for column, name in (("val_top1", ""), ("val_ema_top1", " of the averaged weights")):
         rows = np.flatnonzero(np.isfinite(run.curves[column]))
         if len(rows):
             step, top1 = float(run.curves["step"][rows[-1]]), float(run.curves[column][rows[-1]])
             under = f"the last of {counted(len(rows), 'validation')} while training, at step {step:,.0f}"
-            return [_fact(f"validation top-1 accuracy{name}", percent(top1), under, chief=True)]
+            return [fact(f"validation top-1 accuracy{name}", percent(top1), under, chief=True)]
     return []
 
 
@@ -316,7 +330,7 @@ def _flattery(run: Run) -> str:
 # The sections ---------------------------------------------------------------------------------------------------------
 
 
-def _drawing(figure: figures.Figure, label: str) -> Html:
+def drawing(figure: figures.Figure, label: str) -> Html:
     return Html(figures.svg(figure, label))  # its own text is escaped by matplotlib
 
 
@@ -327,9 +341,23 @@ def _curves(run: Run) -> Section | None:
     target = run.folder / "figures"
     figures.save(figures.draw_curves(run.curves), target / "curves.png")
     figures.write_curves(run.curves, target / "curves.csv")
-    drawn = [_drawing(figures.draw_curve(run.curves, name), f"Curve of {name} by step") for name in names]
+    drawn = [drawing(figures.draw_curve(run.curves, name), f"Curve of {name} by step") for name in names]
     body = join([element("div", *(element("div", one) for one in drawn), class_="panels"), _numbers("curves")])
     return Section("Learning curves", body)
+
+
+def _hidden(run: Run) -> Section | None:
+    """Pictures of masked prediction, where the run made any."""
+    parts: list[object] = []
+    for step, pixels in masked_pictures(run.folder):
+        shown = picture(pixels, f"Images, what was left of them, and predictions at step {step}", max(pixels.shape[:2]))
+        parts += [element("h3", f"Step {step:,}"), element("div", shown, class_="picture")]
+    if not parts:
+        return None
+    note = "From top to bottom: held-out images, what the model saw of them (grey: nothing), what it predicted there."
+    scaled = _mapping(run.config.get("masked")).get("normalise")
+    note += " Each patch is shown with its own mean and contrast, which are not predicted." if scaled else ""
+    return Section("Hidden patches", join([element("p", note, class_="note"), *parts]))
 
 
 def _numbers(name: str) -> Html:
@@ -350,7 +378,7 @@ def _matrix(run: Run) -> np.ndarray | None:
     return matrix if matrix.any() else None
 
 
-def _mistakes(run: Run) -> Section | None:
+def mistakes(run: Run) -> Section | None:
     matrix = _matrix(run)
     if matrix is None:
         return None
@@ -358,12 +386,12 @@ def _mistakes(run: Run) -> Section | None:
     figure, target = figures.confusion(matrix, classes), run.folder / "figures"
     figures.save(figure, target / "confusion.png")
     figures.write_confusion(matrix, classes, target / "confusion.csv")
-    drawing = _drawing(figure, "Confusion matrix")
+    picture_of = drawing(figure, "Confusion matrix")
     wide = f"min-width:{min(figure.get_figwidth() * 72, 620):.0f}px;max-width:{figure.get_figwidth() * 110:.0f}px"
     note = "Each row is a class, each column a guess: blue where they agree, orange where not, deeper where more often."
     numbers = " Numbers are per cent of the row." if len(matrix) <= figures.NUMBERED else ""
     words = _confusions(matrix, classes, SPLIT[run.judged])
-    shown = element("div", element("div", drawing, style=wide), class_="picture")
+    shown = element("div", element("div", picture_of, style=wide), class_="picture")
     drawn = join([shown, element("p", note + numbers, class_="note")])
     beside = "beside" if len(matrix) <= 12 else None  # a larger matrix needs the width
     body = element("div", element("div", words), element("div", drawn), class_=beside)
@@ -430,7 +458,7 @@ def _class_table(rows: Sequence[Sequence[object]]) -> Html:
     return table(titles, rows, numbers=(2, 3))
 
 
-def _samples(run: Run, samples: Sequence[Sample]) -> Section | None:
+def predictions(run: Run, samples: Sequence[Sample]) -> Section | None:
     if not samples:
         return None
     target, ordered = run.folder / "figures", figures.wrong_first(samples)
@@ -470,7 +498,7 @@ def _repeat(run: Run) -> Section | None:
     parts: list[object] = []
     command = run.environment.get("command")
     if command:
-        parts += [element("p", "The same run again:"), _command(str(command))]
+        parts += [element("p", "The same run again:"), command_line(str(command))]
         commit, seed = run.environment.get("commit"), run.config.get("seed")
         known = [f"seed {seed}" if seed is not None else "", f"commit {commit}" if commit else ""]
         if any(known):
@@ -478,12 +506,12 @@ def _repeat(run: Run) -> Section | None:
     if run.status.get("state") == "done" or (run.folder / "model.safetensors").exists():
         place = shlex.quote(str(run.folder))
         weights = shlex.quote(str(run.folder / "model.safetensors"))
-        parts += [element("p", "What the weights hold and mean:"), _command(f"plainvit inspect {weights}")]
-        parts += [element("p", "To train on from these weights:"), _command(f"plainvit finetune --init {place}")]
+        parts += [element("p", "What the weights hold and mean:"), command_line(f"plainvit inspect {weights}")]
+        parts += [element("p", "To train on from these weights:"), command_line(f"plainvit finetune --init {place}")]
     return Section("Repeat, go on", join(parts)) if parts else None
 
 
-def _command(line: str) -> Html:
+def command_line(line: str) -> Html:
     return element("pre", element("code", line))
 
 

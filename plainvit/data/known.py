@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from plainvit.data import vtab
 from plainvit.data.decode import DataError
-from plainvit.data.sources import Source, Subset, open_folder
+from plainvit.data.sources import AbsentSplit, Source, open_folder
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,17 @@ class Known:
     splits: tuple[str, ...]  # the official ones
     about: str
     folder: str = ""  # below the data root, where it is not the name
+    least: int = 0  # classes that a copy without those that nobody scores may have
 
 
 SETS: dict[str, Known] = {
     "imagenet": Known(1000, ("train", "val"), "ILSVRC-2012; test is the validation set, as in the paper"),
     "imagenet-real": Known(1000, ("val",), "ImageNet's validation images with the label lists of ReaL", "imagenet"),
+    "imagenet-v2": Known(1000, ("test",), "a new test set for ImageNet (arXiv 1902.10811), folders 0 to 999"),
+    "imagenet-a": Known(200, ("test",), "natural adversarial examples (arXiv 1907.07174)"),
+    "imagenet-r": Known(200, ("test",), "renditions of ImageNet's classes (arXiv 2006.16241)"),
+    "imagenet-sketch": Known(1000, ("test",), "sketches of ImageNet's classes (arXiv 1905.13549)"),
+    "objectnet": Known(313, ("test",), "ObjectNet (objectnet.dev); 113 of its classes are ImageNet's", least=113),
     "imagenet21k": Known(21843, ("train",), "ImageNet-21k, 14 million images"),
     "tiny-imagenet": Known(200, ("train", "val"), "64 x 64 pixels; test is the validation set"),
     "cifar10": Known(10, ("train", "test"), "32 x 32 pixels"),
@@ -32,31 +39,10 @@ SETS: dict[str, Known] = {
     "oxford-pets": Known(37, ("train", "test"), "Oxford-IIIT Pets; train is the official trainval"),
     "flowers102": Known(102, ("train", "val", "test"), "Oxford Flowers-102"),
 }
-# VTAB-1k: each task trains on train[:800] and validates on 200 more (arXiv 1910.04867). Which 200 the original code
-# takes differs by task (some from a validation split of its own); here they are the next 200 of train, for all.
-VTAB = {
-    "natural": ("caltech101", "cifar100", "dtd", "flowers102", "oxford-pets", "sun397", "svhn"),
-    "specialized": ("camelyon", "eurosat", "resisc45", "retinopathy"),
-    "structured": (
-        *("clevr-count", "clevr-distance", "dmlab", "dsprites-location", "dsprites-orientation"),
-        *("kitti-distance", "smallnorb-azimuth", "smallnorb-elevation"),
-    ),
-}
-_CLASSES = {
-    "caltech101": 102,
-    "cifar100": 100,
-    "dtd": 47,
-    "flowers102": 102,
-    "oxford-pets": 37,
-    "sun397": 397,
-    "svhn": 10,
-}
-_CLASSES |= {"camelyon": 2, "eurosat": 10, "resisc45": 45, "retinopathy": 5, "clevr-count": 8, "clevr-distance": 6}
-_CLASSES |= {"dmlab": 6, "dsprites-location": 16, "dsprites-orientation": 16, "kitti-distance": 4}
-_CLASSES |= {"smallnorb-azimuth": 18, "smallnorb-elevation": 9}
-for _group, _tasks in VTAB.items():
-    for _task in _tasks:
-        SETS[f"vtab/{_task}"] = Known(_CLASSES[_task], ("train", "val", "test"), f"VTAB-1k, {_group}", _task)
+VTAB = vtab.GROUPS
+for _name, _task in vtab.TASKS.items():
+    SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), f"VTAB-1k, {_task.group}", _name)
+    SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), f"VTAB-1k, {_task.group}, 800 + 200", _name)
 
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
@@ -66,20 +52,54 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
         raise DataError(
             f"{name} is read from a data root: give --data-root DIR, with the images in DIR/{known.folder or name}"
         )
+    group, _, task = name.partition("/")
+    if task in vtab.TASKS:
+        source = vtab.open_task(task, split, data_root, whole=group == "vtab1000")
+        if len(source.classes) != known.classes:
+            raise DataError(f"{name} has {known.classes} classes, but its images in {data_root} {len(source.classes)}")
+        return source
     folder = data_root / (known.folder or name)
     if not folder.is_dir():
         raise DataError(f"{name} is not in the data root: there is no folder {folder}")
-    if name.startswith("vtab/") and split in ("train", "val"):
-        whole = open_folder(folder, "train")
-        if len(whole) < 1000:
-            raise DataError(f"{name} takes 1,000 training images, but {folder} has {len(whole):,}")
-        source: Source = Subset(whole, np.arange(800) if split == "train" else np.arange(800, 1000), split)
+    if known.splits == ("test",):
+        source = _open_test_only(name, folder, split)
     else:
-        official = split if split in known.splits or split != "test" else "val"
-        source = open_folder(folder, official)
-    if len(source.classes) != known.classes:
+        source = open_folder(folder, official_split(name, split))
+    if len(source.classes) != known.classes and not 0 < known.least <= len(source.classes) <= known.classes:
         raise DataError(f"{name} has {known.classes} classes, but {folder} has {len(source.classes)}")
     return source
+
+
+def official_split(spec: str, split: str) -> str:
+    """What a split is called where it comes from: the test images of ImageNet are its validation set."""
+    known = SETS.get(spec)
+    return "val" if known and split == "test" and split not in known.splits else split
+
+
+def _open_test_only(name: str, folder: Path, split: str) -> Source:
+    """A set that is a test set as a whole, and so has no folders of splits; ObjectNet's and Sketch's lie one deeper."""
+    if split != "test":
+        raise AbsentSplit(f"{name} is a test set: it has no {split} split")
+    inner = next((folder / part for part in ("images", "sketch") if (folder / part).is_dir()), folder)
+    try:
+        source = open_folder(inner, "test")
+    except AbsentSplit:
+        source = open_folder(inner, "train")  # where there are no splits, all images
+    return WithoutBorder(source) if name == "objectnet" else source
+
+
+class WithoutBorder(Source):
+    """ObjectNet's images carry a red border, which its authors cut off: two pixels on each side."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.labels, self.classes = source, source.labels, source.classes
+
+    def read(self, index: int) -> np.ndarray:
+        pixels = self.source.image(index)
+        return pixels[2:-2, 2:-2] if min(pixels.shape[:2]) > 4 else pixels
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
 
 
 def real_labels(data_root: Path) -> list[list[int]]:

@@ -1,30 +1,34 @@
 """How often a classifier is right: every image of a set once, with the model's own preprocessing.
 
     result = classify(Predictor(model), Prepared(source, model.config.image_size, preprocess))
-    result.top1, result.interval, result.confusion
+    result.top1, result.interval, result.calibration_error, result.confusion
+
+    plainvit evaluate runs/photos --data photos/
 
 The last batch is smaller, never dropped or padded; images that cannot be read are counted, not scored.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
+from plainvit.evaluate.chance import mean_interval, wilson
+from plainvit.evaluate.labels import Labels, check_labels
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.distributed import World
 
 MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
 CACHE_BYTES = 2 * 10**9  # prepared images of a validation set that are kept between evaluations
+BINS = 15  # of the calibration error
 
 
 @dataclass
@@ -34,31 +38,79 @@ class Result:
     labels: np.ndarray  # [N]
     guesses: np.ndarray  # [N, up to 5], the most probable first
     probabilities: np.ndarray  # [N], of the first guess
-    nll: np.ndarray  # [N], negative log-probability of the label
+    nll: np.ndarray  # [N], negative log of the probability that right answers were given
     index: np.ndarray  # [N], places in the source
     classes: int
     unreadable: int = 0
+    hits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # [N, up to 5], which guesses are right
+
+    def __post_init__(self) -> None:
+        if not self.hits.size:
+            self.hits = self.guesses == self.labels[:, None]
+
+    @property
+    def right(self) -> np.ndarray:
+        """[N], whether the first guess is right."""
+        return self.hits[:, 0]
 
     @property
     def top1(self) -> float:
-        return float((self.guesses[:, 0] == self.labels).mean())
+        return float(self.right.mean())
 
     @property
     def top5(self) -> float:
-        return float((self.guesses == self.labels[:, None]).any(1).mean())
+        return float(self.hits.any(1).mean())
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % of top-1, by Wilson's formula."""
-        n, p, z = len(self.labels), self.top1, 1.959963984540054
-        centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+        return wilson(int(self.right.sum()), len(self.labels))
+
+    @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """95 % of what has one."""
+        top5 = wilson(int(self.hits.any(1).sum()), len(self.labels))
+        return {"top1": self.interval, "top5": top5, "nll": mean_interval(self.nll)}
 
     @property
     def confusion(self) -> np.ndarray:
         """[K, K] counts: rows are the truth, columns the guess."""
         pairs = self.labels.astype(np.int64) * self.classes + self.guesses[:, 0]
         return np.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
+
+    def bins(self, count: int = BINS) -> np.ndarray:
+        """[count, 3]: images, mean probability and share of right guesses, by the probability of the first guess.
+
+        Bins are equally wide and include their upper ends.
+        """
+        edges = np.linspace(0, 1, count + 1)
+        place = np.searchsorted(edges[1:-1], self.probabilities)
+        images = np.bincount(place, minlength=count)
+        sums = [np.bincount(place, weights=values, minlength=count) for values in (self.probabilities, self.right)]
+        means = [np.divide(total, images, out=np.zeros(count), where=images > 0) for total in sums]
+        return np.stack([images, *means], 1)
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error: by how much probability and accuracy differ, averaged over the images."""
+        images, probability, accuracy = self.bins().T
+        return float((images * np.abs(accuracy - probability)).sum() / images.sum())
+
+    def by_class(self) -> dict[str, np.ndarray]:
+        """[K] each: images, guesses, precision, recall and F1; 0 where there is nothing to divide by."""
+        right, labels, guesses = self.right, self.labels, self.guesses[:, 0]
+        images, guessed = (np.bincount(values, minlength=self.classes) for values in (labels, guesses))
+        hits = np.bincount(labels[right], minlength=self.classes)
+        shares = {
+            "precision": (hits, guessed),
+            "recall": (hits, images),
+            "f1": (2 * hits, images + guessed),
+        }
+        divided = {
+            name: np.divide(a, b, out=np.zeros(self.classes), where=b > 0, dtype=float)
+            for name, (a, b) in shares.items()
+        }
+        return {"images": images, "guessed": guessed, **divided}
 
     def numbers(self) -> dict[str, float]:
         """What is worth a line while training."""
@@ -69,6 +121,7 @@ class Result:
         return {
             "images": len(self.labels),
             **self.numbers(),
+            "ece": self.calibration_error,
             "interval": list(self.interval),
             "unreadable": self.unreadable,
             **({"confusion": self.confusion.tolist()} if self.classes <= MOST_CONFUSED else {}),
@@ -76,7 +129,7 @@ class Result:
 
 
 class Prepared:
-    """A source as its model evaluates it; prepared once where it is small enough to keep."""
+    """A source as its model evaluates it; prepared once where it is small enough to keep, and worth keeping."""
 
     def __init__(
         self,
@@ -87,10 +140,11 @@ class Prepared:
         batch: int = 256,
         workers: int = 0,
         world: World | None = None,
+        keep: bool = True,
     ) -> None:
         self.source, self.size, self.world, self.batch = source, size, world or World(), batch
         self._how: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
-        self._small = len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
+        self._small = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
         self._kept: list[Batch] | None = None
 
     @property
@@ -111,17 +165,29 @@ class Prepared:
 
 
 @torch.no_grad()
-def classify(predictor: Predictor, prepared: Prepared) -> Result:
-    """Runs the model over every image, shared by all processes; it is put back into the mode it was in."""
-    world, classes, model = prepared.world, len(prepared.source.classes), predictor.model
+def classify(
+    predictor: Predictor,
+    prepared: Prepared,
+    labels: Labels | None = None,
+    tell: Callable[[Batch], object] | None = None,
+) -> Result:
+    """Runs the model over every image, shared by all processes; it is put back into the mode it was in.
+
+    Right is the image's label, or what `labels` say. `tell` hears of each batch of this process when it is done.
+    """
+    world, model = prepared.world, predictor.model
+    check_labels(prepared.source)
+    marks = _Marks(labels, prepared.source, predictor.classes)
     training = model.training
     model.eval()
-    rows = [torch.zeros(0, COLUMNS + min(5, classes), dtype=torch.float64)]
+    rows = [torch.zeros(0, COLUMNS + 2 * min(5, marks.classes), dtype=torch.float64)]
     unreadable, rounds = 0, 0
     for batch in prepared.batches():
-        rows.append(_scored(predictor.logits(batch.images), batch))
+        rows.append(marks.scored(predictor.logits(batch.images), batch))
         unreadable += len(batch.bad)
         rounds += 1
+        if tell:
+            tell(batch)
     for _ in range(prepared.rounds - rounds):
         predictor.logits(torch.zeros(1, 3, *prepared.size))
     model.train(training)
@@ -130,19 +196,33 @@ def classify(predictor: Predictor, prepared: Prepared) -> Result:
     if not len(found):
         raise DataError(f"no image of the {prepared.source.split} split can be read")
     found = found[np.argsort(found[:, 0])]
-    index, labels, guesses = (found[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
-    return Result(labels, guesses, found[:, 2], found[:, 3], index, classes, unreadable)
+    index, truth, several = (found[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
+    guesses, hits = np.split(several, 2, axis=1)
+    classes = len(prepared.source.classes)
+    return Result(truth, guesses, found[:, 2], found[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
-COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; the guesses follow
+COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; guesses and hits follow
 
 
-def _scored(logits: Tensor, batch: Batch) -> Tensor:
-    """A row for each image that could be read."""
-    log_probability = F.log_softmax(logits.double(), -1)
-    best = log_probability.topk(min(5, logits.shape[1]))
-    nll = F.nll_loss(log_probability, batch.labels, reduction="none")
-    index = torch.from_numpy(batch.index).to(logits.device)
-    columns = torch.stack((index.double(), batch.labels.double(), best.values[:, 0].exp(), nll), 1)
-    good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
-    return torch.cat((columns, best.indices.double()), 1).cpu()[good]
+class _Marks:
+    """Logits -> a row for each image that could be read."""
+
+    def __init__(self, labels: Labels | None, source: Source, classes: int) -> None:
+        self.right = torch.from_numpy(source.labels[:, None].astype(np.int64) if labels is None else labels.right)
+        self.columns = None if labels is None or labels.columns is None else torch.from_numpy(labels.columns)
+        self.classes = classes if self.columns is None else len(self.columns)
+
+    def scored(self, logits: Tensor, batch: Batch) -> Tensor:
+        if self.columns is not None:
+            logits = logits[:, self.columns.to(logits.device)]
+        log_probability = logits.double().log_softmax(-1)  # [B, K]
+        best = log_probability.topk(min(5, self.classes))
+        right = self.right[torch.from_numpy(batch.index)].to(logits.device)  # [B, M]
+        given = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
+        hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
+        index = torch.from_numpy(batch.index).to(logits.device)
+        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1))
+        row = torch.cat((torch.stack([one.double() for one in columns], 1), best.indices.double(), hits.double()), 1)
+        good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+        return row.cpu()[good]

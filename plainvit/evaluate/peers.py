@@ -1,1 +1,172 @@
-"""Other libraries' models through the same eyes: timm:NAME is evaluated by the same code on the same pixels."""
+"""Other libraries' models through the same eyes: timm:NAME is evaluated by the same code on the same pixels.
+
+    plainvit evaluate timm:tf_efficientnet_b7.ns_jft_in1k --data imagenet --data-root DIR
+    plainvit evaluate timm:resnetv2_50x1_bit@weights.safetensors --data photos/
+
+NAME is timm's, with a tag or without; NAME@FILE takes the weights from a file of its own. The preprocessing is that
+of timm's entry for the model. timm is loaded here alone, and only when it is asked for.
+"""
+
+import difflib
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from plainvit import hub
+from plainvit.config import About, Preprocess, pair
+from plainvit.data.transforms import as_floats
+
+log = logging.getLogger("plainvit")
+INSTALL = "pip install 'timm>=1.0.29'"
+HUB_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """What evaluation must know of a model that is not ours."""
+
+    name: str
+    classes: int
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Peer(nn.Module):
+    """A model of timm as ours are: images in uint8 or [0, 1], normalised inside."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, config: PeerConfig, about: About) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.config, self.about = config, about
+        self.register_buffer("mean", torch.tensor(config.mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(config.std).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, K]"""
+        return self.model(self._normalised(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, D]: what the classifier reads."""
+        found = self.model.forward_features(self._normalised(images))
+        return self.model.forward_head(found, pre_logits=True).flatten(1)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return (as_floats(images) - self.mean) / self.std
+
+
+def load_timm(name: str, image_size: int | None = None) -> Peer:
+    """timm's NAME with its published weights, or NAME@FILE with those of a file."""
+    timm = _library()
+    name, _, file = name.partition("@")
+    _check_name(timm, name)
+    config = timm.get_pretrained_cfg(name)
+    path = Path(file) if file else _published(name, config)
+    state, own = _state(path), tuple(config.input_size[1:])
+    size = own if image_size is None else pair(image_size)
+    options: dict[str, Any] = _classes(state, config.classifier)
+    if config.fixed_input_size and size != own:
+        options["img_size"] = size
+    try:
+        model = timm.create_model(name, pretrained=False, **options)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"timm cannot make {name} at {size[0]} x {size[1]} px: {reason}") from error
+    _fill(model, state, path)
+    made = PeerConfig(name, model.num_classes, (size[0], size[1]), tuple(config.mean), tuple(config.std))
+    return Peer(model, made, About(family="timm", preprocess=_preprocess(name, config))).eval()
+
+
+def _published(name: str, config: Any) -> Path:
+    """The safetensors file of timm's hub entry: downloaded, or found in the hub's cache. Never a pickle."""
+    if not config.hf_hub_id:
+        raise ValueError(f"timm has no weights for {name} on the hub: timm:{name}@FILE takes them from a file")
+    try:
+        folder = hub.fetch(config.hf_hub_id, [HUB_FILE])
+    except ValueError as error:
+        raise ValueError(f"{error}, as timm:{name}@FOLDER/{HUB_FILE}") from error
+    return folder / HUB_FILE
+
+
+def _library() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(f"timm:NAME needs timm: {INSTALL}") from error
+    return timm
+
+
+def _check_name(timm: Any, name: str) -> None:
+    known = timm.list_models()
+    base, _, tag = name.partition(".")
+    if base not in known:
+        close = difflib.get_close_matches(base, known, 3, cutoff=0.5)
+        raise ValueError(
+            f"timm has no model {base!r}; nearest: {', '.join(close) or 'timm.list_models() has them all'}"
+        )
+    tags = [one.partition(".")[2] for one in timm.list_pretrained(f"{base}.*")]
+    if tag and tag not in tags:
+        raise ValueError(f"timm has no weights {tag!r} for {base}; it has: {', '.join(filter(None, tags)) or 'none'}")
+
+
+def _preprocess(name: str, config: Any) -> Preprocess:
+    """timm's crop_pct, crop_mode and interpolation in our words; what they cannot say is told of."""
+    squash = config.crop_mode == "squash"
+    if config.crop_mode == "border" or (squash and config.crop_pct < 1):
+        log.warning(
+            "timm:%s crops by %r at %g, which is not ours: taken as near as can be",
+            name,
+            config.crop_mode,
+            config.crop_pct,
+        )
+    return Preprocess(
+        resize="squash" if squash else "crop",
+        crop=1.0 if squash else config.crop_pct,
+        interpolation=config.interpolation,
+    )
+
+
+def _classes(state: dict[str, Tensor], classifier: object) -> dict[str, Any]:
+    """A file that was fine-tuned has classes of its own: as many as its head has rows."""
+    name = classifier[0] if isinstance(classifier, tuple | list) else classifier
+    head = state.get(f"{name}.weight")
+    return {} if head is None else {"num_classes": len(head)}
+
+
+def _fill(model: Any, state: dict[str, Tensor], path: Path) -> None:
+    """The weights of a file, every one of them; positions are resampled by timm's own rule for the model."""
+    change = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    try:
+        model.load_state_dict(change(state, model) if change else state)
+    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} does not hold the weights of this timm model: {reason}") from error
+
+
+def _state(path: Path) -> dict[str, Tensor]:
+    """Tensors by name, from safetensors or from PyTorch's own format; nothing in it is executed."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        return safetensors.torch.load_file(path)
+    except SafetensorError:  # another format, which the next reader knows or refuses
+        pass
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a hostile file provokes
+        raise ValueError(f"{path} holds no weights that can be read safely: {type(error).__name__}") from error
+    for key in ("state_dict_ema", "state_dict", "model"):  # as timm's training script and others wrap them
+        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{path} is not a file of named tensors")
+    return found

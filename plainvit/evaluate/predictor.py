@@ -66,7 +66,7 @@ class Predictor:
         if isinstance(picture, str | Path):
             picture = Path(picture).read_bytes()
         elif isinstance(picture, Image.Image):
-            picture = np.asarray(picture.convert("RGB"))
+            picture = np.array(picture.convert("RGB"))
         return prepare(picture, self.preprocess, self.size)
 
     def stack(self, pictures: Iterable[Picture]) -> Tensor:

@@ -175,7 +175,7 @@ FINETUNING: dict[str, Finetuning] = {
     "ft-flowers": Finetuning("Oxford Flowers-102", "flowers102", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01),
     # Each task has 200 validation images of its own. Where a flip or a crop would change the label the paper leaves it
     # out: `--augment.flip 0` for dsprites-orientation, dsprites-location and smallnorb-azimuth, `--augment.crop none`
-    # for clevr-count, clevr-distance, dmlab, kitti-distance and dsprites-location
+    # for clevr-count, clevr-distance, dmlab, kitti-distance and dsprites-location. `plainvit vtab` does so
     "ft-vtab": Finetuning("a task of VTAB-1k", "", 2_500, (0.01,), 0.0, 200, 0.01),
 }
 TRANSFERRED: dict[str, tuple[str, str]] = {  # accuracy, and the cost for a model

@@ -1,0 +1,253 @@
+"""A card: one evaluation with all that is needed to trust it, to repeat it and to compare it.
+
+    card = make_card(predictor, labels, result, world, command)
+    write_card(card, Path("evaluations/pets"))              card.json, and images.parquet with a row for each image
+    read_card(Path("evaluations/pets"))
+
+    plainvit compare evaluations/pets evaluations/bit
+
+Cards of other versions are refused: a number must not change its meaning on the way.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from plainvit.config import Checked, to_json
+from plainvit.data.decode import DataError
+from plainvit.data.known import official_split
+from plainvit.disk import read_json, write_together
+from plainvit.evaluate.classify import Result
+from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.predictor import Predictor
+from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.distributed import World
+from plainvit.runtime.folder import environment, finite
+
+VERSION = 1
+CARD, IMAGES = "card.json", "images.parquet"
+LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or, for a peer, compute
+# What a card must say, and of what type: a file that does not is no card
+NEEDED: dict[str, type] = {
+    "metrics": dict,
+    "counts": dict,
+    "intervals": dict,
+    "images": int,
+    "unreadable": int,
+    "data": dict,
+    "model": dict,
+    "preprocess": dict,
+    "precision": str,
+    "environment": dict,
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One evaluation of one model on one split."""
+
+    metrics: dict[str, float]  # top1, top5, nll, ece; precision, recall and f1 as means over the classes
+    counts: dict[str, int]  # images that are right: top1, top5
+    intervals: dict[str, list[float]]  # 95 %: Wilson's for top1 and top5, 1.96 standard errors for nll
+    images: int  # scored
+    unreadable: int
+    data: dict[str, Any]  # spec, split, fingerprint, classes, rule, labels, left_out
+    model: dict[str, Any]  # source, family, weights (sha256 of the tensors), parameters, config
+    preprocess: dict[str, Any]  # settings, image_size, hash
+    precision: str
+    environment: dict[str, Any]  # versions, device, processes, command, date, commit
+    card: int = VERSION
+
+    @property
+    def name(self) -> str:
+        """Of the model, for a table."""
+        return str(self.model.get("source") or self.model.get("family") or "model")
+
+    def identity(self) -> str:
+        """The same for the same weights on the same images in the same way."""
+        said = [self.model["weights"], self.data, self.preprocess["hash"], self.precision]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def make_card(predictor: Predictor, labels: Labels, result: Result, world: World) -> Card:
+    """What was measured, on what, by what."""
+    return Card(
+        metrics=_metrics(result, labels),
+        counts={"top1": int(result.right.sum()), "top5": int(result.hits.any(1).sum())},
+        intervals={name: list(ends) for name, ends in result.intervals.items()},
+        images=len(result.labels),
+        unreadable=result.unreadable,
+        data=_data(labels),
+        model=_model(predictor),
+        preprocess=_preprocess(predictor),
+        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
+        environment=environment(world.device) | _command() | {"processes": world.size, "libraries": _versions()},
+    )
+
+
+def _command() -> dict[str, str]:
+    """Also of a process that was started as `python -m plainvit`, as several processes are."""
+    path = Path(sys.argv[0])
+    ours = path.name == "plainvit" or path.parts[-2:] == ("plainvit", "__main__.py")
+    return {"command": shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""}
+
+
+def _metrics(result: Result, labels: Labels) -> dict[str, float]:
+    found = result.numbers() | {"ece": result.calibration_error}
+    if not labels.single:
+        return found
+    table = result.by_class()
+    seen = table["images"] + table["guessed"] > 0  # scikit-learn's macro mean: over classes that occur at all
+    return found | {name: float(table[name][seen].mean()) for name in ("precision", "recall", "f1")}
+
+
+def _data(labels: Labels) -> dict[str, Any]:
+    source = labels.source
+    return {
+        "spec": source.spec,
+        "split": official_split(source.spec, source.split),
+        "fingerprint": source.fingerprint(),
+        "classes": len(source.classes),
+        "rule": labels.rule,
+        "labels": labels.fingerprint(),
+        "left_out": labels.left_out,
+    }
+
+
+def _model(predictor: Predictor) -> dict[str, Any]:
+    model = predictor.model
+    config = to_json(model.config) if isinstance(model.config, Checked) else dataclasses.asdict(model.config)
+    return {
+        "source": str(predictor.source),
+        "family": model.about.family,
+        "weights": tensor_hash(model.state_dict()),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "config": config,
+    }
+
+
+def _preprocess(predictor: Predictor) -> dict[str, Any]:
+    """The hash is of all that decides which pixels the model sees."""
+    seen = {"settings": asdict(predictor.preprocess), "image_size": list(predictor.size)}
+    return seen | {"hash": hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]}
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def write_card(card: Card, folder: Path, labels: Labels | None = None, result: Result | None = None) -> None:
+    """card.json, and where the result is given images.parquet; together, so that they never contradict each other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"card": card.card, **asdict(card)}
+    text = json.dumps(finite(said), indent=1, ensure_ascii=False) + "\n"
+    writers: dict[Path, Any] = {}
+    if result is not None:
+        assert labels is not None
+        rows = per_image(labels, result)
+        writers[folder / IMAGES] = lambda path: pq.write_table(rows, path, compression="zstd")
+    writers[folder / CARD] = lambda path: path.write_text(text, encoding="utf-8")
+    write_together(writers)
+
+
+def per_image(labels: Labels, result: Result) -> pa.Table:
+    """A row for each image that was scored. Classes are numbers: names need not be unique, and are in the metadata."""
+    names = [labels.source.name(int(index)) for index in result.index]
+    columns = {
+        "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
+        "label": pa.array(result.labels, pa.int32()),
+        "guess": pa.array(result.guesses[:, 0], pa.int32()),
+        "probability": pa.array(result.probabilities),
+        "nll": pa.array(result.nll),
+        "right": pa.array(result.right),
+        "right5": pa.array(result.hits.any(1)),
+    }
+    meaning = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
+    about = {key: json.dumps(value) for key, value in meaning.items()}
+    return pa.table(columns).replace_schema_metadata(about)
+
+
+def read_card(path: Path) -> Card:
+    """A card by its file, or by the folder that holds it."""
+    path = path / CARD if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"there is no card {path}: `plainvit evaluate` writes them")
+    try:
+        said = read_json(path)
+    except ValueError as error:
+        raise DataError(str(error).splitlines()[0]) from error
+    if said.get("card") != VERSION:
+        version = said.get("card", "no version at all")
+        raise DataError(f"{path} is a card of version {version}, this plainvit reads {VERSION}: evaluate again")
+    fault = _fault(said)
+    if fault:
+        raise DataError(f"{path} is not a whole card: {fault}")
+    return Card(**{field.name: said[field.name] for field in dataclasses.fields(Card)})
+
+
+def _fault(said: dict[str, Any]) -> str:
+    for name, kind in NEEDED.items():
+        if not isinstance(said.get(name), kind):
+            return f"{name} is missing or of another type"
+    if said["images"] < 1:
+        return "it has no images"
+    for name in ("top1", "top5"):
+        share, count = said["metrics"].get(name), said["counts"].get(name)
+        if not isinstance(count, int) or not isinstance(share, int | float) or not math.isfinite(share):
+            return f"{name} is missing"
+        if not math.isclose(share, count / said["images"], rel_tol=1e-9):
+            return f"{name} is {share}, but {count} of {said['images']} images are right"
+    for part, keys in {
+        "data": ("fingerprint", "split", "rule", "labels", "spec"),
+        "model": ("weights",),
+        "preprocess": ("hash",),
+    }.items():
+        for key in keys:
+            if not isinstance(said[part].get(key), str):
+                return f"{part}.{key} is missing"
+    return ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What two models must share to be compared image by image, and what each said."""
+
+    names: list[str]
+    right: np.ndarray
+    right5: np.ndarray
+    nll: np.ndarray
+
+
+def read_rows(path: Path, images: int) -> Rows | None:
+    """The results beside a card; None where there are none, an error where they are not the card's."""
+    file = (path if path.is_dir() else path.parent) / IMAGES
+    if not file.is_file():
+        return None
+    try:
+        table = pq.read_table(file, columns=["name", "right", "right5", "nll"])
+        right, right5, nll = (table[name].to_numpy() for name in ("right", "right5", "nll"))
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
+    if len(table) != images:
+        raise DataError(f"{file} has {len(table):,} rows, but its card has {images:,} images")
+    return Rows(table["name"].to_pylist(), right, right5, nll)

@@ -1,0 +1,64 @@
+"""How much of a number is chance: intervals for one proportion, for two, and for two models on the same images.
+
+wilson(970, 1000)                    95 % of a proportion (Wilson 1927)
+newcombe(970, 1000, 955, 1000)       95 % of the difference of two (Newcombe 1998, method 10)
+mcnemar(30, 12)                      how often a difference as large arises between two equal models, exactly
+
+The tests hold them against SciPy, against Newcombe's own example and against drawing images anew.
+"""
+
+import math
+
+import numpy as np
+
+Z = 1.959963984540054  # 95 % of the normal distribution lies within so many deviations
+DRAWS = 10_000
+
+
+def wilson(right: float, images: int) -> tuple[float, float]:
+    """95 % interval of a proportion."""
+    p = right / images
+    centre, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
+    return (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
+
+
+def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:
+    """95 % interval of the difference b - a of two proportions on different images, from their Wilson intervals."""
+    a, b = right_a / images_a, right_b / images_b
+    (low_a, high_a), (low_b, high_b) = wilson(right_a, images_a), wilson(right_b, images_b)
+    return (
+        b - a - math.hypot(b - low_b, high_a - a),
+        b - a + math.hypot(high_b - b, a - low_a),
+    )
+
+
+def two_proportions(right_a: int, images_a: int, right_b: int, images_b: int) -> float:
+    """Two-sided p-value of the z-test with the pooled proportion."""
+    pooled = (right_a + right_b) / (images_a + images_b)
+    spread = math.sqrt(pooled * (1 - pooled) * (1 / images_a + 1 / images_b))
+    return math.erfc(abs(right_a / images_a - right_b / images_b) / spread / math.sqrt(2)) if spread else 1.0
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """Exact two-sided p-value: of the images that one model alone gets right, each was as likely the other's."""
+    count, least = only_a + only_b, min(only_a, only_b)
+    logs = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in range(least + 1)]
+    return min(1.0, 2 * math.fsum(math.exp(one - count * math.log(2)) for one in logs))
+
+
+def paired(only_a: int, only_b: int, images: int, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the difference b - a of two models' proportions on the same images.
+
+    An image's difference is -1, 0 or 1, so that drawing images anew is drawing three counts.
+    """
+    shares = np.array([only_a, only_b, images - only_a - only_b]) / images
+    drawn = np.random.default_rng(seed).multinomial(images, shares, DRAWS)
+    low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / images, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % of a mean: 1.96 standard errors to either side."""
+    mean = float(values.mean())
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return mean - Z * error, mean + Z * error

@@ -1,0 +1,310 @@
+"""Cards side by side: the difference from the first, how much of it may be chance, and the published number beside it.
+
+    plainvit compare evaluations/vit evaluations/bit
+
+Image by image where both have results of the same images (McNemar's exact test, a paired bootstrap interval), else as
+two samples (Newcombe's interval, the z-test). Cards of other images, splits or rules are refused: it says what differs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from plainvit.evaluate import chance
+from plainvit.evaluate.card import Card, Rows, read_card, read_rows
+from plainvit.weights.published import PUBLISHED
+
+PERCENT = ("top1", "top5", "ece", "precision", "recall", "f1")
+TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
+TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
+# What must be alike, and how to speak of it
+ALIKE = {
+    "fingerprint": "the images",
+    "split": "the split",
+    "rule": "what counts as right",
+    "labels": "the right answers",
+}
+
+# Table 5 of the paper: top-1 in per cent after fine-tuning at 384 px, by what the model was pre-trained on
+PRETRAINED = ("ImageNet", "ImageNet-21k", "JFT-300M")
+PAPER: dict[str, dict[str, tuple[float | None, ...]]] = {
+    "imagenet": {
+        "B/16": (77.91, 83.97, 84.15),
+        "B/32": (73.38, 81.28, 80.73),
+        "L/16": (76.53, 85.15, 87.12),
+        "L/32": (71.16, 80.99, 84.37),
+        "H/14": (None, 85.13, 88.04),
+    },
+    "imagenet-real": {
+        "B/16": (83.57, 88.35, 88.85),
+        "B/32": (79.56, 86.63, 86.27),
+        "L/16": (82.19, 88.40, 89.99),
+        "L/32": (77.83, 85.65, 88.28),
+        "H/14": (None, 88.70, 90.33),
+    },
+    "cifar10": {
+        "B/16": (98.13, 98.95, 99.00),
+        "B/32": (97.77, 98.79, 98.61),
+        "L/16": (97.86, 99.16, 99.38),
+        "L/32": (97.94, 99.13, 99.19),
+        "H/14": (None, 99.27, 99.50),
+    },
+    "cifar100": {
+        "B/16": (87.13, 91.67, 91.87),
+        "B/32": (86.31, 91.97, 90.49),
+        "L/16": (86.35, 93.44, 94.04),
+        "L/32": (87.07, 93.04, 92.52),
+        "H/14": (None, 93.82, 94.55),
+    },
+    "flowers102": {
+        "B/16": (89.49, 99.38, 99.56),
+        "B/32": (85.43, 99.11, 99.27),
+        "L/16": (89.66, 99.61, 99.56),
+        "L/32": (86.36, 99.19, 99.45),
+        "H/14": (None, 99.51, 99.68),
+    },
+    "oxford-pets": {
+        "B/16": (93.81, 94.43, 95.80),
+        "B/32": (92.04, 93.02, 93.40),
+        "L/16": (93.64, 94.73, 97.11),
+        "L/32": (91.35, 93.09, 95.83),
+        "H/14": (None, 94.82, 97.56),
+    },
+    "objectnet": {"H/14": (None, None, 61.7)},  # D.9
+}
+SHAPES = {(768, 12): "B", (1024, 24): "L", (1280, 32): "H"}  # (width, depth)
+
+
+class UnlikeError(ValueError):
+    """Cards that say nothing about each other."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A card with the results beside it."""
+
+    path: Path
+    card: Card
+    rows: Rows | None
+
+
+def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
+    """Every card, and for each after the first its difference from it."""
+    if len(paths) < 2:
+        raise ValueError("compare takes two cards or more: plainvit compare CARD CARD")
+    cards = [_read(path) for path in paths]
+    first, names = cards[0], _names(cards)
+    faults = [f"{names[at]}: {fault}" for at, one in enumerate(cards) if (fault := unlike(first.card, one.card))]
+    if faults and not force:
+        raise UnlikeError(f"these cards cannot be compared: {faults[0]}; --force compares them all the same")
+    rows = [_row(name, one) for name, one in zip(names, cards, strict=True)]
+    for row, one in zip(rows[1:], cards[1:], strict=True):
+        row["difference"] = difference(first, one)
+        row["remarks"] = remarks(first.card, one.card)
+    return {"data": first.card.data, "images": first.card.images, "unlike": faults, "cards": rows}
+
+
+def _read(path: Path) -> Read:
+    card = read_card(path)
+    return Read(path, card, read_rows(path, card.images))
+
+
+def _row(name: str, one: Read) -> dict[str, Any]:
+    card = one.card
+    return {
+        "name": name,
+        "path": str(one.path),
+        "model": card.name,
+        "weights": card.model["weights"],
+        "images": card.images,
+        "unreadable": card.unreadable,
+        "metrics": card.metrics,
+        "intervals": card.intervals,
+        "published": published(card),
+    }
+
+
+def _names(cards: Sequence[Read]) -> list[str]:
+    """The models' where they differ, else the paths."""
+    models = [Path(one.card.name).name or one.card.name for one in cards]
+    return models if len(set(models)) == len(models) else [str(one.path) for one in cards]
+
+
+def unlike(a: Card, b: Card) -> str:
+    """What keeps two cards from being compared, in words; nothing where they can be."""
+    for key, words in ALIKE.items():
+        if a.data[key] != b.data[key]:
+            where = f"of {b.data['spec']} " if key == "fingerprint" and a.data["spec"] != b.data["spec"] else ""
+            return f"{words} {where}differ ({a.data[key]} and {b.data[key]})"
+    if a.images != b.images:
+        return (
+            f"{b.images:,} images were scored, {a.images:,} in the first ({b.unreadable} and {a.unreadable} unreadable)"
+        )
+    return ""
+
+
+def remarks(a: Card, b: Card) -> list[str]:
+    """What differs besides the weights, and may be part of the difference."""
+    found: list[str] = []
+    if a.model["weights"] == b.model["weights"]:
+        found.append("the weights are the same")
+    if a.preprocess["hash"] != b.preprocess["hash"]:
+        found.append(f"preprocessing differs: {_seen(a)}, and {_seen(b)}")
+    if a.precision != b.precision:
+        found.append(f"precision differs: {a.precision} and {b.precision}")
+    versions = [card.environment.get("plainvit") for card in (a, b)]
+    if versions[0] != versions[1]:
+        found.append(f"plainvit differs: {versions[0]} and {versions[1]}")
+    return found
+
+
+def _seen(card: Card) -> str:
+    size = "x".join(map(str, card.preprocess.get("image_size", ())))
+    settings = card.preprocess.get("settings", {})
+    crop = f" {settings.get('crop')}" if settings.get("resize") == "crop" else ""
+    return f"{size} px, {settings.get('resize')}{crop}, {settings.get('interpolation')}"
+
+
+# Differences ----------------------------------------------------------------------------------------------------------
+
+
+def difference(a: Read, b: Read) -> dict[str, Any]:
+    """b - a of each number that has an interval, by the images' pairs where there are any."""
+    if a.rows and b.rows and a.rows.names == b.rows.names:
+        return _paired(a.rows, b.rows)
+    return _unpaired(a.card, b.card)
+
+
+def _paired(a: Rows, b: Rows) -> dict[str, Any]:
+    found: dict[str, Any] = {"paired": True}
+    for name, left, right in (("top1", a.right, b.right), ("top5", a.right5, b.right5)):
+        only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
+        found[name] = {
+            "difference": (only_b - only_a) / len(left),
+            "interval": list(chance.paired(only_a, only_b, len(left))),
+            "p": chance.mcnemar(only_a, only_b),
+            "only_first": only_a,
+            "only_this": only_b,
+        }
+    apart = b.nll - a.nll
+    return found | {"nll": _of_means(float(apart.mean()), list(chance.mean_interval(apart)))}
+
+
+def _unpaired(a: Card, b: Card) -> dict[str, Any]:
+    found: dict[str, Any] = {"paired": False}
+    for name in ("top1", "top5"):
+        counts = a.counts[name], a.images, b.counts[name], b.images
+        found[name] = {
+            "difference": b.metrics[name] - a.metrics[name],
+            "interval": list(chance.newcombe(*counts)),
+            "p": chance.two_proportions(*counts),
+        }
+    halves = [_half(card.intervals.get("nll")) for card in (a, b)]
+    centre = _number(b.metrics.get("nll")) - _number(a.metrics.get("nll"))
+    half = math.hypot(*halves)
+    return found | {"nll": _of_means(centre, [centre - half, centre + half])}
+
+
+def _half(ends: Any) -> float:
+    return (_number(ends[1]) - _number(ends[0])) / 2 if isinstance(ends, list) and len(ends) == 2 else math.nan
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _of_means(centre: float, ends: list[float]) -> dict[str, Any]:
+    """With the p-value of the normal distribution."""
+    error = (ends[1] - ends[0]) / 2 / chance.Z
+    p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
+    return {"difference": centre, "interval": ends, "p": p}
+
+
+# Published numbers ----------------------------------------------------------------------------------------------------
+
+
+def published(card: Card) -> list[dict[str, Any]]:
+    """What others report of these weights, and what the paper reports of this architecture: top-1 as a share."""
+    spec = card.data["spec"]
+    field = {"imagenet": "top1", "imagenet-real": "real"}.get(spec, "")
+    found = [
+        {"top1": getattr(entry, field) / 100, "source": "timm's results for these weights"}
+        for name, entry in PUBLISHED.items()
+        if field
+        and getattr(entry, field)
+        and card.name in (name, f"hf:{entry.hub}", entry.hub.replace("timm/", "timm:"))
+    ]
+    numbers = PAPER.get(spec, {}).get(shape(card), ())
+    where = "the paper" if spec == "objectnet" else "the paper's Table 5, 384 px"
+    for data, value in zip(PRETRAINED, numbers, strict=False):
+        if value is not None:
+            source = f"{where}, ViT-{shape(card)} pre-trained on {data}"
+            found.append({"top1": value / 100, "source": source})
+    return found
+
+
+def shape(card: Card) -> str:
+    """B/16 and the like where the model is one of the paper's, else nothing."""
+    config = card.model.get("config", {})
+    patch = config.get("patch")
+    size = SHAPES.get((config.get("width"), config.get("depth")), "")
+    plain = config.get("kind") == "vit" and not config.get("stem") and isinstance(patch, list) and len(set(patch)) == 1
+    return f"{size}/{patch[0]}" if size and plain else ""
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def table(found: dict[str, Any]) -> Group:
+    """A column for each card; below, the differences, remarks and published numbers in words."""
+    rows = found["cards"]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("", style="dim", no_wrap=True)
+    for row in rows:
+        shown.add_column(Text(row["name"]), justify="right")
+    for name in (one for one in TITLES if any(one in row["metrics"] for row in rows)):
+        shown.add_row(TITLES[name], *(_value(name, row["metrics"].get(name)) for row in rows))
+    shown.add_row("images", *(f"{row['images']:,}" for row in rows))
+    data = found["data"]
+    title = f"{data['spec']} ({data['split']}), right is {data['rule']}"
+    lines = [Text(title, style="bold"), shown, Text("")]
+    lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
+    for row in rows[1:]:
+        lines += _words(row, rows[0]["name"])
+    for row in rows:
+        lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
+    return Group(*lines)
+
+
+def _value(name: str, value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{100 * value:.2f} %" if name in PERCENT else f"{value:.4f}"
+
+
+def _words(row: dict[str, Any], first: str) -> list[Text]:
+    apart = row["difference"]
+    how = "on the same images" if apart["paired"] else "as two samples"
+    lines = [Text(f"{row['name']} - {first}, {how}:")]
+    for name in ("top1", "top5", "nll"):
+        one = apart[name]
+        scale, unit = (100, " points") if name != "nll" else (1, "")
+        digits = 2 if name != "nll" else 4
+        low, high = (f"{scale * end:+.{digits}f}" for end in one["interval"])
+        counts = f"; {one['only_this']} only right here, {one['only_first']} only there" if "only_this" in one else ""
+        words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
+        lines.append(Text(f"{words}{_chance(one['p'])}{counts}"))
+    return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
+
+
+def _chance(p: float) -> str:
+    if math.isnan(p):
+        return "p unknown"
+    verdict = "hardly chance" if p < 0.05 else "may be chance"
+    return f"p {p:.2g}: {verdict}" if p >= 1e-4 else f"p < 0.0001: {verdict}"

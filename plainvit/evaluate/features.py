@@ -1,0 +1,188 @@
+"""A source's features by a Predictor, computed once: kept on disk under a name made of all that decides them.
+
+    found = extract(Predictor("runs/photos"), open_source("photos/", "train"))
+    found.features, found.labels, found.index
+
+The name is a hash of the weights, the model's config, the preprocessing, the size, the precision and the data: the
+names, labels and classes of its images, the size and time of change of every file they lie in, and the bytes of 64 of
+them. A file that is edited is therefore noticed, unless its size and its time stay the same, as with make or rsync;
+data that was only moved keeps its features. The files are safetensors with a checksum; a damaged one is made anew.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from plainvit.config import Checked, to_json
+from plainvit.data.decode import DataError, ImageError
+from plainvit.data.loader import evaluation_batches
+from plainvit.data.shards import Parquet, Tars
+from plainvit.data.sources import Files, Source, Subset
+from plainvit.disk import DiskError, write_atomically
+from plainvit.evaluate.predictor import Predictor
+from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.display import Display
+
+log = logging.getLogger("plainvit")
+SAMPLE = 64  # images whose bytes are part of the name
+SCHEMA = 1  # of the files
+
+
+@dataclass
+class Features:
+    """What the model's last layer reads of each image that could be read, in the order of the source."""
+
+    features: Tensor  # [N, D] fp32
+    labels: Tensor  # [N]
+    index: Tensor  # [N], places in the source
+    unreadable: int
+    key: str
+    cached: bool = False  # read from disk, not computed
+
+
+def default_cache() -> Path:
+    """$XDG_CACHE_HOME/plainvit/features, below ~/.cache where that is not set."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "plainvit" / "features"
+
+
+def extract(
+    predictor: Predictor,
+    source: Source,
+    *,
+    cache: Path | None = None,
+    weights: str = "",
+    workers: int = 0,
+    quiet: bool = False,
+) -> Features:
+    """The features of every image; from the folder `cache` where they are in it, and kept in it otherwise.
+
+    `weights` is `weights_hash(predictor)` where it is at hand: hashing a large model takes a second.
+    """
+    if cache:  # before the work, not after it
+        _make_folder(cache)
+    key = features_key(predictor, source, weights or weights_hash(predictor))
+    path = cache / f"{key}.safetensors" if cache else None
+    if path and (found := _read(path, key)):
+        return found
+    found = _compute(predictor, source, key, workers, quiet)
+    if path:
+        _write(path, found)
+    return found
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"features cannot be kept in {path}: {error.strerror}; --cache DIR or --no-cache") from error
+
+
+def weights_hash(predictor: Predictor) -> str:
+    """Of every tensor of the model, by name."""
+    return tensor_hash(predictor.model.state_dict())[:16]
+
+
+def features_key(predictor: Predictor, source: Source, weights: str) -> str:
+    """Equal only where the features would be."""
+    config = predictor.model.config
+    told: dict[str, Any] = {
+        "schema": SCHEMA,
+        "weights": weights,
+        "model": to_json(config) if isinstance(config, Checked) else str(config),
+        "data": source.fingerprint(),
+        "content": content_stamp(source),
+        "split": source.split,
+        "preprocess": to_json(predictor.preprocess),
+        "size": list(predictor.size),
+        "precision": str(predictor.dtype),
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def content_stamp(source: Source) -> str:
+    """Changes with the images themselves: sizes and times of their files, and the bytes of some of them."""
+    digest = hashlib.sha256()
+    for path in _files(source):
+        try:
+            status = os.stat(path)  # noqa: PTH116 - a million times
+            digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+        except OSError:
+            digest.update(b"absent\n")
+    for index in np.unique(np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)):
+        try:
+            data = source.read(int(index))
+            digest.update(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+        except (ImageError, OSError):
+            digest.update(b"unreadable\n")
+    return digest.hexdigest()[:16]
+
+
+def _files(source: Source) -> list[str]:
+    """The files that a source reads; none for pictures that are made on the spot."""
+    match source:
+        case Subset():
+            inner = _files(source.source)
+            whole = len(inner) == len(source.source) and isinstance(source.source, Files)
+            return [inner[index] for index in source.indices] if whole else inner
+        case Files():
+            return [f"{source.root}/{source.name(index)}" for index in range(len(source))]
+        case Parquet():
+            return [str(path) for path in source.paths]
+        case Tars():
+            return [str(source.folder / name) for name in source.shards]
+    inner = getattr(source, "source", None)  # a source that changes another one's pictures
+    return _files(inner) if isinstance(inner, Source) else []
+
+
+def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet: bool) -> Features:
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    unreadable, done = 0, 0
+    batches = evaluation_batches(
+        source, batch=predictor.batch, size=predictor.size, preprocess=predictor.preprocess, workers=workers
+    )
+    with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
+        for batch in batches:
+            good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+            features = predictor.features(batch.images[good]).cpu() if bool(good.any()) else torch.zeros(0, 0)
+            if len(features):
+                parts.append((features, batch.labels[good], torch.from_numpy(batch.index)[good]))
+            unreadable, done = unreadable + len(batch.bad), done + len(good)
+            display.advance(done, "images")
+    if not parts:
+        raise DataError(f"no image of the {source.split} split of {source.spec} can be read")
+    features, labels, index = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return Features(features.contiguous(), labels, index, unreadable, key)
+
+
+def _write(path: Path, found: Features) -> None:
+    tensors = {"features": found.features, "labels": found.labels, "index": found.index}
+    about = {"plainvit": json.dumps({"key": found.key, "unreadable": found.unreadable, "hash": tensor_hash(tensors)})}
+    write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, about))
+
+
+def _read(path: Path, key: str) -> Features | None:
+    """None where there is no such file, or a damaged one."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {})["plainvit"])
+            tensors = {name: file.get_tensor(name) for name in ("features", "labels", "index")}
+        if about["key"] != key or about["hash"] != tensor_hash(tensors):
+            raise ValueError("its checksum does not match")
+        return Features(**tensors, unreadable=int(about["unreadable"]), key=key, cached=True)
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        log.warning("%s is damaged (%s): its features are computed again", path, reason)
+        return None

@@ -1,0 +1,323 @@
+"""Frozen features of one model on one or more data sets, probed: big_vision's few-shot table, k-NN, linear probes.
+
+    plainvit probe WEIGHTS --data cifar10 oxford-pets flowers102 --data-root DIR
+    plainvit probe WEIGHTS --data photos/ --method fewshot knn linear
+
+Each image goes through the model once, with the model's own preprocessing (big_vision's few-shot evaluator resizes to a
+square of 256 and takes the centre of 224 for every model). Accuracies are top-1 on every image of the test split.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from plainvit import __version__
+from plainvit.config import Checked, to_json
+from plainvit.data.decode import DataError
+from plainvit.data.order import permutation
+from plainvit.data.sources import Source, Subset, open_source
+from plainvit.evaluate import probe
+from plainvit.evaluate.features import Features, extract, weights_hash
+from plainvit.evaluate.predictor import Predictor
+
+Method = Literal["fewshot", "knn", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Checked):
+    """What is asked of the features; every default of few-shot is big_vision's."""
+
+    methods: tuple[Method, ...] = ("fewshot",)
+    shots: tuple[int, ...] = probe.SHOTS
+    seeds: int = probe.SEEDS
+    l2: float = probe.L2
+    sweep: bool = False  # every l2 of probe.L2_SWEEP as well
+    k: tuple[int, ...] = ()  # of k-NN; (): those of probe.KS that the training images allow
+    temperature: float = probe.TEMPERATURE
+    linear_l2: tuple[float, ...] = probe.LINEAR_L2
+    per_class: int = 0  # at most so many training images of each class; 0: all
+
+    def __post_init__(self) -> None:
+        self._check(positive=("shots", "seeds", "k"), natural=("per_class",))
+        for name in ("methods", "shots", "linear_l2"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: give at least one")
+        if self.l2 <= 0 or self.temperature <= 0 or min(self.linear_l2) < 0:
+            raise ValueError("l2 and temperature are above 0, linear_l2 at least 0")
+
+
+@dataclass
+class Pair:
+    """The features that are learned from and those that are judged."""
+
+    train: Features
+    test: Features
+    classes: int
+
+
+def probe_sets(
+    predictor: Predictor,
+    specs: Sequence[str],
+    settings: Settings,
+    *,
+    split: str = "test",
+    data_root: str | Path | None = None,
+    cache: Path | None = None,
+    workers: int = 0,
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """A card for each data set: its numbers, and all that is needed to compare them."""
+    if not specs or len(set(specs)) < len(specs):
+        raise ValueError(f"--data names each data set once, got {', '.join(specs) or 'none'}")
+    opened = [_open(spec, split, data_root, settings) for spec in specs]  # all, before the first is worked on
+    weights = weights_hash(predictor)
+    cards: list[dict[str, Any]] = []
+    for spec, (train, test) in zip(specs, opened, strict=True):
+        how: dict[str, Any] = {"cache": cache, "weights": weights, "workers": workers, "quiet": quiet}
+        pair = Pair(extract(predictor, train, **how), extract(predictor, test, **how), len(train.classes))
+        started = time.perf_counter()
+        results = probed(pair, settings)
+        card = _card(predictor, spec, train, test, pair, weights) | {"settings": asdict(settings)}
+        cards.append(card | {"results": results, "seconds": round(time.perf_counter() - started, 2)})
+    if settings.sweep:
+        _choose(cards, settings)
+    return cards
+
+
+def probed(pair: Pair, settings: Settings) -> dict[str, Any]:
+    """What each method says of the features."""
+    found: dict[str, Any] = {}
+    if "fewshot" in settings.methods:
+        found["fewshot"] = few_shot(pair, settings)
+    if "knn" in settings.methods:
+        found["knn"] = _nearest(pair, settings)
+    if "linear" in settings.methods:
+        found["linear"] = _linear(pair, settings)
+    return found
+
+
+def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
+    """For each number of shots: mean and spread over the seeds, and the same for every l2 where they are asked for."""
+    l2s = tuple(dict.fromkeys((settings.l2, *(probe.L2_SWEEP if settings.sweep else ()))))
+    labels = pair.train.labels.numpy()
+    right: dict[int, dict[float, list[float]]] = {shots: {l2: [] for l2 in l2s} for shots in settings.shots}
+    for seed in range(settings.seeds):
+        for shots, places in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
+            support = torch.from_numpy(places)
+            solved = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes)
+            for l2, guesses in solved.sweep(pair.test.features, l2s).items():
+                right[shots][l2].append(accuracy(guesses, pair.test.labels))
+    return {str(shots): _shot_result(of, shots, labels, pair.classes, settings) for shots, of in right.items()}
+
+
+def _shot_result(
+    of: Mapping[float, list[float]], shots: int, labels: np.ndarray, classes: int, settings: Settings
+) -> dict[str, Any]:
+    counts = np.bincount(labels, minlength=classes)
+    told: dict[str, Any] = {"l2": settings.l2, **_spread(of[settings.l2])}
+    told |= {"support": int(np.minimum(counts, shots).sum()), "classes_with_fewer": int((counts < shots).sum())}
+    if settings.sweep:
+        told["sweep"] = {repr(l2): _spread(of[l2]) for l2 in probe.L2_SWEEP}
+    return told
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    """Of the seeds; the standard deviation is that of a sample, and 0 for one seed."""
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"top1": statistics.fmean(values), "sd": sd, "seeds": values}
+
+
+def _choose(cards: list[dict[str, Any]], settings: Settings) -> None:
+    """Adds to each card the l2 that the other sets choose for it, and what it gives."""
+    for shots in map(str, settings.shots):
+        results = {card["data"]: card["results"].get("fewshot", {}).get(shots) for card in cards}
+        if not all(results.values()):
+            return
+        tops = {name: {float(l2): of["top1"] for l2, of in result["sweep"].items()} for name, result in results.items()}
+        for name, l2 in probe.choose_l2(tops).items():
+            results[name]["chosen"] = {"l2": l2, **results[name]["sweep"][repr(l2)]}
+
+
+def _nearest(pair: Pair, settings: Settings) -> dict[str, Any]:
+    count = len(pair.train.features)
+    ks = settings.k or tuple(k for k in probe.KS if k <= count)
+    found = probe.neighbours(
+        pair.train.features, pair.train.labels, pair.classes, pair.test.features, ks, settings.temperature
+    )
+    return {
+        kind: {str(k): accuracy(guesses, pair.test.labels) for k, guesses in getattr(found, kind).items()}
+        for kind in ("majority", "weighted")
+    }
+
+
+def _linear(pair: Pair, settings: Settings) -> dict[str, Any]:
+    features, labels = pair.train.features, pair.train.labels
+    if len(settings.linear_l2) == 1:
+        l2, tried = settings.linear_l2[0], {}
+        fitted = probe.logistic(features, labels, pair.classes, l2)
+    else:
+        fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
+    return {
+        "top1": accuracy(fitted.predict(pair.test.features), pair.test.labels),
+        "l2": l2,
+        "converged": fitted.converged,
+        "held_out": {repr(one): value for one, value in sorted(tried.items())},
+    }
+
+
+def accuracy(guesses: Tensor, labels: Tensor) -> float:
+    """A count of right answers, divided once."""
+    return int((guesses == labels).sum()) / len(labels)
+
+
+def _open(spec: str, split: str, data_root: str | Path | None, settings: Settings) -> tuple[Source, Source]:
+    train = open_source(spec, "train", data_root=data_root)
+    if split == "train":
+        raise ValueError("--split names what is tested on, test or val: the probes learn from train")
+    test = open_source(spec, split, data_root=data_root)
+    if train.classes != test.classes:
+        raise DataError(
+            f"the {split} split of {spec} has other classes than its train split: {len(test.classes)} for "
+            f"{len(train.classes)}"
+        )
+    for source in (train, test):
+        if source.labels.min() < 0:
+            raise DataError(f"{spec} has images without a label in its {source.split} split")
+    counts = np.bincount(train.labels, minlength=len(train.classes))
+    if not counts.all() and np.isin(test.labels, np.flatnonzero(counts == 0)).any():
+        empty = train.classes[int(np.flatnonzero(counts == 0)[0])]
+        raise DataError(f"{spec} has no training image of the class {empty!r}, which its {split} split has")
+    chosen = _at_most(train, settings.per_class) if settings.per_class else train
+    if settings.k and max(settings.k) > len(chosen):
+        raise ValueError(f"k is at most the number of training images: {max(settings.k)} of {len(chosen):,} in {spec}")
+    return chosen, test
+
+
+def _at_most(source: Source, count: int) -> Source:
+    """So many images of each class, the same ones each time."""
+    members = [np.flatnonzero(source.labels == label) for label in range(len(source.classes))]
+    kept = [places[permutation(0, label, len(places))[:count]] for label, places in enumerate(members)]
+    return Subset(source, np.sort(np.concatenate(kept)))
+
+
+def _card(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pair, weights: str) -> dict[str, Any]:
+    return {
+        "kind": "probe",
+        "plainvit": __version__,
+        "model": str(predictor.source),
+        "weights": weights,
+        "image_size": list(predictor.size),
+        "preprocess": to_json(predictor.preprocess),
+        "precision": str(predictor.dtype).removeprefix("torch."),
+        "width": pair.test.features.shape[1],
+        "data": spec,
+        "split": test.split,
+        "fingerprint": test.fingerprint(),
+        "n": len(pair.test.labels),
+        "unreadable": pair.test.unreadable,
+        "classes": pair.classes,
+        "train": {
+            "fingerprint": train.fingerprint(),
+            "n": len(pair.train.labels),
+            "unreadable": pair.train.unreadable,
+        },
+        "cached": pair.train.cached and pair.test.cached,
+    }
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def tables(cards: list[dict[str, Any]]) -> Group:
+    """A table for each method: a row a data set, a column a number of shots or of neighbours, per cent right."""
+    first = cards[0]
+    settings, results = first["settings"], {escape(card["data"]): card["results"] for card in cards}
+    methods = first["results"]
+    names = ", ".join(f"{card['data']} ({card['n']:,} {card['split']} images)" for card in cards)
+    shown: list[Any] = [Text(f"{first['model']}: {first['width']} features at {first['image_size'][0]} px; {names}")]
+    if "fewshot" in methods:
+        title = f"few-shot least squares, l2 {_power(settings['l2'])}, mean ± sd of {settings['seeds']} seeds"
+        shown += [_title(title), _fewshot_table(results, settings)]
+        for name, of in results.items() if settings["sweep"] else ():
+            shown += [_title(f"{name}, every l2"), _sweep_table(of["fewshot"])]
+    if "knn" in methods:
+        shown += [_title("k-NN by cosine"), _knn_table(results)]
+    if "linear" in methods:
+        shown += [_title("linear probe, logistic regression by L-BFGS"), _linear_table(results)]
+    return Group(*shown)
+
+
+def _title(words: str) -> str:
+    return f"\n[bold]{words}[/bold]"
+
+
+def _table(first: str, columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, style="cyan", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(result: Mapping[str, Any]) -> str:
+    return f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}"
+
+
+def _power(l2: float) -> str:
+    """1024 -> 2^10; what is no power of two as it is."""
+    exponent = math.log2(l2)
+    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{l2:g}"
+
+
+def _fewshot_table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
+    shots = [str(count) for count in settings["shots"]]
+    table = _table("data", [f"{count} shot" for count in shots])
+    for name, of in results.items():
+        table.add_row(name, *(_percent(of["fewshot"][count]) for count in shots))
+        fewer = [of["fewshot"][count]["classes_with_fewer"] for count in shots]
+        if any(fewer):
+            table.add_row("  classes with fewer images", *map(str, fewer), style="dim")
+        if all("chosen" in of["fewshot"][count] for count in shots):
+            chosen = (of["fewshot"][count]["chosen"] for count in shots)
+            table.add_row("  l2 chosen on the others", *(f"{_percent(one)} ({_power(one['l2'])})" for one in chosen))
+    if len(results) > 1:
+        means = (statistics.fmean(of["fewshot"][count]["top1"] for of in results.values()) for count in shots)
+        table.add_row("mean", *(f"{100 * mean:.2f}" for mean in means), style="bold")
+    return table
+
+
+def _sweep_table(shots: Mapping[str, Any]) -> Table:
+    table = _table("l2", [f"{count} shot" for count in shots])
+    for l2 in next(iter(shots.values()))["sweep"]:
+        table.add_row(_power(float(l2)), *(_percent(of["sweep"][l2]) for of in shots.values()))
+    return table
+
+
+def _knn_table(results: Mapping[str, Any]) -> Table:
+    ks = list(dict.fromkeys(k for of in results.values() for k in of["knn"]["majority"]))
+    table = _table("data", ["votes", *(f"k = {k}" for k in ks)])
+    for name, of in results.items():
+        for kind, by_k in of["knn"].items():
+            table.add_row(name, kind, *(f"{100 * by_k[k]:.2f}" if k in by_k else "-" for k in ks))
+    return table
+
+
+def _linear_table(results: Mapping[str, Any]) -> Table:
+    table = _table("data", ["top-1", "l2", ""])
+    for name, of in results.items():
+        linear = of["linear"]
+        remark = "" if linear["converged"] else "not converged"
+        table.add_row(name, f"{100 * linear['top1']:.2f}", f"{linear['l2']:g}", remark)
+    return table

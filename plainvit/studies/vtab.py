@@ -1,0 +1,178 @@
+"""VTAB-1k: weights fine-tuned on each of 19 small tasks in one setting; their score is the plain mean of the 19.
+
+    plainvit vtab --init WEIGHTS --data-root DIR --setting paper
+    plainvit vtab --init WEIGHTS --data-root DIR --tasks svhn dmlab --setting light
+
+Source: the ViT paper, section 4.1, B.1.1 and Table 9; arXiv 1910.04867. Each run trains on all 1,000 images of its task
+and is tested once, on the whole test set. `plainvit/data/vtab.py` says where the images are looked for. A run that is
+finished is not run again. Where a task has no images or its run diverges there is no VTAB score: what is printed then
+is the mean of the others, under that name.
+"""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from plainvit.config import Config, nearest
+from plainvit.data.decode import DataError
+from plainvit.data.vtab import GROUPS, TASKS, AbsentTask, augment_for
+from plainvit.disk import write_atomically
+from plainvit.recipes import recipe
+from plainvit.runtime.folder import finite
+from plainvit.train.fit import fit
+from plainvit.train.guards import DivergedError
+from plainvit.train.splits import open_splits
+from plainvit.train.transfer import starting_model
+
+Setting = Literal["paper", "light"]
+TABLE9: dict[str, tuple[float, ...]] = {  # of the ViT paper, in the order of TASKS
+    "ViT-H/14 (JFT)": (
+        *(95.3, 85.5, 75.2, 99.7, 97.2, 65.0, 88.9, 83.3, 96.7, 91.4, 76.6),
+        *(91.7, 63.8, 53.1, 79.4, 63.3, 84.5, 33.2, 51.2),
+    ),
+    "ViT-L/16 (JFT)": (
+        *(95.4, 81.9, 74.3, 99.7, 96.7, 63.5, 87.4, 83.6, 96.5, 89.7, 77.1),
+        *(86.4, 63.1, 49.7, 74.5, 60.5, 82.2, 36.2, 51.1),
+    ),
+    "ViT-L/16 (I21k)": (
+        *(90.8, 84.1, 74.1, 99.3, 92.7, 61.0, 80.9, 82.5, 95.6, 85.2, 75.3),
+        *(70.3, 56.1, 41.9, 74.7, 64.9, 79.9, 30.5, 41.7),
+    ),
+}
+TABLE9_MEANS = {"ViT-H/14 (JFT)": 77.6, "ViT-L/16 (JFT)": 76.3, "ViT-L/16 (I21k)": 72.7}  # as printed
+
+
+def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, device: str = "auto") -> Config:
+    """One setting for all tasks. light: the model's own size, and a fortieth of the images in all."""
+    config = recipe("ft-vtab").replace(init=init, seed=seed, device=device, evaluations=2)
+    if setting == "light":
+        config = config.replace(image_size=0, steps=500, batch=64)
+        size = starting_model(config)[0].image_size[0]
+        augment = config.augment.replace(resize=round(size * 448 / 384))  # the ratio of 448 to 384 pixels
+        config = config.replace(augment=augment, optim=config.optim.replace(warmup=0.1))
+    if steps:  # a shorter run has a shorter warm-up
+        share = config.optim.warmup / config.steps if config.optim.warmup >= 1 else config.optim.warmup
+        config = config.replace(steps=steps, optim=config.optim.replace(warmup=share))
+    return config
+
+
+def task_config(config: Config, task: str, data_root: str | Path) -> Config:
+    """The setting on one task: its data, without what would change its labels."""
+    return config.replace(data=f"vtab1000/{task}", data_root=str(data_root), augment=augment_for(task, config.augment))
+
+
+def run_tasks(
+    config: Config, data_root: str | Path, out: Path, tasks: Sequence[str] = (), *, quiet: bool = False
+) -> dict[str, Any]:
+    """Fine-tunes on each task in a folder of its own below `out`; the report, which is also written to vtab.json."""
+    tasks = tuple(tasks) or tuple(TASKS)
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"VTAB has no task {task!r}; {nearest(task, TASKS)}")
+    configs = {task: task_config(config, task, data_root) for task in tasks if _is_there(config, task, data_root)}
+    if not configs:
+        raise DataError(f"{data_root} has the images of none of these tasks: {', '.join(tasks)}")
+    rows: dict[str, dict[str, Any]] = {}
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    for number, task in enumerate(tasks, 1):
+        console.print(f"{task}, {number} of {len(tasks)}{'' if task in configs else ': no images'}", markup=False)
+        row = _run(configs[task], out / task, quiet) if task in configs else {"state": "absent"}
+        rows[task] = {"group": TASKS[task].group, **row}
+    found = _report(config, rows)
+    text = json.dumps(finite(found), indent=1) + "\n"
+    write_atomically(out / "vtab.json", lambda beside: beside.write_text(text, encoding="utf-8"))
+    return found
+
+
+def _is_there(config: Config, task: str, data_root: str | Path) -> bool:
+    """Looked at before the first run begins: what is damaged is an error now, not after hours."""
+    try:
+        splits = open_splits(task_config(config, task, data_root))
+    except AbsentTask:
+        return False
+    if splits.test is None:
+        raise DataError(f"{task} has no test images in {data_root}: there is nothing to score it by")
+    return True
+
+
+def _run(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
+    try:
+        done = fit(config, folder, quiet=quiet)
+    except DivergedError as error:
+        return {"state": "diverged", "folder": str(folder), "reason": str(error).splitlines()[0]}
+    test = done.numbers["test"]
+    told = {"top1": test["top1"], "interval": test["interval"], "n": test["images"], "unreadable": test["unreadable"]}
+    return {"state": "done", "folder": str(done.folder), **told}
+
+
+def _report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    scores = {task: row["top1"] for task, row in rows.items() if row["state"] == "done"}
+    settings = {"steps": config.steps, "batch": config.batch, "lr": config.optim.lr, "seed": config.seed}
+    told = {"init": config.init, "image_size": config.image_size or "the model's own", **settings}
+    return {"kind": "vtab", "setting": told, "tasks": dict(rows), "means": means(scores)}
+
+
+def means(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Plain means of the tasks that are there; "vtab" only where all 19 are."""
+    found: dict[str, Any] = {}
+    for group, names in GROUPS.items():
+        there = [scores[name] for name in names if name in scores]
+        if there:
+            found[group] = {"mean": statistics.fmean(there), "tasks": len(there), "of": len(names)}
+    if len(scores) == len(TASKS):
+        found["vtab"] = statistics.fmean(scores.values())
+    elif scores:
+        found["mean_of_those_there"] = statistics.fmean(scores.values())
+    return found
+
+
+def default_folder(config: Config, setting: str) -> Path:
+    """runs/vtab-SETTING-HASH: other weights, steps or seeds are other runs."""
+    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed])
+    return Path("runs") / f"vtab-{setting}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
+    """A row a task, a line a group; with `beside`, the paper's ViT-L/16 from ImageNet-21k."""
+    setting, rows = report["setting"], report["tasks"]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("task", style="cyan", no_wrap=True)
+    for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if beside else ())):
+        shown.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
+    paper = dict(zip(TASKS, TABLE9["ViT-L/16 (I21k)"], strict=True))
+    for task, row in rows.items():
+        cells = [task, row["group"]]
+        if row["state"] == "done":
+            low, high = (f"{100 * value:.1f}" for value in row["interval"])
+            cells += [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
+        else:
+            cells += [row["state"], "", ""]
+        shown.add_row(*cells, *((f"{paper[task]:.1f}",) if beside else ()), style="" if len(cells[4]) else "dim")
+    how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
+    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report))
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    found, rows = report["means"], report["tasks"]
+    lines: list[str] = []
+    for group in GROUPS:
+        if group in found:
+            of = found[group]
+            part = "" if of["tasks"] == of["of"] else f"  ({of['tasks']} of {of['of']} tasks only)"
+            lines.append(f"{group:12} {100 * of['mean']:6.2f}{part}")
+    if "vtab" in found:
+        return [*lines, f"[bold]{'VTAB-1k':12} {100 * found['vtab']:6.2f}[/bold]"]
+    done = sum(row["state"] == "done" for row in rows.values())
+    if done:
+        lines.append(f"mean of the {done} tasks that are there: {100 * found['mean_of_those_there']:.2f}")
+    return [*lines, f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing"]

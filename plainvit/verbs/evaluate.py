@@ -1,0 +1,106 @@
+"""Evaluation with cards: evaluate, compare."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from plainvit.verbs.words import show
+
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Cards = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CARD")]
+
+
+def score(
+    model: Model,
+    /,
+    *,
+    data: str,
+    split: str = "test",
+    data_root: Path | None = None,
+    out: Path | None = None,
+    image_size: int | None = None,
+    resize: Literal["squash", "crop"] | None = None,
+    crop: float | None = None,
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
+    antialias: bool | None = None,
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    devices: int = 1,
+    json: bool = False,
+) -> None:
+    """How good a model is on a set: accuracy, likelihood, calibration, each class, the worst errors, with a card.
+
+    The preprocessing is the model's own unless a flag says otherwise. imagenet-real, imagenet-v2, imagenet-a,
+    imagenet-r, imagenet-sketch and objectnet are scored as their authors do. The folder holds a page, the figures,
+    card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
+
+    Args:
+        model: A run folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME[@FILE].
+        data: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        split: train, val or test.
+        data_root: Where known sets lie, each in a folder of its name.
+        out: Where the results go; evaluations/MODEL-DATA-SPLIT-HASH where not given.
+        image_size: Height and width in pixels, in place of the model's own; positions are resampled.
+        resize: squash to the size, or the short side and then a centre crop.
+        crop: With resize crop, the side that is kept as a share of the resized short side.
+        interpolation: How pixels are resampled.
+        antialias: Whether a smaller image is made without aliasing.
+        batch: Images at a time.
+        workers: Processes that read images; without, as the machine allows.
+        device: cpu, cuda; auto: a GPU where there is one.
+        precision: Of the arithmetic; auto is bf16 on a GPU.
+        devices: Processes on this machine, one a device; on several machines start it with torchrun.
+        json: Print the card as JSON instead of a table.
+    """
+    if devices < 1:
+        raise ValueError(f"--devices is at least 1, got {devices}")
+    if devices > 1 and "RANK" not in os.environ:
+        from plainvit.runtime.distributed import launch
+
+        sys.exit(launch(sys.argv[1:], devices, 0, device))
+    from dataclasses import asdict
+
+    from plainvit.analyse.evaluation import assess, summary_table
+    from plainvit.runtime.folder import finite
+
+    settings = {"resize": resize, "crop": crop, "interpolation": interpolation, "antialias": antialias}
+    done = assess(
+        model,
+        data,
+        split=split,
+        data_root=data_root,
+        out=out,
+        preprocess={name: value for name, value in settings.items() if value is not None},
+        image_size=image_size,
+        batch=batch,
+        workers=workers,
+        device=device,
+        precision=precision,
+        quiet=json,
+    )
+    if done:  # the first of several processes speaks for all
+        said = {"folder": str(done.folder), **asdict(done.card)}
+        show(finite(said), None if json else summary_table(done))
+
+
+def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None:
+    """Cards side by side, with the difference from the first and how much of it may be chance.
+
+    Image by image where both have results of the same images, else as two samples; beside the paper's or another
+    published number where one is known. Cards of other images, another split or another rule are refused.
+
+    Args:
+        cards: Folders that `plainvit evaluate` wrote, or their card.json; the others are held against the first.
+        force: Compare although they are not alike, and say what differs.
+        json: Print JSON for machines instead of a table.
+    """
+    from plainvit.evaluate import compare as side_by_side
+    from plainvit.runtime.folder import finite
+
+    found = side_by_side.compare(cards, force=force)
+    show(finite(found), None if json else side_by_side.table(found))

@@ -1,0 +1,340 @@
+"""Cards: what they say, what is refused, and the chances in a comparison against SciPy and brute force."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import torch
+from pictures import plant_classes
+from scipy import stats
+
+import plainvit
+from plainvit.analyse.evaluation import Assessed, assess, default_name
+from plainvit.cli import main
+from plainvit.config import About, Preprocess, to_json
+from plainvit.data.decode import DataError
+from plainvit.evaluate import chance
+from plainvit.evaluate.card import Card, read_card, read_rows, write_card
+from plainvit.evaluate.compare import compare, published, shape, unlike
+from plainvit.names import configure
+from plainvit.runtime.checkpoint import tensor_hash
+
+Capture = pytest.CaptureFixture[str]
+
+
+# Chance ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 10), (1, 10), (970, 1000), (50_000, 50_000)])
+def test_wilson_equals_scipys(right: int, images: int) -> None:
+    expected = stats.binomtest(right, images).proportion_ci(method="wilson")
+    assert chance.wilson(right, images) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 0), (5, 5), (12, 30), (300, 210), (4000, 4100)])
+def test_mcnemar_equals_scipys_exact_binomial_test(a: int, b: int) -> None:
+    expected = stats.binomtest(a, a + b).pvalue if a + b else 1.0
+    assert chance.mcnemar(a, b) == pytest.approx(expected, rel=1e-8)
+    assert chance.mcnemar(a, b) == chance.mcnemar(b, a)
+
+
+def test_newcombe_equals_his_own_example() -> None:
+    """56 of 70 against 48 of 80, Statistics in Medicine 17 (1998), Table II, method 10."""
+    assert chance.newcombe(48, 80, 56, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_two_proportions_equal_the_chi_square_test() -> None:
+    expected = stats.chi2_contingency([[56, 14], [48, 32]], correction=False).pvalue
+    assert chance.two_proportions(56, 70, 48, 80) == pytest.approx(expected, rel=1e-9)
+    assert chance.two_proportions(10, 10, 20, 20) == 1.0
+
+
+def test_the_paired_interval_equals_drawing_the_images_anew() -> None:
+    rng = np.random.default_rng(1)
+    apart = rng.choice([-1, 0, 1], 500, p=[0.1, 0.75, 0.15])
+    only_a, only_b = int((apart < 0).sum()), int((apart > 0).sum())
+    drawn = apart[rng.integers(0, 500, (5000, 500))].mean(1)
+    assert chance.paired(only_a, only_b, 500) == pytest.approx(np.quantile(drawn, (0.025, 0.975)), abs=0.003)
+
+
+def test_a_means_interval_is_that_of_the_normal_distribution() -> None:
+    values = np.random.default_rng(0).normal(3, 2, 100)
+    expected = stats.norm.interval(0.95, values.mean(), stats.sem(values))
+    assert chance.mean_interval(values) == pytest.approx(expected, rel=1e-9)
+
+
+# Cards ----------------------------------------------------------------------------------------------------------------
+
+
+def made(folder: Path, seed: int = 0, **options: Any) -> Assessed:
+    """A small model of ten classes, evaluated on the digits."""
+    model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    model.about = About(class_names=tuple("0123456789"))
+    folder.mkdir(parents=True, exist_ok=True)
+    plainvit.save(model, folder / f"model{seed}.safetensors")
+    source = folder / f"model{seed}.safetensors"
+    done = assess(source, "digits", out=folder / f"out{seed}", device="cpu", quiet=True, **options)
+    assert done
+    return done
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Assessed, Assessed]:
+    folder = tmp_path_factory.mktemp("cards")
+    return made(folder, 0), made(folder, 1)
+
+
+def test_a_card_says_all_that_is_needed(both: tuple[Assessed, Assessed]) -> None:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    done = both[0]
+    card = read_card(done.folder)
+    assert card == replace(done.card, intervals=card.intervals, model=card.model, preprocess=card.preprocess)
+    rows = pq.read_table(done.folder / "images.parquet").to_pydict()
+    assert card.images == len(rows["name"]) == 360
+    assert card.metrics["top1"] == sum(rows["right"]) / 360 == card.counts["top1"] / 360
+    assert card.metrics["top5"] == sum(rows["right5"]) / 360
+    assert card.metrics["nll"] == pytest.approx(np.mean(rows["nll"]), rel=1e-12)
+    macro = precision_recall_fscore_support(rows["label"], rows["guess"], average="macro", zero_division=0)[:3]
+    assert [card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
+    model = plainvit.load(card.model["source"])
+    assert card.model["weights"] == tensor_hash(model.state_dict())
+    assert card.model["config"] == json.loads(json.dumps(to_json(model.config)))
+    assert card.data["fingerprint"]
+    assert card.data["spec"] == "digits"
+    assert card.precision == "fp32"
+    assert {"plainvit", "torch", "python", "device", "command", "started", "commit"} <= card.environment.keys()
+    assert json.loads((done.folder / "card.json").read_text())["card"] == 1
+
+
+def test_classes_that_do_not_occur_do_not_count_in_the_means(tmp_path: Path) -> None:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    plant_classes(tmp_path / "photos" / "test", {"ant": 8, "bee": 8})
+    (tmp_path / "photos" / "test" / "cat").mkdir()
+    model = tiny.vit(torch.float32, image_size=(16, 16), classes=3)
+    with torch.no_grad():
+        model.head.bias[2] = -1000.0  # never guessed
+    plainvit.save(model, tmp_path / "model.safetensors")
+    done = assess(tmp_path / "model.safetensors", str(tmp_path / "photos"), out=tmp_path, device="cpu", quiet=True)
+    assert done
+    guesses = done.result.guesses[:, 0]
+    macro = precision_recall_fscore_support(done.result.labels, guesses, average="macro", zero_division=0)[:3]
+    assert macro[2] > 0
+    assert [done.card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
+
+
+def test_the_folder_is_whole(both: tuple[Assessed, Assessed]) -> None:
+    folder = both[0].folder
+    page = (folder / "report.html").read_text()
+    assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "").replace("http://www.w3.org", "")
+    for words in ("top-1 accuracy", "By class", "The surest errors", "Is it as sure", both[0].card.model["weights"]):
+        assert words in page
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {f"figures/{name}.png" for name in ("confusion", "calibration", "gallery")} <= names
+    assert len((folder / "classes.csv").read_text().splitlines()) == 11
+    errors = (folder / "figures" / "gallery.csv").read_text().splitlines()[1:]
+    sure = [float(line.rsplit(",", 1)[1]) for line in errors]
+    assert sure == sorted(sure, reverse=True)
+    wrong = both[0].result.probabilities[~both[0].result.right]
+    assert sure[0] == pytest.approx(wrong.max())
+
+
+def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Assessed, Assessed]) -> None:
+    first, second = (done.card for done in both)
+    assert default_name(first) == default_name(replace(first, environment={}))
+    assert default_name(first) != default_name(second)
+    assert "/" not in default_name(first)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"card": 2}, "version 2"),
+        ({"card": None}, "version None"),
+        ({"metrics": []}, "metrics"),
+        ({"images": 0}, "no images"),
+        ({"counts": {"top1": 1, "top5": 2}}, "top1 is"),
+        ({"data": {"spec": "digits"}}, "data.fingerprint"),
+    ],
+)
+def test_what_is_no_card_of_this_version_is_refused(
+    change: dict[str, Any], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+) -> None:
+    said = json.loads((both[0].folder / "card.json").read_text()) | change
+    (tmp_path / "card.json").write_text(json.dumps(said))
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", str(both[0].folder), str(tmp_path)])
+    assert caught.value.code == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_files_that_are_no_cards(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no card"):
+        read_card(tmp_path)
+    (tmp_path / "card.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        read_card(tmp_path)
+    write_card(both[0].card, tmp_path)
+    assert read_rows(tmp_path, 360) is None
+    (tmp_path / "images.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path, 360)
+    pq.write_table(pq.read_table(both[0].folder / "images.parquet").slice(0, 9), tmp_path / "images.parquet")
+    with pytest.raises(DataError, match="9 rows"):
+        read_rows(tmp_path, 360)
+
+
+# Comparison -----------------------------------------------------------------------------------------------------------
+
+
+def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, Assessed]) -> None:
+    found = compare([done.folder for done in both])
+    row = found["cards"][1]["difference"]
+    first, second = (done.result.right for done in both)
+    table = [[(first & second).sum(), (first & ~second).sum()], [(~first & second).sum(), (~first & ~second).sum()]]
+    assert row["paired"]
+    assert row["top1"]["difference"] == pytest.approx(second.mean() - first.mean(), abs=1e-12)
+    assert (row["top1"]["only_first"], row["top1"]["only_this"]) == (table[0][1], table[1][0])
+    assert row["top1"]["p"] == pytest.approx(stats.binomtest(int(table[0][1]), int(table[0][1] + table[1][0])).pvalue)
+    low, high = row["top1"]["interval"]
+    assert low <= row["top1"]["difference"] <= high
+    pair = stats.ttest_rel(both[1].result.nll, both[0].result.nll)
+    assert row["nll"]["p"] == pytest.approx(2 * stats.norm.sf(abs(pair.statistic)), rel=1e-6)
+
+
+def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+    write_card(both[1].card, tmp_path)
+    row = compare([both[0].folder, tmp_path / "card.json"])["cards"][1]["difference"]
+    assert not row["paired"]
+    counts = both[0].card.counts["top1"], 360, both[1].card.counts["top1"], 360
+    assert row["top1"]["interval"] == list(chance.newcombe(*counts))
+    assert "only_this" not in row["top1"]
+    spread = math.sqrt(sum(stats.sem(done.result.nll) ** 2 for done in both))
+    apart = both[1].result.nll.mean() - both[0].result.nll.mean()
+    assert row["nll"]["p"] == pytest.approx(2 * stats.norm.sf(abs(apart) / spread), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": {"fingerprint": "0" * 16}}, "the images differ"),
+        ({"data": {"split": "val"}}, "the split differ"),
+        ({"data": {"rule": "another"}}, "what counts as right differ"),
+        ({"data": {"labels": "0" * 16}}, "the right answers differ"),
+    ],
+)
+def test_unlike_cards_are_refused_by_what_differs(
+    change: dict[str, Any], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+) -> None:
+    card = both[1].card
+    other = replace(card, data=card.data | change["data"])
+    write_card(other, tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", str(both[0].folder), str(tmp_path)])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "--force" in err
+    assert err.count("\n") == 1
+    main(["compare", str(both[0].folder), str(tmp_path), "--force"])
+    out = capsys.readouterr().out
+    assert "not comparable" in out
+    assert "top-1" in out
+
+
+def test_other_numbers_of_images_are_refused_and_other_preprocessing_is_remarked(
+    both: tuple[Assessed, Assessed], tmp_path: Path
+) -> None:
+    card = both[1].card
+    counts = {"top1": 100, "top5": 300}
+    fewer = replace(card, images=359, unreadable=1, counts=counts)
+    assert "359 images were scored, 360 in the first" in unlike(both[0].card, fewer)
+    other = replace(card, preprocess=card.preprocess | {"hash": "x", "image_size": [16, 16]}, precision="bf16")
+    write_card(other, tmp_path)
+    row = compare([both[0].folder, tmp_path])["cards"][1]
+    assert "preprocessing differs: 8x8 px, squash, bilinear, and 16x16 px, squash, bilinear" in row["remarks"]
+    assert "precision differs: fp32 and bf16" in row["remarks"]
+    assert "the weights are the same" not in row["remarks"]
+
+
+def test_the_same_card_twice_is_no_difference(both: tuple[Assessed, Assessed], capsys: Capture) -> None:
+    main(["compare", str(both[0].folder), str(both[0].folder), "--json"])
+    row = json.loads(capsys.readouterr().out)["cards"][1]
+    assert row["difference"]["top1"] == {
+        "difference": 0.0,
+        "interval": [0.0, 0.0],
+        "p": 1.0,
+        "only_first": 0,
+        "only_this": 0,
+    }
+    assert row["remarks"] == ["the weights are the same"]
+
+
+def test_one_card_is_not_a_comparison(both: tuple[Assessed, Assessed]) -> None:
+    with pytest.raises(ValueError, match="two cards"):
+        compare([both[0].folder])
+
+
+# Published numbers ----------------------------------------------------------------------------------------------------
+
+
+def named(card: Card, spec: str, model: str, config: dict[str, Any]) -> Card:
+    return replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": model, "config": config})
+
+
+def test_published_numbers_stand_beside(both: tuple[Assessed, Assessed]) -> None:
+    card = both[0].card
+    assert published(card) == []
+    base = to_json(configure("ViT-B/16"))
+    found = published(named(card, "imagenet", "vit_b16_orig_i21k_i1k_384", base))
+    assert [round(100 * one["top1"], 2) for one in found] == [84.21, 77.91, 83.97, 84.15]  # timm's, then Table 5
+    timm = published(named(card, "imagenet-real", "timm:deit_base_patch16_224.fb_in1k", {}))
+    assert [round(100 * one["top1"], 2) for one in timm] == [86.83]
+    huge = published(named(card, "objectnet", "mine", to_json(configure("ViT-H/14"))))
+    assert [round(100 * one["top1"], 1) for one in huge] == [61.7]
+    pets = published(named(card, "oxford-pets", "runs/pets", to_json(configure("ViT-L/32"))))
+    assert [round(100 * one["top1"], 2) for one in pets] == [91.35, 93.09, 95.83]
+
+
+@pytest.mark.parametrize("name", ["ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14"])
+def test_the_papers_models_are_known_by_their_shape(name: str, both: tuple[Assessed, Assessed]) -> None:
+    assert f"ViT-{shape(named(both[0].card, 'imagenet', '', to_json(configure(name))))}" == name
+
+
+@pytest.mark.parametrize("name", ["ViT-S/16", "R50x1+ViT-B/16", "BiT-R50x1"])
+def test_other_models_are_not(name: str, both: tuple[Assessed, Assessed]) -> None:
+    assert shape(named(both[0].card, "imagenet", "", to_json(configure(name)))) == ""
+
+
+def test_a_peers_card_has_its_config(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    import safetensors.torch
+
+    state = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32).state_dict()
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+    source = f"timm:vit_tiny_patch16_224@{tmp_path / 'w.safetensors'}"
+    done = assess(source, "digits", out=tmp_path / "out", image_size=32, device="cpu", quiet=True, batch=128)
+    assert done
+    card = read_card(tmp_path / "out")
+    assert card.model["family"] == "timm"
+    assert card.model["config"]["image_size"] == [32, 32]
+    assert card.model["weights"] == tensor_hash({f"model.{name}": value for name, value in state.items()})
+    assert card.preprocess["settings"] == {
+        "resize": "crop",
+        "crop": 0.9,
+        "interpolation": "bicubic",
+        "antialias": Preprocess().antialias,
+    }

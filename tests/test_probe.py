@@ -1,0 +1,522 @@
+"""Frozen features: least squares against float64 NumPy and big_vision's formulas, k-NN and logistic regression against
+scikit-learn, the cache against the model itself, and the verb as a user meets it."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from pictures import encode, plant_classes, write_parquet
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor
+
+import plainvit
+from plainvit.cli import main
+from plainvit.config import Preprocess
+from plainvit.data.decode import DataError
+from plainvit.data.sources import Subset, open_source
+from plainvit.evaluate import features as kept
+from plainvit.evaluate import frozen, probe
+from plainvit.evaluate.features import extract
+from plainvit.evaluate.predictor import Predictor
+
+Capture = pytest.CaptureFixture[str]
+
+
+def clusters(count: int, width: int, classes: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Overlapping clusters in correlated features of unlike scales, off the origin; every class is there."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
+    labels = torch.cat((torch.arange(classes), torch.randint(classes, (count - classes,), generator=generator)))
+    found = centres[labels] + spread * torch.randn(count, width, generator=generator)
+    mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
+    return ((found @ mixing) * torch.logspace(-2, 2, width) + 3).float(), labels
+
+
+# Few-shot -------------------------------------------------------------------------------------------------------------
+
+
+def by_normal_equations(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: float) -> np.ndarray:
+    """The definition, solved as it stands: standardise, append 100, (X'X + l2 I) W = X'Y."""
+    a, b = x.double().numpy(), others.double().numpy()
+    mean, std = a.mean(0), a.std(0) + 1e-5
+    a, b = (np.c_[(z - mean) / std, np.full(len(z), 100.0)] for z in (a, b))
+    targets = np.where(np.arange(classes) == y.numpy()[:, None], 1.0, -1.0)
+    return b @ np.linalg.solve(a.T @ a + l2 * np.eye(a.shape[1]), a.T @ targets)
+
+
+def by_big_vision(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: float) -> np.ndarray:
+    """Its route: the eigenvectors of X'X, or of XX' where there are fewer images than features and the constant."""
+    a = x.double().numpy()
+    mean, std = a.mean(0, keepdims=True), a.std(0, keepdims=True) + 1e-5
+    a = np.pad((a - mean) / std, ((0, 0), (0, 1)), constant_values=100.0)
+    targets = 2.0 * np.eye(classes)[y.numpy()] - 1.0
+    if a.shape[0] >= a.shape[1]:
+        values, q = np.linalg.eigh(a.T @ a)
+        lhs, rhs = q, q.T @ (a.T @ targets)
+    else:
+        values, q = np.linalg.eigh(a @ a.T)
+        lhs, rhs = a.T @ q, q.T @ targets
+    b = np.pad((others.double().numpy() - mean) / std, ((0, 0), (0, 1)), constant_values=100.0)
+    return b @ ((lhs / (values + l2)) @ rhs)
+
+
+@pytest.mark.parametrize("count", [9, 30, 48, 49, 50, 400], ids=lambda count: f"{count} images of 48 features")
+@pytest.mark.parametrize("l2", [2.0**-10, 1.0, 2.0**10, 2.0**19])
+def test_least_squares_are_numpys_and_big_visions(count: int, l2: float) -> None:
+    x, y = clusters(count, 48, 9)
+    others, _ = clusters(300, 48, 9, seed=1)
+    solved = probe.solve(x, y, 9)
+    for expected in (by_normal_equations(x, y, others, 9, l2), by_big_vision(x, y, others, 9, l2)):
+        # the constant's square makes the peers' system ill-conditioned, the more so the smaller l2 is
+        close = np.ptp(expected) * (1e-4 if l2 < 1 else 1e-7)
+        np.testing.assert_allclose(solved.scores(others, l2).numpy(), expected, rtol=0, atol=close)
+        assert solved.predict(others, l2).tolist() == expected.argmax(1).tolist()
+
+
+def test_the_whole_sweep_is_that_of_each_l2() -> None:
+    x, y = clusters(500, 40, 20)
+    others, _ = clusters(3000, 40, 20, seed=1)
+    solved = probe.solve(x, y, 20)
+    found = solved.sweep(others)
+    assert list(found) == [2.0**power for power in range(-10, 20)]
+    for l2, guesses in found.items():
+        assert torch.equal(guesses, solved.scores(others, l2).argmax(1))
+    assert len({tuple(guesses.tolist()) for guesses in found.values()}) > 10
+
+
+def test_predictions_are_float64s_where_float32_cannot_tell() -> None:
+    """Pairs of nearly equal classes: float32 alone gets many of these images wrong."""
+    x, y = clusters(600, 40, 10, spread=0.5)
+    twins = torch.cat((y[:300], y[300:] + 10))  # each class twice, of the same cluster
+    x[300:] = x[:300] * (1 + 1e-7 * torch.randn(300, 40))
+    twins[300:] = y[:300] + 10
+    others, _ = clusters(2000, 40, 10, seed=3, spread=0.5)
+    solved = probe.solve(x, twins, 20)
+    wrong = 0
+    for l2, guesses in solved.sweep(others).items():
+        weights, bias = solved.weights(l2)
+        scores = probe.standardised(others, solved.mean, solved.std) @ weights + bias
+        assert torch.equal(guesses, scores.argmax(1))
+        quick = probe.standardised(others, solved.mean, solved.std).float() @ weights.float() + bias.float()
+        wrong += int((quick.argmax(1) != guesses).sum())
+    assert wrong > 100
+
+
+def test_a_constant_feature_and_a_class_without_images_do_no_harm() -> None:
+    x, y = clusters(60, 12, 5)
+    x[:, 3] = 4.0
+    others, _ = clusters(50, 12, 5, seed=1)
+    others[:, 3] = 4.0
+    expected = by_normal_equations(x, y, others, 7, 1024.0)  # classes 5 and 6 have no image
+    found = probe.solve(x, y, 7).scores(others, 1024.0)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+    assert set(probe.solve(x, y, 7).predict(others).tolist()) <= set(range(5))
+
+
+def test_one_class_and_one_image() -> None:
+    x, y = clusters(1, 6, 1)
+    assert probe.solve(x, y, 1).predict(torch.randn(4, 6)).tolist() == [0] * 4
+
+
+def test_draws_are_nested_balanced_and_big_visions() -> None:
+    labels = np.array([0, 1, 2] * 40 + [1] * 5)
+    drawn = probe.draw_shots(labels, 3, (1, 5, 25, 1000), seed=4)
+    assert set(drawn[1]) < set(drawn[5]) < set(drawn[25]) < set(drawn[1000])
+    for shots in (1, 5, 25):
+        assert np.bincount(labels[drawn[shots]]).tolist() == [shots] * 3
+    assert np.bincount(labels[drawn[1000]]).tolist() == [40, 45, 40]  # as many as there are
+    generator = np.random.default_rng(4)
+    order = [generator.permutation(np.where(labels == label)[0]) for label in range(3)]
+    assert drawn[5].tolist() == np.concatenate([one[:5] for one in order]).tolist()
+    assert set(probe.draw_shots(labels, 3, (5,), seed=5)[5]) != set(drawn[5])
+
+
+def test_l2_is_chosen_on_the_other_sets() -> None:
+    """By hand: a ranks them 0 1 2, b 2 0 1; their mean is best for the third, which c itself holds for the worst."""
+    tops = {
+        "a": {1.0: 0.1, 2.0: 0.2, 4.0: 0.3},
+        "b": {1.0: 0.9, 2.0: 0.1, 4.0: 0.5},
+        "c": {1.0: 0.8, 2.0: 0.7, 4.0: 0.1},
+    }
+    assert probe.choose_l2(tops) == {"a": 1.0, "b": 1.0, "c": 4.0}  # b: all equal, so the smallest
+    assert probe.choose_l2({"a": tops["a"]}) == {}
+    assert probe.choose_l2({"a": tops["a"], "b": {1.0: 0.5, 2.0: 0.5, 4.0: 0.1}})["a"] == 1.0  # of equals the smallest
+
+
+@pytest.mark.slow
+def test_at_the_size_of_imagenet() -> None:
+    """50,000 images, 768 features, 1,000 classes against scikit-learn's Ridge in float64."""
+    x, y = clusters(50_000, 768, 1000, spread=3.0)
+    others, _ = clusters(2_000, 768, 1000, seed=1, spread=3.0)
+    solved = probe.solve(x, y, 1000)
+    a, b = x.double().numpy(), others.double().numpy()
+    mean, std = a.mean(0), a.std(0) + 1e-5
+    a, b = (np.c_[(z - mean) / std, np.full(len(z), 100.0)] for z in (a, b))
+    targets = -np.ones((len(a), 1000))
+    targets[np.arange(len(a)), y.numpy()] = 1
+    expected = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky").fit(a, targets).predict(b)
+    np.testing.assert_allclose(solved.scores(others, 1024.0).numpy(), expected, atol=1e-6)
+    assert solved.predict(others).tolist() == expected.argmax(1).tolist()
+
+
+# Nearest neighbours ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 10, 20, 200])
+def test_neighbours_are_scikit_learns(k: int) -> None:
+    x, y = clusters(700, 24, 8)
+    others, _ = clusters(2500, 24, 8, seed=1)
+    x, others = x.double(), others.double()
+    found = probe.neighbours(x, y, 8, others, (1, k, 300))
+    majority = KNeighborsClassifier(k, metric="cosine", algorithm="brute").fit(x, y)
+    assert found.majority[k].tolist() == majority.predict(others).tolist()
+    weighted = KNeighborsClassifier(
+        k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    )
+    assert found.weighted[k].tolist() == weighted.fit(x, y).predict(others).tolist()
+
+
+def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
+    x = torch.tensor([[1.0, 0], [0, 1.0], [0, 2.0], [0, 3.0], [-1.0, 0]])
+    y = torch.tensor([4, 3, 2, 1, 0])
+    query = torch.tensor([[0.0, 5.0], [1.0, 1.0]])
+    found = probe.neighbours(x, y, 5, query, (1, 2, 3))
+    # three images lie exactly on the first query: the earliest is of class 3; with one vote each the lowest class wins
+    assert [int(found.majority[k][0]) for k in (1, 2, 3)] == [3, 2, 1]
+    # the second is equally far from images 0 to 3, of classes 4 3 2 1
+    assert [int(found.majority[k][1]) for k in (1, 2, 3)] == [4, 3, 2]
+    assert found.weighted[2][0] == 2
+
+
+def test_neighbours_of_nothing() -> None:
+    """Zeros have no direction: they are as far from all."""
+    x, y = torch.eye(3), torch.tensor([2, 1, 0])
+    assert probe.neighbours(x, y, 3, torch.zeros(1, 3), (1,)).majority[1].tolist() == [2]
+
+
+@pytest.mark.parametrize("ks", [(), (0,), (1, 11), (-3,)])
+def test_a_wrong_k_is_refused(ks: tuple[int, ...]) -> None:
+    x, y = clusters(10, 4, 2)
+    with pytest.raises(ValueError, match="k is between 1 and the 10 training images"):
+        probe.neighbours(x, y, 2, x, ks)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda x, y: (x[:, 0], y), "N, D"),
+        (lambda x, y: (x[:0], y[:0]), "N, D"),
+        (lambda x, y: (x, y + 1), "labels are from 0 to 1"),
+        (lambda x, y: (x, y - 1), "labels are from 0 to 1"),
+        (lambda x, y: (x.index_fill(0, torch.tensor([3]), float("nan")), y), "not finite"),
+    ],
+)
+def test_what_is_no_set_of_features_is_refused(spoil: Any, words: str) -> None:
+    x, y = spoil(*clusters(10, 4, 2))
+    with pytest.raises(ValueError, match=words):
+        probe.solve(x, y, 2)
+
+
+# Linear probe ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "l2"), [(60, 1e-2), (400, 1e-3), (2000, 1e-2), (400, 1.0)])
+def test_the_linear_probe_is_scikit_learns(count: int, l2: float) -> None:
+    """The same objective; softmax has one bias too many, so biases are compared without their mean."""
+    x, y = clusters(count, 16, 5)
+    found = probe.logistic(x, y, 5, l2, tolerance=1e-8)
+    mean, std = probe.moments(x)
+    rows = ((x.double() - mean) / (std + 1e-5)).numpy()
+    peer = LogisticRegression(C=1 / (l2 * count), tol=1e-10, max_iter=10_000).fit(rows, y.numpy())
+    assert found.converged
+    np.testing.assert_allclose(found.weights.numpy(), peer.coef_.T, atol=2e-5)
+    biases = [bias - bias.mean() for bias in (found.bias.numpy(), peer.intercept_)]
+    np.testing.assert_allclose(*biases, atol=2e-5)
+    others, _ = clusters(300, 16, 5, seed=1)
+    assert found.predict(others).tolist() == peer.predict(((others.double() - mean) / (std + 1e-5)).numpy()).tolist()
+
+
+def test_its_objective_is_what_it_says() -> None:
+    x, y = clusters(200, 8, 3)
+    found = probe.logistic(x, y, 3, 0.05)
+    loss = torch.nn.functional.cross_entropy(found.scores(x), y) + 0.05 / 2 * found.weights.square().sum()
+    assert found.loss == pytest.approx(float(loss), abs=1e-12)
+    unregularised = probe.logistic(x, y, 3, 0.0, steps=2)
+    assert not unregularised.converged
+
+
+def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
+    x, y = clusters(300, 64, 4, spread=5.0)
+    fitted, best, tried = probe.search_logistic(x, y, 4, (1e-6, 1e-3, 1e-1, 10.0))
+    assert best == max(tried, key=lambda l2: (tried[l2], l2))
+    assert len(set(tried.values())) > 1
+    assert torch.allclose(fitted.weights, probe.logistic(x, y, 4, best).weights, atol=1e-3)
+    inside, outside = probe._hold_out(y.numpy(), 4, 0.2)
+    assert sorted((*inside.tolist(), *outside.tolist())) == list(range(300))
+    expected = torch.bincount(y) * 0.2
+    assert (torch.bincount(y[outside]) - expected).abs().max() <= 0.5
+    with pytest.raises(ValueError, match="no class has two"):
+        probe.search_logistic(x[:4], torch.arange(4), 4)
+
+
+# Features and their cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    plainvit.save(tiny.vit(torch.float32, image_size=(8, 8), patch=4, classes=0, depth=1), path)
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for split, start in (("train", 0), ("test", 100)):
+        plant_classes(tmp_path / "photos" / split, {"cat": 6, "dog": 5, "emu": 4}, start)
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("batch", [1, 4, 15, 64])
+def test_features_are_the_models_for_any_batch(weights: Path, photos: Path, batch: int) -> None:
+    source = open_source(str(photos))
+    found = extract(Predictor(weights, batch=batch, device="cpu"), source, quiet=True)
+    assert found.index.tolist() == list(range(15))
+    assert found.labels.tolist() == source.labels.tolist()
+    model, one = plainvit.load(weights), Predictor(weights, device="cpu")
+    expected = torch.cat([model.features(one.prepare(source.read(i))[None]) for i in range(15)])
+    torch.testing.assert_close(found.features, expected, rtol=0, atol=2e-6)
+
+
+def test_features_are_computed_once(weights: Path, photos: Path, tmp_path: Path) -> None:
+    predictor, source = Predictor(weights, device="cpu"), open_source(str(photos))
+    first = extract(predictor, source, cache=tmp_path / "a" / "b", quiet=True)
+    assert not first.cached
+    predictor.features = None  # pyright: ignore[reportAttributeAccessIssue] - it could not compute them again
+    again = extract(predictor, open_source(str(photos)), cache=tmp_path / "a" / "b", quiet=True)
+    assert again.cached
+    for name in ("features", "labels", "index"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [f"{first.key}.safetensors"]
+
+
+def test_data_that_only_moved_keeps_its_features(weights: Path, photos: Path, tmp_path: Path) -> None:
+    predictor, here = Predictor(weights, device="cpu"), open_source(str(photos))
+    before = kept.features_key(predictor, here, "w")
+    photos.rename(tmp_path / "elsewhere")
+    assert kept.features_key(predictor, open_source(str(tmp_path / "elsewhere")), "w") == before
+
+
+def test_every_part_of_the_name_counts(weights: Path, photos: Path) -> None:
+    predictor = Predictor(weights, device="cpu")
+    source = open_source(str(photos))
+    keys = [kept.features_key(predictor, source, kept.weights_hash(predictor))]
+
+    def another(**changes: Any) -> None:
+        with torch.no_grad():
+            made = Predictor(weights, device="cpu", **changes)
+        keys.append(kept.features_key(made, source, kept.weights_hash(made)))
+
+    another(preprocess=Preprocess(resize="crop", crop=0.9))
+    another(image_size=16)
+    another(precision="bf16")
+    changed = Predictor(weights, device="cpu")
+    changed.model.load_state_dict({name: value + 1e-6 for name, value in changed.model.state_dict().items()})
+    keys.append(kept.features_key(changed, source, kept.weights_hash(changed)))
+    keys.append(kept.features_key(predictor, open_source(str(photos), "test"), kept.weights_hash(predictor)))
+    keys.append(kept.features_key(predictor, Subset(source, np.arange(14)), kept.weights_hash(predictor)))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("storage", ["folder", "parquet", "subset"])
+def test_an_image_that_changed_is_noticed(photos: Path, tmp_path: Path, storage: str) -> None:
+    """Another picture under the same name: the fingerprint of names and labels alone would not see it."""
+    if storage == "parquet":
+        images = [encode(np.full((4, 4, 3), i, np.uint8)) for i in range(200)]
+        write_parquet(tmp_path / "set" / "train-00.parquet", images, [i % 3 for i in range(200)])
+        spec, path = str(tmp_path / "set"), tmp_path / "set" / "train-00.parquet"
+    else:
+        spec, path = str(photos), photos / "train" / "dog" / "3.png"
+
+    def stamps() -> tuple[str, str]:
+        source = open_source(spec)
+        if storage == "subset":
+            source = Subset(source, np.arange(5, 12))
+        return source.fingerprint(), kept.content_stamp(source)
+
+    before = stamps()
+    assert stamps() == before
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns + 1
+    os.utime(path, ns=times)
+    after = stamps()
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "empty", "other"])
+def test_a_damaged_file_is_made_anew(
+    weights: Path, photos: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor, source = Predictor(weights, device="cpu"), open_source(str(photos))
+    first = extract(predictor, source, cache=tmp_path / "cache", quiet=True)
+    path = tmp_path / "cache" / f"{first.key}.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "other":
+        extract(predictor, open_source(str(photos), "test"), cache=tmp_path / "others", quiet=True)
+        next((tmp_path / "others").iterdir()).replace(path)
+    elif damage == "flipped":
+        data[-10] ^= 4
+        path.write_bytes(data)
+    else:
+        path.write_bytes({"cut": data[:-9], "garbage": b"\xff" * 500, "empty": b""}[damage])
+    with caplog.at_level(logging.WARNING, "plainvit"):
+        again = extract(predictor, source, cache=tmp_path / "cache", quiet=True)
+    assert not again.cached
+    assert "computed again" in caplog.text
+    assert torch.equal(first.features, again.features)
+    assert extract(predictor, source, cache=tmp_path / "cache", quiet=True).cached
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_images_that_cannot_be_read_are_left_out_and_counted(weights: Path, photos: Path, tmp_path: Path) -> None:
+    (photos / "train" / "cat" / "2.png").write_bytes(b"not an image")
+    predictor, source = Predictor(weights, device="cpu", batch=1), open_source(str(photos))
+    for _ in range(2):  # and the same from the cache
+        found = extract(predictor, source, cache=tmp_path / "cache", quiet=True)
+        assert found.unreadable == 1
+        assert found.index.tolist() == [0, 1, *range(3, 15)]
+        assert len(found.features) == len(found.labels) == 14
+    assert found.cached
+    for path in photos.glob("test/*/*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="no image of the test split"):
+        extract(predictor, open_source(str(photos), "test"), quiet=True)
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def planted_pair(classes: int = 4) -> frozen.Pair:
+    train, test = clusters(200, 16, classes), clusters(150, 16, classes, seed=1)
+    made = [kept.Features(x, y, torch.arange(len(y)), 0, "") for x, y in (train, test)]
+    return frozen.Pair(made[0], made[1], classes)
+
+
+def test_the_numbers_of_the_table() -> None:
+    """Mean and sample deviation over the seeds, each from a support drawn and solved here by NumPy."""
+    pair = planted_pair()
+    found = frozen.few_shot(pair, frozen.Settings(shots=(2, 500), seeds=3, l2=8.0, sweep=True))
+    labels = pair.train.labels.numpy()
+    for shots in (2, 500):
+        tops = []
+        for seed in range(3):
+            chosen = probe.draw_shots(labels, 4, (shots,), seed)[shots]
+            x, y = pair.train.features[chosen], pair.train.labels[chosen]
+            guesses = by_normal_equations(x, y, pair.test.features, 4, 8.0).argmax(1)
+            tops.append((guesses == pair.test.labels.numpy()).mean())
+        told = found[str(shots)]
+        assert told["seeds"] == pytest.approx(tops)
+        assert told["top1"] == pytest.approx(np.mean(tops))
+        assert told["sd"] == pytest.approx(np.std(tops, ddof=1), abs=1e-12)
+        assert told["sweep"]["8.0"]["seeds"] == told["seeds"]
+        assert len(told["sweep"]) == 30
+    assert found["2"]["support"] == 8
+    assert found["2"]["classes_with_fewer"] == 0
+    assert found["500"]["support"] == 200
+    assert found["500"]["classes_with_fewer"] == 4
+
+
+def said(capsys: Capture, *words: str) -> str:
+    main(["probe", *words])
+    return capsys.readouterr().out
+
+
+def refused(capsys: Capture, code: int, *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["probe", *words])
+    out, err = capsys.readouterr()
+    assert caught.value.code == code
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("plainvit: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = (str(weights), "--data", str(photos), "--device", "cpu", "--cache", str(tmp_path / "cache"))
+    methods = ("--method", "fewshot", "knn", "linear", "--shots", "1", "3")
+    (card,) = json.loads(said(capsys, *words, *methods, "--json", "--out", str(tmp_path / "cards.json")))
+    assert json.loads((tmp_path / "cards.json").read_text()) == [card]
+    assert (card["n"], card["train"]["n"], card["classes"], card["split"]) == (15, 15, 3, "test")
+    assert card["fingerprint"] == open_source(str(photos), "test").fingerprint()
+    assert card["weights"] == kept.weights_hash(Predictor(weights, device="cpu"))
+    assert card["settings"]["l2"] == 1024
+    assert list(card["results"]) == ["fewshot", "knn", "linear"]
+    assert list(card["results"]["knn"]["weighted"]) == ["1", "5", "10"]  # of 15 training images
+    assert not card["cached"]
+    table = said(capsys, *words, *methods)
+    told = card["results"]["fewshot"]["3"]
+    assert f"{100 * told['top1']:.2f} ± {100 * told['sd']:.2f}" in table
+    assert f"{100 * card['results']['linear']['top1']:.2f}" in table
+    assert json.loads(said(capsys, *words, "--json"))[0]["cached"]
+
+
+def test_several_sets_choose_l2_for_each_other(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    for split in ("train", "test"):
+        plant_classes(tmp_path / "others" / split, {"x": 5, "y": 5}, 300)
+    data = ("--data", str(photos), str(tmp_path / "others"), "--sweep", "--shots", "2", "--device", "cpu")
+    cards = json.loads(said(capsys, str(weights), *data, "--no-cache", "--json"))
+    tops = [{float(l2): one["top1"] for l2, one in card["results"]["fewshot"]["2"]["sweep"].items()} for card in cards]
+    chosen = [card["results"]["fewshot"]["2"]["chosen"]["l2"] for card in cards]
+    assert chosen == [max(tops[1], key=lambda l2: (tops[1][l2], -l2)), max(tops[0], key=lambda l2: (tops[0][l2], -l2))]
+    assert "chosen on the others" in said(capsys, str(weights), *data, "--no-cache")
+
+
+def test_fewer_training_images_of_each_class(weights: Path, photos: Path, capsys: Capture) -> None:
+    words = (str(weights), "--data", str(photos), "--per-class", "2", "--no-cache", "--device", "cpu", "--json")
+    assert json.loads(said(capsys, *words))[0]["train"]["n"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--method", "knn", "--k", "16"), 2, "16 of 15"),
+        (("--k", "0"), 2, "k must be a whole number of at least 1"),
+        (("--shots", "0"), 2, "shots"),
+        (("--l2", "0"), 2, "above 0"),
+        (("--split", "val"), 3, "val split"),
+        (("--batch", "0"), 2, "--batch"),
+        (("--cache", "x", "--no-cache"), 2, "contradict"),
+        (("--shots",), 2, "shots"),
+        (("--out", "/no/such/folder/x.json"), 2, "no folder /no/such/folder"),
+        (("--cache", "/proc/version"), 5, "--no-cache"),
+    ],
+)
+def test_wrong_words(
+    weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, told: str
+) -> None:
+    cache = () if "--cache" in words else ("--no-cache",)
+    assert told in refused(capsys, code, str(weights), "--data", str(photos), *cache, *words)
+
+
+def test_wrong_data(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    def told(code: int, *specs: str) -> str:
+        return refused(capsys, code, str(weights), "--no-cache", "--data", *specs)
+
+    assert "once" in told(2, str(photos), str(photos))
+    assert "neither a folder" in told(2, "nothing-like-it")
+    for path in (photos / "train" / "emu").iterdir():
+        path.unlink()
+    assert "no training image of the class 'emu'" in told(3, str(photos))
+    (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
+    assert "no images in its train split" in told(3, str(tmp_path / "empty"))
+    write_parquet(tmp_path / "bare" / "train-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
+    write_parquet(tmp_path / "bare" / "test-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
+    assert "without a label" in told(3, str(tmp_path / "bare"))
+    assert "no file" in refused(capsys, 2, "/no/such/weights", "--data", str(photos)) or True

@@ -1,0 +1,453 @@
+"""VTAB-1k: label rules against values worked out by hand, the cuts of 800, 200 and test, the paper's own table through
+our means, and three tasks from planted images to a table."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import small_runs
+from pictures import encode, plant, plant_classes, write_parquet
+from rich.console import Console
+
+import plainvit
+from plainvit.cli import main
+from plainvit.config import Augment
+from plainvit.data import vtab
+from plainvit.data.decode import DataError, decode
+from plainvit.data.sources import AbsentSplit, open_source
+from plainvit.models import build
+from plainvit.recipes import recipe
+from plainvit.studies import vtab as study
+from plainvit.train import fit
+
+Capture = pytest.CaptureFixture[str]
+
+
+# Labels ---------------------------------------------------------------------------------------------------------------
+
+
+def scene(*depths: float) -> dict[str, Any]:
+    """As in CLEVR's own scenes: pixel_coords are x, y and the distance from the camera."""
+    return {"objects": [{"pixel_coords": [10, 20, depth], "shape": "cube"} for depth in depths]}
+
+
+def road(*objects: tuple[Any, float]) -> dict[str, Any]:
+    """As in TFDS: a record of lists; location is x, y, z in metres, z ahead of the camera."""
+    return {"objects": {"type": [kind for kind, _ in objects], "location": [[-1.0, 1.5, z] for _, z in objects]}}
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "label"),
+    [
+        ("clevr-count", scene(9, 9, 9), 0),
+        ("clevr-count", scene(*[9.0] * 10), 7),
+        ("clevr-count", {"objects": {"pixel_coords": [[0, 0, 9.0]] * 4}}, 1),
+        ("clevr-distance", scene(12, 7.2, 11), 0),
+        ("clevr-distance", scene(8.0, 9), 0),  # an edge belongs to the nearer bin
+        ("clevr-distance", scene(8.01, 12), 1),
+        ("clevr-distance", scene(8.5), 1),
+        ("clevr-distance", scene(8.7), 2),
+        ("clevr-distance", scene(9.3, 14), 3),
+        ("clevr-distance", scene(10.0), 4),
+        ("clevr-distance", scene(10.2, 13.5), 5),
+        ("kitti-distance", road(("Car", 5.0), ("Truck", 30.0)), 0),
+        ("kitti-distance", road(("Van", 8.0)), 0),
+        ("kitti-distance", road(("Pedestrian", 2.0), ("Car", 9.5)), 1),
+        ("kitti-distance", road((2, 20.5), (3, 1.0), (7, 4.0)), 2),  # 2 is a truck, 3 a pedestrian, 7 anything else
+        ("kitti-distance", road(("Cyclist", 3.0), ("Tram", 3.0)), 3),
+        ("kitti-distance", road(), 3),
+        ("dsprites-location", {"label_x_position": 0}, 0),
+        ("dsprites-location", {"label_x_position": 7}, 3),
+        ("dsprites-location", {"label_x_position": 31}, 15),
+        ("dsprites-orientation", {"label_orientation": 2}, 0),
+        ("dsprites-orientation", {"label_orientation": 3}, 1),
+        ("dsprites-orientation", {"label_orientation": 5}, 2),
+        ("dsprites-orientation", {"label_orientation": 37}, 14),
+        ("dsprites-orientation", {"label_orientation": 39}, 15),
+        ("smallnorb-azimuth", {"label_azimuth": 17}, 17),
+        ("smallnorb-elevation", {"label_elevation": 8}, 8),
+    ],
+)
+def test_labels_by_hand(task: str, record: dict[str, Any], label: int) -> None:
+    rule = vtab.TASKS[task].rule
+    assert rule
+    assert rule(record) == label
+
+
+def test_every_bin_of_a_sprite_is_as_wide_as_it_should_be() -> None:
+    places = [vtab.sprite_place({"label_x_position": x}) for x in range(32)]
+    assert np.bincount(places).tolist() == [2] * 16
+    turns = [vtab.sprite_turn({"label_orientation": turn}) for turn in range(40)]
+    assert np.bincount(turns).tolist() == [3, 2] * 8
+
+
+# What may be done to images -------------------------------------------------------------------------------------------
+
+
+def test_what_would_change_a_label_is_left_out() -> None:
+    """Written out from the paper (B.1.1 follows BiT)."""
+    no_flip = {"dsprites-orientation", "dsprites-location", "smallnorb-azimuth"}
+    no_crop = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprites-location"}
+    given = recipe("ft-vtab").augment
+    assert (given.crop, given.resize, given.flip) == ("random", 448, 0.5)
+    for task in vtab.TASKS:
+        found = vtab.augment_for(task, given)
+        assert found.flip == (0.0 if task in no_flip else 0.5)
+        assert found.crop == ("none" if task in no_crop else "random")
+        assert found.replace(flip=0.5, crop="random") == given
+
+
+def test_the_papers_setting() -> None:
+    """Table 4 and section 4.1: 2,500 steps, rate 0.01, 384 pixels, batches of 512, one setting for all tasks."""
+    config = study.base_config("weights", "paper")
+    assert (config.steps, config.optim.lr, config.image_size, config.batch) == (2500, 0.01, 384, 512)
+    assert (config.optim.name, config.optim.momentum, config.head) == ("sgd", 0.9, "zero")
+    one = study.task_config(config, "dsprites-location", "root")
+    assert (one.data, one.data_root) == ("vtab1000/dsprites-location", "root")
+    assert one.augment == Augment(crop="none", resize=448, flip=0.0)
+    shorter = study.base_config("weights", "paper", steps=100)
+    assert shorter.optim.warmup * 100 == pytest.approx(8)  # 200 of 2,500
+
+
+# Means ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", study.TABLE9)
+def test_table_9_averages_to_its_printed_means(model: str) -> None:
+    scores = dict(zip(vtab.TASKS, study.TABLE9[model], strict=True))
+    found = study.means(scores)
+    assert round(found["vtab"], 1) == study.TABLE9_MEANS[model]
+    assert [found[group]["tasks"] for group in ("natural", "specialized", "structured")] == [7, 4, 8]
+    assert "mean_of_those_there" not in found
+
+
+def test_group_means_by_hand() -> None:
+    """ViT-H/14's: 606.8 / 7, 348 / 4 and 520.2 / 8."""
+    found = study.means(dict(zip(vtab.TASKS, study.TABLE9["ViT-H/14 (JFT)"], strict=True)))
+    assert found["natural"]["mean"] == pytest.approx(606.8 / 7)
+    assert found["specialized"]["mean"] == pytest.approx(87.0)
+    assert found["structured"]["mean"] == pytest.approx(65.025)
+
+
+def test_without_one_task_there_is_no_vtab_score() -> None:
+    scores = dict.fromkeys(list(vtab.TASKS)[1:], 0.5)
+    found = study.means(scores)
+    assert "vtab" not in found
+    assert found["natural"] == {"mean": 0.5, "tasks": 6, "of": 7}
+    assert found["mean_of_those_there"] == 0.5
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+
+def pixel(value: int) -> bytes:
+    """A picture that says which one it is."""
+    return encode(np.full((2, 2, 3), (value % 256, value // 256, 7), np.uint8))
+
+
+def which(data: bytes | np.ndarray) -> int:
+    red, green, _ = (int(x) for x in decode(data)[0, 0])
+    return red + 256 * green
+
+
+def parts(root: Path, name: str) -> dict[str, list[int]]:
+    found = {split: open_source(f"vtab/{name}", split, data_root=root) for split in ("train", "val", "test")}
+    return {split: [which(source.read(i)) for i in range(len(source))] for split, source in found.items()}
+
+
+def write_set(folder: Path, sizes: dict[str, int], classes: int) -> None:
+    """Parquet in an order of labels that is not sorted; pictures are numbered through."""
+    start = 0
+    for split, count in sizes.items():
+        numbers = range(start, start + count)
+        labels = [number % classes for number in numbers]
+        write_parquet(folder / f"{split}-00.parquet", [pixel(i) for i in numbers], labels)
+        start += count
+
+
+def test_800_200_and_the_test_images(tmp_path: Path) -> None:
+    write_set(tmp_path / "svhn", {"train": 1200, "test": 50}, 10)
+    found = parts(tmp_path, "svhn")
+    assert found == {
+        "train": list(range(800)),
+        "val": list(range(800, 1000)),
+        "test": list(range(1200, 1250)),
+    }
+
+
+def test_validation_images_of_its_own(tmp_path: Path) -> None:
+    write_set(tmp_path / "dmlab", {"train": 900, "val": 300, "test": 50}, 6)
+    found = parts(tmp_path, "dmlab")
+    assert found == {"train": list(range(800)), "val": list(range(900, 1100)), "test": list(range(1200, 1250))}
+
+
+def test_a_set_that_has_train_alone(tmp_path: Path) -> None:
+    """EuroSAT: its last fifth is tested on."""
+    write_set(tmp_path / "eurosat", {"train": 1500}, 10)
+    found = parts(tmp_path, "eurosat")
+    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1200, 1500))}
+
+
+def test_clevr_is_tested_on_its_validation_images(tmp_path: Path) -> None:
+    write_set(tmp_path / "clevr-count", {"train": 1100, "val": 60}, 8)
+    found = parts(tmp_path, "clevr-count")
+    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1100, 1160))}
+
+
+def test_smallnorb_validates_on_the_first_half_of_its_test_images(tmp_path: Path) -> None:
+    write_set(tmp_path / "smallnorb-elevation", {"train": 900, "test": 600}, 9)
+    found = parts(tmp_path, "smallnorb-elevation")
+    assert found == {"train": list(range(800)), "val": list(range(900, 1100)), "test": list(range(1200, 1500))}
+
+
+def test_class_folders_do_not_give_the_first_classes_only(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "svhn" / "train", {str(label): 110 for label in range(10)})
+    plant_classes(tmp_path / "svhn" / "test", {str(label): 1 for label in range(10)}, 5000)
+    train, val = (open_source("vtab/svhn", split, data_root=tmp_path) for split in ("train", "val"))
+    assert (np.bincount(train.labels, minlength=10) > 60).all()  # of 80, by chance
+    assert (np.bincount(val.labels, minlength=10) > 8).all()
+    names = {source.name(i) for source in (train, val) for i in range(len(source))}
+    assert len(names) == 1000
+    again = open_source("vtab/svhn", "train", data_root=tmp_path)
+    assert again.fingerprint() == train.fingerprint()
+
+
+def test_all_1000_images(tmp_path: Path) -> None:
+    write_set(tmp_path / "svhn", {"train": 1200, "test": 50}, 10)
+    train = open_source("vtab1000/svhn", "train", data_root=tmp_path)
+    assert [which(train.read(i)) for i in range(1000)] == list(range(1000))
+    assert train.labels.tolist() == [i % 10 for i in range(1000)]
+    assert train.name(999) == open_source("vtab/svhn", "val", data_root=tmp_path).name(199)
+    assert len(open_source("vtab1000/svhn", "test", data_root=tmp_path)) == 50
+    with pytest.raises(AbsentSplit):
+        open_source("vtab1000/svhn", "val", data_root=tmp_path)
+
+
+def write_lists(folder: Path, classes: int) -> None:
+    """As the copies of VTAB-1k that go round have it."""
+    for name, split, count, start in (
+        ("train800", "train", 800, 0),
+        ("val200", "val", 200, 800),
+        ("test", "test", 30, 1000),
+    ):
+        plant(folder, {f"images/{split}/{i:06d}.png": pixel(start + i) for i in range(count)})
+        lines = [f"images/{split}/{i:06d}.png {(start + i) % classes}" for i in range(count)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+
+
+def test_the_lists_of_vtab_1k(tmp_path: Path) -> None:
+    write_lists(tmp_path / "smallnorb_azi", 18)
+    found = parts(tmp_path, "smallnorb-azimuth")
+    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1000, 1030))}
+    source = open_source("vtab/smallnorb-azimuth", "val", data_root=tmp_path)
+    assert source.labels.tolist() == [i % 18 for i in range(800, 1000)]
+    assert len(source.classes) == 18
+
+
+@pytest.mark.parametrize("line", ["images/a.png", "images/a.png 18", "/etc/passwd 1", "../a.png 1", "images/a.png x"])
+def test_a_list_that_is_wrong(tmp_path: Path, line: str) -> None:
+    write_lists(tmp_path / "smallnorb-azimuth", 18)
+    with (tmp_path / "smallnorb-azimuth" / "train800.txt").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(DataError, match=r"train800\.txt line 801"):
+        open_source("vtab/smallnorb-azimuth", "train", data_root=tmp_path)
+
+
+def write_raw(path: Path, records: list[dict[str, Any]], start: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = pa.array([pixel(start + i) for i in range(len(records))], pa.binary())
+    columns = {name: pa.array([record[name] for record in records]) for name in records[0]}
+    pq.write_table(pa.table({"image": images, **columns}), path)
+
+
+def scenes(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Scene i has 3 + i % 8 objects, the nearest at 7.9 + i % 7 / 2."""
+    return [scene(7.9 + i % 7 / 2, *[20.0] * (2 + i % 8)) for i in range(start, start + count)]
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_raw_records_serve_both_of_their_tasks(tmp_path: Path, form: str) -> None:
+    train, val = scenes(1000), scenes(40, 1000)
+    if form == "parquet":
+        write_raw(tmp_path / "clevr" / "train-0.parquet", train[:600], 0)
+        write_raw(tmp_path / "clevr" / "train-1.parquet", train[600:], 600)
+        write_raw(tmp_path / "clevr" / "val-0.parquet", val, 1000)
+    else:
+        plant(tmp_path / "clevr", {f"{i}.png": pixel(i) for i in range(1040)})
+        lines = [
+            json.dumps({"file": f"{i}.png", "split": "train" if i < 1000 else "val", **record})
+            for i, record in enumerate(train + val)
+        ]
+        (tmp_path / "clevr" / "annotations.jsonl").write_text("\n".join(lines))
+    # by hand: 7.9 8.4 8.9 9.4 9.9 10.4 10.9 against the edges 8 8.5 9 9.5 10
+    expected = {"clevr-count": (0, 1, 2, 3, 4, 5, 6, 7), "clevr-distance": (0, 1, 2, 3, 4, 5, 5)}
+    for task, cycle in expected.items():
+        found = {split: open_source(f"vtab/{task}", split, data_root=tmp_path) for split in ("train", "val", "test")}
+        assert [which(found["test"].read(i)) for i in range(40)] == list(range(1000, 1040))
+        assert len(found["test"].classes) == vtab.TASKS[task].classes
+        labels = [int(label) for source in found.values() for label in source.labels]
+        assert labels == [cycle[i % len(cycle)] for i in range(1040)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda record: record.pop("objects"), "no annotation for Clevr-Count"),
+        (lambda record: record.update(objects=[]), "the label -3"),
+        (lambda record: record.update(file="../x.png"), "names no file inside"),
+        (lambda record: record.pop("file"), "names no file inside"),
+    ],
+)
+def test_raw_records_that_are_wrong(tmp_path: Path, spoil: Any, words: str) -> None:
+    records = [{"file": f"{i}.png", "split": "train", **record} for i, record in enumerate(scenes(1000))]
+    spoil(records[5])
+    text = "\n".join(map(json.dumps, records))
+    plant(tmp_path / "clevr", {"annotations.jsonl": text.encode()})
+    with pytest.raises(DataError, match=words) as caught:
+        open_source("vtab/clevr-count", "train", data_root=tmp_path)
+    assert {"line 6", "record 6"} & {" ".join(pair) for pair in pairwise(str(caught.value).split())}
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(vtab.AbsentTask, match=r"no folder .*kitti-distance, and none of its raw records"):
+        open_source("vtab/kitti-distance", "train", data_root=tmp_path)
+    (tmp_path / "kitti").mkdir()
+    with pytest.raises(DataError, match=r"neither annotations\.jsonl nor parquet"):
+        open_source("vtab/kitti-distance", "train", data_root=tmp_path)
+    write_set(tmp_path / "dsprites-location", {"train": 1000}, 16)
+    with pytest.raises(DataError, match="some to test on"):
+        open_source("vtab/dsprites-location", "test", data_root=tmp_path)
+    write_raw(tmp_path / "smallnorb" / "train-0.parquet", [{"label_elevation": i % 9} for i in range(900)], 0)
+    with pytest.raises(DataError, match="lacks the column label_azimuth"):
+        open_source("vtab/smallnorb-azimuth", "train", data_root=tmp_path)
+
+
+# The study ------------------------------------------------------------------------------------------------------------
+
+
+def shade(label: int, classes: int) -> bytes:
+    """Classes told apart by their grey alone."""
+    return encode(np.full((8, 8, 3), 255 * label // (classes - 1), np.uint8))
+
+
+def plant_tasks(root: Path) -> None:
+    """camelyon labelled in parquet, dsprites raw, smallnorb-elevation by the lists of VTAB-1k."""
+    for split, count in (("train", 1000), ("test", 40)):
+        labels = [i % 2 for i in range(count)]
+        write_parquet(root / "camelyon" / f"{split}-0.parquet", [shade(i, 2) for i in labels], labels)
+    places = [(7 * i) % 32 for i in range(1100)]
+    (root / "dsprites").mkdir()
+    images = pa.array([shade(place // 2, 16) for place in places], pa.binary())
+    pq.write_table(pa.table({"image": images, "label_x_position": places}), root / "dsprites" / "train-0.parquet")
+    home = root / "smallnorb_ele"
+    home.mkdir()
+    for label in range(9):
+        (home / f"{label}.png").write_bytes(shade(label, 9))
+    for name, count in (("train800", 800), ("val200", 200), ("test", 45)):
+        (home / f"{name}.txt").write_text("".join(f"{i % 9}.png {i % 9}\n" for i in range(count)))
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    root = tmp_path_factory.mktemp("vtab")
+    plant_tasks(root)
+    plainvit.save(build(small_runs.MODEL.replace(classes=3)), root / "model.safetensors")
+    return root, str(root / "model.safetensors")
+
+
+def test_three_tasks_from_images_to_the_table(
+    planted: tuple[Path, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_runs.without_figures(monkeypatch)
+    root, weights = planted
+    tasks = ("camelyon", "dsprites-location", "smallnorb-elevation", "svhn")
+    words = ("vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "80")
+    words = (*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--tasks", *tasks)
+    main([*words, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "out" / "vtab.json").read_text()) == report
+    rows = report["tasks"]
+    assert {task: row["state"] for task, row in rows.items()} == {**dict.fromkeys(tasks, "done"), "svhn": "absent"}
+    assert [rows[task]["n"] for task in tasks[:3]] == [40, 100, 45]
+    assert rows["camelyon"]["top1"] == 1.0  # black and white
+    assert min(rows[task]["top1"] * vtab.TASKS[task].classes for task in tasks[:3]) > 1.5  # well above chance
+    tops = [rows[task]["top1"] for task in tasks[:3]]
+    assert report["means"]["mean_of_those_there"] == pytest.approx(np.mean(tops))
+    assert report["means"]["structured"] == {"mean": pytest.approx(np.mean(tops[1:])), "tasks": 2, "of": 8}
+    assert "vtab" not in report["means"]
+    configs = {task: json.loads((tmp_path / "out" / task / "config.json").read_text()) for task in tasks[:3]}
+    assert [configs[task]["augment"]["flip"] for task in tasks[:3]] == [0.5, 0.0, 0.5]
+    assert [configs[task]["augment"]["crop"] for task in tasks[:3]] == ["random", "none", "random"]
+    assert [configs[task]["model"]["classes"] for task in tasks[:3]] == [2, 16, 9]
+    data = json.loads((tmp_path / "out" / "camelyon" / "data.json").read_text())
+    assert {split: one["images"] for split, one in data["splits"].items()} == {"train": 1000, "test": 40}
+
+    monkeypatch.setattr(fit, "_train", None)  # finished runs are not run again
+    main(list(words))
+    table = capsys.readouterr().out
+    assert "svhn" in table
+    assert "absent" in table
+    assert "mean of the 3 tasks that are there" in table
+    assert "no VTAB score: 16 of the 19 tasks are missing" in table
+    assert "VTAB-1k " not in table
+
+
+def test_all_19_make_a_score() -> None:
+    rows = {
+        task: {"state": "done", "group": one.group, "top1": 0.5, "interval": [0.4, 0.6], "n": 10}
+        for task, one in vtab.TASKS.items()
+    }
+    report = study._report(study.base_config("weights", "paper"), rows)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(study.table(report, beside=True))
+    assert "VTAB-1k       50.00" in shown.get()
+    assert "99.3" in shown.get()  # the paper's, of flowers
+    assert "no VTAB score" not in shown.get()
+
+
+def test_a_task_that_diverges_is_told(
+    planted: tuple[Path, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_runs.without_figures(monkeypatch)
+    root, weights = planted
+    made = study.base_config
+
+    def wild(*given: Any, **named: Any) -> Any:
+        config = made(*given, **named)
+        return config.replace(optim=config.optim.replace(lr=1e6, warmup=0.0, weight_decay=1e6), bad_steps=1)
+
+    monkeypatch.setattr(study, "base_config", wild)
+    words = ("vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "40")
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--tasks", "camelyon", "--json"])
+    assert caught.value.code == 4
+    report = json.loads(capsys.readouterr().out)
+    assert report["tasks"]["camelyon"]["state"] == "diverged"
+    assert report["means"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--tasks", "svhm"), 2, "nearest: svhn"),
+        (("--tasks", "svhn", "dmlab"), 3, "none of these tasks: svhn, dmlab"),
+        (("--steps", "-1"), 2, "--steps"),
+        (("--init", "/no/such/file"), 2, "/no/such/file"),
+    ],
+)
+def test_wrong_words(planted: tuple[Path, str], capsys: Capture, words: tuple[str, ...], code: int, told: str) -> None:
+    root, weights = planted
+    init = () if "--init" in words else ("--init", weights)
+    with pytest.raises(SystemExit) as caught:
+        main(["vtab", *init, "--data-root", str(root), "--setting", "light", *words])
+    out, err = capsys.readouterr()
+    assert caught.value.code == code
+    assert out == ""
+    assert err.count("\n") == 1
+    assert told in err
