@@ -207,6 +207,10 @@ def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str
         yield "the classes follow the data: counted without the last layer"
     if isinstance(model, ResNetConfig) or model.stem:
         yield "the rate of convolutions is assumed, not measured: take times as a guess"
+    if config.objective == "mae":
+        yield "counted as if all tokens went through the encoder: MAE's step takes about half of that"
+    elif config.objective != "classify":
+        yield "what answers for the hidden patches is not counted: it is one linear layer"
     if config.teacher:
         yield "the teacher's memory and time are left out"
     if config.optim.frozen or config.optim.lora:

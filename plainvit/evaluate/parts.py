@@ -1,0 +1,208 @@
+"""A long job in parts: each is written whole beside the output, and a job that was killed goes on with those it lacks.
+
+parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, steps=157, per_part=16)
+for step in parts.missing(): parts.add(step, table)        # in any order
+parts.finish()                                             # results.jsonl from all of them; the parts are removed
+
+results.jsonl.parts/ holds job.json, which says what the parts are of, and one parquet file a part. The output is
+written in one go from all parts, so it is there and whole, or not there.
+"""
+
+import csv
+import fcntl
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.numpy import save_file
+
+from plainvit.data.decode import DataError
+from plainvit.disk import DiskError, read_json, write_atomically
+
+
+class Parts:
+    """The finished parts of one job, locked while it is open."""
+
+    def __init__(self, out: Path, job: dict[str, Any], *, steps: int, per_part: int, force: bool = False) -> None:
+        self.out, self.folder, self.steps, self.per_part = out, out.with_name(f"{out.name}.parts"), steps, per_part
+        self._unwritten: dict[int, dict[int, pa.Table]] = {}
+        if out.is_dir() or not out.parent.is_dir():
+            raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
+        if out.exists() and not self.folder.exists() and not force:
+            raise ValueError(f"{out} is there already: --force writes it anew, or give another --out")
+        self._own()
+        self._begin(job, force)
+        self.done = {part for part in range(self.count) if self._is_whole(part)}
+
+    def _own(self) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            self._lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise DiskError(f"cannot write into {self.folder}: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers, which may outlive us, do not hold it
+        except OSError as error:
+            self._lock.close()
+            raise ValueError(f"another process is writing {self.out}: wait for it, or give another --out") from error
+
+    def _begin(self, job: dict[str, Any], force: bool) -> None:
+        """Parts of the same job are kept, those of another refused."""
+        job, found = {**job, "steps": self.steps, "per_part": self.per_part}, read_json(self.folder / "job.json")
+        unlike = [key for key in job if job[key] != found.get(key)]
+        parts = list(self.folder.glob("part-*.parquet"))
+        if found and unlike and parts and not force:
+            self._lock.close()
+            raise ValueError(
+                f"{self.folder} holds {len(parts)} finished parts of another job (not the same: {', '.join(unlike)}): "
+                "--force begins anew, or give another --out"
+            )
+        for litter in (*self.folder.glob(".*.tmp"), *(parts if unlike or force else ())):
+            litter.unlink()
+        text = json.dumps(job, indent=2) + "\n"
+        write_atomically(self.folder / "job.json", lambda beside: beside.write_text(text, encoding="utf-8"))
+
+    @property
+    def count(self) -> int:
+        return -(-self.steps // self.per_part)
+
+    def missing(self) -> np.ndarray:
+        """Steps of the parts that are not there."""
+        return np.array([step for step in range(self.steps) if step // self.per_part not in self.done], np.int64)
+
+    def add(self, step: int, table: pa.Table) -> None:
+        """The rows of one step. With the last step of its part, the part is written."""
+        part = step // self.per_part
+        held = self._unwritten.setdefault(part, {})
+        held[step] = table
+        if len(held) == len(self._steps(part)):
+            whole = pa.concat_tables([held[one] for one in sorted(held)])
+            write_atomically(self._path(part), lambda beside: pq.write_table(whole, beside))
+            self.done.add(part)
+            del self._unwritten[part]
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All rows, in order."""
+        assert len(self.done) == self.count
+        for part in range(self.count):
+            yield pq.read_table(self._path(part))
+
+    def finish(self) -> None:
+        """The output, all of it at once. The parts are then no longer wanted."""
+        write = WRITERS[self.out.suffix.lower()]
+        write_atomically(self.out, lambda beside: write(beside, self.tables()))
+        self.done = set()
+
+    def close(self) -> None:
+        """Lets go of the folder; where it holds nothing more that is wanted, removes it."""
+        if not self.done:
+            for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json", self.folder / ".lock"):
+                path.unlink(missing_ok=True)  # in this order: parts without their description would have no meaning
+            self.folder.rmdir()
+        self._lock.close()
+
+    def _steps(self, part: int) -> range:
+        return range(part * self.per_part, min((part + 1) * self.per_part, self.steps))
+
+    def _path(self, part: int) -> Path:
+        return self.folder / f"part-{part:06d}.parquet"
+
+    def _is_whole(self, part: int) -> bool:
+        try:
+            with pq.ParquetFile(self._path(part)) as file:
+                return file.metadata.num_rows > 0
+        except (OSError, pa.ArrowException):
+            return False
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+def _write_jsonl(path: Path, tables: Iterator[pa.Table]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for table in tables:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
+
+
+def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
+    """name, label_1, probability_1, label_2 ..., error."""
+    first = next(tables)
+    top = int((first.schema.metadata or {})[b"top"])
+    pairs = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "probability")]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["name", *pairs, "error"])
+        for table in itertools.chain([first], tables):
+            writer.writerows(_cells(row, 2 * top) for row in table.to_pylist())
+
+
+def _cells(row: dict[str, Any], width: int) -> list[Any]:
+    guesses = [cell for guess in row["guesses"] for cell in (_harmless(guess["label"]), guess["probability"])]
+    return [row["name"], *guesses, *[""] * (width - len(guesses)), row["error"] or ""]
+
+
+def _harmless(label: str) -> str:
+    """A class that a table would take for a formula, as text."""
+    return f"'{label}" if label[:1] in tuple("=+-@\t\r") else label
+
+
+def _write_parquet(path: Path, tables: Iterator[pa.Table]) -> None:
+    first = next(tables)
+    with pq.ParquetWriter(path, first.schema) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
+
+
+def _write_safetensors(path: Path, tables: Iterator[pa.Table]) -> None:
+    """features [N, D], NaN where an image could not be read; names and errors as UTF-8 with a zero byte between two."""
+    features: list[np.ndarray] = []
+    names: list[str] = []
+    errors: list[str] = []
+    for table in tables:
+        column: Any = table["features"].combine_chunks()
+        width = column.type.list_size
+        rows = np.full((len(column), width), np.nan, np.float32)
+        rows[column.is_valid().to_numpy(zero_copy_only=False)] = column.flatten().to_numpy().reshape(-1, width)
+        features.append(rows)
+        names += table["name"].to_pylist()
+        errors += [error or "" for error in table["error"].to_pylist()]
+    texts = {"names": names, "errors": errors}
+    encoded = {key: np.frombuffer("\0".join(value).encode(), np.uint8) for key, value in texts.items()}
+    save_file({"features": np.concatenate(features), **encoded}, path)
+
+
+WRITERS: dict[str, Callable[[Path, Iterator[pa.Table]], None]] = {
+    ".jsonl": _write_jsonl,
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+    ".safetensors": _write_safetensors,
+}
+ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".safetensors")
+
+
+def check_suffix(out: Path, allowed: Sequence[str]) -> None:
+    if out.suffix.lower() not in allowed:
+        raise ValueError(f"cannot write {out}: its name should end in {' or '.join(allowed)}")
+
+
+def look_over(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:
+    """(rows, rows with an error, the first of these errors); and the rows whose numbers are to be kept."""
+    rows, bad, first, kept = 0, 0, "", []
+    for table in tables:
+        wrong = table.filter(table["error"].is_valid())
+        if len(wrong) and not first:
+            first = f"{wrong['name'][0]}: {wrong['error'][0]}"
+        here = keep[(keep >= rows) & (keep < rows + len(table))] - rows
+        kept += table.take(pa.array(here)).to_pylist()
+        rows, bad = rows + len(table), bad + len(wrong)
+    return (rows, bad, first), kept
+
+
+def refuse_all_bad(rows: int, bad: int, first: str) -> None:
+    if rows == bad:
+        raise DataError(f"none of the {rows:,} images can be read; {first}" if rows > 1 else first)

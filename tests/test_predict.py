@@ -1,0 +1,560 @@
+"""Prediction over many images: inputs of every kind, rows in their order, files of every format, killed jobs."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import torch
+from pictures import encode, jpeg, noise, plant, png, real_data, write_tar
+from PIL import Image
+from safetensors.numpy import load_file
+from small_runs import Child
+
+import plainvit
+from plainvit.analyse.sheet import chosen
+from plainvit.cli import main
+from plainvit.data.decode import DataError, ImageError, decode
+from plainvit.data.sources import Source
+from plainvit.evaluate import inputs
+from plainvit.evaluate.parts import Parts
+from plainvit.evaluate.predict import Answered, Question, locally, rows, write
+from plainvit.evaluate.predictor import Predictor
+
+Capture = pytest.CaptureFixture[str]
+CLASSES = ("ant", "bee", "=cow", "dog, or cat", "eel", "fox", "gnu")
+COMMAND = Path(sys.executable).with_name("plainvit")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for 24 x 40 pixels with named classes."""
+    model = tiny.vit(torch.float32, depth=1)
+    object.__setattr__(model.about, "class_names", CLASSES)
+    return plainvit.save(model, tmp_path_factory.mktemp("model") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="module")
+def predictor(weights: Path) -> Predictor:
+    return Predictor(weights, device="cpu", batch=4)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Seven files of many sizes and formats, one of them broken, one in a folder below."""
+    files = {f"{i}.jpg": jpeg(i, 30 + 7 * i, 80 - 5 * i) for i in range(3)}
+    files |= {
+        "sub/3.png": png(3, 9, 70),
+        "4.PNG": png(4, 200, 31),
+        "5.jpg": jpeg(5)[:200],
+        "6.gif": encode(noise(5, 5), "GIF"),
+    }
+    return plant(tmp_path / "photos", {**files, "readme.txt": b"no image", ".hidden.jpg": jpeg(9)})
+
+
+NAMES = ["0.jpg", "1.jpg", "2.jpg", "4.PNG", "5.jpg", "6.gif", "sub/3.png"]
+
+
+def names(source: Source) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
+def refused(capsys: Capture, *arguments: object, code: int) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([str(one) for one in arguments])
+    assert caught.value.code == code
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("plainvit: ")]
+    assert len(said) == 1
+    assert not any("Traceback" in line for line in lines)
+    return said[0]
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_its_images_in_order(photos: Path) -> None:
+    found = inputs.find([str(photos)])
+    assert names(found) == [f"{photos}/{name}" for name in NAMES]
+    assert all(found.read(at) == (photos / name).read_bytes() for at, name in enumerate(NAMES))
+
+
+def test_globs_match_images_alone_and_once(photos: Path) -> None:
+    assert [Path(name).name for name in names(inputs.find([f"{photos}/**/*"]))] == [Path(name).name for name in NAMES]
+    assert names(inputs.find([f"{photos}/[01].*"])) == [f"{photos}/0.jpg", f"{photos}/1.jpg"]
+    assert names(inputs.find([f"{photos}/s*"])) == [f"{photos}/sub/3.png"]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tgz", "tar.bz2", "tar.xz"])
+def test_archives_give_the_bytes_of_their_members(photos: Path, kind: str) -> None:
+    path = photos.parent / f"all.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name in (*NAMES, "readme.txt", ".hidden.jpg"):
+                file.write(photos / name, name)
+    else:
+        packing = {"gz": "gz", "tgz": "gz", "bz2": "bz2", "xz": "xz"}.get(kind.split(".")[-1], "")
+        with tarfile.open(path, f"w:{packing}") as file:
+            for name in (*NAMES, "readme.txt", ".hidden.jpg"):
+                file.add(photos / name, name)
+    found = inputs.find([str(path)])
+    assert names(found) == [f"{path}/{name}" for name in NAMES]
+    backwards = [found.read(at) for at in reversed(range(len(found)))]
+    assert backwards == [(photos / name).read_bytes() for name in reversed(NAMES)]
+
+
+def test_names_come_from_standard_input_and_wrong_ones_are_rows(photos: Path) -> None:
+    (photos.parent / "empty").mkdir()
+    lines = [
+        f"{photos}/2.jpg\n",
+        f"{photos}/nothing.jpg\r\n",
+        "\n",
+        f"{photos.parent}/empty\n",
+        f"{photos}/sub",
+        "a\0b",
+    ]
+    found = inputs.find(["-"], lines=[line.encode() for line in lines])
+    assert [Path(name).name for name in names(found)] == ["2.jpg", "nothing.jpg", "empty", "3.png", "a\0b"]
+    for index, words in ((1, "No such file"), (2, "holds no images"), (4, "null")):
+        with pytest.raises(ImageError, match=words):
+            found.read(index)
+
+
+def test_words_keep_their_order_and_what_is_given_twice_is_there_twice(photos: Path) -> None:
+    archive = write_tar(photos.parent / "one.tar", [("x.png", png())])
+    words = [f"{photos}/1.jpg", str(archive), f"{photos}/0.jpg", f"{photos}/1.jpg"]
+    expected = [f"{photos}/1.jpg", f"{archive}/x.png", f"{photos}/0.jpg", f"{photos}/1.jpg"]
+    assert names(inputs.find(words)) == expected
+
+
+def test_a_known_set_is_an_input() -> None:
+    found = inputs.find(["digits"], split="test")
+    assert len(found) == 360
+    assert found.name(0).startswith("digits/")
+
+
+@pytest.mark.parametrize("word", ["nothing.jpg", "nothing", "no/*.jpg"])
+def test_what_is_not_there_is_refused(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"there is no file|nothing matches"):
+        inputs.find([word])
+
+
+def test_what_a_spreadsheet_takes_for_a_formula_is_another_name_of_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plant(tmp_path, {"=1+1.png": png(8)}))
+    found = inputs.find(["=1+1.png"])
+    assert found.name(0) == "./=1+1.png"
+    assert found.read(0) == png(8)
+
+
+def test_the_fingerprint_changes_with_a_file(photos: Path) -> None:
+    before = inputs.find([str(photos)]).fingerprint()
+    assert inputs.find([str(photos)]).fingerprint() == before
+    (photos / "0.jpg").write_bytes(jpeg(77))
+    assert inputs.find([str(photos)]).fingerprint() != before
+
+
+# Hostile archives -----------------------------------------------------------------------------------------------------
+
+
+def test_members_with_paths_of_their_own_write_nothing(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    members = [("../../out.png", png(1)), ("/tmp/plainvit-absolute.png", png(2))]
+    write_tar(inner / "x.tar", members)
+    with zipfile.ZipFile(inner / "x.zip", "w") as file:
+        for name, data in members:
+            file.writestr(name, data)
+    for kind in ("tar", "zip"):
+        found = inputs.find([str(inner / f"x.{kind}")])
+        assert [found.read(0), found.read(1)] == [png(1), png(2)]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["x.tar", "x.zip"]
+    assert not Path("/tmp/plainvit-absolute.png").exists()
+
+
+def test_links_and_devices_in_a_tar_are_passed_over(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as file:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+            member = tarfile.TarInfo("evil.png")
+            member.type, member.linkname = kind, "/etc/passwd"
+            file.addfile(member)
+        member = tarfile.TarInfo("good.png")
+        member.size = len(png())
+        file.addfile(member, io.BytesIO(png()))
+    assert [Path(name).name for name in names(inputs.find([str(tmp_path / "x.tar")]))] == ["good.png"]
+
+
+def test_a_header_that_asks_for_gigabytes_is_an_error_row(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 6 * 2**30
+    good = tarfile.TarInfo("good.png")
+    good.size = len(png())
+    padded = png() + bytes(-len(png()) % tarfile.BLOCKSIZE)
+    (tmp_path / "x.tar").write_bytes(good.tobuf(tarfile.GNU_FORMAT) + padded + member.tobuf(tarfile.GNU_FORMAT))
+    found = inputs.find([str(tmp_path / "x.tar")])
+    assert [Path(name).name for name in names(found)] == ["good.png", "x.tar"]
+    assert found.read(0) == png()
+    with pytest.raises(ImageError, match="header of 6,442,450,944 bytes"):
+        found.read(1)
+
+
+def test_members_and_files_over_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, {"x.png": png()})
+    write_tar(tmp_path / "x.tar", [("x.png", png())])
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        file.write(tmp_path / "x.png")
+    monkeypatch.setattr(inputs, "FILE_LIMIT", len(png()) - 1)
+    for name in ("x.png", "x.tar", "x.zip"):
+        with pytest.raises(ImageError, match="over the limit"):
+            inputs.find([str(tmp_path / name)]).read(0)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tgz"])
+def test_of_an_archive_that_is_cut_short_the_good_part_is_kept(tmp_path: Path, kind: str) -> None:
+    whole = tmp_path / f"x.{kind}"
+    with tarfile.open(whole, "w:gz" if kind == "tgz" else "w") as file:
+        for seed in range(20):
+            member = tarfile.TarInfo(f"{seed}.png")
+            member.size = len(png(seed))
+            file.addfile(member, io.BytesIO(png(seed)))
+    whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    found = inputs.find([str(whole)])
+    assert 2 < len(found) < 20
+    assert found.read(0) == png(0)
+    assert names(found)[-1] == str(whole)
+    with pytest.raises(ImageError, match="cannot be read"):
+        found.read(len(found) - 1)
+
+
+def test_a_zip_member_that_lies_or_is_locked_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x.png", png())
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PNG") + 20] ^= 255  # its checksum no longer holds
+    path.write_bytes(data)
+    with pytest.raises(ImageError, match="CRC"):
+        inputs.find([str(path)]).read(0)
+    data[data.index(b"PK\1\2") + 8] |= 1  # and now it asks for a password
+    path.write_bytes(data)
+    with pytest.raises(ImageError, match=r"encrypted|password"):
+        inputs.find([str(path)]).read(0)
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(predictor: Predictor, path: Path) -> list[tuple[str, float]]:
+    """One picture alone, resized by Pillow, its softmax in NumPy's float64."""
+    picture = Image.fromarray(decode(path.read_bytes())).resize((40, 24), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        logits = predictor.model(pixels)[0].numpy().astype(np.float64)
+    share = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    return [(CLASSES[at], share[at]) for at in np.argsort(-share)]
+
+
+def test_rows_are_those_of_each_picture_alone(predictor: Predictor, photos: Path) -> None:
+    found = list(rows(Question(predictor, 3), inputs.find([str(photos)])))
+    assert [row["name"] for row in found] == [f"{photos}/{name}" for name in NAMES]
+    for row in found:
+        if row["name"].endswith("5.jpg"):
+            assert row["guesses"] == []
+            assert "truncated" in row["error"].lower()
+            continue
+        assert row["error"] is None
+        expected = by_hand(predictor, Path(row["name"]))[:3]
+        assert [guess["label"] for guess in row["guesses"]] == [label for label, _ in expected]
+        given = [guess["probability"] for guess in row["guesses"]]
+        assert given == pytest.approx([share for _, share in expected], abs=0.01)  # Pillow's resize rounds differently
+
+
+def test_rows_are_the_predictors_own_answers(predictor: Predictor, photos: Path) -> None:
+    good = [photos / name for name in NAMES if name != "5.jpg"]
+    found = [row for row in rows(Question(predictor, 7), inputs.find([str(photos)])) if not row["error"]]
+    for row, guesses in zip(found, predictor(good, k=7), strict=True):
+        assert [guess["label"] for guess in row["guesses"]] == [guess.label for guess in guesses]
+        assert [guess["probability"] for guess in row["guesses"]] == pytest.approx(
+            [g.probability for g in guesses], rel=1e-5
+        )
+        assert sum(guess["probability"] for guess in row["guesses"]) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tgz"])
+def test_worker_processes_read_an_archive_each_for_itself(predictor: Predictor, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as file:
+            for seed in range(40):
+                file.writestr(f"{seed:02d}.png", png(seed))
+    else:
+        with tarfile.open(path, "w:gz") as file:
+            for seed in range(40):
+                member = tarfile.TarInfo(f"{seed:02d}.png")
+                member.size = len(png(seed))
+                file.addfile(member, io.BytesIO(png(seed)))
+    source, question = inputs.find([str(path)]), Question(predictor, 2)
+    source.read(3)  # a parent's place in the file must not become the workers'
+    alone = list(rows(question, source, engine=partial(locally, workers=0)))
+    assert list(rows(question, source, engine=partial(locally, workers=2))) == alone
+    assert len({json.dumps(row["guesses"]) for row in alone}) == 40
+
+
+def test_every_format_says_the_same(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    for kind in ("jsonl", "csv", "parquet"):
+        main(["predict", str(weights), str(photos), "--out", str(tmp_path / f"r.{kind}"), "--top", "7", "--batch", "4"])
+    assert "7 images, 1 unreadable" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert pq.read_table(tmp_path / "r.parquet").to_pylist() == lines
+    with (tmp_path / "r.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    for line, cell in zip(lines, cells, strict=True):
+        assert cell["name"] == line["name"]
+        assert cell["error"] == (line["error"] or "")
+        for place, guess in enumerate(line["guesses"], 1):
+            assert cell[f"label_{place}"] == guess["label"].replace("=cow", "'=cow")
+            assert float(cell[f"probability_{place}"]) == guess["probability"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv", "r.jsonl", "r.parquet"]
+
+
+def test_features_are_the_models_own(weights: Path, predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+    for kind in ("parquet", "safetensors"):
+        main(["embed", str(weights), str(photos), "--out", str(tmp_path / f"f.{kind}"), "--batch", "4", "--json"])
+    saved, table = load_file(tmp_path / "f.safetensors"), pq.read_table(tmp_path / "f.parquet")
+    assert bytes(saved["names"]).decode().split("\0") == table["name"].to_pylist()
+    assert [error or None for error in bytes(saved["errors"]).decode().split("\0")] == table["error"].to_pylist()
+    for at, name in enumerate(NAMES):
+        if name == "5.jpg":
+            assert np.isnan(saved["features"][at]).all()
+            assert table["features"][at].as_py() is None
+            continue
+        expected = predictor.features(predictor.stack([photos / name]))[0].numpy()
+        np.testing.assert_allclose(saved["features"][at], expected, atol=1e-5)
+        np.testing.assert_array_equal(saved["features"][at], np.float32(table["features"][at].as_py()))
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_for_people_and_lines_for_machines(weights: Path, photos: Path, capsys: Capture) -> None:
+    main(["predict", str(weights), str(photos), "--top", "1"])
+    out, err = capsys.readouterr()
+    assert "4.PNG" in out
+    assert err == "plainvit: 1 of 7 images cannot be read\n"
+    main(["predict", str(weights), str(photos), "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(line["guesses"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
+
+
+def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    main(["predict", str(weights), str(photos), "--out", str(tmp_path / "r.jsonl"), "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["images"], found["unreadable"], found["resumed"], err) == (7, 1, 0, "")
+    assert "5.jpg" in found["first_error"]
+
+
+def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty").mkdir()
+    plant(tmp_path, {"bad.jpg": b"\xff\xd8 no"})
+    out = tmp_path / "r.jsonl"
+    assert "holds no images" in refused(capsys, "predict", weights, tmp_path / "empty", code=3)
+    assert "top is 8, the model has 7 classes" in refused(capsys, "predict", weights, photos, "--top", 8, code=2)
+    assert "top is 0" in refused(capsys, "predict", weights, photos, "--top", 0, code=2)
+    assert "no INPUT" in refused(capsys, "predict", weights, code=2)
+    assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", code=3)
+    assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", "--out", out, code=3)
+    assert json.loads(out.read_text())["guesses"] == []  # the row is kept all the same
+    assert "is there already" in refused(capsys, "predict", weights, photos, "--out", out, code=2)
+    assert ".jsonl or .csv" in refused(capsys, "predict", weights, photos, "--out", "r.txt", code=2)
+    assert ".safetensors" in refused(capsys, "embed", weights, photos, "--out", out, code=2)
+    assert "is not a folder" in refused(capsys, "predict", weights, photos, "--out", tmp_path / "no/r.csv", code=2)
+    assert "--engine ray" in refused(capsys, "predict", weights, photos, "--address", "auto", code=2)
+    assert "too many for the screen" in refused(capsys, "predict", weights, "digits", code=2)
+
+
+def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = plainvit.save(tiny.vit(torch.float32, depth=1, classes=0), tmp_path / "headless.safetensors")
+    assert "plainvit embed" in refused(capsys, "predict", path, photos, code=2)
+    main(["embed", str(path), str(photos), "--out", str(tmp_path / "f.parquet")])
+    assert len(pq.read_table(tmp_path / "f.parquet")) == 7
+
+
+def test_without_ray_the_line_to_install_it_is_printed(
+    weights: Path, photos: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = refused(capsys, "predict", weights, photos, "--engine", "ray", code=2)
+    assert "pip install 'plainvit[ray]'" in said
+
+
+def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_path: Path) -> None:
+    plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
+    plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
+    for extra in ([], ["--out", str(tmp_path / "r.csv")]):
+        main(["predict", str(weights), str(tmp_path / "in"), "--sheet", str(tmp_path / "sheet.png"), *extra])
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            pixels = np.array(sheet.convert("RGB")).reshape(-1, 3)
+        for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
+            assert (pixels == colour).all(1).sum() > 5_000
+    assert list(chosen(3)) == [0, 1, 2]
+    assert len(chosen(100_000)) == 96
+
+
+# Jobs that are killed -------------------------------------------------------------------------------------------------
+
+
+def paced(pause: float, question: Question, source: Source, steps: np.ndarray) -> Answered:
+    for answer in locally(question, source, steps, workers=0):
+        time.sleep(pause)
+        yield answer
+
+
+def job(weights: str, folder: str, out: Path, pause: float = 0.0) -> None:
+    """In a child or here: parts of 32 images in batches of 8."""
+    question = Question(Predictor(weights, device="cpu", batch=8), 3)
+    write(question, inputs.find([folder]), out, engine=partial(paced, pause), part=32)
+
+
+def finished(out: Path) -> int:
+    return len(list(out.with_name(f"{out.name}.parts").glob("part-*.parquet")))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 pictures, one of them broken."""
+    files = {f"{seed:03d}.png": png(seed) for seed in range(600)}
+    return plant(tmp_path_factory.mktemp("many"), {**files, "333.png": b"broken"})
+
+
+def test_killed_three_times_every_image_is_there_once(weights: Path, many: Path, tmp_path: Path) -> None:
+    out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
+    for more in (3, 2, 5):
+        before = finished(out)
+        child = Child(job, str(weights), str(many), out, 0.01, log=tmp_path / "log")
+        child.wait_for(lambda least=before + more: finished(out) >= least)
+        with pytest.raises(ValueError, match="another process is writing"):
+            job(str(weights), str(many), out)
+        child.kill()
+        assert finished(out) >= before + more, child.said
+        assert not out.exists()
+    assert finished(out) < 19
+    job(str(weights), str(many), out)
+    job(str(weights), str(many), calm)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["name"] for row in found] == [f"{many}/{seed:03d}.png" for seed in range(600)]
+    assert [row["name"] for row in found if row["error"]] == [f"{many}/333.png"]
+    assert out.read_bytes() == calm.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calm.jsonl", "log", "r.jsonl"]
+
+
+def test_killed_before_the_parts_are_removed(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+    out, question, source = tmp_path / "r.jsonl", Question(predictor, 2), inputs.find([str(photos)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "close", lambda self: self._lock.close())
+        write(question, source, out, part=4)
+    first = out.read_bytes()
+    (tmp_path / "r.jsonl.parts" / "part-000000.parquet").unlink()  # as far as it came
+
+    def counted(*arguments: Any) -> Answered:
+        asked.append(arguments[2].tolist())
+        yield from locally(*arguments)
+
+    asked: list[list[int]] = []
+    summary, _ = write(question, source, out, engine=counted, part=4)
+    assert asked == [[0]]
+    assert summary.resumed == 3
+    assert out.read_bytes() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.jsonl"]
+
+
+class Stop(Exception):
+    """In place of a signal."""
+
+
+def stopping(question: Question, source: Source, steps: np.ndarray) -> Iterator[Any]:
+    """One part, then no more."""
+    yield from locally(question, source, steps[:1])
+    raise Stop
+
+
+def test_a_part_that_was_damaged_is_made_again(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+    out, question, source = tmp_path / "r.csv", Question(predictor, 2), inputs.find([str(photos)])
+    with pytest.raises(Stop):
+        write(question, source, out, engine=stopping, part=4)
+    part = tmp_path / "r.csv.parts" / "part-000000.parquet"
+    part.write_bytes(part.read_bytes()[:-50])
+    summary, _ = write(question, source, out, part=4)
+    assert (summary.images, summary.resumed) == (7, 0)
+
+
+def test_parts_of_another_job_are_refused(predictor: Predictor, weights: Path, photos: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "r.csv", inputs.find([str(photos)])
+    with pytest.raises(Stop):
+        write(Question(predictor, 2), source, out, engine=stopping, part=4)
+    with pytest.raises(ValueError, match=r"1 finished parts of another job \(not the same: top\)"):
+        write(Question(predictor, 3), source, out, part=4)
+    other = Predictor(weights, device="cpu", batch=4)
+    other.model.head.bias.data += 1
+    with pytest.raises(ValueError, match=r"not the same: model\)"):
+        write(Question(other, 2), source, out, part=4)
+    plant(photos, {"7.png": png(7)})
+    more = inputs.find([str(photos)])
+    with pytest.raises(ValueError, match=r"not the same: inputs, images"):
+        write(Question(predictor, 2), more, out, part=4)
+    summary, _ = write(Question(predictor, 2), more, out, part=4, force=True)
+    assert (summary.images, summary.resumed) == (8, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv"]
+
+
+def test_a_job_that_finished_nothing_leaves_nothing(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+    def fails(*_: Any) -> Answered:
+        raise Stop
+        yield
+
+    with pytest.raises(Stop):
+        write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r.csv", engine=fails)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_images_by_the_command_killed_three_times(weights: Path, tmp_path: Path) -> None:
+    """CIFAR-10's test images in a zip; each time the command and its workers are killed after some more parts."""
+    table = pq.read_table(real_data() / "cifar10" / "test-00.parquet", columns=["image"])
+    with zipfile.ZipFile(tmp_path / "cifar.zip", "w") as file:
+        for at, cell in enumerate(table["image"].to_pylist()):
+            file.writestr(f"{at:05d}.jpg", cell["bytes"])
+    out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
+    line = [str(COMMAND), "predict", str(weights), str(tmp_path / "cifar.zip"), "--device", "cpu", "--out"]
+    for _ in range(3):
+        before = finished(out)
+        child = subprocess.Popen([*line, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
+        while finished(out) < before + 2 and child.poll() is None:
+            time.sleep(0.002)
+        assert child.poll() is None, "it ended before it could be killed"
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        assert not out.exists()
+    assert 6 <= finished(out) < 10
+    subprocess.run([*line, str(out)], check=True, capture_output=True)
+    subprocess.run([*line, str(calm)], check=True, capture_output=True)
+    found = [json.loads(text)["name"] for text in out.read_text().splitlines()]
+    assert found == [f"{tmp_path}/cifar.zip/{at:05d}.jpg" for at in range(10_000)]
+    assert out.read_bytes() == calm.read_bytes()
+    assert not out.with_name("r.jsonl.parts").exists()
