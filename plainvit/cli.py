@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from plainvit import __version__
 from plainvit.config import nearest
-from plainvit.verbs import data, models, runs
+from plainvit.verbs import analyse, data, evaluate, models, predict, probe, runs, vtab
 from plainvit.verbs.words import fail, parsed
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -20,10 +20,17 @@ VERBS: dict[str, Callable[..., object]] = {
     "plan": runs.Plan,
     "doctor": runs.Doctor,
     "replay": runs.replay,
+    "evaluate": evaluate.score,
+    "compare": evaluate.compare,
+    "predict": predict.predict,
+    "embed": predict.embed,
+    "analyse": analyse.analyse,
     "models": models.models,
     "inspect": models.inspect,
     "weights": models.weights,
     "convert": models.convert,
+    "probe": probe.probe,
+    "vtab": vtab.vtab,
     "data info": data.info,
     "data check": data.check,
     "data pack": data.pack,
@@ -44,12 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
         rest = arguments[len(verb.split()) :]
         if verb in runs.RUNS:
             runs.run(verb, rest)
-            if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
         else:
             parsed(_deferred(VERBS[verb]), prog=f"plainvit {verb}", args=rest)()
+        if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -368,7 +368,7 @@ class Masked(Checked):
         if not 0 < self.ratio < 1:
             raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}: the paper hides 0.5")
         if self.normalise and self.target != "pixels":
-            raise ValueError(f"masked.normalise is of pixels, and the target is {self.target!r}: --masked.target pixels")
+            raise ValueError(f"masked.normalise is of pixels, the target is {self.target!r}: --masked.target pixels")
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"masked.width {self.width} must be divisible by 4 and by masked.heads {self.heads}")
 
@@ -464,7 +464,7 @@ class Config(Checked):
         parts |= {"ema": self.ema, "ema_window": self.ema_window}
         given = [name for name, value in parts.items() if value]
         if given:
-            raise ValueError(f"objective {self.objective!r} knows no labels and averages no weights: without {given[0]}")
+            raise ValueError(f"objective {self.objective!r} knows no labels, averages no weights: without {given[0]}")
 
     def decay(self, steps: int) -> float:
         """Of the averaged weights: as given, or so that the window is a share of the run."""

@@ -183,7 +183,8 @@ def printable(text: object, longest: int = 0) -> str:
 # Curves ---------------------------------------------------------------------------------------------------------------
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
-VALIDATION = tuple(f"{kind}_{name}" for kind in ("val", "val_ema") for name in ("top1", "top5", "nll"))
+JUDGED = ("top1", "top5", "nll", "loss")  # the last where there are no labels
+VALIDATION = tuple(f"{kind}_{name}" for kind in ("val", "val_ema") for name in JUDGED)
 BUCKETS = 250
 
 Table = dict[str, np.ndarray]  # column -> its values, NaN where there is none; one row per step, in order
@@ -224,7 +225,7 @@ def _measured(line: Mapping[str, Any]) -> dict[str, float]:
         found |= {name: number(line.get(name)) for name in TRAINING}
     for kind in ("val", "val_ema"):
         if isinstance(values := line.get(kind), Mapping):
-            found |= {f"{kind}_{name}": number(values.get(name)) for name in ("top1", "top5", "nll")}
+            found |= {f"{kind}_{name}": number(values.get(name)) for name in JUDGED}
     return found
 
 
@@ -307,6 +308,7 @@ _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
         "Validation negative log-likelihood",
         [("val_nll", "validation", "blue"), ("val_ema_nll", "validation, averaged weights", "orange")],
     ),
+    "val_loss": ("Validation loss", [("val_loss", "validation", "blue")]),
     "lr": ("Learning rate", [("lr", "", "blue")]),
     "norm": (
         "Norm of the gradient",

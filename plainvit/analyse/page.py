@@ -1,4 +1,4 @@
-"""A page that is complete in itself: opens offline, suits a phone and dark mode, runs no script, loads nothing.
+"""A page that is complete in itself: opens offline, suits a phone and dark mode, loads nothing.
 
 from plainvit.analyse.page import Section, element, page, table
 page("Digits", "What came out.", [Section("Numbers", table(["class", "images"], [("zero", 178)], numbers=[1]))])
@@ -7,6 +7,7 @@ Every text that is not `Html` is escaped when it enters the page, so names of cl
 """
 
 import base64
+import hashlib
 import html
 import io
 import math
@@ -66,8 +67,13 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     return Html(opening if name in ("img", "meta") else f"{opening}{join(children)}</{name}>")
 
 
-def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "") -> str:
-    """A whole page: what it is about, the result (plain text, or Html with more than words), and the details."""
+def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", script: str = "") -> str:
+    """A whole page: what it is about, the result (plain text, or Html with more than words), and the details.
+
+    It runs no script but the one given, which its policy names by its hash.
+    """
+    may = f"; script-src {_digest(script)}" if script else ""
+    made = "This page is complete in itself: it loads nothing" + ("." if script else " and runs no script.")
     body = element(
         "main",
         element(
@@ -75,18 +81,24 @@ def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "") 
         ),
         _contents(sections) if len(sections) > 2 else "",
         *(element("section", element("h2", one.title), one.body, id=_anchor(one.title)) for one in sections),
-        element("footer", "Made by plainvit. This page is complete in itself: it loads nothing and runs no script."),
+        element("footer", f"Made by plainvit. {made}"),
+        Html(f"<script>{script}</script>") if script else "",
     )
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{may}">'),
         element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         Html('<meta name="color-scheme" content="light dark">'),
         element("title", title),
         element("style", Html(_stylesheet())),
     )
     return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _digest(script: str) -> str:
+    """As a Content-Security-Policy names a script that may run."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
 def _lead(lead: str) -> Html:

@@ -48,6 +48,11 @@ def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, h*w, C*P*Q]
 
 
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """The rows of x [B, n, D] at places [B, k]: [B, k, D]."""
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
 class Attention(nn.Module):
     """Multi-head self-attention, eqs. 5-8, by PyTorch's fused kernel."""
 
@@ -133,20 +138,29 @@ class Positions(nn.Module):
             return torch.cat((self.columns.repeat(h, 1), self.rows.repeat_interleave(w, 0)), 1)  # [h*w, D]
         return self.fixed.value
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        """Where `places` [B, k] are given, x holds those patches alone."""
         table = self.grid_table()
         if self.prefix_rows == self.prefix and self.kind == "1d":
             table = self.table
         elif self.prefix:  # tokens without a row of their own get zero
             own = self.table[: self.prefix_rows] if self.kind == "1d" else table[:0]
             table = torch.cat((own, table.new_zeros(self.prefix - self.prefix_rows, table.shape[1]), table))
+        if places is not None:
+            first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
+            rows = torch.cat((first, places + self.prefix), 1)
+            # From a copy for each image: rows of one shared table would add up their gradients in any order on a GPU
+            table = take(table.to(x.dtype).expand(len(x), -1, -1), rows)  # [B, prefix + k, D]
         return x + table.to(x.dtype)  # [B, N, D]
 
 
-def sincos2d(h: int, w: int, D: int, temperature: float = 10_000.0) -> Tensor:
-    """Fixed positions: sin x, cos x, sin y, cos y, each on D/4 frequencies (big_vision's order and spacing)."""
+def sincos2d(h: int, w: int, D: int, temperature: float = 10_000.0, *, closed: bool = True) -> Tensor:
+    """Fixed positions: sin x, cos x, sin y, cos y, each on D/4 frequencies (big_vision's order and spacing).
+
+    Frequencies fall from 1 to 1/temperature, that last one included; where not closed, it is left out as in MAE.
+    """
     y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
-    frequency = temperature ** -(torch.arange(D // 4, dtype=torch.float64) / (D // 4 - 1))
+    frequency = temperature ** -(torch.arange(D // 4, dtype=torch.float64) / (D // 4 - closed))
     x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency  # [h*w, D/4]
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)  # [h*w, D]
 
@@ -303,23 +317,34 @@ class ViT(nn.Module):
 
     def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Tokens after the last block and, unless it comes after pooling, the final norm (eq. 4's LN)."""
-        x = self.embed(images, trace)
+        return self.encode_tokens(self.embed(images, trace), trace)
+
+    def encode_tokens(self, x: Tensor, trace: Trace | None = None) -> Tensor:
         for layer in range(len(self.blocks)):
             x = self.run_block(x, layer, trace)
         return note(trace, "encoded", x if self.config.norm_pooled else self.norm(x))  # [B, N, D]
 
     def embed(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Eq. 1: patches to tokens, with the tokens before them and positions."""
+        return self.place(self.embed_patches(images, trace), trace)
+
+    def embed_patches(self, images: Tensor, trace: Trace | None = None, places: Tensor | None = None) -> Tensor:
+        """The patches' embeddings x_p E; only of those at `places` [B, k], and in that order, where these are given."""
         self._check_images(images)
         dtype = self.embedding.weight.dtype  # the residual stream keeps the weights' precision under autocast
         x = note(trace, "pixels", self.normalise(images).to(dtype))  # [B, C, H, W]
         x = x if self.stem is None else self.stem(x, trace)
-        x = note(trace, "patches", self.embedding(patchify(x, self.config.patch)).to(dtype))  # [B, h*w, D]
+        x = patchify(x, self.config.patch)  # [B, h*w, C*P*Q]
+        x = x if places is None else take(x, places)  # [B, k, C*P*Q]
+        return note(trace, "patches", self.embedding(x).to(dtype))  # [B, h*w, D]
+
+    def place(self, x: Tensor, trace: Trace | None = None, places: Tensor | None = None) -> Tensor:
+        """Embeddings to tokens: the tokens before them, and positions, of the patches at `places` or of all."""
         prefix = [p for p in (self.class_token, self.distillation_token, self.registers) if p is not None]
         if prefix:
             x = torch.cat([p.expand(x.shape[0], -1, -1) for p in prefix] + [x], 1)  # [B, N, D]
         if self.positions and self.config.posemb_at == "stem":
-            x = self.positions[0](x)
+            x = self.positions[0](x, places)
         return note(trace, "embedded", self.dropout(x))
 
     def run_block(self, x: Tensor, layer: int, trace: Trace | None = None) -> Tensor:

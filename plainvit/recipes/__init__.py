@@ -2,7 +2,8 @@
 
     plainvit train NAME --data-root DIR          plainvit train my.py:function
 
-One file per source: small, paper, bit, augreg, plain_baselines, deit. Each has a dict RECIPES of its functions by name.
+One file per source: small, paper, bit, augreg, plain_baselines, deit, masked. Each has a dict RECIPES of its functions
+by name.
 A recipe of your own is a function in a file of your own, which is loaded and run: name only files that you trust.
 """
 
@@ -57,10 +58,10 @@ def described(make: Recipe, *, summary: str, source: str, command: str, expected
 
 
 def _recipes() -> dict[str, Recipe]:
-    from plainvit.recipes import augreg, bit, deit, paper, plain_baselines, small
+    from plainvit.recipes import augreg, bit, deit, masked, paper, plain_baselines, small
 
     found: dict[str, Recipe] = {}
-    for module in (small, paper, bit, augreg, plain_baselines, deit):
+    for module in (small, paper, bit, augreg, plain_baselines, deit, masked):
         twice = found.keys() & module.RECIPES.keys()
         assert not twice, f"two recipes have one name: {twice}"
         found |= module.RECIPES

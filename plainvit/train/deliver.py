@@ -15,6 +15,7 @@ from plainvit.models import ResNet, ViT, build
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import whole
 from plainvit.train.loop import Training, averaged
+from plainvit.train.masked import PredictPatches, judge
 from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.splits import Splits
 from plainvit.weights import save
@@ -29,11 +30,15 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
         save(model, run.folder.path / "model.safetensors")
     numbers: dict[str, Any] = {}
     samples: list[Sample] = []
-    for name, source in (("val", splits.val), ("test", splits.test)):
-        if source:
-            result = classify(predictor_of(run, model), evaluation_set(run.config, source, run.world))
-            numbers[name] = result.summary()
-            samples = choose_samples(result, source) if first else []
+    if isinstance(run.objective, PredictPatches):  # which has no business with the test images
+        if splits.val:
+            numbers["val"] = judge(run.objective, evaluation_set(run.config, splits.val, run.world), run.cast)
+    else:
+        for name, source in (("val", splits.val), ("test", splits.test)):
+            if source:
+                result = classify(predictor_of(run, model), evaluation_set(run.config, source, run.world))
+                numbers[name] = result.summary()
+                samples = choose_samples(result, source) if first else []
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
     run.folder.write("results.json", numbers)

@@ -39,7 +39,8 @@ from plainvit.train.guards import (
     short_of_memory,
 )
 from plainvit.train.loop import Training, launch, train
-from plainvit.train.objectives import Classify
+from plainvit.train.masked import PredictPatches, validate
+from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
 from plainvit.train.transfer import initial_model, load_teacher, resolve
@@ -203,8 +204,9 @@ def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Conf
             except DivergedError:
                 log.warning("search: lr %g diverges", lr)
                 continue
-        log.warning("search: lr %g gives %.2f %% on held-out images", lr, 100 * numbers["top1"])
-        found.append((numbers["top1"], -numbers["nll"], lr))
+        value = f"{numbers['top1']:.2%}" if "top1" in numbers else f"a loss of {numbers['loss']:.4f}"
+        log.warning("search: lr %g gives %s on held-out images", lr, value)
+        found.append((score(numbers), -numbers.get("nll", 0.0), lr))
     if not found:
         raise DivergedError("every rate of optim.grid diverges: give lower ones")
     best = max(found)[2]
@@ -234,7 +236,7 @@ def prepare(
     run = Training(
         config=config,
         objective=objective,
-        optimizers=Optimizers(model, model.named_parameters(), config.optim, graphs=graphs_fit(config, world)),
+        optimizers=Optimizers(model, _trained(objective), config.optim, graphs=graphs_fit(config, world)),
         average=Average(model, decay) if decay else None,
         loader=loader,
         folder=folder,
@@ -244,12 +246,15 @@ def prepare(
     )
     if splits.val:
         validation = evaluation_set(config, splits.val, world)
-        predictor = predictor_of(run, model)
-        run.evaluate = lambda: classify(predictor, validation).numbers()
+        if isinstance(objective, PredictPatches):
+            run.evaluate = lambda: validate(run, validation)
+        else:
+            predictor = predictor_of(run, model)
+            run.evaluate = lambda: classify(predictor, validation).numbers()
     return run
 
 
-def _objective(config: Config, splits: Splits, world: World) -> Classify:
+def _objective(config: Config, splits: Splits, world: World) -> Classify | PredictPatches:
     """The model with its loss, in parts where FSDP is asked for."""
     model = initial_model(config, splits).to(world.device)
     (model if isinstance(model, ViT) else model.body).recompute = config.recompute
@@ -258,6 +263,11 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify:
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
         add_lora(model, config.optim.lora, config.seed)
     freeze(model, config.optim.frozen)
+    if config.objective != "classify":
+        assert isinstance(model, ViT)
+        if world.size > 1 and config.parallel == "fsdp":
+            raise ValueError(f"fsdp cuts up a model that is called whole, {config.objective!r} calls it in parts: ddp")
+        return PredictPatches(model, config, world.rank).to(world.device)
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
     teacher = load_teacher(config, len(splits.classes)).to(world.device) if config.teacher else None
     objective = Classify(model, config, counts, teacher).to(world.device)
@@ -266,6 +276,11 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify:
             raise ValueError("muon and lora work on whole matrices, which fsdp cuts into rows: --parallel ddp")
         shard(model, world)
     return objective
+
+
+def _trained(objective: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """All that learns: the model's weights by the model's own names, and what else the objective has."""
+    return [(name.removeprefix("model."), parameter) for name, parameter in objective.named_parameters()]
 
 
 def _train(run: Training) -> None:

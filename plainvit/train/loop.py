@@ -34,7 +34,8 @@ from plainvit.train.guards import (
     is_out_of_memory,
     short_of_memory,
 )
-from plainvit.train.objectives import Classify
+from plainvit.train.masked import PredictPatches
+from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, rate
 
 
@@ -44,7 +45,7 @@ class Progress:
 
     step: int = 0  # finished steps
     skipped: int = 0  # of which not finite
-    best: float = -math.inf  # validation top-1
+    best: float = -math.inf  # validation's score: top-1, or the loss turned round
     best_step: int | None = None
     worse: int = 0  # evaluations since the best
     micro_batch: int = 0
@@ -55,7 +56,7 @@ class Training:
     """Everything that one run needs."""
 
     config: Config
-    objective: Classify
+    objective: Classify | PredictPatches
     optimizers: Optimizers
     average: Average | None
     loader: Loader
@@ -255,7 +256,7 @@ def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any
         display.tell(f"step {number + 1} is skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {_look(run)}")
     run.optimizers.zero()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
-    if not config.augment.mixup and not config.augment.cutmix:
+    if not config.augment.mixup and not config.augment.cutmix and math.isfinite(correct):
         line["accuracy"] = correct / config.batch
     seconds = time.perf_counter() - started
     line |= {"lr": lr, "norm": norm, "seconds": seconds, "waiting": waited / seconds, "images": config.batch}
@@ -318,13 +319,14 @@ def _validate(run: Training, display: Display) -> None:
     progress = run.progress
     with averaged(run.objective.model, run.average):
         numbers = run.evaluate()
-    if numbers["top1"] > progress.best:
-        progress.best, progress.best_step, progress.worse = numbers["top1"], progress.step, 0
+    if score(numbers) > progress.best:
+        progress.best, progress.best_step, progress.worse = score(numbers), progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": numbers})
     words = ", ".join(
-        f"{name} {value:.2%}" if "top" in name else f"{name} {value:.4f}" for name, value in numbers.items()
+        f"{name} {value:.2%}" if "top" in name or name == "accuracy" else f"{name} {value:.4f}"
+        for name, value in numbers.items()
     )
     display.tell(f"step {progress.step}: validation {words}{'  (best)' if not progress.worse else ''}")
 

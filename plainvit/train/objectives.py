@@ -1,8 +1,11 @@
 """What is minimised. An objective holds the model, makes its targets from a batch, and gives a loss.
 
 The loop knows only this: `prepare(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which
-returns the mean loss over the images and the number of images whose label is the model's first choice.
+returns the mean loss over the images and the number of images whose label is the model's first choice, NaN where there
+is no such thing. Here are labels; hidden patches are in masked.py.
 """
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,11 @@ from plainvit.data.loader import Batch
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.transforms import as_floats
 from plainvit.models import ResNet, ViT
+
+
+def score(numbers: Mapping[str, float]) -> float:
+    """What validations are compared by, more being better: top-1, or the loss where there are no labels."""
+    return numbers["top1"] if "top1" in numbers else -numbers["loss"]
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:

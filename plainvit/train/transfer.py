@@ -9,6 +9,7 @@ from torch import nn
 from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, pair
 from plainvit.data.decode import DataError
 from plainvit.models import ResNet, ViT, build
+from plainvit.models.masked import check_maskable
 from plainvit.train.splits import Splits
 from plainvit.weights import load, look
 
@@ -28,13 +29,17 @@ def starting_model(config: Config) -> tuple[Model, Preprocess]:
 
 def resolve(config: Config, splits: Splits) -> Config:
     """The config with what it leaves to the data and to the weights filled in: model, preprocessing, steps."""
-    classes = len(splits.classes)
+    classes = len(splits.classes) if config.objective == "classify" else 0
     model, preprocess = config.model, Preprocess()
     if config.init:
         implied, preprocess = starting_model(config)
         model = model or implied
     if model is None:
         raise ValueError("there is no model to train: give --init WEIGHTS, or --model NAME")
+    if config.objective != "classify":
+        check_maskable(model, config.objective, config.masked)
+        assert isinstance(model, ViTConfig)
+        model = model.replace(classes=0, representation=0)  # the encoder alone is trained
     if config.init and config.head == "keep" and model.classes != classes:
         raise DataError(f"{config.init} has {model.classes} classes, {config.data} has {classes}: --head zero")
     if model.classes not in (0, classes):
@@ -71,10 +76,9 @@ def initial_model(config: Config, splits: Splits) -> ViT | ResNet:
         model.load_state_dict(_loaded(config, wanted, splits).state_dict())
     else:
         model.initialise(torch.Generator().manual_seed(config.seed))
-    if config.head_bias and config.head == "zero":
-        assert model.head is not None
+    if config.head_bias and config.head == "zero" and model.head is not None:
         nn.init.constant_(model.head.bias, config.head_bias)
-    model.about = About(preprocess=config.preprocess, class_names=splits.classes)
+    model.about = About(preprocess=config.preprocess, class_names=splits.classes if wanted.classes else ())
     return model
 
 

@@ -84,8 +84,11 @@ def _train(command: Train) -> None:
         print(_json.dumps({"folder": str(done.folder), **done.numbers}, indent=2))
         return
     for split, name in (("val", "validation"), ("test", "test")):
-        if split in done.numbers:
-            print(f"{name} top-1 {100 * done.numbers[split]['top1']:.2f} %")
+        numbers = done.numbers.get(split, {})
+        if "top1" in numbers:
+            print(f"{name} top-1 {100 * numbers['top1']:.2f} %")
+        elif "loss" in numbers:
+            print(f"{name} loss {numbers['loss']:.4f}")
     print(f"report: {done.folder / 'report.html'}")
 
 

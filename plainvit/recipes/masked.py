@@ -1,0 +1,213 @@
+"""Self-supervision: the paper's masked patch prediction, MAE and SimMIM; as published, and small ones.
+
+    plainvit train mae-cifar10 --data-root DIR --out runs/mae
+    plainvit train cifar10 --init runs/mae --data-root DIR           or: plainvit finetune --init runs/mae ...
+
+Sources: ViT (arXiv 2010.11929, 4.6 and B.1.2), MAE (arXiv 2111.06377) and SimMIM (arXiv 2111.09886) with the code
+released with them. The run folder holds a plain ViT without a head: whatever takes weights takes it.
+"""
+
+from typing import Any, Literal
+
+from plainvit.config import Augment, Config, Masked, Optim, Preprocess, ViTConfig
+from plainvit.names import configure
+from plainvit.recipes import Recipe
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def masked_b16_jft() -> Config:
+    """ViT-B/16 predicts the mean colours of half of the patches, a million steps of JFT-300M.
+
+    Source: ViT (arXiv 2010.11929), B.1.2; JFT is not public: give images of your own
+    Command: plainvit train masked-b16-jft --data DATA
+    Expected: ImageNet 79.9 % after ft-imagenet (4.6); 2 points above training from scratch
+    Cost: 432 exaFLOPs
+    """
+    return _paper("", 1_000_000)
+
+
+def masked_b16_i1k() -> Config:
+    """The same on ImageNet: the paper found the gain similar, and little more to gain after 100,000 steps.
+
+    Source: ViT (arXiv 2010.11929), 4.6 and B.1.2, with the steps at which it found returns to diminish
+    Command: plainvit train masked-b16-i1k --data-root DIR
+    Expected: not reported; not measured
+    Cost: 43.2 exaFLOPs
+    """
+    return _paper("imagenet", 100_000)
+
+
+def _paper(data: str, steps: int) -> Config:
+    """Not stated for this run, and so as in Table 3 on JFT: betas, crops, weight decay 0.1, no dropout, no clipping."""
+    return Config(
+        model=configure("ViT-B/16", classes=0),
+        data=data,
+        holdout=0.01 if data else 0.0,
+        steps=steps,
+        batch=4096,
+        objective="masked",
+        masked=Masked(ratio=0.5, target="colour"),
+        optim=Optim(lr=2e-4, schedule="cosine", warmup=10_000, weight_decay=0.1, clip=0.0),
+        augment=Augment(crop="inception-tf"),
+        preprocess=Preprocess(resize="crop", crop=0.875),
+    )
+
+
+def mae_b16_i1k() -> Config:
+    """ViT-B/16 sees a quarter of the patches and predicts the pixels of the others, 800 epochs of ImageNet.
+
+    Source: MAE (arXiv 2111.06377), its code's defaults; sin-cos positions are spaced as in big_vision
+    Command: plainvit train mae-b16-i1k --data-root DIR
+    Expected: ImageNet 83.6 % after MAE's fine-tuning of 1,600 epochs' weights (published)
+    Cost: about half of the same epochs with labels
+    """
+    model = configure("ViT-B/16", classes=0, numerics="timm")
+    assert isinstance(model, ViTConfig)
+    return Config(
+        model=model.replace(posemb="sincos2d", mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        data="imagenet",
+        holdout=0.01,
+        epochs=800,
+        batch=4096,
+        objective="mae",
+        masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=8, width=512, heads=16),
+        optim=Optim(lr=1.5e-4 * 4096 / 256, betas=(0.9, 0.95), warmup=40 / 800, weight_decay=0.05, clip=0.0),
+        augment=Augment(crop="inception", area=(0.2, 1.0)),
+        preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
+    )
+
+
+def simmim_b16_i1k() -> Config:
+    """ViT-B/16 predicts the pixels of 32-pixel squares that hide 60 % of an image, 800 epochs of ImageNet.
+
+    Source: SimMIM (arXiv 2111.09886), its code's ViT-B; positions are learned, not a shared relative bias
+    Command: plainvit train simmim-b16-i1k --data-root DIR
+    Expected: ImageNet 83.8 % after SimMIM's fine-tuning (published, with its own positions)
+    Cost: that of the same epochs with labels
+    """
+    model = configure("ViT-B/16", classes=0, numerics="timm", layer_scale=0.1, stochastic_depth=0.1)
+    assert isinstance(model, ViTConfig)
+    return Config(
+        model=model.replace(mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        data="imagenet",
+        holdout=0.01,
+        epochs=800,
+        batch=2048,
+        objective="simmim",
+        masked=Masked(ratio=0.6, unit=2, target="pixels"),
+        optim=Optim(
+            lr=1e-4 * 2048 / 512,
+            schedule="steps",
+            milestones=(700 / 800,),
+            warmup=10 / 800,
+            weight_decay=0.05,
+            clip=5.0,
+        ),
+        augment=Augment(crop="inception", area=(0.67, 1.0)),
+        preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
+    )
+
+
+# Small ones: the model of the recipes cifar10 and tiny-imagenet, so that these can go on from the weights -------------
+
+
+def masked_cifar10() -> Config:
+    """The ViT of the recipe cifar10 predicts mean colours of half of the patches.
+
+    Source: plainvit; masks and target of ViT (arXiv 2010.11929), B.1.2
+    Command: plainvit train masked-cifar10 --data-root DIR
+    Expected: not measured
+    Cost: not measured
+    """
+    return _small("cifar10", "masked")
+
+
+def mae_cifar10() -> Config:
+    """The ViT of the recipe cifar10 sees a quarter of the patches and predicts the pixels of the others.
+
+    Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 2 blocks of 128
+    Command: plainvit train mae-cifar10 --data-root DIR
+    Expected: not measured
+    Cost: not measured
+    """
+    return _small("cifar10", "mae")
+
+
+def masked_tiny_imagenet() -> Config:
+    """The ViT of the recipe tiny-imagenet predicts mean colours of half of the patches.
+
+    Source: plainvit; masks and target of ViT (arXiv 2010.11929), B.1.2
+    Command: plainvit train masked-tiny-imagenet --data-root DIR
+    Expected: not measured
+    Cost: not measured
+    """
+    return _small("tiny-imagenet", "masked")
+
+
+def mae_tiny_imagenet() -> Config:
+    """The ViT of the recipe tiny-imagenet sees a quarter of the patches and predicts the pixels of the others.
+
+    Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 2 blocks of 128
+    Command: plainvit train mae-tiny-imagenet --data-root DIR
+    Expected: not measured
+    Cost: not measured
+    """
+    return _small("tiny-imagenet", "mae")
+
+
+SMALL_MASKS: dict[str, dict[str, Any]] = {
+    "masked": {"ratio": 0.5, "target": "colour"},
+    "mae": {"ratio": 0.75, "target": "pixels", "normalise": True, "depth": 2, "width": 128, "heads": 4},
+}
+
+
+def _small(data: str, objective: Literal["masked", "mae"]) -> Config:
+    """Optimiser and batch are those of training with labels; crops are weaker, as little can be learned by heart."""
+    from plainvit.recipes.small import RECIPES as SMALL
+
+    labelled = SMALL[data]()
+    assert isinstance(labelled.model, ViTConfig)
+    crop = {"crop": "pad", "pad": 4} if data == "cifar10" else {"crop": "inception", "area": (0.25, 1.0)}
+    return labelled.replace(
+        model=labelled.model.replace(stochastic_depth=0.0),
+        epochs=200,
+        objective=objective,
+        masked=Masked(**SMALL_MASKS[objective]),
+        augment=Augment(**crop),
+        ema_window=0.0,
+    )
+
+
+def mae_photos() -> Config:
+    """A ViT-S/16 learns from your own photos what they look like, before it learns their classes.
+
+    Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 4 blocks of 256
+    Command: plainvit train mae-photos --data photos/
+    Expected: not measured; with few photos, begin from published weights: --init WEIGHTS
+    Cost: depends on the photos; --hours 1 fits it into an hour anywhere
+    """
+    return Config(
+        model=configure("ViT-S/16", classes=0),
+        holdout=0.05,
+        epochs=400,
+        batch=256,
+        objective="mae",
+        masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=4, width=256, heads=8),
+        optim=Optim(lr=6e-4, betas=(0.9, 0.95), warmup=0.05, weight_decay=0.05),
+        augment=Augment(crop="inception", area=(0.2, 1.0)),
+        evaluations=10,
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "masked-b16-jft": masked_b16_jft,
+    "masked-b16-i1k": masked_b16_i1k,
+    "mae-b16-i1k": mae_b16_i1k,
+    "simmim-b16-i1k": simmim_b16_i1k,
+    "masked-cifar10": masked_cifar10,
+    "mae-cifar10": mae_cifar10,
+    "masked-tiny-imagenet": masked_tiny_imagenet,
+    "mae-tiny-imagenet": mae_tiny_imagenet,
+    "mae-photos": mae_photos,
+}

@@ -1,0 +1,53 @@
+"""Understanding: analyse."""
+
+from pathlib import Path
+
+from plainvit.verbs.words import Source, show
+
+
+def analyse(
+    source: Source,
+    /,
+    *,
+    images: str = "",
+    out: Path | None = None,
+    split: str = "",
+    data_root: str = "",
+    count: int = 128,
+    against: str = "",
+    device: str = "auto",
+    json: bool = False,
+) -> None:
+    """What a model has learned: filters, positions, attention, maps and how far to trust them, on one page.
+
+    Writes figures/*.png with the numbers of each as JSON beside it, and analysis.html, which opens offline and lets you
+    click a patch to see where it looks. A run folder needs no --images: its held-out images are taken.
+
+    Args:
+        source: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
+        images: A folder, an archive, a glob, or a set that `plainvit data info` knows.
+        out: Where to write; the run folder itself, or analysis/NAME.
+        split: Of a set: train, val or test; without one, test where there is one.
+        data_root: Where known sets lie, each in a folder of its name.
+        count: Images to look at, spread over the set.
+        against: Another model, whose layers and shifts are compared.
+        device: cpu, cuda; auto: a GPU where there is one.
+        json: Print the paths that were written as JSON.
+    """
+    from rich.text import Text
+
+    from plainvit.analyse.understand import understand
+
+    written = understand(
+        source,
+        images,
+        out or "",
+        split=split,
+        data_root=data_root,
+        count=count,
+        against=against,
+        device=device,
+        quiet=json,
+    )
+    figures = sorted(str(path) for path in (written.parent / "figures").glob("*.png"))
+    show({"page": str(written), "figures": figures}, None if json else Text(f"analysis: {written}"))

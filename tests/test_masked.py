@@ -1,0 +1,515 @@
+"""Masked prediction: what is hidden, what is asked for, and that nothing leaks; against NumPy and transformers' ViTMAE.
+
+Masks are counted, targets computed again in NumPy, losses by the published formulas over whole images, and gradients
+say what a prediction has seen.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from peers import scramble
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import plainvit
+from plainvit.config import Config, Masked, ViTConfig
+from plainvit.data.loader import Batch
+from plainvit.models import ViT
+from plainvit.models.masked import Decoder, MaskedViT, check_maskable, hidden_patches
+from plainvit.models.vit import patchify, sincos2d
+from plainvit.names import configure
+from plainvit.train.masked import PredictPatches
+
+SMALL = {"depth": 2, "width": 16, "heads": 2}  # of the decoder
+PIXELS = Masked(target="pixels", **SMALL)
+
+
+def objective(name: Any = "masked", masked: Masked | None = None, seed: int = 0, **settings: Any) -> PredictPatches:
+    """On 24 x 40 images in 8 x 8 patches: a grid of 3 x 5. Its weights hide no mistake."""
+    model = tiny.vit(classes=0, **settings)
+    made = PredictPatches(model, Config(objective=name, masked=masked or Masked(**SMALL), seed=seed))
+    scramble(made)
+    return made.double().eval()
+
+
+def batch(images: Tensor) -> Batch:
+    return Batch(images, torch.zeros(len(images), dtype=torch.long), np.arange(len(images)))
+
+
+def photos(count: int, size: tuple[int, int] = (24, 40)) -> Tensor:
+    """uint8, with flat areas, black and white among them."""
+    x = (tiny.images(count, size, seed=3) * 255).round().byte()
+    x[0], x[1] = 255, 0
+    return x
+
+
+# What is hidden -------------------------------------------------------------------------------------------------------
+
+
+def draw(made: PredictPatches, images: int) -> tuple[Tensor, Tensor]:
+    place = torch.arange(images)
+    order, source = made.hide(0, torch.full_like(place, 5), place)
+    return order, source
+
+
+@pytest.mark.parametrize(("ratio", "hidden"), [(0.5, 98), (0.15, 30), (0.75, 147)])
+def test_each_image_has_the_same_share_hidden(ratio: float, hidden: int) -> None:
+    made = objective(masked=Masked(ratio=ratio), image_size=112)
+    order, source = draw(made, 300)
+    n = 14 * 14
+    assert made.hidden == hidden
+    assert torch.equal(order.sort(1).values, torch.arange(n).expand(300, n))  # a permutation each
+    corrupted = torch.zeros(300, n, dtype=torch.bool).scatter(1, order[:, :hidden], True)
+    assert (source == torch.arange(n))[~corrupted].all()
+    often = corrupted.double().mean(0)  # of each place; a binomial share of 300 images
+    assert (often - ratio).abs().max() < 5 * math.sqrt(ratio * (1 - ratio) / 300)
+
+
+def test_of_the_hidden_80_are_masked_10_are_another_10_are_kept() -> None:
+    images, k, n = 400, 98, 196
+    order, source = draw(objective(image_size=112), images)
+    hidden = order[:, :k]
+    fate = source.gather(1, hidden)
+    for chosen, share in (((fate < 0), 0.8), ((fate >= 0) & (fate != hidden), 0.1), (fate == hidden, 0.1)):
+        counts, sigma = chosen.sum(1).double(), math.sqrt(k * share * (1 - share))
+        assert abs(float(counts.mean()) - k * share) < 4 * sigma / math.sqrt(images)
+        assert float(counts.std()) == pytest.approx(sigma, rel=0.15)  # drawn for each patch by itself
+        assert (counts - k * share).abs().max() < 5 * sigma  # in every image
+    moved = (fate >= 0) & (fate != hidden)
+    away = ((fate - hidden) % n)[moved]
+    assert away.min() >= 1
+    assert float(away.double().mean()) == pytest.approx(n / 2, rel=0.03)  # any other patch, each as likely
+
+
+def test_simmim_hides_whole_squares_and_nothing_stands_in_for_them() -> None:
+    made = objective("simmim", PIXELS.replace(ratio=0.6, unit=2), image_size=(32, 48))
+    order, source = draw(made, 50)
+    assert made.hidden == 4 * math.ceil(0.6 * 6)
+    gaps = (source < 0).view(50, 2, 2, 3, 2)  # rows of squares, inside, columns of squares, inside
+    assert torch.equal(gaps.any(4).any(2), gaps.all(4).all(2))
+    assert torch.equal((source < 0).sum(1), torch.full((50,), made.hidden))
+    assert (source.gather(1, order[:, : made.hidden]) == -1).all()
+
+
+def test_masks_follow_from_seed_step_and_place_in_the_global_batch() -> None:
+    images, whole = photos(8), objective()
+    both = []
+    for rank in range(2):
+        part = objective()
+        part.rank = rank
+        both.append(part.prepare(batch(images[rank * 4 : rank * 4 + 4]), 7))
+    for together, parts in zip(whole.prepare(batch(images), 7), zip(*both, strict=True), strict=True):
+        assert torch.equal(together, torch.cat(parts))
+    first = whole.prepare(batch(images), 7)[1]
+    assert not torch.equal(first, whole.prepare(batch(images), 8)[1])
+    assert not torch.equal(first, objective(seed=1).prepare(batch(images), 7)[1])
+
+
+def test_masks_of_held_out_images_are_the_image_s_own() -> None:
+    images, index = photos(6), np.array([5, 2, 9, 4, 1, 7])
+    order = objective(seed=3).prepare_held_out(images, index)[1]
+    again = objective(seed=4).prepare_held_out(images[[4, 1]], index[[4, 1]])[1]
+    assert torch.equal(order[[4, 1]], again)
+
+
+# What is asked for ----------------------------------------------------------------------------------------------------
+
+
+def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
+    """The 512-way colours [n, cells^2] of an image [3, H, W] in bytes, one cell after the other."""
+    side, found = patch // cells, []
+    for top in range(0, image.shape[1], patch):
+        for left in range(0, image.shape[2], patch):
+            one = []
+            for y in range(top, top + patch, side):
+                for x in range(left, left + patch, side):
+                    mean = image[:, y : y + side, x : x + side].astype(np.float64).mean((1, 2))
+                    red, green, blue = (int(value) >> 5 for value in mean)  # the three highest of eight bits
+                    one.append(red * 64 + green * 8 + blue)
+            found.append(one)
+    return np.array(found)
+
+
+@pytest.mark.parametrize(("target", "cells"), [("colour", 1), ("colours16", 4)])
+def test_colours_equal_numpy(target: Any, cells: int) -> None:
+    made, images = objective(masked=Masked(target=target)), photos(4)
+    places = torch.arange(15).flip(0).expand(4, -1)
+    wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])[:, ::-1]
+    assert np.array_equal(made.colours(images, places).numpy(), wanted)
+    assert wanted.max() == 511
+    assert np.array_equal(made.colours(images.double() / 255, places)[:2].numpy(), wanted[:2])  # white and black
+    assert np.mean(made.colours(images.float() / 255, places).numpy() == wanted) > 0.99  # but for ties of rounding
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_pixels_equal_numpy(normalise: bool) -> None:
+    made = objective("mae", PIXELS.replace(normalise=normalise), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    images, places = tiny.images(2), torch.tensor([[14, 0, 6], [3, 2, 1]])
+    x = (images.numpy() - np.reshape((0.4, 0.5, 0.6), (3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (3, 1, 1))
+    for row, found in zip(range(2), made.pixels(images, places).numpy(), strict=True):
+        for place, one in zip(places[row].tolist(), found, strict=True):
+            top, left = place // 5 * 8, place % 5 * 8
+            wanted = x[row, :, top : top + 8, left : left + 8]
+            if normalise:
+                wanted = (wanted - wanted.mean()) / np.sqrt(wanted.var(ddof=1) + 1e-6)
+            assert np.abs(one.reshape(3, 8, 8) - wanted).max() < 1e-12
+
+
+def answers_for_all(made: PredictPatches, images: Tensor, source: Tensor) -> Tensor:
+    """The linear decoder on every token of a corrupted image, by hand."""
+    model = made.model
+    assert made.mask is not None
+    x = model.embed_patches(images)
+    rows = [
+        torch.stack([made.mask[0] if s < 0 else one[s] for s in places]) for one, places in zip(x, source, strict=True)
+    ]
+    x = torch.cat([model.class_token.expand(len(x), -1, -1), torch.stack(rows)], 1) + model.positions[0].table
+    for block in model.blocks:
+        x = block(x)
+    return made.decoder(model.norm(x)[:, 1:])
+
+
+def test_simmim_s_loss_is_its_formula() -> None:
+    made, images = objective("simmim", PIXELS.replace(ratio=0.6)), tiny.images(3)
+    _, order, source = made.prepare(batch(images), 0)
+    loss, right = made(images, order, source)
+    x = answers_for_all(made, images, source).view(3, 3, 5, 3, 8, 8).permute(0, 3, 1, 4, 2, 5).reshape(3, 3, 24, 40)
+    mask = torch.zeros(3, 15).scatter(1, order[:, : made.hidden], 1.0).view(3, 1, 3, 5).double()
+    mask = mask.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    wanted = ((x - (images - 0.5) / 0.5).abs() * mask).sum() / mask.sum() / 3
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert math.isnan(right)
+
+
+@pytest.mark.parametrize("target", ["colour", "colours16", "pixels"])
+def test_the_paper_s_loss_counts_corrupted_patches_only(target: Any) -> None:
+    made = objective("masked", Masked(target=target))
+    images = photos(3) if target != "pixels" else tiny.images(3)
+    _, order, source = made.prepare(batch(images), 0)
+    loss, right = made(images, order, source)
+    answers = answers_for_all(made, images, source).detach().numpy()
+    hidden = order[:, : made.hidden].numpy()
+    if target == "pixels":
+        wanted = patchify((images - 0.5) / 0.5, (8, 8)).numpy()
+        errors = ((answers - wanted) ** 2).mean(2)
+    else:
+        cells = 1 if target == "colour" else 4
+        wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])
+        logits = answers.reshape(*wanted.shape, 512)
+        top = logits.max(-1, keepdims=True)
+        logs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        errors = -np.take_along_axis(logs, wanted[..., None], -1)[..., 0].mean(2)
+        correct = (logits.argmax(-1) == wanted).mean(2)
+        assert float(right) == pytest.approx(np.take_along_axis(correct, hidden, 1).mean(1).sum())
+    assert loss.item() == pytest.approx(np.take_along_axis(errors, hidden, 1).mean(), rel=1e-6)
+
+
+# Encoders -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"posemb": "2d"},
+        {"posemb": "sincos2d"},
+        {"posemb": "none"},
+        {"class_token": False, "pool": "average"},
+        {"registers": 2},
+        {"registers": 1, "posemb_prefix": "all"},
+        {"posemb_prefix": "none"},
+        {"norm_pooled": True, "pool": "average"},
+    ],
+    ids=str,
+)
+def test_mae_s_encoder_is_the_plain_one_on_a_subset(settings: dict[str, Any]) -> None:
+    made, images = objective("mae", PIXELS.replace(ratio=0.75), **settings), tiny.images(3)
+    order = made.prepare(batch(images), 0)[1]
+    model, first = made.model, made.model.config.prefix
+    whole = model.embed(images)
+    rows = [
+        torch.cat((one[:first], one[first + places]))
+        for one, places in zip(whole, order[:, made.hidden :], strict=True)
+    ]
+    x = torch.stack(rows)
+    for block in model.blocks:
+        x = block(x)
+    found = made.encode_visible(images, order)
+    assert found.shape[1] == first + 15 - math.ceil(0.75 * 15)
+    assert tiny.difference(found, model.norm(x)) < 1e-12
+
+
+def test_what_is_dropped_costs_nothing() -> None:
+    model = plainvit.create("ViT-S/16", 0, depth=3, device="meta")
+    assert isinstance(model, ViT)
+    masked = Masked(ratio=0.75, target="pixels")
+    net = MaskedViT(model, "mae", masked).to("meta")
+    images, order = torch.empty(2, 3, 224, 224, device="meta"), torch.empty(2, 196, dtype=torch.long, device="meta")
+
+    def flops(call: Any, *values: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            call(*values)
+        return counter.get_total_flops()
+
+    visible, whole = flops(net.encode_visible, images, order), flops(model.encode, images)
+    n, D = 50, 384
+    linear = 2 * 2 * (3 * (n * 12 * D * D) + 49 * 768 * D)  # images, multiply-add: blocks, and the patches' embedding
+    assert linear <= visible <= linear + 2 * 2 * 3 * 2 * n * n * D  # where attention is counted
+    assert visible < 0.255 * whole
+    hidden_only = 2 * 2 * (147 * 512 * 768)
+    whole_decoder = flops(net.decoder, torch.empty(2, 50, D, device="meta"), order, 147)
+    assert whole_decoder <= 2 * 2 * (50 * D * 512 + 8 * 197 * (12 * 512**2 + 2 * 197 * 512)) + hidden_only
+
+
+def seen(made: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
+    """[B, n]: whether any prediction depends on a patch's pixels."""
+    images = images.clone().requires_grad_()
+    answers = made.predict(images, *masks)
+    (gradient,) = torch.autograd.grad((answers * torch.randn_like(answers)).sum(), images)
+    return patchify(gradient, (8, 8)).abs().amax(2) > 0
+
+
+@pytest.mark.parametrize("name", ["mae", "simmim"])
+def test_hidden_pixels_are_not_seen_and_the_others_are(name: Any) -> None:
+    made, images = objective(name, PIXELS.replace(ratio=0.6)), tiny.images(4)
+    _, *masks = made.prepare(batch(images), 0)
+    hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : made.hidden], True)
+    assert torch.equal(seen(made, images, *masks), ~hidden)
+
+
+def test_behind_the_paper_s_mask_nothing_is_seen() -> None:
+    made, images = objective("masked", Masked(ratio=0.8, target="pixels")), tiny.images(8)
+    _, order, source = made.prepare(batch(images), 0)
+    shown = torch.zeros(8, 16, dtype=torch.bool).scatter(1, source.where(source >= 0, 15), True)[:, :15]
+    assert torch.equal(seen(made, images, order, source), shown)  # a patch that stands in for another is seen there
+    fate = source.gather(1, order[:, : made.hidden])
+    assert ((fate >= 0) & (fate != order[:, : made.hidden])).any()
+    assert ((~shown).sum(1) > 5).all()
+
+
+def test_the_model_s_own_answers_do_not_change_with_it() -> None:
+    model = tiny.vit()
+    before = model(tiny.images())
+    headless = tiny.vit(classes=0)
+    MaskedViT(headless, "mae", PIXELS)
+    assert torch.equal(model(tiny.images()), before)
+    assert set(headless.state_dict()) == {name for name in model.state_dict() if not name.startswith("head")}
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def peer(normalise: bool) -> Any:
+    config = transformers.ViTMAEConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        decoder_hidden_size=32,
+        decoder_num_hidden_layers=2,
+        decoder_num_attention_heads=4,
+        decoder_intermediate_size=128,
+        mask_ratio=0.75,
+        norm_pix_loss=normalise,
+    )
+    model = transformers.ViTMAEForPreTraining(config).double().eval()
+    scramble(model)
+    return model
+
+
+def from_peer(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """ViTMAE's weights in our names; pixels (row, column, channel) become (channel, row, column)."""
+    found: dict[str, Tensor] = {
+        "model.class_token": state["vit.embeddings.cls_token"][0],
+        "model.positions.0.table": state["vit.embeddings.position_embeddings"][0],
+        "model.embedding.weight": state["vit.embeddings.patch_embeddings.projection.weight"].flatten(1),
+        "model.embedding.bias": state["vit.embeddings.patch_embeddings.projection.bias"],
+        "decoder.mask_token": state["decoder.mask_token"][0],
+        "decoder.positions": state["decoder.decoder_pos_embed"][0],
+    }
+    layers = {"vit.layers": "model.blocks", "decoder.decoder_layers": "decoder.blocks"}
+    norms = {"layernorm_before": "norm1", "layernorm_after": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    for leaf in ("weight", "bias"):
+        found[f"model.norm.{leaf}"] = state[f"vit.layernorm.{leaf}"]
+        found[f"decoder.embedding.{leaf}"] = state[f"decoder.decoder_embed.{leaf}"]
+        found[f"decoder.norm.{leaf}"] = state[f"decoder.decoder_norm.{leaf}"]
+        pixels = state[f"decoder.decoder_pred.{leaf}"]
+        found[f"decoder.answer.{leaf}"] = pixels.unflatten(0, (8, 8, 3)).movedim(2, 0).flatten(0, 2)
+        for theirs, ours in layers.items():
+            for i in range(2):
+                qkv = [state[f"{theirs}.{i}.attention.{letter}_proj.{leaf}"] for letter in "qkv"]
+                found[f"{ours}.{i}.attention.qkv.{leaf}"] = torch.cat(qkv)
+                found[f"{ours}.{i}.attention.out.{leaf}"] = state[f"{theirs}.{i}.attention.o_proj.{leaf}"]
+                for name, own in norms.items():
+                    found[f"{ours}.{i}.{own}.{leaf}"] = state[f"{theirs}.{i}.{name}.{leaf}"]
+    return found
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_mae_equals_transformers(normalise: bool) -> None:
+    theirs = peer(normalise)
+    shape = {"width": 48, "depth": 2, "heads": 4, "mlp_dim": 96, "mean": (0.0,), "std": (1.0,)}
+    model = plainvit.create("ViT-Ti/8", 0, 32, numerics="transformers", dtype=torch.float64, **shape)
+    assert isinstance(model, ViT)
+    masked = Masked(ratio=0.75, target="pixels", normalise=normalise, depth=2, width=32, heads=4)
+    made = PredictPatches(model, Config(objective="mae", masked=masked)).double().eval()
+    made.load_state_dict(from_peer(theirs.state_dict()))
+    images, noise = tiny.images(3, (32, 32)), torch.rand(3, 16, generator=torch.Generator().manual_seed(1))
+    said = theirs(images, noise=noise)
+    order = noise.argsort(dim=1).roll(12, 1)  # theirs lists what is kept first
+    loss, _ = made(images, order)
+    assert loss.item() == pytest.approx(said.loss.item(), rel=1e-10)
+    pixels = said.logits.unflatten(2, (8, 8, 3)).movedim(4, 2).flatten(2)
+    hidden = order[:, :12].unsqueeze(2).expand(-1, -1, 192)
+    assert tiny.difference(made.predict(images, order), pixels.gather(1, hidden)) < 1e-10
+    loss.backward()
+    said.loss.backward()
+    for name, gradient in from_peer(
+        {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+        | {name: torch.zeros_like(p) for name, p in theirs.named_parameters() if p.grad is None}
+    ).items():
+        if "positions" not in name:  # fixed there
+            found = made.get_parameter(name).grad
+            assert found is not None
+            assert (found - gradient).abs().max() < 1e-9, name
+
+
+def test_the_decoder_s_positions_are_mae_s() -> None:
+    """Its formula: frequencies 10000^(-i / (D/4)), the column's first; a token before the patches has none."""
+    made = objective("mae", PIXELS.replace(ratio=0.75))
+    assert isinstance(made.decoder, Decoder)
+    omega = 10000.0 ** -(np.arange(4) / 4)
+    wanted = np.zeros((16, 16))
+    for place in range(15):
+        angles = np.concatenate([place % 5 * omega, place // 5 * omega])
+        sines, cosines = np.sin(angles), np.cos(angles)
+        wanted[1 + place] = np.concatenate([sines[:4], cosines[:4], sines[4:], cosines[4:]])
+    fresh = Decoder(made.model.config, made.masked, 3)
+    assert np.abs(fresh.positions.numpy() - wanted).max() < 1e-6
+    assert np.abs(sincos2d(3, 5, 16, closed=False).numpy() - wanted[1:]).max() < 1e-12
+
+
+def test_a_new_decoder_starts_as_published() -> None:
+    made = MaskedViT(tiny.vit(torch.float32, classes=0), "mae", PIXELS.replace(width=128, heads=4))
+    made.initialise(torch.Generator().manual_seed(0))
+    assert isinstance(made.decoder, Decoder)
+    assert made.decoder.mask_token.std().item() == pytest.approx(0.02, rel=0.2)
+    assert made.decoder.answer.weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 192)), rel=0.05)
+    assert (made.decoder.norm.weight == 1).all()
+    assert not made.decoder.answer.bias.any()
+    linear = MaskedViT(tiny.vit(torch.float32, classes=0), "masked", Masked())
+    assert not linear.decoder.weight.any()  # as heads do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked", "mae", "simmim"])
+def test_compiled_it_is_the_same(name: Any) -> None:
+    made = objective(name, Masked(**SMALL) if name == "masked" else PIXELS).float()
+    tensors = made.prepare(batch(photos(4)), 0)
+    compiled = torch.compile(made, dynamic=False, fullgraph=True)
+    assert compiled(*tensors)[0].item() == pytest.approx(made(*tensors)[0].item(), rel=1e-5)
+
+
+# The picture ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_perfect_answer_is_the_image() -> None:
+    """Answers that are the targets themselves paint what was there; colours the middle of their range."""
+    images, places = photos(3), torch.tensor([[0, 7], [1, 2], [14, 3]])
+    for masked in (PIXELS, PIXELS.replace(normalise=True)):
+        made = objective("mae", masked, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+        painted = made.painted(made.pixels(images, places), images, places)
+        wanted = patchify(images.double() / 255, (8, 8)).gather(1, places.unsqueeze(2).expand(-1, -1, 192))
+        assert (painted - wanted).abs().max() < 1e-6
+    for target, cells in (("colour", 1), ("colours16", 4)):
+        made = objective("masked", Masked(target=target))
+        answers = torch.nn.functional.one_hot(made.colours(images, places), 512).flatten(2).float()
+        painted = made.painted(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
+        mean = (images.double() / 255).view(3, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(3, 15, 3, 8, 8)
+        mean = torch.stack([one[rows] for one, rows in zip(mean, places, strict=True)]).view_as(painted)
+        assert (painted.mean((4, 6)) - mean.mean((4, 6))).abs().max() <= 16.5 / 255
+
+
+def test_the_picture_shows_what_was_left() -> None:
+    made, images = objective("mae", PIXELS), photos(2)
+    tensors = made.prepare_held_out(images, np.arange(2))
+    original, corrupted, predicted = made.show(tensors)
+    assert torch.equal(original, images.permute(0, 2, 3, 1))
+    gaps = (corrupted == 128).all(3)
+    hidden = torch.zeros(2, 15, dtype=torch.bool).scatter(1, tensors[1][:, : made.hidden], True).view(2, 3, 5)
+    hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    assert torch.equal(gaps, hidden)
+    assert torch.equal(predicted[~hidden], original[~hidden])
+    assert not torch.equal(predicted[hidden], original[hidden])
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+PLAIN = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(32, 32), classes=0)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 1.5, math.nan])
+def test_a_ratio_is_between_0_and_1(ratio: float) -> None:
+    with pytest.raises(ValueError, match="ratio must be"):
+        Masked(ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "masked", "words"),
+    [
+        (PLAIN.replace(image_size=(8, 8)), "masked", Masked(), r"hides 1 of 1 x 1 patches"),
+        (PLAIN.replace(image_size=(8, 16)), "masked", Masked(ratio=0.9), r"hides 2 of 1 x 2 patches"),
+        (
+            PLAIN.replace(channels=1, mean=(0.5,), std=(0.5,)),
+            "masked",
+            Masked(),
+            r"red, green and blue, the model has 1",
+        ),
+        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colours16"), r"2 x 2 is not divisible by 4"),
+        (PLAIN.replace(image_size=(24, 32)), "simmim", Masked(unit=2), r"3 x 4 patches is not made of squares of .* 2"),
+        (configure("BiT-R50x1"), "mae", Masked(), r"hides patches of a ViT, and this model is a ResNet"),
+        (configure("R50x1+ViT-B/16"), "mae", Masked(), r"hybrid's stem"),
+        (PLAIN.replace(posemb="relative"), "mae", Masked(), r"drops tokens"),
+        (PLAIN.replace(posemb_at="every"), "mae", Masked(), r"drops tokens"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused_in_one_line(model: Any, name: str, masked: Masked, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        check_maskable(model, name, masked)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"masked": {"normalise": True}}, "masked.normalise is of pixels"),
+        ({"masked": {"width": 30, "heads": 4}}, "must be divisible by 4 and by masked.heads"),
+        ({"objective": "mea"}, "objective 'mea' is unknown"),
+        ({"teacher": "weights"}, "without teacher"),
+        ({"ema": 0.99}, "without ema"),
+        ({"augment": {"mixup": 0.2}}, "without augment.mixup"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:
+    from plainvit.config import Augment
+
+    kinds = {"masked": Masked, "augment": Augment}
+    with pytest.raises(ValueError, match=words):
+        Config(
+            **{"objective": "mae"}
+            | {name: kinds[name](**value) if name in kinds else value for name, value in settings.items()}
+        )
+
+
+def test_what_is_hidden_is_rounded_up_as_in_the_published_codes() -> None:
+    for n, ratio in ((196, 0.75), (49, 0.6), (50, 0.75), (100, 0.55), (10, 0.9), (256, 0.75)):
+        config = PLAIN.replace(image_size=(8, 8 * n))
+        assert hidden_patches(config, Masked(ratio=ratio)) == math.ceil(round(n * ratio, 6))
+    assert hidden_patches(PLAIN.replace(image_size=(112, 112)), Masked(ratio=0.6, unit=2)) == 4 * 30

@@ -1,0 +1,347 @@
+"""Whole runs of masked prediction, small ones: recipes, exact resume, validation, the report, fine-tuning after it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_runs as runs
+import torch
+from test_train_resume import stopped_run, undisturbed
+
+import plainvit
+from plainvit import cli
+from plainvit.config import Augment, Config, Masked, Optim, ResNetConfig, ViTConfig
+from plainvit.evaluate.plan import plan
+from plainvit.models import ViT, build
+from plainvit.recipes import about, recipe
+from plainvit.recipes.masked import RECIPES
+from plainvit.runtime.folder import Folder, metrics
+from plainvit.train.fit import fit, prepare
+from plainvit.train.loop import train
+from plainvit.train.masked import PredictPatches
+from plainvit.train.objectives import score
+from plainvit.train.replay import replay
+from plainvit.train.splits import open_splits
+from plainvit.train.transfer import resolve
+
+MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
+SHAPES = "shapes:size=16,count=60,classes=3"
+MAE = Masked(ratio=0.75, target="pixels", normalise=True, depth=1, width=16, heads=2)
+KINDS: dict[str, tuple[Any, Masked]] = {
+    "colour": ("masked", Masked()),
+    "colours16": ("masked", Masked(target="colours16")),
+    "pixels": ("masked", Masked(target="pixels")),
+    "mae": ("mae", MAE),
+    "simmim": ("simmim", Masked(ratio=0.6, unit=2, target="pixels")),
+}
+
+
+SLOW = ("colours16", "pixels", "simmim")
+
+
+def config(kind: str = "mae", **changes: Any) -> Config:
+    name, masked = KINDS[kind]
+    settings: dict[str, Any] = {"model": MODEL, "data": SHAPES, "objective": name, "masked": masked, "ema": 0.0}
+    return runs.config(**settings | {"augment": Augment(crop="pad", pad=1), "holdout": 0.2} | changes)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the report's figures; those of masked prediction are made."""
+    runs.without_figures(monkeypatch)
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+
+def smaller(made: Config) -> Config:
+    """The recipe in everything but its size."""
+    assert isinstance(made.model, ViTConfig)
+    model = made.model.replace(width=16, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(32, 32))
+    masked = made.masked.replace(depth=1, width=16, heads=2)
+    optim = made.optim.replace(warmup=min(made.optim.warmup, 1))
+    data = {"data": "shapes:size=32,count=40,classes=3", "batch": 8, "steps": 2, "workers": 0, "evaluations": 1}
+    return made.replace(model=model, masked=masked, optim=optim, **data)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
+    made = smaller(RECIPES[name]())
+    splits = open_splits(made)
+    with Folder(tmp_path / "run") as folder:
+        run = prepare(resolve(made, splits), splits, folder, quiet=True)
+        before = {name: p.detach().clone() for name, p in run.objective.named_parameters()}
+        train(run)
+    found = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert len(found) == 2
+    assert all(map(math.isfinite, found))
+    moved = {name.split(".")[0] for name, p in run.objective.named_parameters() if not torch.equal(before[name], p)}
+    assert moved >= {"model", "decoder"}
+
+
+def test_the_paper_s_recipe_is_the_paper_s() -> None:
+    """B.1.2: 1M steps, batch 4096, Adam at 2e-4, 10k of warm-up, cosine; half of the patches, mean colours."""
+    for name, data, steps in (("masked-b16-jft", "", 1_000_000), ("masked-b16-i1k", "imagenet", 100_000)):
+        made = RECIPES[name]()
+        assert (made.objective, made.data, made.steps, made.batch) == ("masked", data, steps, 4096)
+        optim = made.optim
+        assert (optim.name, optim.lr, optim.warmup, optim.schedule) == ("adamw", 2e-4, 10_000, "cosine")
+        assert (made.masked.ratio, made.masked.unit, made.masked.target) == (0.5, 1, "colour")
+        assert isinstance(made.model, ViTConfig)
+        assert (made.model.width, made.model.depth, made.model.patch) == (768, 12, (16, 16))
+    assert "79.9 %" in about("masked-b16-jft")["expected"]
+
+
+def test_mae_and_simmim_are_the_published_ones() -> None:
+    mae, simmim = RECIPES["mae-b16-i1k"](), RECIPES["simmim-b16-i1k"]()
+    masked, optim = mae.masked, mae.optim
+    assert (masked.ratio, masked.target, masked.normalise) == (0.75, "pixels", True)
+    assert (masked.depth, masked.width, masked.heads) == (8, 512, 16)
+    assert (mae.epochs, mae.batch, mae.augment.area) == (800, 4096, (0.2, 1.0))
+    assert (optim.lr, optim.betas, optim.weight_decay) == (pytest.approx(2.4e-3), (0.9, 0.95), 0.05)
+    assert optim.warmup == pytest.approx(40 / 800)
+    masked, optim = simmim.masked, simmim.optim
+    assert (masked.ratio, masked.unit, masked.target, masked.normalise) == (0.6, 2, "pixels", False)
+    assert (simmim.epochs, simmim.batch, simmim.augment.area) == (800, 2048, (0.67, 1.0))
+    assert (optim.lr, optim.schedule, optim.milestones) == (pytest.approx(4e-4), "steps", (0.875,))
+    assert (optim.betas, optim.weight_decay, optim.clip) == ((0.9, 0.999), 0.05, 5)
+
+
+@pytest.mark.parametrize("data", ["cifar10", "tiny-imagenet"])
+def test_small_ones_train_the_model_that_the_recipe_with_labels_takes(data: str) -> None:
+    labelled = recipe(data).model
+    assert isinstance(labelled, ViTConfig)
+    for name in (f"masked-{data}", f"mae-{data}"):
+        assert RECIPES[name]().data == data
+        assert RECIPES[name]().model == labelled.replace(stochastic_depth=0.0)
+
+
+def test_the_plan_says_what_it_does_not_count() -> None:
+    notes = " ".join(plan(RECIPES["mae-b16-i1k"]())["notes"])
+    assert "about half" in notes
+    assert "one linear layer" in " ".join(plan(RECIPES["simmim-b16-i1k"]())["notes"])
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["colour", "mae"])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    made = config(kind)
+    stopped_run(made, tmp_path / "run", 8)
+    fit(made, tmp_path / "run", quiet=True)
+    assert runs.outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    found = []
+    for size in (0, 4):
+        fit(config(steps=4, micro_batch=size), tmp_path / str(size), quiet=True)
+        found.append([line["loss"] for line in metrics(tmp_path / str(size)) if "loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_a_step_can_be_made_again(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    fit(config(keep=5), tmp_path / "run", quiet=True)
+    recorded = {line["step"]: line["loss"] for line in metrics(tmp_path / "run") if "loss" in line}
+    assert replay(tmp_path / "run", step=10)["loss"] == pytest.approx(recorded[10], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["colour", "mae", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    done = fit(config(kind), tmp_path / "run", quiet=True)
+    lines = list(metrics(tmp_path / "run"))
+    validations = [line["val"] for line in lines if "val" in line]
+    colours = kind.startswith("colour")
+    assert len(validations) == 3
+    assert all(set(one) == ({"loss", "accuracy"} if colours else {"loss"}) for one in validations)
+    assert all(("accuracy" in line) == colours for line in lines if "lr" in line)
+    result = done.numbers["val"]
+    assert result["loss"] == pytest.approx(validations[-1]["loss"], rel=1e-6)
+    assert set(done.numbers) == {"val", "chosen_on_val", "skipped_steps"}  # the test images are not looked at
+    assert sorted(path.name for path in (tmp_path / "run/figures").iterdir()) == [
+        f"masked-{step:07d}.png" for step in (4, 8, 12)
+    ]
+
+
+def test_less_loss_is_better(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    """A loss that falls does not try the run's patience; the least of all is delivered."""
+    made = config("pixels", steps=40, evaluations=10, patience=2, optim=Optim(lr=3e-3))
+    done = fit(made, tmp_path / "run", quiet=True)
+    losses = [line["val"]["loss"] for line in metrics(tmp_path / "run") if "val" in line]
+    assert len(losses) == 10
+    assert losses[0] > 1.2 * losses[-1]
+    assert done.numbers["val"]["loss"] == pytest.approx(min(losses), rel=1e-5)
+    assert score({"top1": 0.5, "nll": 1.0}) == 0.5
+    assert score({"loss": 0.5}) == -0.5
+
+
+def test_it_learns(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    """Flat patches of a known colour are easily predicted: from their neighbours, by colours and by pixels."""
+    for kind, share in (("colour", 0.9), ("mae", 0.95)):
+        done = fit(config(kind, steps=60, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path / kind, quiet=True)
+        first = next(line["val"]["loss"] for line in metrics(tmp_path / kind) if "val" in line)
+        start = math.log(512) if kind == "colour" else 1.0  # of one who knows nothing
+        assert done.numbers["val"]["loss"] < share * start
+        assert done.numbers["val"]["loss"] < first
+
+
+def test_what_is_delivered_is_a_plain_vit_to_fine_tune(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    """Nothing special: --init takes the run folder, for the model of the weights or a recipe's own."""
+    fit(config("mae"), tmp_path / "masked", quiet=True)
+    encoder = plainvit.load(tmp_path / "masked/model.safetensors")
+    assert isinstance(encoder, ViT)
+    assert (encoder.config, encoder.about.class_names) == (MODEL, ())
+    assert encoder.head is None
+    for model in (None, MODEL.replace(stochastic_depth=0.1)):
+        tuned = runs.config(init=str(tmp_path / "masked"), model=model, data=SHAPES, steps=4)
+        splits = open_splits(tuned)
+        with Folder(tmp_path / "look", writes=False) as folder:
+            run = prepare(resolve(tuned, splits), splits, folder, quiet=True)
+        for name, weight in encoder.state_dict().items():
+            assert torch.equal(run.objective.model.state_dict()[name], weight), name
+        done = fit(tuned, tmp_path / f"tuned{model is None}", quiet=True)
+        assert done.model.config.classes == 3
+        assert "top1" in done.numbers["val"]
+
+
+def test_it_goes_on_from_weights_with_a_head(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+    labelled = plainvit.create("ViT-Ti/4", 5, 16, width=16, depth=1, heads=2, mlp_dim=32, representation=8)
+    plainvit.save(labelled, tmp_path / "labelled.safetensors")
+    done = fit(config(init=str(tmp_path / "labelled.safetensors"), model=None), tmp_path / "run", quiet=True)
+    assert done.model.config.classes == 0
+    assert done.model.config.representation == 0
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
+    fit(config("mae"), tmp_path / "run", quiet=True)
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Hidden patches" in page
+    assert page.count("Images, what was left of them, and predictions at step") == 3
+    assert "as a masked autoencoder" in page
+    assert "validation loss" in page
+    assert "top-1" not in page
+
+
+def test_a_picture_that_is_none_is_left_out(tmp_path: Path) -> None:
+    from plainvit.analyse.masked import draw_masked, masked_pictures
+
+    rows = [np.full((2, 8, 12, 3), shade, np.uint8) for shade in (10, 20, 30)]
+    for step in (1, 5, 9):
+        draw_masked(tmp_path, step, rows)
+    (tmp_path / "figures/masked-0000009.png").write_bytes(b"no picture")
+    (tmp_path / "figures/masked-x.png").write_bytes(b"")
+    found = masked_pictures(tmp_path)
+    assert [step for step, _ in found] == [1, 5]
+    shown = found[0][1]
+    assert shown.shape == (3 * 72 + 2 * 4, 2 * 108 + 4, 3)  # nine times as large
+    assert shown[0, 0].tolist() == [10, 10, 10]
+    assert shown[-1, -1].tolist() == [30, 30, 30]
+    assert shown[0, 109].tolist() == [255, 255, 255]
+
+
+def test_photos_are_reduced() -> None:
+    from plainvit.analyse.masked import mosaic
+
+    assert mosaic([np.zeros((1, 224, 224, 3), np.uint8)]).shape == (112, 112, 3)
+
+
+# From the command line ------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> int:
+    try:
+        cli.main([*words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_the_command_trains_and_fine_tunes(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    quick: None,  # noqa: ARG001
+) -> None:
+    made = runs.recipe_file(tmp_path, config("colour"))
+    assert command("train", made, "--out", str(tmp_path / "masked")) == 0
+    assert "validation loss" in capsys.readouterr().out
+    words = ("--init", str(tmp_path / "masked"), "--data", SHAPES, "--steps", "2", "--epochs", "0", "--json")
+    assert command("finetune", *words, "--workers", "0", "--out", str(tmp_path / "tuned")) == 0
+    assert 0 <= json.loads(capsys.readouterr().out)["val"]["top1"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--masked.ratio", "0"), "ratio must be above 0 and below 1, got 0"),
+        (("--masked.ratio", "1"), "ratio must be above 0 and below 1, got 1"),
+        (("--model.patch", "16", "16"), "hides 1 of 1 x 1 patches"),
+        (("--masked.unit", "3"), "not made of squares"),
+        (("--masked.target", "colours16", "--masked.no-normalise", "--model.patch", "2", "2"), "divisible by 4"),
+        (("--augment.mixup", "0.5"), "without augment.mixup"),
+        (("--objective", "mea"), "objective"),
+        (("--parallel", "fsdp"), ""),  # of one process: nothing to cut up
+    ],
+)
+def test_bad_settings_end_in_one_line_and_leave_nothing(
+    flags: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    quick: None,  # noqa: ARG001
+) -> None:
+    made = runs.recipe_file(tmp_path, config("mae", steps=2))
+    code = command("train", made, "--out", str(tmp_path / "run"), *flags)
+    assert code == (2 if words else 0)
+    if words:
+        assert words in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["resnet", "hybrid"])
+def test_an_init_that_is_no_plain_vit_is_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stem = ResNetConfig(blocks=(1,), classes=3, image_size=(16, 16))
+    model = (
+        stem
+        if kind == "resnet"
+        else MODEL.replace(stem=stem.replace(preactivation=False, padding="same"), patch=(1, 1), classes=3)
+    )
+    plainvit.save(build(model), tmp_path / "init.safetensors")
+    made = runs.recipe_file(tmp_path, config("mae", model=None))
+    assert command("train", made, "--out", str(tmp_path / "run"), "--init", str(tmp_path / "init.safetensors")) == 2
+    said = capsys.readouterr().err
+    assert ("this model is a ResNet" if kind == "resnet" else "a hybrid's stem") in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_objective_is_all_that_the_loop_is_given(tmp_path: Path) -> None:
+    """Names of weights and of the optimiser's state: the ViT's own, then the mask and the decoder."""
+    made = config("colour")
+    splits = open_splits(made)
+    with Folder(tmp_path / "run", writes=False) as folder:
+        run = prepare(resolve(made, splits), splits, folder, quiet=True)
+    assert isinstance(run.objective, PredictPatches)
+    own = [f"model.{name}" for name in run.objective.model.state_dict()]
+    assert set(run.objective.state_dict()) == {*own, "mask", "decoder.weight", "decoder.bias"}
+    assert len(run.optimizers.parameters) == len(list(run.objective.parameters()))
+
+
+@pytest.mark.slow
+def test_two_processes_hide_what_one_does(tmp_path: Path) -> None:
+    """The same masks, and so the same losses, to rounding."""
+    import subprocess
+    import sys
+
+    made = runs.recipe_file(tmp_path, config("mae", steps=4, device="cpu"))
+    for count in ("1", "2"):
+        words = ["train", made, "--devices", count, "--out", str(tmp_path / count)]
+        subprocess.run([sys.executable, "-m", "plainvit", *words], check=True, capture_output=True, timeout=300)
+    one, two = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("1", "2"))
+    assert one == pytest.approx(two, rel=1e-5)
