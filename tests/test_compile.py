@@ -16,6 +16,12 @@ MODELS: dict[str, Any] = {
     "BiT": lambda: tiny.bit(torch.float32, blocks=(1,)),
 }
 BATCHES = (2, 5, 1)
+FAST = ("1d", "relative", "BiT")
+every_model = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=() if name in FAST else pytest.mark.slow) for name, make in MODELS.items()],
+    ids=MODELS,
+)
 
 
 def inputs(model: nn.Module, batch: int) -> Tensor:
@@ -30,7 +36,7 @@ def check(model: nn.Module, other: Any, tolerance: float) -> None:
             assert tiny.difference(other(images), model(images)) <= tolerance
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@every_model
 def test_compiled_whole(make: Any) -> None:
     """fullgraph: nothing in the model breaks the graph."""
     torch._dynamo.reset()
@@ -46,7 +52,7 @@ def test_compiled_by_inductor(make: Any) -> None:
     check(model, torch.compile(model, fullgraph=True, backend="inductor", dynamic=True), 1e-4)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@every_model
 def test_exported_with_any_batch(make: Any) -> None:
     model = make()
     batch = torch.export.Dim("batch", min=1)

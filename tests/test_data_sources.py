@@ -278,6 +278,7 @@ def walk(root: Path) -> list[str]:
     return sorted(map(str, found), key=lambda name: (name.split("/")[0], name))
 
 
+@pytest.mark.slow
 def test_twenty_thousand_files_equal_os_walk(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for label in range(50):
@@ -291,6 +292,7 @@ def test_twenty_thousand_files_equal_os_walk(tmp_path: Path) -> None:
     assert source.labels.tolist() == [int(name[5:7]) for name in expected]
 
 
+@pytest.mark.slow
 def test_the_time_grows_with_the_classes_and_not_with_their_square(tmp_path: Path) -> None:
     """ImageNet-21k has 21,843: listing them takes a second, comparing each with each ten or twenty."""
     for label in range(12_000):
@@ -308,6 +310,7 @@ def test_names_come_back(words: list[str]) -> None:
     assert [kept[i] for i in range(len(kept))] == words
 
 
+@pytest.mark.slow
 def test_two_hundred_thousand_names_take_little_memory() -> None:
     count = 200_000
     gc.collect()

@@ -81,7 +81,7 @@ LAYOUTS = {
 }
 
 
-FAST = ("ddp", "sharded")
+FAST = ("sharded",)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,7 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
     port = free_port()
     both = [start_rank(tmp_path / "run", rank, port, "--seed", str(rank)) for rank in (0, 1)]

@@ -283,7 +283,7 @@ def rows_held(config: Model, ranks: int) -> int:
     return sum(math.ceil(p.shape[0] / ranks) * p[0].numel() for p in on_meta(config).parameters())
 
 
-@pytest.mark.parametrize(("config", "ranks"), [(SMALL, 2), (SMALL, 8), (SMALL, 1024), (configure("ViT-H/14"), 1024)])
+@pytest.mark.parametrize(("config", "ranks"), [(SMALL, 2), (SMALL, 1024)])
 def test_a_rank_holds_what_arithmetic_says(config: ViTConfig, ranks: int) -> None:
     found = sharded(config, ranks)
     assert not dist.is_initialized()

@@ -76,7 +76,13 @@ def smaller(config: Config, init: Path) -> Config:
     )
 
 
-@pytest.mark.parametrize("name", list_recipes())
+FAST = ("digits", "cifar10", "vit-b16-jft", "r50x1-jft", "r50+vit-b16-jft", "ft-vtab", "bit-small", "augreg-s16-i1k")
+FAST += ("plain-s16-i1k-90ep", "deit-s16-i1k", "deit3-s16-i1k", "deit3-b16-i1k-ft224", "masked-cifar10", "mae-cifar10")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in list_recipes()]
+)
 def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     config = recipe(name)
     bit = name.startswith("bit-")
@@ -118,7 +124,8 @@ def first_losses(name: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["digits", "finetune", "cifar10", pytest.param("tiny-imagenet", marks=pytest.mark.slow)]
+    "name",
+    ["digits", "finetune", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cifar10", "tiny-imagenet"))],
 )
 def test_first_losses_are_golden(name: str, tmp_path: Path) -> None:
     """A change of the loop, of the order, of an augmentation or of an initial weight shows here."""
@@ -237,6 +244,7 @@ def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
     assert done.numbers["val"]["top1"] == pytest.approx(vals[best])
 
 
+@pytest.mark.slow
 def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path) -> None:
     model = TINY.replace(image_size=(8, 8))
     config = tiny(data="digits", model=model, batch=32, steps=60, holdout=0.0, optim=Optim(grid=(1e-7, 5e-3)))

@@ -352,7 +352,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, whole: dict[str, Any], num
         child.process.join(0.3)
         assert child.process.is_alive()
         child.send(number)
-        assert child.wait(10) == code
+        assert child.wait(60) == code
     assert newest(out)[1]["step"] == 6
     fit(runs.config(), out, quiet=True)
     assert outcome(out) == whole
@@ -373,7 +373,7 @@ def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: d
     child = command(tmp_path, runs.config(), stall=stall)
     with stalled(child, out):
         child.send(signal.SIGINT)
-        assert child.wait(10) == 130
+        assert child.wait(60) == 130
     assert "Traceback" not in child.said
     said = status(out)
     assert (said["state"], said["exit_code"]) == ("interrupted", 130)

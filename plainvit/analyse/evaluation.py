@@ -36,6 +36,7 @@ from plainvit.runtime.distributed import join as join_processes
 
 log = logging.getLogger("plainvit")
 WORST = 24  # errors shown as pictures
+SAMPLES = 48  # predictions in the report of a run
 TIMEOUT = 600.0  # seconds to wait for the other processes
 FEW = 20  # classes shown before the rest is folded
 
@@ -175,6 +176,14 @@ def worst_errors(labels: Labels, result: Result, most: int = WORST) -> list[Samp
     wrong = np.flatnonzero(~result.right)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
     return [_sample(labels, result, int(place)) for place in wrong]
+
+
+def choose_samples(labels: Labels, result: Result, most: int = SAMPLES) -> list[Sample]:
+    """The surest mistakes, and right answers spread over the set."""
+    wrong = worst_errors(labels, result, most // 2)
+    right = np.flatnonzero(result.right)
+    places = right[np.unique(np.linspace(0, len(right) - 1, most - len(wrong)).astype(int))] if len(right) else right
+    return [*wrong, *(_sample(labels, result, int(place)) for place in places)]
 
 
 def _sample(labels: Labels, result: Result, place: int) -> Sample:

@@ -70,5 +70,5 @@ def _draw(axes: Axes, picture: np.ndarray | None, row: Mapping[str, Any], left: 
     sure = guess["probability"]
     for share, colour in ((1.0, COLOURS["line"]), (sure, COLOURS["blue"])):  # a bar as long as the model is sure
         axes.add_patch(Rectangle((left, top + side + 0.02), side * share, 0.025, facecolor=colour, linewidth=0))
-    axes.text(left, top + side + 0.07, printable(guess["label"], 17), fontsize=6.5, ha="left", **below)
+    axes.text(left, top + side + 0.07, printable(guess["label"], 15), fontsize=6.5, ha="left", **below)
     axes.text(left + side, top + side + 0.07, f"{sure:.0%}", fontsize=6.5, color=COLOURS["muted"], ha="right", **below)

@@ -31,7 +31,6 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, AbsentSplit, Files, Source, Subset, open_folder
 
 TRAIN, VAL = 800, 200
@@ -310,6 +309,8 @@ class _Cut:
 def _order(source: Source) -> np.ndarray:
     """As stored; a set that lies class by class in a fixed random order."""
     by_class = len(source) > 1 and bool((np.diff(source.labels) >= 0).all())
+    from plainvit.data.order import permutation  # loads torch, which a plan does without
+
     return permutation(0, 0, len(source)) if by_class else np.arange(len(source))
 
 

@@ -265,7 +265,7 @@ def _title(words: str) -> str:
 
 def _table(first: str, columns: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(first, style="cyan", no_wrap=True)
+    table.add_column(first, style="cyan", overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -288,7 +288,7 @@ def _fewshot_table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> T
         table.add_row(name, *(_percent(of["fewshot"][count]) for count in shots))
         fewer = [of["fewshot"][count]["classes_with_fewer"] for count in shots]
         if any(fewer):
-            table.add_row("  classes with fewer images", *map(str, fewer), style="dim")
+            table.add_row("  classes with fewer", *map(str, fewer), style="dim")
         if all("chosen" in of["fewshot"][count] for count in shots):
             chosen = (of["fewshot"][count]["chosen"] for count in shots)
             table.add_row("  l2 chosen on the others", *(f"{_percent(one)} ({_power(one['l2'])})" for one in chosen))

@@ -1,15 +1,14 @@
 """The end of a run: the weights to keep, the numbers of each split, the report."""
 
-import math
 from typing import Any
 
-import numpy as np
-
+from plainvit.analyse.evaluation import choose_samples
 from plainvit.analyse.report import Sample, write_report
 from plainvit.config import Config
 from plainvit.data.sources import Source
-from plainvit.data.transforms import resized
-from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.card import make_card, write_card
+from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.runtime.distributed import World
@@ -20,25 +19,16 @@ from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.splits import Splits
 from plainvit.weights import save
 
-SAMPLES = 48  # predictions shown in the report
-
 
 def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json and report.html; may be done again, with the same result."""
     model, first = chosen_model(run), run.world.first
     if first:
         save(model, run.folder.path / "model.safetensors")
-    numbers: dict[str, Any] = {}
-    samples: list[Sample] = []
-    if isinstance(run.objective, PredictPatches):  # which has no business with the test images
-        if splits.val:
-            numbers["val"] = judge(run.objective, evaluation_set(run.config, splits.val, run.world), run.cast)
+    if isinstance(run.objective, PredictPatches):
+        numbers, samples = _predicted(run, run.objective, splits), []
     else:
-        for name, source in (("val", splits.val), ("test", splits.test)):
-            if source:
-                result = classify(predictor_of(run, model), evaluation_set(run.config, source, run.world))
-                numbers[name] = result.summary()
-                samples = choose_samples(result, source) if first else []
+        numbers, samples = _classified(run, model, splits)
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
     run.folder.write("results.json", numbers)
@@ -50,8 +40,32 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
     return model, numbers
 
 
+def _predicted(run: Training, objective: PredictPatches, splits: Splits) -> dict[str, Any]:
+    """Self-supervision has no business with the test images."""
+    return {"val": judge(objective, evaluation_set(run.config, splits.val, run.world), run.cast)} if splits.val else {}
+
+
+def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
+    """The numbers of each split; of the test images, or where there are none the validation's, a card and samples."""
+    numbers: dict[str, Any] = {}
+    samples: list[Sample] = []
+    predictor = predictor_of(run, model)
+    for name, source in (("val", splits.val), ("test", splits.test)):
+        if not source:
+            continue
+        result = classify(predictor, evaluation_set(run.config, source, run.world))
+        numbers[name] = result.summary()
+        if run.world.first:
+            labels = align(source, predictor.classes)
+            samples = choose_samples(labels, result)
+            write_card(make_card(predictor, labels, result, run.world), run.folder.path, labels, result)
+    return numbers, samples
+
+
 def predictor_of(run: Training, model: ViT | ResNet) -> Predictor:
-    return Predictor(model, device=run.world.device, precision=run.config.precision)
+    found = Predictor(model, device=run.world.device, precision=run.config.precision)
+    found.source = str(run.folder.path)
+    return found
 
 
 def evaluation_set(config: Config, source: Source, world: World) -> Prepared:
@@ -77,29 +91,3 @@ def chosen_model(run: Training) -> ViT | ResNet:
     merge_lora(model)
     model.about = trained.about
     return model.eval()
-
-
-def choose_samples(result: Result, source: Source) -> list[Sample]:
-    """The surest mistakes, and right answers spread over the set."""
-    wrong = np.flatnonzero(result.guesses[:, 0] != result.labels)
-    wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][: SAMPLES // 2]
-    right = np.flatnonzero(result.guesses[:, 0] == result.labels)
-    right = right[np.unique(np.linspace(0, len(right) - 1, SAMPLES - len(wrong)).astype(int))] if len(right) else right
-    return [_sample(result, source, int(place)) for place in (*wrong, *right)]
-
-
-def _sample(result: Result, source: Source, place: int) -> Sample:
-    index = int(result.index[place])
-    return Sample(
-        image=_thumbnail(source.image(index)),
-        truth=source.classes[result.labels[place]],
-        guess=source.classes[result.guesses[place, 0]],
-        probability=float(result.probabilities[place]),
-        name=source.name(index),
-    )
-
-
-def _thumbnail(pixels: np.ndarray, side: int = 160) -> np.ndarray:
-    shrink = min(1.0, side / max(pixels.shape[:2]))
-    size = tuple(max(math.floor(extent * shrink), 1) for extent in pixels.shape[:2])
-    return resized(pixels, (size[0], size[1])).permute(1, 2, 0).numpy()

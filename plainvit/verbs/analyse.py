@@ -15,6 +15,7 @@ def analyse(
     data_root: str = "",
     count: int = 128,
     against: str = "",
+    thorough: bool = False,
     device: str = "auto",
     json: bool = False,
 ) -> None:
@@ -31,8 +32,9 @@ def analyse(
         data_root: Where known sets lie, each in a folder of its name.
         count: Images to look at, spread over the set.
         against: Another model, whose layers and shifts are compared.
+        thorough: Spend as many passes as it takes, also on a CPU: more images for maps, and single heads of any model.
         device: cpu, cuda; auto: a GPU where there is one.
-        json: Print the paths that were written as JSON.
+        json: Print the paths that were written, and what was left out, as JSON.
     """
     from rich.text import Text
 
@@ -46,8 +48,10 @@ def analyse(
         data_root=data_root,
         count=count,
         against=against,
+        thorough=thorough,
         device=device,
         quiet=json,
     )
-    figures = sorted(str(path) for path in (written.parent / "figures").glob("*.png"))
-    show({"page": str(written), "figures": figures}, None if json else Text(f"analysis: {written}"))
+    found = {"page": str(written.page), "figures": [str(path) for path in written.figures], "notes": written.notes}
+    words = "\n".join((f"analysis: {written.page}", *(f"note: {note}" for note in written.notes)))
+    show(found, None if json else Text(words))

@@ -249,10 +249,15 @@ def _table(rows: list[dict[str, Any]]) -> "Table":
         if row["error"]:
             table.add_row(name, Text(row["error"], style="red"), "", "")
             continue
-        others = ", ".join(f"{one['label']} {_percent(one['probability'])}" for one in guesses[1:])
-        table.add_row(name, Text(guesses[0]["label"]), _percent(guesses[0]["probability"]), Text(others))
+        others = ", ".join(f"{_short(one['label'])} {_percent(one['probability'])}" for one in guesses[1:])
+        table.add_row(name, Text(_short(guesses[0]["label"])), _percent(guesses[0]["probability"]), Text(others))
     return table
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"  # never on two lines
+
+
+def _short(label: str) -> str:
+    """A table holds less than a file."""
+    return label if len(label) <= 28 else label[:27] + "\u2026"
