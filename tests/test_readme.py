@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [
     line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if line.startswith("plainvit ")
 ]
-PLACES = ("hf:", "WEIGHTS", "DIR", "my.py")  # commands that name what the reader has are not run here
+PLACES = ("hf:", "WEIGHTS", "DIR", "my.py", "runs/")  # commands that name what the reader has are not run here
 
 
 def test_there_are_commands_and_code() -> None:

@@ -33,6 +33,7 @@ class Graph:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls, self.refused = function, 0, False
+        self.stream = torch.cuda.Stream()  # the first calls run where the capture will: autograd remembers streams
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
         self.result: Any = None
@@ -42,11 +43,18 @@ class Graph:
         if self.graph is None and self.calls > WARM and not self.refused:
             self._capture(tensors)
         if self.graph is None:
-            return self.function(*tensors)
+            return self._called(tensors)
         for place, tensor in zip(self.inputs, tensors, strict=True):
             place.copy_(tensor)
         self.graph.replay()
         return self.result
+
+    def _called(self, tensors: tuple[Tensor, ...]) -> Any:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            result = self.function(*tensors)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
         """What cannot be captured stays as it is, and says so once."""
@@ -54,7 +62,8 @@ class Graph:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what was cached cannot serve a graph, which has memory of its own
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+            # In other threads of this process memory may be pinned meanwhile
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.function(*inputs)
         except (RuntimeError, ValueError) as error:
             self.refused = True
@@ -68,13 +77,15 @@ class GraphedGradients(Graph):
     """Gradients lie in the graph's memory: they are hung onto the parameters again, which the loop clears."""
 
     def __init__(self, function: Callable[..., Tensor], optimizers: "Optimizers") -> None:
-        super().__init__(function)
+        def fresh(*tensors: Tensor) -> Tensor:
+            optimizers.zero()  # so that the backward pass writes them, in place of adding to them
+            return function(*tensors)
+
+        super().__init__(fresh)
         self.optimizers = optimizers
         self.kept: list[tuple[torch.nn.Parameter, Tensor]] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        if self.graph is None and self.calls >= WARM:
-            self.optimizers.zero()  # so that the backward pass writes them, in place of adding to them
         found = super().__call__(*tensors)
         if self.graph and not self.kept:
             self.kept = [(p, p.grad) for p in self.optimizers.parameters if p.grad is not None]
