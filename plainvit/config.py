@@ -385,6 +385,7 @@ class Config(Checked):
     data: str = ""  # a folder, a list, shards, hf:org/dataset, a known set, digits or shapes
     data_root: str = ""  # where known sets lie, each in a folder of its name
     exclude: str = ""  # a list of images to leave out, as `plainvit data check --save` writes it
+    share: float = 1.0  # of the training images of each class that is trained on; a smaller share lies in a larger one
     holdout: float = 0.0  # share of the training images, of each class, that is not trained on but validates
     search_holdout: float = 0.1  # the same while --search tries the rates of optim.grid
     epochs: float = 0.0  # length of the run
@@ -438,6 +439,8 @@ class Config(Checked):
             natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed", "image_size"),
             rates=("holdout", "search_holdout", "ema", "ema_window"),
         )
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         for name in ("epochs", "hours"):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train.fit import fit
+from plainvit.train.splits import open_splits
 
 Capture = pytest.CaptureFixture[str]
 
@@ -697,3 +699,19 @@ def test_doctor_tells_of_unreadable_weights_once(capsys: Capture) -> None:
 def test_doctor_leaves_no_trace(recipe: str, capsys: Capture) -> None:
     printed(capsys, "doctor", recipe)
     assert here() == []
+
+
+def test_a_share_of_the_images_is_nested_and_even() -> None:
+    """Of each class the same share; what a smaller share has, a larger one has; validation and test stay."""
+    shares = (0.05, 0.2, 0.5, 1.0)
+    splits = [open_splits(Config(data="digits", holdout=0.1, share=share)) for share in shares]
+    names = [{one.train.name(index) for index in range(len(one.train))} for one in splits]
+    for smaller, larger in pairwise(names):
+        assert smaller < larger
+    whole = np.bincount(splits[-1].train.labels)
+    for share, one in zip(shares, splits, strict=True):
+        assert abs(np.bincount(one.train.labels) - share * whole).max() <= 0.5
+    assert len({one.val.fingerprint() for one in splits if one.val}) == 1
+    for share in (0.0, -1.0, 1.5):
+        with pytest.raises(ValueError, match="share must be above 0"):
+            Config(share=share)

@@ -1,5 +1,6 @@
 """The images that a run trains on, validates on and tests on. Test images are read once, at the end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,7 +48,7 @@ def open_splits(config: Config) -> Splits:
         val = None
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
-    return Splits(train, val, test)
+    return Splits(part_of(train, config.share), val, test)
 
 
 def _open(config: Config, split: str) -> Source | None:
@@ -61,13 +62,23 @@ def _open(config: Config, split: str) -> Source | None:
 
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     """(rest, held out): the same images whatever the seed, and as near as can be the same share of each class."""
-    held = []
-    for label in range(len(source.classes)):
-        members = np.flatnonzero(source.labels == label)
-        count = min(max(round(share * len(members)), 1), len(members) - 1)  # each class keeps one to learn from
-        held.append(members[permutation(0, label, len(members))[: max(count, 0)]])
-    chosen = np.sort(np.concatenate(held))
+    chosen = _drawn(source, share, 0, lambda count: count - 1)  # each class keeps one to learn from
     if not len(chosen):
         raise DataError(f"no class of {source.spec} has two images: none can be held out to validate on; --holdout 0")
     rest = np.setdiff1d(np.arange(len(source)), chosen)
     return Subset(source, rest, "train"), Subset(source, chosen, "val")
+
+
+def part_of(source: Source, share: float) -> Source:
+    """A share of each class, at least one image of it: that of a smaller share is among that of a larger one."""
+    return source if share == 1 else Subset(source, _drawn(source, share, 1, lambda count: count))
+
+
+def _drawn(source: Source, share: float, salt: int, most: Callable[[int], int]) -> np.ndarray:
+    """Places of a share of each class, at least one where there may be one, in the order of the source."""
+    found = [np.empty(0, int)]
+    for label in range(len(source.classes)):
+        members = np.flatnonzero(source.labels == label)
+        count = min(max(round(share * len(members)), 1), most(len(members)))
+        found.append(members[permutation(salt, label, len(members))[: max(count, 0)]])
+    return np.sort(np.concatenate(found))
