@@ -59,16 +59,22 @@ class Fitted:
 
 
 def fit(
-    config: Config, out: str | Path | None = None, *, force: bool = False, search: bool = False, quiet: bool = False
+    config: Config,
+    out: str | Path | None = None,
+    *,
+    force: bool = False,
+    search: bool = False,
+    quiet: bool = False,
+    test: bool = True,
 ) -> Fitted:
     """Trains what the config says, in the folder `out`, or in runs/RECIPE-HASH where none is given.
 
     An unfinished run of the same config goes on; a config or data that changed since is refused, unless forced.
-    search tries the rates of optim.grid on held-out training images first.
+    search tries the rates of optim.grid on held-out training images first. Without test, test images are not read.
     """
     world = join(config.device, config.timeout)
     try:
-        return _fit_with(world, config, out, force, search, quiet)
+        return _fit_with(world, config, out, force, search, quiet, test)
     except RuntimeError as error:
         if world.size == 1 or not is_lost(error):
             raise
@@ -77,13 +83,17 @@ def fit(
         world.leave()
 
 
-def _fit_with(world: World, config: Config, out: str | Path | None, force: bool, search: bool, quiet: bool) -> Fitted:
+def _fit_with(
+    world: World, config: Config, out: str | Path | None, force: bool, search: bool, quiet: bool, test: bool
+) -> Fitted:
     """One run of one or more processes, of which the first owns the folder."""
 
     def open_all() -> tuple[Config, Splits]:
         if not force:
             _check_data(config)
         splits = open_splits(config)
+        if not test:
+            splits.test = None
         return resolve(config, splits), splits
 
     config, splits = world.agree(open_all, lambda both: default_name(both[0]) + str(both[1].described))

@@ -1,0 +1,32 @@
+"""The figures of studies: ours beside the paper's, on the same axes."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
+from plainvit.studies.study import Found
+
+
+@styled()
+def draw_arms(found: Found, across: str, paper: Mapping[str, float], words: str) -> Figure:
+    """A dot for each seed and a bar for each arm's mean; the paper's numbers in a panel of their own."""
+    names = list(found.values)
+    figure, axes = new_figure(1, 2 if paper else 1, PANEL)
+    ours: Axes = axes[0, 0]
+    for at, name in enumerate(names):
+        values = 100 * np.array(found.of(name))
+        ours.plot([at - 0.25, at + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
+        ours.scatter(np.full(len(values), at), values, s=14, color=COLOURS["blue"], alpha=0.5, linewidths=0)
+    ours.set(title="here, held-out top-1, %", xlabel=across)
+    ours.set_xticks(range(len(names)), names)
+    if paper:
+        theirs: Axes = axes[0, 1]
+        shown = [name for name in names if name in paper]
+        for at, name in enumerate(shown):
+            theirs.plot([at - 0.25, at + 0.25], [100 * paper[name]] * 2, color=COLOURS["orange"], linewidth=2.4)
+        theirs.set(title=f"{words}, %", xlabel=across, xlim=(-0.5, len(shown) - 0.5))
+        theirs.set_xticks(range(len(shown)), shown)
+    return figure

@@ -1,0 +1,246 @@
+"""A claim, the runs that test it, and a rule that decides, written before they are run.
+
+    plainvit study list
+    plainvit study positions --budget cpu          reproduced, not reproduced, or not decided
+
+Its arms are runs that differ in one thing; each is run with several seeds and compared on held-out training images, so
+that test images are not read at all. An arm may begin from the weights of another of the same seed. Results go into
+FOLDER/{table.md, figure.png, verdict.json}; finished runs are not run again, and a study whose definition changed since
+its runs were made refuses to mix them.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from plainvit.analyse.figures import save
+from plainvit.config import Config, to_json
+from plainvit.disk import read_json, write_atomically
+from plainvit.runtime.folder import finite
+from plainvit.studies.runs import place, run_all
+
+Budget = Literal["cpu", "gpu", "paper"]
+Outcome = Literal["reproduced", "not reproduced", "not decided"]
+SEEDS: dict[Budget, int] = {"cpu": 3, "gpu": 3, "paper": 3}
+FEWEST = 3  # seeds below which a difference decides nothing
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of run. `x` is its place on the figure's axis, `group` the curve that it belongs to."""
+
+    config: Config
+    x: float = math.nan
+    group: str = ""
+    after: str = ""  # the arm whose weights it begins from
+    counts: bool = True  # whether it is compared, or only begun from
+
+
+@dataclass(frozen=True)
+class Study:
+    """A claim and how it is tested."""
+
+    name: str
+    claim: str  # in one sentence
+    source: str  # where it is made
+    rule: str  # what counts as reproduced, in words
+    arms: Callable[[Budget], dict[str, Arm]]
+    decide: Callable[["Found"], "Verdict"]
+    draw: Callable[["Found"], Figure]
+    measure: Callable[[Path], dict[str, float]] = field(default=lambda folder: held_out(folder))
+    paper: str = ""  # what the paper found, in numbers
+    metric: str = "top1"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    why: str  # with the numbers it rests on
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out: for each arm and seed the measurements, by name."""
+
+    arms: dict[str, Arm]
+    values: dict[str, list[dict[str, float]]]
+    metric: str = "top1"
+
+    def of(self, arm: str, metric: str = "") -> list[float]:
+        return [one[metric or self.metric] for one in self.values[arm]]
+
+    def mean(self, arm: str, metric: str = "") -> float:
+        return statistics.fmean(self.of(arm, metric))
+
+    def group(self, name: str) -> list[str]:
+        """The arms of a curve, along its axis."""
+        return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
+
+
+def held_out(folder: Path) -> dict[str, float]:
+    """The last numbers on held-out training images, as shares; never the test set's."""
+    return dict(read_json(folder / "results.json")["val"])
+
+
+# Differences ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The mean difference b - a of two arms, paired by seed, and its standard error."""
+
+    mean: float
+    error: float
+    seeds: int
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the difference is more than two standard errors from 0; with too few seeds always 0."""
+        return 0 if self.seeds < FEWEST or abs(self.mean) <= 2 * self.error else int(math.copysign(1, self.mean))
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:+.2f} ± {100 * self.error:.2f} points"
+
+
+def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
+    """Runs of one seed share their order of images, so seeds are pairs."""
+    apart = [y - x for x, y in zip(a, b, strict=True)]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
+    return Gap(statistics.fmean(apart), error, len(apart))
+
+
+def settle(signs: Sequence[int], why: str) -> Verdict:
+    """Of several differences that the claim expects to be positive: all, any against it, or not clear."""
+    if any(sign < 0 for sign in signs):
+        return Verdict("not reproduced", why)
+    return Verdict("reproduced" if all(sign > 0 for sign in signs) else "not decided", why)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's, without ties; 0 where there are fewer than three."""
+    if len(a) < 3:
+        return 0.0
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (a, b)])
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def run_study(
+    study: Study, budget: Budget, folder: Path, *, seeds: int = 0, at_once: int = 1, quiet: bool = False
+) -> Verdict:
+    """Makes what runs are missing, measures, decides, and writes the study's folder."""
+    arms, seeds = study.arms(budget), seeds or SEEDS[budget]
+    _check_definition(study, arms, folder)
+    for stage in stages(arms):
+        configs = {run_name(arm, seed): _config(arms[arm], seed, folder) for arm in stage for seed in range(seeds)}
+        run_all(configs, folder / "runs", at_once=at_once, quiet=quiet)
+    values = {
+        arm: [study.measure(folder / "runs" / place(run_name(arm, seed))) for seed in range(seeds)]
+        for arm, one in arms.items()
+        if one.counts
+    }
+    found = Found({arm: arms[arm] for arm in values}, values, study.metric)
+    verdict = study.decide(found)
+    _write(study, budget, folder, found, verdict)
+    return verdict
+
+
+def run_name(arm: str, seed: int) -> str:
+    return f"{arm}, seed {seed}"
+
+
+def stages(arms: Mapping[str, Arm]) -> list[list[str]]:
+    """Arms in an order in which each comes after the one it begins from."""
+    done: list[str] = []
+    found: list[list[str]] = []
+    while len(done) < len(arms):
+        ready = [arm for arm, one in arms.items() if arm not in done and (not one.after or one.after in done)]
+        assert ready, "arms begin from each other in a circle, or from one that is not there"
+        found.append(ready)
+        done += ready
+    return found
+
+
+def _config(arm: Arm, seed: int, folder: Path) -> Config:
+    init = str(folder / "runs" / place(run_name(arm.after, seed))) if arm.after else arm.config.init
+    return arm.config.replace(seed=seed, init=init)
+
+
+def definition(arms: Mapping[str, Arm]) -> str:
+    """A hash of all that decides the runs."""
+    said = {name: [to_json(arm.config), arm.after] for name, arm in arms.items()}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_definition(study: Study, arms: Mapping[str, Arm], folder: Path) -> None:
+    stored = read_json(folder / "definition.json") if (folder / "definition.json").is_file() else {}
+    if stored and stored.get("hash") != definition(arms):
+        raise ValueError(f"{folder} holds runs of another definition of {study.name}: give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_text(folder / "definition.json", json.dumps({"study": study.name, "hash": definition(arms)}) + "\n")
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict) -> None:
+    said = {
+        "study": study.name,
+        "claim": study.claim,
+        "source": study.source,
+        "rule": study.rule,
+        "budget": budget,
+        "outcome": verdict.outcome,
+        "why": verdict.why,
+        "definition": definition(study.arms(budget)),
+        "values": found.values,
+    }
+    _write_text(folder / "verdict.json", json.dumps(finite(said), indent=1) + "\n")
+    _write_text(folder / "table.md", table(study, found, verdict))
+    save(study.draw(found), folder / "figure.png")
+
+
+def table(study: Study, found: Found, verdict: Verdict) -> str:
+    """For people: the claim, a row for each arm, the rule and what it decides."""
+    rows = [f"| {arm} | {_cell(found, arm)} | {len(found.values[arm])} |" for arm in found.values]
+    return "\n".join(
+        [
+            f"# {study.claim}",
+            "",
+            f"{study.source}. {study.paper}".strip(),
+            "",
+            "| arm | held-out top-1, % | seeds |" if study.metric == "top1" else f"| arm | {study.metric} | seeds |",
+            "|---|---|---|",
+            *rows,
+            "",
+            f"Rule: {study.rule}",
+            "",
+            f"**{verdict.outcome}**: {verdict.why}",
+            "",
+        ]
+    )
+
+
+def _cell(found: Found, arm: str) -> str:
+    scale = 100 if found.metric == "top1" else 1
+    values = [scale * one for one in found.of(arm)]
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def summary(verdict: Verdict) -> dict[str, Any]:
+    return {"outcome": verdict.outcome, "why": verdict.why}

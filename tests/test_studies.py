@@ -1,0 +1,106 @@
+"""Studies: rules on planted results, both ways; differences against SciPy; runs in order; old runs are not mixed in."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_runs as runs
+from scipy.stats import spearmanr, ttest_rel
+
+from plainvit.studies import positions
+from plainvit.studies.study import Arm, Found, Study, Verdict, gap, rank_correlation, run_study, settle, stages, table
+
+
+def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Found:
+    noise = np.random.default_rng(0).normal(0, spread, (len(means), seeds))
+    values = {arm: [{"top1": mean + one} for one in row] for (arm, mean), row in zip(means.items(), noise, strict=True)}
+    return Found({arm: study.arms("cpu")[arm] for arm in means}, values)
+
+
+def test_a_gap_is_the_paired_difference() -> None:
+    a, b = [0.70, 0.72, 0.69, 0.75], [0.73, 0.74, 0.73, 0.77]
+    found = gap(a, b)
+    assert found.mean / found.error == pytest.approx(ttest_rel(b, a).statistic)
+    assert found.sign == 1
+    assert gap(b, a).sign == -1
+    assert gap(a, [0.80, 0.62, 0.79, 0.68]).sign == 0
+    assert gap(a[:2], b[:2]).sign == 0, "two seeds decide nothing"
+    assert math.isinf(gap([0.5], [0.9]).error)
+    assert str(gap([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points"
+
+
+def test_settling() -> None:
+    assert settle([1, 1], "").outcome == "reproduced"
+    assert settle([1, 0], "").outcome == "not decided"
+    assert settle([1, -1], "").outcome == "not reproduced"
+
+
+def test_rank_correlation() -> None:
+    a, b = [3.0, 1.0, 2.0, 8.0, 5.0], [0.1, 0.3, 0.2, 0.9, 0.7]
+    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
+    assert rank_correlation(a[:2], b[:2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("means", "outcome"),
+    [
+        ({"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.705}, "reproduced"),
+        ({"none": 0.60, "1-D": 0.70, "2-D": 0.65, "relative": 0.705}, "not reproduced"),  # the kinds matter
+        ({"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.55}, "not reproduced"),
+    ],
+)
+def test_positions_are_decided_by_their_rule(means: dict[str, float], outcome: str) -> None:
+    found = planted(positions.STUDY, means)
+    assert positions.STUDY.decide(found).outcome == outcome
+    assert positions.STUDY.decide(planted(positions.STUDY, means, seeds=2)).outcome != "reproduced"
+    words = table(positions.STUDY, found, positions.STUDY.decide(found))
+    assert f"**{outcome}**" in words
+    assert words.count("± 0.") >= 4
+    assert positions.STUDY.draw(found)
+
+
+def test_noise_decides_nothing() -> None:
+    """Seeds that disagree about the sign."""
+    rows = {"none": (0.60, 0.66, 0.57), "1-D": (0.64, 0.60, 0.62)}
+    values = {arm: [{"top1": one} for one in rows.get(arm, rows["1-D"])] for arm in positions.KINDS}
+    found = Found(positions.STUDY.arms("cpu"), values)
+    assert positions.STUDY.decide(found).outcome == "not decided"
+
+
+def test_arms_run_after_the_one_they_begin_from() -> None:
+    made = runs.config()
+    arms = {"c": Arm(made, after="b"), "b": Arm(made, after="a"), "a": Arm(made), "d": Arm(made)}
+    assert stages(arms) == [["a", "d"], ["b"], ["c"]]
+    with pytest.raises(AssertionError, match="circle"):
+        stages({"a": Arm(made, after="b"), "b": Arm(made, after="a")})
+
+
+def transfer(steps: int = 3) -> Study:
+    """Pre-training, and fine-tuning from it and from scratch."""
+    made = runs.config(steps=steps, evaluations=1, augment=runs.config().augment.replace(mixup=0.0))
+    return Study(
+        name="transfer",
+        claim="c",
+        source="s",
+        rule="r",
+        arms=lambda _: {
+            "before": Arm(made, counts=False),
+            "transferred": Arm(made.replace(optim=made.optim.replace(lr=1e-9)), after="before"),
+            "scratch": Arm(made.replace(optim=made.optim.replace(lr=1e-9))),
+        },
+        decide=lambda found: Verdict("not decided", f"{sorted(found.values)}"),
+        draw=lambda found: positions.draw_arms(found, "arm", {}, ""),
+    )
+
+
+@pytest.mark.slow
+def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
+    verdict = run_study(transfer(), "cpu", tmp_path, seeds=2, at_once=2, quiet=True)
+    assert verdict.why == "['scratch', 'transferred']"
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("definition.json", "figure.png", "runs", "table.md", "verdict.json")
+    }
+    assert run_study(transfer(), "cpu", tmp_path, seeds=2, quiet=True) == verdict, "nothing is run again"
+    with pytest.raises(ValueError, match="another definition of transfer: give another --out"):
+        run_study(transfer(steps=4), "cpu", tmp_path, seeds=2, quiet=True)
