@@ -16,6 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "class token": {},
     "average": {"pool": "average", "class_token": False},
     "registers": {"registers": 3},
+    "two tokens": {"distillation": True},
     "attention pool": {"pool": "attention", "class_token": False},
     "relative": {"posemb": "relative"},
     "upright": {"image_size": (40, 24)},
@@ -57,6 +58,7 @@ def explicit(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def row_of(model: ViT, product: Tensor) -> Tensor:
     prefix, (h, w) = model.config.prefix, model.config.grid
     row = product[:, 0] if model.config.pool == "token" else product[:, prefix:].mean(1)
+    row = (product[:, 0] + product[:, 1]) / 2 if model.config.distillation else row
     return row[:, prefix:].reshape(-1, h, w)
 
 

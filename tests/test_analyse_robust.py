@@ -1,6 +1,7 @@
 """CKA, outliers, removals, hidden and moved patches, faithfulness: analytic cases and models built to be known."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from tiny import bit, vit
 from torch import Tensor, nn
 
 from plainvit.analyse import robust
+from plainvit.analyse.attention import distances
 from plainvit.analyse.tokens import cka, likeness, outliers, pooled
-from plainvit.models import ViT
 
 GRID = (3, 5)
 
@@ -112,15 +113,55 @@ def test_removal_tells_the_part_that_matters() -> None:
         if layer == 2:
             block.attention.out.weight.data[:, 12:24] = keep
     labels = robust.logits(model, shown).argmax(-1)
-    calls = []
-    found = robust.removed(model, shown, labels, progress=lambda: calls.append(1))
+    found = robust.removed(model, shown, labels)
     assert found.whole == 1
     assert found.layers[:2].tolist() == [1, 1]
     assert found.layers[2] < 1
     others = [found.heads[layer, head] for layer in range(3) for head in range(4) if (layer, head) != (2, 1)]
     assert all(value == 1 for value in others)
     assert found.heads[2, 1] == found.layers[2]
-    assert len(calls) == 3 * 5
+    lost = round(24 * (1 - float(found.layers[2])))
+    assert found.layers_chance.tolist() == pytest.approx([1, 1, min(1, 2 * 0.5**lost)])  # all lost, none won
+
+
+REMOVALS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "two tokens": {"distillation": True},
+    "positions in every layer": {"pool": "average", "class_token": False, "posemb_at": "every"},
+    "norm after pooling": {"pool": "average", "class_token": False, "norm_pooled": True},
+}
+
+
+@pytest.mark.parametrize("changes", REMOVALS.values(), ids=REMOVALS)
+def test_removals_that_share_their_beginning_are_whole_passes(changes: dict[str, Any]) -> None:
+    """Against one full pass of the model for each part that is taken away."""
+    model, shown = vit(**changes), images(40)
+    labels = robust.logits(model, shown).argmax(-1)
+    found = robust.removed(model, shown, labels)
+    assert found.heads is not None
+    for layer in range(3):
+        with robust.without_layer(model, layer):
+            assert found.layers[layer] == robust.accuracy(model, shown, labels)
+        for head in range(4):
+            with robust.without_head(model, layer, head):
+                assert found.heads[layer, head] == robust.accuracy(model, shown, labels)
+    assert found.heads.min() < 1
+    alone = robust.removed(model, shown, labels, heads=False)
+    assert alone.heads is None
+    assert torch.equal(alone.layers, found.layers)
+
+
+def test_layers_and_heads_out_of_range() -> None:
+    model = vit()
+    with pytest.raises(ValueError, match="there is no layer 3: this model has 0 to 2"), robust.without_layer(model, 3):
+        pass
+    with (
+        pytest.raises(ValueError, match="there is no head -1: this model has 0 to 3"),
+        robust.without_head(model, 0, -1),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no layer 7"):
+        distances(model, 7)
 
 
 # Patches --------------------------------------------------------------------------------------------------------------
@@ -216,7 +257,9 @@ def test_a_true_map_falls_at_once_and_a_false_one_at_last() -> None:
     model = Bright(7)
     right = torch.zeros(2, *GRID)
     right.view(2, -1)[:, 7] = 1
-    true, false = (robust.faithfulness(model, shown, one, points=16) for one in (right, -right))
+    true, false = (
+        robust.faithfulness(model, shown, one, shares=[k / 15 for k in range(16)]) for one in (right, -right)
+    )
     sure = float(torch.sigmoid(torch.tensor(2.0)))
     gone = float(torch.sigmoid(torch.tensor(8 * (17 / 255 - 0.75))))  # the mean level of 255 / 15
     np.testing.assert_allclose(true.deletion, [sure] + [gone] * 15, rtol=1e-5)
@@ -230,8 +273,13 @@ def test_a_true_map_falls_at_once_and_a_false_one_at_last() -> None:
 def test_faithfulness_uses_the_models_first_answer() -> None:
     model, shown = vit(), images(4)
     maps = torch.rand(4, *GRID, generator=torch.Generator().manual_seed(0))
-    found = robust.faithfulness(model, shown, maps, points=4)
+    found = robust.faithfulness(model, shown, maps, shares=[0, 0.3, 1])
     first = F.softmax(robust.logits(model, shown), -1).amax(-1).double().mean()
     assert found.deletion[0] == found.insertion[-1] == pytest.approx(float(first))
     assert found.deletion[-1] == found.insertion[0]
-    assert isinstance(model, ViT)
+    each = F.softmax(robust.logits(model, shown).double(), -1).amax(-1)
+    assert len(found.deletion_areas) == 4
+    assert found.deletion_area == pytest.approx(np.trapezoid(found.deletion, [0, 0.3, 1]))
+    assert each.mean() == pytest.approx(found.deletion[0])
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        robust.faithfulness(model, shown, maps, shares=[0.5, 1])

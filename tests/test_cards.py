@@ -188,13 +188,13 @@ def test_files_that_are_no_cards(both: tuple[Assessed, Assessed], tmp_path: Path
     with pytest.raises(DataError, match="not valid JSON"):
         read_card(tmp_path)
     write_card(both[0].card, tmp_path)
-    assert read_rows(tmp_path, 360) is None
+    assert read_rows(tmp_path, 360, both[0].card.counts) is None
     (tmp_path / "images.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="cannot be read"):
-        read_rows(tmp_path, 360)
+        read_rows(tmp_path, 360, both[0].card.counts)
     pq.write_table(pq.read_table(both[0].folder / "images.parquet").slice(0, 9), tmp_path / "images.parquet")
     with pytest.raises(DataError, match="9 rows"):
-        read_rows(tmp_path, 360)
+        read_rows(tmp_path, 360, both[0].card.counts)
 
 
 # Comparison -----------------------------------------------------------------------------------------------------------
@@ -338,3 +338,61 @@ def test_a_peers_card_has_its_config(tmp_path: Path) -> None:
         "interpolation": "bicubic",
         "antialias": Preprocess().antialias,
     }
+
+
+# What names do not tell -----------------------------------------------------------------------------------------------
+
+
+def test_other_pixels_under_the_same_names_are_other_images(tmp_path: Path) -> None:
+    """As with ImageNet-C, whose files are named as ImageNet's."""
+    for name, seed in (("clean", 0), ("same", 0), ("noisy", 100)):
+        plant_classes(tmp_path / name / "test", {"ant": 5, "bee": 5}, seed)
+    model = tiny.vit(torch.float32, image_size=(8, 8), classes=2)
+    plainvit.save(model, tmp_path / "model.safetensors")
+    cards = []
+    for name in ("clean", "same", "noisy"):
+        out = tmp_path / f"card-{name}"
+        done = assess(tmp_path / "model.safetensors", str(tmp_path / name), out=out, device="cpu", quiet=True)
+        assert done
+        cards.append(done)
+    assert len({one.card.data["fingerprint"] for one in cards}) == 1
+    assert unlike(cards[0].card, cards[1].card) == ""
+    with pytest.raises(ValueError, match="the pixels of the images"):
+        compare([cards[0].folder, cards[2].folder])
+
+
+def test_rows_of_another_evaluation_are_refused(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+    assert both[0].card.counts != both[1].card.counts
+    write_card(both[0].card, tmp_path)
+    (tmp_path / "images.parquet").write_bytes((both[1].folder / "images.parquet").read_bytes())
+    with pytest.raises(DataError, match="another evaluation than its card"):
+        compare([tmp_path, both[1].folder])
+
+
+def test_a_runs_folder_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is the folder of a run"):
+        assess("weights", "digits", out=tmp_path)
+
+
+def test_answers_that_are_not_finite_are_no_result(tmp_path: Path) -> None:
+    model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
+    model.head.weight.data.fill_(3e38)
+    plainvit.save(model, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="not finite for 360 of 360 images: digits-0"):
+        assess(tmp_path / "model.safetensors", "digits", out=tmp_path / "out", device="cpu", quiet=True)
+    assert not (tmp_path / "out" / "card.json").exists()
+
+
+def test_an_interval_of_a_proportion_lies_between_0_and_1() -> None:
+    for images in range(1, 400):
+        assert 0 <= chance.wilson(0, images)[0] < 1e-12
+        assert 1 - 1e-12 < chance.wilson(images, images)[1] <= 1
+
+
+def test_published_numbers_stand_beside_test_images_only(both: tuple[Assessed, Assessed]) -> None:
+    config = to_json(configure("ViT-B/16", classes=10))
+    card = replace(both[0].card, model={**both[0].card.model, "config": config})
+    data = {**card.data, "spec": "cifar10"}
+    assert published(replace(card, data={**data, "split": "test"}))
+    assert not published(replace(card, data={**data, "split": "train"}))

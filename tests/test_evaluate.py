@@ -15,6 +15,7 @@ import small_runs
 import tiny
 import torch
 from pictures import encode, jpeg, noise, photo, plant, plant_classes, png, real_data, write_parquet
+from PIL import Image
 from torch import Tensor, nn
 
 import plainvit
@@ -464,7 +465,11 @@ def test_preprocessing_is_the_models_own_unless_told(tmp_path: Path) -> None:
     assert own
     assert told
     assert own.card.preprocess["settings"]["crop"] == 0.5
-    assert told.card.preprocess["settings"] == own.card.preprocess["settings"] | {"resize": "squash"}
+    settings = {name: value for name, value in own.card.preprocess["settings"].items() if name != "crop"}
+    assert told.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
+    squashed = {"resize": "squash", "crop": 0.5}
+    with pytest.raises(ValueError, match="goes with --resize crop"):
+        assess(tmp_path / "model.safetensors", str(folder), out=tmp_path / "odd", preprocess=squashed, quiet=True)
     assert own.card.preprocess["hash"] != told.card.preprocess["hash"]
     assert not np.allclose(own.result.nll, told.result.nll)
 
@@ -560,3 +565,29 @@ def test_published_weights_out_of_reach_are_one_line(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="@FOLDER/model") as caught:
         load_timm("vit_tiny_patch16_224")
     assert "\n" not in str(caught.value)
+
+
+# One picture in several forms -----------------------------------------------------------------------------------------
+
+
+def test_pillows_images_are_seen_as_their_files(tmp_path: Path) -> None:
+    """Turned as EXIF says, transparency on white, 16 bits as 8."""
+    predictor = Predictor(tiny.vit(torch.float32), device="cpu")
+    pixels = np.array(photo(30, 50, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    alpha = np.concatenate((pixels, np.full((30, 50, 1), 90, np.uint8)), 2)
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    Image.fromarray(alpha).save(tmp_path / "clear.png")
+    Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    Image.fromarray(pixels).convert("P").save(tmp_path / "palette.png")
+    for file in sorted(tmp_path.iterdir()):
+        with Image.open(file) as image:
+            assert torch.equal(predictor.prepare(image), predictor.prepare(file)), file.name
+    assert torch.equal(predictor.prepare(pixels), predictor.prepare(Image.fromarray(pixels)))
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((5, 5), np.uint8), np.zeros((5, 5, 4), np.uint8), np.zeros((5, 5, 3))])
+def test_pixels_of_another_kind_are_refused(pixels: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"uint8 of shape \[height, width, 3\], got"):
+        Predictor(tiny.vit(torch.float32), device="cpu").prepare(pixels)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from pictures import encode, plant_classes, write_parquet
+from pictures import encode, plant, plant_classes, write_parquet
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
@@ -520,3 +520,17 @@ def test_wrong_data(weights: Path, photos: Path, tmp_path: Path, capsys: Capture
     write_parquet(tmp_path / "bare" / "test-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
     assert "without a label" in told(3, str(tmp_path / "bare"))
     assert "no file" in refused(capsys, 2, "/no/such/weights", "--data", str(photos)) or True
+
+
+def test_an_edited_file_of_a_joined_set_is_noticed(tmp_path: Path) -> None:
+    """vtab1000/ joins two parts: files beyond the sample are watched too."""
+    home = tmp_path / "svhn"
+    for name, count in {"train800.txt": 800, "val200.txt": 200, "test.txt": 3}.items():
+        files = {f"images/{name}-{i}.png": encode(np.full((2, 2, 3), i % 256, np.uint8)) for i in range(count)}
+        plant(home, files)
+        (home / name).write_text("".join(f"{file} {i % 10}\n" for i, file in enumerate(files)))
+    source = open_source("vtab1000/svhn", "train", data_root=tmp_path)
+    before = kept.content_stamp(source)
+    assert len(list(source.files())) == 1000
+    (home / "images/train800.txt-7.png").write_bytes(encode(np.zeros((3, 3, 3), np.uint8)))
+    assert kept.content_stamp(source) != before

@@ -217,6 +217,16 @@ def test_class_folders_do_not_give_the_first_classes_only(tmp_path: Path) -> Non
     assert again.fingerprint() == train.fingerprint()
 
 
+def test_a_set_in_cycles_of_its_factors_is_mixed(tmp_path: Path) -> None:
+    """As dSprites lies: one factor varies fastest, the label only after hundreds of images; nor is it sorted."""
+    order = [*range(1500, 3000), *range(1500)]
+    labels = [index // 300 for index in order]
+    write_parquet(tmp_path / "svhn" / "train-00.parquet", [pixel(index) for index in order], labels)
+    write_parquet(tmp_path / "svhn" / "test-00.parquet", [pixel(index) for index in range(10)], list(range(10)))
+    train = open_source("vtab/svhn", "train", data_root=tmp_path)
+    assert (np.bincount(train.labels, minlength=10) > 50).all()  # of 80, by chance
+
+
 def test_all_1000_images(tmp_path: Path) -> None:
     write_set(tmp_path / "svhn", {"train": 1200, "test": 50}, 10)
     train = open_source("vtab1000/svhn", "train", data_root=tmp_path)
@@ -390,6 +400,14 @@ def test_three_tasks_from_images_to_the_table(
     monkeypatch.setattr(fit, "_train", None)  # finished runs are not run again
     main(list(words))
     table = capsys.readouterr().out
+    old = Path(weights).read_bytes()
+    other = plainvit.load(weights)
+    other.embedding.weight.data += 1
+    plainvit.save(other, weights)
+    with pytest.raises(SystemExit):  # unless the weights are others now
+        main(list(words))
+    Path(weights).write_bytes(old)
+    assert "has other weights than" in capsys.readouterr().err
     assert "svhn" in table
     assert "absent" in table
     assert "mean of the 3 tasks that are there" in table

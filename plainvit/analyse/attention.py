@@ -40,9 +40,16 @@ def check(model: object) -> ViT:
     return model
 
 
-def batches(model: ViT, images: Tensor) -> Iterator[Tensor]:
-    """As many images at once as memory is meant to hold the attention of."""
-    size = max(CELLS // (model.config.heads * model.config.tokens**2), 1)
+def check_place(model: ViT, layer: int, head: int = 0) -> None:
+    """That the model has such a layer and head; both count from 0."""
+    for what, number, count in (("layer", layer, len(model.blocks)), ("head", head, model.config.heads)):
+        if not 0 <= number < count:
+            raise ValueError(f"there is no {what} {number}: this model has 0 to {count - 1}")
+
+
+def batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tensor]:
+    """As many images at once as memory is meant to hold the attention of, in so many layers."""
+    size = max(CELLS // (layers * model.config.heads * model.config.tokens**2), 1)
     device = model.embedding.weight.device
     for some in images.split(size):
         yield some.to(device)
@@ -92,6 +99,7 @@ def head_numbers(model: ViT, layer: int, attention: Tensor) -> tuple[Tensor, Ten
 
 def distances(model: ViT, layer: int) -> Tensor:
     """[n, n] pixels between the centres of the patches that a layer attends over."""
+    check_place(model, layer)
     (h, w), (height, width) = model.config.grid, model.config.image_size
     y, x = torch.arange(h) * (height / h), torch.arange(w) * (width / w)
     axis = model.blocks[layer].axis
@@ -111,7 +119,7 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 
     With the residual a layer's matrix is half identity, as in that paper; without, as the ViT paper's text has it.
     """
-    model = _whole(model).eval()
+    model = whole(model).eval()
     found = []
     for some in batches(model, images):
         product: list[Tensor] = []
@@ -129,7 +137,7 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 @torch.no_grad()
 def looks(model: ViT, images: Tensor) -> Tensor:
     """[B, layers, heads, h, w]: where the class token looks; without one, the mean over all patches' looks."""
-    model = _whole(model).eval()
+    model = whole(model).eval()
     found = []
     for some in batches(model, images):
         layers: list[Tensor] = []
@@ -144,39 +152,46 @@ def relevance(model: ViT, images: Tensor, classes: Tensor | None = None) -> Tens
     A layer's attention counts where more of it would raise the class's logit: R + mean_h((grad * A)+) R, layer by
     layer. The gradient of a weight follows from that of the head's output, which the fused kernel does compute.
     """
-    model = _whole(model).eval()
-    found = []
-    for place in range(len(images)):  # all layers are needed at once: one image at a time
-        chosen = None if classes is None else int(classes[place])
-        found.append(_relevance(model, images[place : place + 1].to(model.embedding.weight.device), chosen))
-    return torch.stack(found)
+    model = whole(model).eval()
+    if model.head is None:
+        raise ValueError("the model has no head, so there is no answer to explain")
+    found, start = [], 0
+    for some in batches(model, images, len(model.blocks)):  # all layers are needed at once
+        chosen = None if classes is None else classes[start : start + len(some)].to(some.device)
+        found.append(_relevance(model, some, chosen))
+        start += len(some)
+    return torch.cat(found)
 
 
-def _relevance(model: ViT, image: Tensor, chosen: int | None) -> Tensor:
+def _relevance(model: ViT, images: Tensor, chosen: Tensor | None) -> Tensor:
     trace = Trace("block*/heads", "block*/values", "block*/attention")
     blocks = [f"block{layer}" for layer in range(len(model.blocks))]
     with torch.enable_grad():
-        logits = model(image, trace)[0]
-        logit = logits.max() if chosen is None else logits[chosen]
-        slopes = torch.autograd.grad(logit, [trace[f"{name}/heads"] for name in blocks])  # each [1, H, N, d]
-    start = torch.eye(model.config.tokens, device=image.device, dtype=trace["block0/attention"].dtype)
-    product = start
+        logits = model(images, trace)  # [B, K]
+        own = logits.amax(-1) if chosen is None else logits.gather(1, chosen[:, None])
+        slopes = torch.autograd.grad(own.sum(), [trace[f"{name}/heads"] for name in blocks])  # each [B, H, N, d]
+    start = torch.eye(model.config.tokens, device=images.device, dtype=trace["block0/attention"].dtype)
+    product = start.expand(len(images), -1, -1)
     for name, slope in zip(blocks, slopes, strict=True):
-        attention, values = trace[f"{name}/attention"][0].detach(), trace[f"{name}/values"][0].detach()
-        slope = slope[0].to(attention) @ values.to(attention).mT  # of the weights, [H, N, N]
-        product = product + (slope * attention).clamp(min=0).mean(0) @ product
+        attention, values = trace[f"{name}/attention"].detach(), trace[f"{name}/values"].detach()
+        slope = slope.to(attention) @ values.to(attention).mT  # of the weights, [B, H, N, N]
+        product = product + (slope * attention).clamp(min=0).mean(1) @ product
     return read_out(model, product - start).cpu()  # a patch does not explain by being itself
 
 
 def read_out(model: ViT, attention: Tensor) -> Tensor:
-    """[..., N, N] -> [..., h, w]: the row of what the head reads, over the patches."""
+    """[..., N, N] -> [..., h, w]: over the patches, the row of what the head reads.
+
+    That is the class token's, the mean of DeiT's two tokens', or the mean of the patches'; a pooling by attention
+    weighs the patches itself, which is left out here.
+    """
     prefix = model.config.prefix
-    reads_token = model.config.pool == "token"
-    row = attention[..., 0, :] if reads_token else attention[..., prefix:, :].mean(-2)
+    tokens = slice(1 + model.config.distillation) if model.config.pool == "token" else slice(prefix, None)
+    row = attention[..., tokens, :].mean(-2)
     return row[..., prefix:].unflatten(-1, model.config.grid)
 
 
-def _whole(model: object) -> ViT:
+def whole(model: object) -> ViT:
     """Maps over the whole grid need layers that attend over the whole grid."""
     model = check(model)
     if model.config.axial:

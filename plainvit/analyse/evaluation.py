@@ -1,6 +1,6 @@
 """One evaluation from weights to a page: a model, a set, a card, the figures, the worst errors as pictures.
 
-    card, folder = assess("runs/photos", "photos/", split="test")
+    done = assess("runs/photos", "photos/", split="test")          done.card, done.folder, done.result
     plainvit evaluate runs/photos --data photos/
 
 The folder holds card.json, images.parquet (a row for each image), classes.csv, figures/ and report.html.
@@ -67,10 +67,12 @@ def assess(
 ) -> Assessed | None:
     """Evaluates a model on one split and writes its folder; in other processes than the first, nothing is returned.
 
-    preprocess changes single settings of the model's own. Without `out`, the folder is evaluations/MODEL-DATA-HASH.
+    preprocess changes single settings of the model's own. Without `out` the folder is one of its own in evaluations/.
     """
     if batch < 1 or (workers or 0) < 0:
         raise ValueError(f"a batch has at least one image, and workers are not below 0, got {batch}, {workers}")
+    if out and (out / "config.json").is_file():
+        raise ValueError(f"{out} is the folder of a run, with a report and a card of its own: give another --out")
     if out:
         _make(out)  # before the work, not after it
     world = join_processes(device, TIMEOUT)
@@ -80,6 +82,10 @@ def assess(
             lambda both: both[1].fingerprint() + str(both[0].preprocess),
         )
         result = _classified(world, predictor, labels, batch, workers, quiet)
+        bad = np.flatnonzero(~np.isfinite(result.nll))
+        if len(bad):
+            name = labels.source.name(int(result.index[bad[0]]))
+            raise ValueError(f"the model's answer is not finite for {len(bad)} of {len(result.nll)} images: {name}")
         done = _written(world, predictor, labels, result, out) if world.first else None
         world.barrier()  # nobody leaves while another is still at work
         return done
@@ -106,6 +112,8 @@ def _opened(
     if not predictor.classes:
         raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
     predictor.preprocess = predictor.preprocess.replace(**changes)
+    if "crop" in changes and predictor.preprocess.resize != "crop":
+        raise ValueError("--crop says how much is kept of a centre crop: it goes with --resize crop")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
 
 

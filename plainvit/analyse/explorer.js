@@ -1,140 +1,185 @@
 /* Click a patch of an image and see where it looks, in every layer and head that the page holds.
-   The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], views: [{layer, head}], maps: [[png]]};
-   a map is a grey picture with a row for each query (patches in reading order, then the class token) and a column for
-   each key; a row is scaled to its own largest value. */
+   The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
+   token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
+   largest: [image][layer][query] in per mille}. A png is a grey picture with a row for each query (patches in reading
+   order, then the token) and a column for each key; a row is scaled to its own largest value. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
-  const [rows, columns] = data.grid, [down, across] = data.keys;
   const root = document.getElementById("explorer-stage");
-  const state = { image: 0, query: Math.floor(rows / 2) * columns + Math.floor(columns / 2), layer: data.layers.length - 1 };
-  const decoded = new Map();
-  const make = (name, parent, settings = {}) => parent.appendChild(Object.assign(document.createElement(name), settings));
+  const [rows, columns] = data.grid, patches = rows * columns, ratio = data.images[0].height / data.images[0].width;
+  const layers = data.heads.length, singlesBefore = [];
+  data.heads.reduce((sum, heads, layer) => (singlesBefore[layer] = sum) + heads.length, 0);
+  const state = { image: 0, query: (rows >> 1) * columns + (columns >> 1), layer: layers - 1, head: null };
+  const decoded = new Map(), pictures = new Map();
+
+  function make(name, parent, settings = {}, attributes = {}) {
+    const made = Object.assign(document.createElement(name), settings);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return parent.appendChild(made);
+  }
 
   function load(source) {
-    return new Promise((resolve, reject) => {
+    if (!pictures.has(source)) pictures.set(source, new Promise((resolve, reject) => {
       const picture = new Image();
       picture.onload = () => resolve(picture);
       picture.onerror = reject;
       picture.src = source;
-    });
+    }));
+    return pictures.get(source);
   }
 
+  // A view is {kind: "means" or "singles", at, keys}: its grey values, one byte for each query and key
   async function values(image, view) {
-    const key = image + "/" + view;
+    const key = [image, view.kind, view.at].join("/");
     if (!decoded.has(key)) {
-      const picture = await load("data:image/png;base64," + data.maps[image][view]);
+      const picture = await load("data:image/png;base64," + data[view.kind][image][view.at]);
       const canvas = Object.assign(document.createElement("canvas"), { width: picture.width, height: picture.height });
       const context = canvas.getContext("2d", { willReadFrequently: true });
       context.drawImage(picture, 0, 0);
       const pixels = context.getImageData(0, 0, picture.width, picture.height).data;
-      const grey = new Uint8Array(picture.width * picture.height);
-      for (let i = 0; i < grey.length; i++) grey[i] = pixels[4 * i];
-      decoded.set(key, grey);
+      decoded.set(key, Uint8Array.from({ length: pixels.length / 4 }, (_, i) => pixels[4 * i]));
     }
     return decoded.get(key);
   }
 
-  // The image, dark where the patch does not look
+  // The image, dark where the patch does not look; the patch itself is framed
   async function paint(canvas, view) {
-    const { image, query } = state, picture = await pictures[image];
-    const grey = await values(image, view);
-    if (image !== state.image || query !== state.query) return; // another one has been asked for meanwhile
-    const context = canvas.getContext("2d");
-    const width = canvas.width, height = canvas.height, size = down * across;
-    context.globalCompositeOperation = "source-over";
-    context.imageSmoothingEnabled = picture.width > 64;
+    busy(1);
+    try { await shade(canvas, view); } finally { busy(-1); }
+  }
+
+  let painting = 0;
+  const busy = (more) => { root.dataset.busy = String(painting += more); };
+
+  async function shade(canvas, view) {
+    const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
+    const picture = await load(data.images[image].source), grey = await values(image, view);
+    if (ticket !== canvas.ticket) return; // another one has been asked for meanwhile
+    const context = canvas.getContext("2d"), [down, across] = view.keys, size = down * across;
+    const { width, height } = canvas;
+    context.imageSmoothingEnabled = true;
     context.drawImage(picture, 0, 0, width, height);
     const small = Object.assign(document.createElement("canvas"), { width: across, height: down });
-    const shade = small.getContext("2d").createImageData(across, down);
-    for (let i = 0; i < size; i++) shade.data[4 * i + 3] = 225 * (1 - grey[query * size + i] / 255);
-    small.getContext("2d").putImageData(shade, 0, 0);
+    const dark = small.getContext("2d").createImageData(across, down);
+    for (let i = 0; i < size; i++) dark.data[4 * i + 3] = 215 * (1 - grey[query * size + i] / 255);
+    small.getContext("2d").putImageData(dark, 0, 0);
     context.imageSmoothingEnabled = false;
     context.drawImage(small, 0, 0, width, height);
-    if (query < rows * columns) {
-      const x = query % columns, y = Math.floor(query / columns);
-      context.strokeStyle = "#ffb000";
-      context.lineWidth = Math.max(2, width / 110);
-      context.strokeRect((x * width) / columns, (y * height) / rows, width / columns, height / rows);
-    }
-    canvas.dataset.query = String(query);
+    if (query < patches) frame(context, query, width, height);
   }
 
-  const pictures = data.images.map((image) => load(image.source));
-  const ratio = data.images[0].height / data.images[0].width;
-  const choose = make("div", root, { className: "choose" });
-  data.images.forEach((image, number) => {
+  function frame(context, query, width, height) {
+    const x = query % columns, y = Math.floor(query / columns), thick = Math.max(2, width / 140);
+    context.lineWidth = thick;
+    context.strokeStyle = "#ffb000";
+    context.strokeRect((x * width) / columns, (y * height) / rows, width / columns, height / rows);
+  }
+
+  // The parts of the stage
+  const left = make("div", root, { className: "stage" }), right = make("div", root, { className: "views" });
+  const main = make("canvas", left, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
+    { role: "application", "aria-describedby": "explorer-words" });
+  const ramp = make("p", left, { className: "note scale" });
+  ramp.append("none ");
+  make("span", ramp, { className: "ramp" });
+  ramp.append(" most attention of this map");
+  const words = make("p", left, { id: "explorer-words", className: "words" }, { "aria-live": "polite" });
+  const token = data.token && make("button", left, { type: "button", textContent: "the " + data.token, className: "token" });
+  if (token) token.onclick = () => change({ query: patches });
+
+  const choose = make("div", right, { className: "choose" }, { role: "group", "aria-label": "Image" });
+  const imageButtons = data.images.map((image, number) => {
     const button = make("button", choose, { type: "button", title: image.name });
     make("img", button, { src: image.source, alt: image.name });
-    button.onclick = () => { state.image = number; draw(); };
+    button.onclick = () => change({ image: number });
+    return button;
   });
-
-  const stage = make("div", root, { className: "stage" });
-  const main = make("canvas", stage, { width: 420, height: Math.round(420 * ratio), tabIndex: 0 });
-  main.setAttribute("role", "img");
-  main.id = "explorer-image";
-  const words = make("p", stage, { className: "note", id: "explorer-words" });
-  words.setAttribute("aria-live", "polite");
-  if (data.token) {
-    const token = make("button", stage, { type: "button", textContent: "the class token", className: "token" });
-    token.onclick = () => { state.query = rows * columns; draw(); };
-  }
-  main.onclick = (event) => {
-    const box = main.getBoundingClientRect();
-    const x = Math.floor(((event.clientX - box.left) / box.width) * columns);
-    const y = Math.floor(((event.clientY - box.top) / box.height) * rows);
-    state.query = Math.min(Math.max(y, 0), rows - 1) * columns + Math.min(Math.max(x, 0), columns - 1);
-    draw();
-  };
-  main.onkeydown = (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-    const next = state.query + (step || 0);
-    if (!step || next < 0 || next >= rows * columns) return;
-    event.preventDefault();
-    state.query = next;
-    draw();
-  };
-
-  function strip(title, className) {
-    make("h3", root, { textContent: title });
-    return make("div", root, { className: "strip " + className });
-  }
+  choose.hidden = data.images.length < 2;
 
   function tile(parent, label, onclick) {
-    const button = make("button", parent, { type: "button" });
-    const canvas = make("canvas", button, { width: 120, height: Math.round(120 * ratio) });
+    const button = make("button", parent, { type: "button", onclick });
+    const canvas = make("canvas", button, { width: 160, height: Math.round(160 * ratio) });
     make("span", button, { textContent: label });
-    button.onclick = onclick;
     return { button, canvas };
   }
 
-  const layers = strip("Every layer, mean of its heads", "layers");
-  const layerTiles = data.layers.map((layer, number) =>
-    tile(layers, "layer " + (layer.number + 1), () => { state.layer = number; draw(); }));
-  const title = make("h3", root);
-  const heads = make("div", root, { className: "strip heads" });
+  make("h3", right, { textContent: "Layers, mean of their heads" });
+  const layerStrip = make("div", right, { className: "strip layers" });
+  const layerTiles = data.heads.map((_, layer) => tile(layerStrip, "layer " + (layer + 1), () => change({ layer, head: null })));
+  const title = make("h3", right), headStrip = make("div", right, { className: "strip heads" });
+  let headTiles = [], headsOf = null;
+
+  // What is seen
+  const mean = (layer) => ({ kind: "means", at: layer, keys: data.keys });
+  const single = (layer, head) => ({ kind: "singles", at: singlesBefore[layer] + data.heads[layer].indexOf(head), keys: data.headKeys });
+
+  function change(next) {
+    Object.assign(state, next);
+    draw();
+  }
+
+  function choosePatch(event) {
+    const box = main.getBoundingClientRect();
+    const x = Math.floor(((event.clientX - box.left) / box.width) * columns);
+    const y = Math.floor(((event.clientY - box.top) / box.height) * rows);
+    const query = Math.min(Math.max(y, 0), rows - 1) * columns + Math.min(Math.max(x, 0), columns - 1);
+    if (query !== state.query) change({ query });
+  }
+  main.onclick = choosePatch;
+  main.onpointermove = (event) => { if (event.pointerType === "mouse" && event.buttons & 1) choosePatch(event); };
+
+  main.onkeydown = (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { query, layer } = state, x = query % columns, y = Math.floor(query / columns), key = event.key;
+    const inside = query < patches;
+    if (key === "ArrowLeft" && inside && x > 0) change({ query: query - 1 });
+    else if (key === "ArrowRight" && inside && x < columns - 1) change({ query: query + 1 });
+    else if (key === "ArrowUp" && inside && y > 0) change({ query: query - columns });
+    else if (key === "ArrowDown" && inside && y < rows - 1) change({ query: query + columns });
+    else if (key === "PageUp" && layer > 0) change({ layer: layer - 1, head: null });
+    else if (key === "PageDown" && layer < layers - 1) change({ layer: layer + 1, head: null });
+    else if (key.startsWith("Arrow") && !inside) change({ query: (rows >> 1) * columns + (columns >> 1) });
+    else if (!key.startsWith("Arrow") && !key.startsWith("Page")) return;
+    event.preventDefault();
+  };
+
+  function layHeads() {
+    if (headsOf === state.layer) return;
+    headsOf = state.layer;
+    headStrip.replaceChildren();
+    const heads = data.heads[state.layer];
+    headTiles = heads.map((head) => ({ head, ...tile(headStrip, "head " + (head + 1),
+      () => change({ head: state.head === head ? null : head })) }));
+    title.textContent = `Heads of layer ${state.layer + 1}` + (heads.length ? "" : ": not in this page, which would grow too large");
+  }
+
+  function tell() {
+    const { image, query, layer, head } = state, guess = data.images[image].guess;
+    const where = query === patches ? "the " + data.token :
+      `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
+    const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
+    const most = head === null ? ` At the brightest place: ${(data.largest[image][layer][query] / 10).toFixed(1)} % of its ` +
+      `attention; spread evenly it would be ${(100 / (data.keys[0] * data.keys[1])).toFixed(1)} %.` : "";
+    words.textContent = `${who}: where ${where} looks.${most}` + (guess ? ` The model says: ${guess}.` : "");
+    main.setAttribute("aria-label", words.textContent);
+  }
 
   function draw() {
-    const image = data.images[state.image], layer = data.layers[state.layer];
-    [...choose.children].forEach((button, number) => button.setAttribute("aria-pressed", number === state.image));
+    const { image, layer, head, query } = state;
+    layHeads();
+    imageButtons.forEach((button, number) => button.setAttribute("aria-pressed", number === image));
+    if (token) token.setAttribute("aria-pressed", query === patches);
     layerTiles.forEach(({ button, canvas }, number) => {
-      button.setAttribute("aria-pressed", number === state.layer);
-      paint(canvas, data.layers[number].mean);
+      button.setAttribute("aria-pressed", number === layer);
+      paint(canvas, mean(number));
     });
-    const where = state.query === rows * columns ? "the class token" :
-      `the patch in row ${Math.floor(state.query / columns) + 1}, column ${(state.query % columns) + 1}`;
-    words.textContent = `Layer ${layer.number + 1}: where ${where} looks. The brighter, the more attention. ` +
-      `The model says: ${image.guess}.`;
-    main.setAttribute("aria-label", words.textContent);
-    title.textContent = layer.heads.length ? `The heads of layer ${layer.number + 1}` :
-      `The heads of layer ${layer.number + 1} are not in this page, which would grow too large`;
-    heads.replaceChildren();
-    layer.heads.forEach(({ number, view }) => {
-      const { canvas, button } = tile(heads, "head " + (number + 1), () => paint(main, view));
-      button.title = "show it large";
-      paint(canvas, view);
+    headTiles.forEach((one) => {
+      one.button.setAttribute("aria-pressed", one.head === head);
+      paint(one.canvas, single(layer, one.head));
     });
-    paint(main, layer.mean);
+    paint(main, head === null ? mean(layer) : single(layer, head));
+    tell();
   }
   draw();
 })();

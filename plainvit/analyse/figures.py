@@ -38,6 +38,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from PIL import Image
 
 from plainvit.disk import write_atomically
+from plainvit.evaluate.parts import harmless
 
 # Style ----------------------------------------------------------------------------------------------------------------
 
@@ -395,7 +396,7 @@ def _cell(value: float) -> str:
 
 def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([harmless(cell) for cell in row] for row in rows)
     write_atomically(path, lambda target: target.write_bytes(text.getvalue().encode("utf-8", "backslashreplace")))
 
 

@@ -9,7 +9,7 @@ Images are uint8 [n, 3, H, W] as the model takes them. Everything random follows
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plainvit.analyse.attention import check
-from plainvit.models import ResNet, ViT
+from plainvit.analyse.attention import check, check_place
+from plainvit.evaluate.chance import mcnemar
+from plainvit.models import ResNet, Trace, ViT
 from plainvit.models.vit import Block
 
 BATCH = 64
@@ -40,31 +41,80 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 @dataclass
 class Removed:
-    """Accuracy of the whole model, without each layer [L], and without each head [L, H]."""
+    """Accuracy of the whole model, without each layer [L], and without each head [L, H] where heads were removed.
+
+    Beside each, how often chance alone would change as many answers (McNemar's exact test on the same images).
+    """
 
     whole: float
     layers: Tensor
-    heads: Tensor
+    layers_chance: Tensor
+    heads: Tensor | None = None
+    heads_chance: Tensor | None = None
 
 
-def removed(model: ViT, images: Tensor, labels: Tensor, progress: Callable[[], None] = lambda: None) -> Removed:
-    """A layer that is removed passes its tokens on; a head that is removed adds nothing."""
+@torch.no_grad()
+def removed(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -> Removed:
+    """A layer that is removed passes its tokens on; a head that is removed adds nothing.
+
+    What comes before the removed part is computed once for all.
+    """
     model = check(model).eval()
-    depth, heads = len(model.blocks), model.config.heads
-    layers, without = torch.zeros(depth), torch.zeros(depth, heads)
-    for layer in range(depth):
+    if model.head is None:
+        raise ValueError("the model has no head, so there is no answer to lose")
+    device = model.embedding.weight.device
+    parts = zip(images.split(BATCH), labels.split(BATCH), strict=True)
+    rows = [_right_without(model, some.to(device), truth.to(device), heads) for some, truth in parts]
+    whole, layers, single = (torch.cat(part, -1).cpu() for part in zip(*rows, strict=True))
+    found = Removed(_mean(whole).item(), _mean(layers), _chance(whole, layers))
+    if heads:
+        found.heads, found.heads_chance = _mean(single), _chance(whole, single)
+    return found
+
+
+def _right_without(model: ViT, images: Tensor, labels: Tensor, heads: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which images are answered rightly: [n] by the whole model, [L, n] without each layer, [L, H, n] each head."""
+
+    def right(x: Tensor, start: int) -> Tensor:
+        return _answer(model, x, start).argmax(-1) == labels
+
+    x, layers, single = model.embed(images), [], []
+    for layer in range(len(model.blocks)):
         with without_layer(model, layer):
-            layers[layer] = accuracy(model, images, labels)
-        progress()
-        for head in range(heads):
+            layers.append(right(model.run_block(x, layer), layer + 1))
+        for head in range(model.config.heads if heads else 0):
             with without_head(model, layer, head):
-                without[layer, head] = accuracy(model, images, labels)
-            progress()
-    return Removed(accuracy(model, images, labels), layers, without)
+                single.append(right(model.run_block(x, layer), layer + 1))
+        x = model.run_block(x, layer)
+    shape = len(layers), model.config.heads if heads else 0, len(images)
+    gathered = torch.stack(single).view(shape) if single else torch.zeros(shape, dtype=torch.bool, device=x.device)
+    return right(x, len(layers)), torch.stack(layers), gathered
+
+
+def _answer(model: ViT, x: Tensor, start: int) -> Tensor:
+    """Logits from the tokens before block `start`: the rest of the model's own forward pass."""
+    for layer in range(start, len(model.blocks)):
+        x = model.run_block(x, layer)
+    x = x if model.config.norm_pooled else model.norm(x)
+    assert model.head is not None
+    if model.head_distillation is not None:
+        return (model.head(x[:, 0]) + model.head_distillation(x[:, 1])) / 2
+    return model.head(model.represent(x))
+
+
+def _mean(right: Tensor) -> Tensor:
+    return right.double().mean(-1)
+
+
+def _chance(whole: Tensor, without: Tensor) -> Tensor:
+    lost, gained = (whole & ~without).sum(-1), (~whole & without).sum(-1)
+    pairs = zip(lost.flatten().tolist(), gained.flatten().tolist(), strict=True)
+    return torch.tensor([mcnemar(a, b) for a, b in pairs], dtype=torch.float64).view(lost.shape)
 
 
 @contextlib.contextmanager
 def without_layer(model: ViT, layer: int) -> Iterator[None]:
+    check_place(model, layer)
     hook = model.blocks[layer].register_forward_hook(lambda _, inputs, __: inputs[0])
     try:
         yield
@@ -74,6 +124,7 @@ def without_layer(model: ViT, layer: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_head(model: ViT, layer: int, head: int) -> Iterator[None]:
+    check_place(model, layer, head)
     wide = model.config.width // model.config.heads
     kept = torch.ones(model.config.width, device=model.embedding.weight.device)
     kept[head * wide : (head + 1) * wide] = 0
@@ -165,23 +216,31 @@ def move(images: Tensor, pixels: int) -> Tensor:
 def shifted(model: ViT | ResNet, images: Tensor, labels: Tensor | None, pixels: Sequence[int]) -> Shifted:
     """A convolution's features move with the image; a ViT's patches cut it anew (paper 3.1, inductive bias)."""
     model = model.eval()
-    device = next(model.parameters()).device
-
-    def features(shown: Tensor) -> Tensor:
-        return torch.cat([cast(Tensor, model.features(some.to(device))).float().cpu() for some in shown.split(BATCH)])
-
-    still, answers = features(images), logits(model, images).argmax(-1)
+    still, answers = _seen(model, images)
     found = Shifted(list(pixels), [], [], [])
     for count in pixels:
-        shown = move(images, count)
-        moved = logits(model, shown).argmax(-1)
+        features, moved = _seen(model, move(images, count)) if count else (still, answers)
         found.accuracy.append(float("nan") if labels is None else float((moved == labels).double().mean()))
         found.same.append(float((moved == answers).double().mean()))
-        found.cosine.append(float(F.cosine_similarity(features(shown), still).double().mean()))
+        found.cosine.append(float(F.cosine_similarity(features, still).double().mean()))
     return found
 
 
+def _seen(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
+    """(features [n, D], answers [n]) by one pass."""
+    name = "representation" if isinstance(model, ViT) else "pooled"
+    device, features, answers = next(model.parameters()).device, [], []
+    for some in images.split(BATCH):
+        trace = Trace(name)
+        answers.append(cast(Tensor, model(some.to(device), trace)).argmax(-1).cpu())
+        features.append(trace[name].float().cpu())
+    return torch.cat(features), torch.cat(answers)
+
+
 # Whether a map tells the truth ----------------------------------------------------------------------------------------
+
+
+SHARES = (0.0, 0.1, 0.3, 0.6, 1.0)
 
 
 @dataclass
@@ -189,33 +248,54 @@ class Faithful:
     """The answer's probability as patches go (deletion) or come (insertion) by a map's order, and the areas below."""
 
     shares: list[float]
-    deletion: list[float]
+    deletion: list[float]  # mean over the images at each share
     insertion: list[float]
+    deletion_areas: list[float]  # of each image
+    insertion_areas: list[float]
 
     @property
     def deletion_area(self) -> float:
-        return _area(self.shares, self.deletion)
+        return sum(self.deletion_areas) / len(self.deletion_areas)
 
     @property
     def insertion_area(self) -> float:
-        return _area(self.shares, self.insertion)
+        return sum(self.insertion_areas) / len(self.insertion_areas)
 
 
-def _area(x: Sequence[float], y: Sequence[float]) -> float:
-    return float(torch.trapezoid(torch.tensor(y, dtype=torch.float64), torch.tensor(x, dtype=torch.float64)))
+def ends(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of the images, and of their mean colours: where the curves of every map begin and end."""
+    everything = orders(len(images), 1, 0)
+    return logits(model.eval(), images), logits(model, hide(images, everything, 1, (1, 1)))
 
 
-def faithfulness(model: ViT | ResNet, images: Tensor, maps: Tensor, points: int = 11) -> Faithful:
-    """Of the model's own first answer; maps [n, h, w], larger where it is said to rest. A good map falls fast."""
+def faithfulness(
+    model: ViT | ResNet,
+    images: Tensor,
+    maps: Tensor,
+    shares: Sequence[float] = SHARES,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> Faithful:
+    """Of the model's own first answer; maps [n, h, w], larger where it is said to rest. A good map falls fast.
+
+    `known` are the `ends`, which several maps of the same images share.
+    """
+    if not (len(shares) > 1 and shares[0] == 0 and shares[-1] == 1):
+        raise ValueError(f"shares go from 0 to 1, got {list(shares)}")
     model, grid = model.eval(), (maps.shape[1], maps.shape[2])
     order = torch.sort(maps.flatten(1), dim=1, descending=True, stable=True).indices
-    answers = logits(model, images).argmax(-1, keepdim=True)
-    shares = [step / (points - 1) for step in range(points)]
-    counts = [round(share * order.shape[1]) for share in shares]
+    whole, nothing = known or ends(model, images)
+    answers = whole.argmax(-1, keepdim=True)
 
-    def probability(shown: Tensor) -> float:
-        return float(logits(model, shown).softmax(-1).gather(1, answers).double().mean())
+    def probability(scores: Tensor) -> Tensor:
+        return scores.double().softmax(-1).gather(1, answers)[:, 0]  # [n]
 
-    deletion = [probability(hide(images, order, count, grid)) for count in counts]
-    insertion = [probability(hide(images, order.flip(1), order.shape[1] - count, grid)) for count in counts]
-    return Faithful(shares, deletion, insertion)
+    def without(order: Tensor, count: int) -> Tensor:
+        return probability(logits(model, hide(images, order, count, grid)))
+
+    full, empty, n = probability(whole), probability(nothing), order.shape[1]
+    counts = [round(share * n) for share in shares[1:-1]]
+    deletion = torch.stack([full, *(without(order, count) for count in counts), empty], 1)  # [n, points]
+    insertion = torch.stack([empty, *(without(order.flip(1), n - count) for count in counts), full], 1)
+    x = torch.tensor(list(shares), dtype=torch.float64)
+    areas = (torch.trapezoid(curve, x).tolist() for curve in (deletion, insertion))
+    return Faithful(list(shares), deletion.mean(0).tolist(), insertion.mean(0).tolist(), *areas)

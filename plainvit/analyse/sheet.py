@@ -64,7 +64,7 @@ def _draw(axes: Axes, picture: np.ndarray | None, row: Mapping[str, Any], left: 
     name = printable(str(row["name"]).rpartition("/")[2], 24)
     axes.text(left, top + side + 0.21, name, fontsize=4.5, color=COLOURS["muted"], ha="left", **below)
     if not row["guesses"]:
-        axes.text(left, top + side + 0.06, "unreadable", fontsize=6.5, color=WRONG, ha="left", **below)
+        axes.text(left, top + side + 0.06, "no answer", fontsize=6.5, color=WRONG, ha="left", **below)
         return
     guess = row["guesses"][0]
     sure = guess["probability"]

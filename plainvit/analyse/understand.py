@@ -8,30 +8,46 @@ in a line and left out.
 """
 
 import base64
+import contextlib
 import io
 import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from plainvit.analyse import robust
-from plainvit.analyse.explorer import explorer, omissions, plan
+from plainvit.analyse.explorer import IMAGES, explorer, omissions, plan
 from plainvit.analyse.figures import save, svg
 from plainvit.analyse.page import Html, Section, element, join, notice, page
-from plainvit.analyse.parts import PARTS, Part, Subject
+from plainvit.analyse.parts import PARTS, Drawing, Part, Subject
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import Source, open_source
-from plainvit.disk import read_json, write_atomically
+from plainvit.data.sources import AbsentSplit, Source, open_source
+from plainvit.disk import DiskError, read_json, write_atomically
 from plainvit.evaluate.inputs import find
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import finite
+
+SCALE = 6.7  # rem of the page for an inch of a figure: two panels fit side by side
+LARGEST = 1_000_000  # bytes of a PNG: photographs under maps keep their colours
+BROAD = 5.0  # inches above which a figure scrolls on a phone rather than shrinks
+
+
+@dataclass
+class Written:
+    """What an analysis left on disk, and what it could not do."""
+
+    page: Path
+    figures: list[Path]
+    notes: list[str]
 
 
 def understand(
@@ -43,35 +59,104 @@ def understand(
     data_root: str = "",
     count: int = 128,
     against: str = "",
+    thorough: bool = False,
     device: str = "auto",
     quiet: bool = False,
-) -> Path:
-    """Writes the page and its figures below `out`, and gives the page's path."""
+) -> Written:
+    """Writes the page and its figures below `out`."""
     if count < 1:
         raise ValueError(f"--count is the number of images, at least 1, got {count}")
+    wanted = _images_of(model, images, split, data_root)
     predictor = Predictor(model, device=device, precision="fp32")
-    subject = gather(predictor, *_images_of(model, images, split, data_root), count)
-    subject.against = Predictor(against, device=device, precision="fp32") if against else None
+    other = _other(against, device) if against else None
+    subject = gather(predictor, *wanted, count)
+    subject.against, subject.other, subject.thorough = other, name_of(against), thorough
     folder = Path(out) if out else _beside(Path(model))
-    folder.mkdir(parents=True, exist_ok=True)
-    parts: list[Part] = []
-    with Display("analysis", len(PARTS) + 1, quiet=quiet) as display:
-        for number, make in enumerate(PARTS, 1):
-            try:
-                parts += [part for part in make(subject) if part]
-            except ValueError as error:
-                subject.notes.append(f"{(make.__doc__ or make.__name__).splitlines()[0]} {error}.")
-            display.advance(number, parts[-1].title if parts else "")
-        for part in parts:
-            _write(part, folder / "figures")
-        text = _page(subject, parts, str(model))
+    _check_folder(folder)
+    with Display("analysis", len(PARTS) + 1, quiet=quiet) as display, _threads(predictor.device) as settle:
+        parts = _parts(subject, display, settle)
+        figures = [path for part in parts for path in _write(part, folder / "figures")]
+        text = _page(subject, parts, name_of(model))
         write_atomically(folder / "analysis.html", lambda beside: beside.write_text(text, encoding="utf-8"))
         display.advance(len(PARTS) + 1, "page")
-    return folder / "analysis.html"
+    return Written(folder / "analysis.html", figures, subject.notes)
+
+
+def _parts(subject: Subject, display: Display, settle: Callable[[], None]) -> list[Part]:
+    """All that apply; of the others, those of one reason in one note."""
+    parts: list[Part] = []
+    without: dict[str, list[str]] = {}
+    for number, (name, make) in enumerate(PARTS.items(), 1):
+        settle()
+        try:
+            parts.extend(make(subject))
+        except ValueError as error:
+            without.setdefault(str(error), []).append(name)
+        display.advance(number, name)
+    subject.notes += [f"Left out: {', '.join(names)}; {reason}." for reason, names in without.items()]
+    return parts
+
+
+def _other(against: str, device: str) -> Predictor:
+    try:
+        return Predictor(against, device=device, precision="fp32")
+    except (ValueError, OSError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"--against {against} cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def _threads(device: str) -> Iterator[Callable[[], None]]:
+    """Gives a function that takes one thread where more are slower, and puts back what was there.
+
+    On a busy machine they are: each small product waits until all threads had their turn, up to twenty times as long.
+    """
+    many = torch.get_num_threads()
+
+    def choose() -> None:
+        if device == "cpu" and many > 1:
+            torch.set_num_threads(min((many, 1), key=_seconds))
+
+    try:
+        yield choose
+    finally:
+        torch.set_num_threads(many)
+
+
+def _seconds(threads: int) -> float:
+    """What a few products of a small model's size take."""
+    torch.set_num_threads(threads)
+    x, weights, start = torch.ones(512, 192), torch.ones(192, 768), 0.0
+    for number in range(24):
+        start = time.perf_counter() if number == 4 else start
+        torch.nn.functional.gelu(x @ weights)
+    return time.perf_counter() - start
+
+
+# What is looked at ----------------------------------------------------------------------------------------------------
+
+
+def name_of(model: str | Path) -> str:
+    """A run's name, or that of a file without its ending; delivered weights have the name of their run."""
+    path = Path(model)
+    if path.is_file() or path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin"):
+        generic = path.stem in ("model", "pytorch_model", "checkpoint", "weights")
+        return path.resolve().parent.name if generic and path.is_file() else path.stem
+    return (path.resolve() if path.is_dir() else path).name or str(model)
 
 
 def _beside(model: Path) -> Path:
-    return model if model.is_dir() else Path("analysis") / model.stem
+    return model if model.is_dir() else Path("analysis") / name_of(model)
+
+
+def _check_folder(folder: Path) -> None:
+    """Before all the work: that its results can be written."""
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder / "figures"):
+            pass
+    except OSError as error:
+        raise DiskError(f"cannot write to {folder}: {error.strerror}; --out names another folder") from error
 
 
 def _images_of(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
@@ -79,118 +164,123 @@ def _images_of(model: str | Path, images: str, split: str, data_root: str) -> tu
     if images:
         return images, split, data_root
     stored = read_json(Path(model) / "config.json") if Path(model).is_dir() else {}
-    if not stored.get("data"):
+    if not isinstance(stored.get("data"), str) or not stored["data"]:
         raise ValueError("which images? --images takes a folder, an archive, or a set that `plainvit data info` knows")
-    return stored["data"], split, data_root or stored.get("data_root", "")
+    return stored["data"], split, data_root or stored.get("data_root") or ""
 
 
 def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: int) -> Subject:
     """Images spread evenly over the source, as the model sees them; those that cannot be read are passed over."""
-    source = _opened(spec, split, data_root)
+    source = opened(spec, split, data_root)
     rows: list[tuple[Tensor, str, int]] = []
+    broken: list[str] = []
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
         try:
             rows.append((predictor.prepare(source.read(index)), source.name(index), int(source.labels[index])))
-        except (ImageError, OSError):
-            continue
+        except (ImageError, OSError) as error:
+            broken.append(f"{source.name(index)}: {error}")
     if not rows:
-        raise DataError(f"no image of {spec} can be read")
+        raise DataError(f"no image of {spec} can be read; {broken[0].splitlines()[0]}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # sets lie sorted by class
     rows = [rows[place] for place in order]
-    labels = torch.tensor([label for _, _, label in rows])
-    names, ours = source.classes, predictor.model.about.class_names
-    fits = len(names) == predictor.classes and (not ours or tuple(ours) == tuple(names)) and bool((labels >= 0).all())
-    subject = Subject(
-        predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels if fits else None
-    )
+    labels, fits = torch.tensor([row[2] for row in rows]), _fits(predictor, source)
+    fits = fits and bool((labels >= 0).all())
+    subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
+    if broken:
+        subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read; {broken[0]}.")
     if not fits:
-        subject.notes.append(
-            "Labels are not known, or not the model's classes: accuracy is agreement with its answers."
-        )
+        subject.labels = None
+        if predictor.classes:
+            subject.notes.append(
+                "The images have no labels that the model knows: accuracy is agreement with its answers."
+            )
     return subject
 
 
-def _opened(spec: str, split: str, data_root: str) -> Source:
+def _fits(predictor: Predictor, source: Source) -> bool:
+    """Whether the images' labels are the model's classes."""
+    theirs, ours = tuple(source.classes), tuple(predictor.model.about.class_names)
+    return len(theirs) == predictor.classes > 0 and (not ours or ours == theirs)
+
+
+def opened(spec: str, split: str, data_root: str) -> Source:
     """A set with labels where it is one, its test images first; otherwise just images."""
+    if any(letter in spec for letter in "*?["):
+        return find([spec], split=split or "test", data_root=data_root or None)
+    faults: list[DataError] = []
     for one in (split,) if split else ("test", "val", "train"):
         try:
             return open_source(spec, one, data_root=data_root or None)
-        except (DataError, ValueError):
-            continue
+        except DataError as error:
+            faults.append(error)
+    asked_for = split and isinstance(faults[0], AbsentSplit)
+    if asked_for or not Path(spec).exists():
+        raise faults[0]
     return find([spec], split=split or "test", data_root=data_root or None)
 
 
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def _write(part: Part, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in part.figures.items():
-        save(figure, folder / f"{_file(part, name)}.png")
-    text = json.dumps(finite(part.numbers))
-    write_atomically(folder / f"{part.name}.json", lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+def _write(part: Part, folder: Path) -> Iterator[Path]:
+    """Each figure, and its numbers beside it."""
+    for name, drawing in part.drawings.items():
+        path = folder / f"{part.name}-{name}.png" if name else folder / f"{part.name}.png"
+        save(drawing.figure, path, LARGEST)
+        text = json.dumps(finite(drawing.numbers)) + "\n"
+        write_atomically(path.with_suffix(".json"), lambda beside, text=text: beside.write_text(text, encoding="utf-8"))
+        yield path
 
 
-def _file(part: Part, name: str) -> str:
-    return f"{part.name}-{name}" if name else part.name
-
-
-def _page(subject: Subject, parts: list[Part], source: str) -> str:
+def _page(subject: Subject, parts: list[Part], name: str) -> str:
     sections = [Section(part.title, join((element("p", part.words), _figures(part)))) for part in parts]
     script = ""
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
-        body, script = explorer(subject.model, subject.shown(), _shown(subject))
-        words = "Click a patch, or move with the arrow keys, and see where it looks."
-        left_out = omissions(plan(subject.model, len(subject.shown())), subject.model)
-        sections.insert(0, Section("Explorer", join((element("p", words, " ", left_out), body))))
+        section, script = _explorer(subject)
+        sections.insert(0, section)
     lead = join((element("p", _lead(subject), class_="lead"), *map(notice, subject.notes)))
-    return page(f"What {Path(source).name or source} has learned", lead, sections, "plainvit analyse", script)
+    return page(f"What {name} has learned", lead, sections, "plainvit analyse", script)
+
+
+def _explorer(subject: Subject) -> tuple[Section, str]:
+    wanted = plan(subject.model, len(subject.images))
+    body, script = explorer(subject.model, subject.images, _shown(subject), wanted)
+    words = (
+        "Click a patch, or move with the arrow keys, and see where it looks; choose a layer (or Page Up and Page Down) "
+        "and a head to see them large. "
+    )
+    left_out = omissions(wanted, subject.model, len(subject.images))
+    return Section("Explorer", join((element("p", words, left_out), body))), script
 
 
 def _lead(subject: Subject) -> str:
-    config = subject.model.config
-    size = f"{config.image_size[1]} x {config.image_size[0]} pixels"
+    config, count = subject.model.config, len(subject.images)
+    looked = f"for images of {config.image_size[1]} x {config.image_size[0]} pixels, looked at with {count} of them."
     if not isinstance(subject.model, ViT):
-        return f"A ResNet for images of {size}, looked at with {len(subject.images)} of them."
-    h, w = config.grid
-    shape = f"{config.depth} layers, {config.heads} heads, width {config.width}, {h} x {w} patches"
-    return f"A Vision Transformer of {shape}, for images of {size}, looked at with {len(subject.images)} of them."
+        return f"A ResNet {looked}"
+    (h, w), depth = config.grid, len(subject.model.blocks)
+    layers, heads = f"{depth} layer{'s' * (depth > 1)}", f"{config.heads} head{'s' * (config.heads > 1)}"
+    return f"A Vision Transformer of {layers}, {heads}, width {config.width} and {h} x {w} patches {looked}"
 
 
 def _figures(part: Part) -> Html:
-    made = [_raster(one, part.title) if part.raster else _drawn(one, part.title) for one in part.figures.values()]
-    return element("div", *made, class_="panels" if len(made) > 1 and not part.raster else "wide")
+    drawn = part.html or element("div", *(_drawn(one, part.title) for one in part.drawings.values()), class_="figures")
+    return join((drawn, part.table or ""))
 
 
-def _drawn(figure: Figure, label: str) -> Html:
-    return element("figure", Html(svg(figure, label)))
-
-
-def _raster(figure: Figure, label: str) -> Html:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, facecolor="white")
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return element("figure", element("img", src=f"data:image/png;base64,{data}", alt=label, class_="figure"))
+def _drawn(drawing: Drawing, label: str) -> Html:
+    wide = drawing.figure.get_size_inches()[0]
+    inner = Html(svg(drawing.figure, label))
+    return element("figure", inner, class_="broad" if wide > BROAD else None, style=f"--wide:{wide * SCALE:.1f}rem")
 
 
 def _shown(subject: Subject) -> list[dict[str, Any]]:
-    images = subject.shown()
-    if subject.model.head is None:
-        guesses = ["nothing, it has no head"] * len(images)
-    else:
-        best = robust.logits(subject.model, images).softmax(-1).max(-1)
-        names = subject.predictor.class_names
-        guesses = [
-            f"{names[at]} ({100 * p:.0f} %)" for p, at in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
-    return [
-        {"source": _address(image), "name": name, "guess": guess}
-        for image, name, guess in zip(images, subject.names, guesses, strict=False)
-    ]
+    rows = zip(subject.images[:IMAGES], subject.names, subject.guesses(IMAGES), strict=False)
+    return [{"source": _address(image), "name": name, "guess": guess} for image, name, guess in rows]
 
 
 def _address(image: Tensor) -> str:
     buffer = io.BytesIO()
-    small = image.shape[-1] <= 64
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, "PNG" if small else "JPEG", quality=88)
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    kind = "png" if image.shape[-1] <= 64 else "jpeg"
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, kind, quality=88)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -135,12 +135,17 @@ def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 def _decode_any(data: bytes, limit: int) -> np.ndarray:
     with _opened(data, limit) as image:
-        orientation = _exif_orientation(image)
-        try:
-            image.load()
-            return _turned(np.array(_to_rgb(image)), orientation)
-        except Exception as error:  # Pillow's decoders raise anything on damaged data
-            raise ImageError(_reason(error)) from error
+        return pixels_of(image)
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """An image that Pillow has opened, as its file would be decoded: turned, on white, in 8 bits."""
+    orientation = _exif_orientation(image)
+    try:
+        image.load()
+        return _turned(np.array(_to_rgb(image)), orientation)
+    except Exception as error:  # Pillow's decoders raise anything on damaged data
+        raise ImageError(_reason(error)) from error
 
 
 def _opened(data: bytes, limit: int) -> Image.Image:

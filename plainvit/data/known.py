@@ -5,6 +5,7 @@ nothing is downloaded by name: `hf:org/dataset` takes any address that you know.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,9 @@ class WithoutBorder(Source):
 
     def name(self, index: int) -> str:
         return self.source.name(index)
+
+    def files(self) -> Iterable[str]:
+        return self.source.files()
 
 
 def real_labels(data_root: Path) -> list[list[int]]:

@@ -171,7 +171,7 @@ def evaluation_batches(
 ) -> Generator[Batch]:
     """Every image of the source once over all processes, in order; the last batch may be smaller."""
     index = np.arange(rank, len(source), world)
-    work = _Evaluate(source, index, batch, size, preprocess)
+    work = Evaluate(source, index, batch, size, preprocess)
     made = _in_order(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
     with contextlib.closing(made):
         for _, (images, labels, where, bad) in made:
@@ -224,7 +224,9 @@ class _Train(Dataset[Made]):
         raise DataError("no image of the set can be decoded")
 
 
-class _Evaluate(Dataset[Made]):
+class Evaluate(Dataset[Made]):
+    """One item is one step's batch of an evaluation, each image as its model sees it."""
+
     def __init__(
         self, source: Source, index: np.ndarray, batch: int, size: tuple[int, int], preprocess: Preprocess
     ) -> None:

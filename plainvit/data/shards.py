@@ -121,6 +121,9 @@ class Parquet(Source):
         self._columns: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
+    def files(self) -> Iterator[str]:
+        return map(str, self.paths)
+
     def _read_labels(self, label: str | None) -> np.ndarray:
         if label is None:
             return np.full(sum(file.metadata.num_rows for file in self._files), -1, np.int64)
@@ -272,6 +275,9 @@ class Tars(Source):
         self.labels, self.classes = _labelled(table.column("label").to_numpy(), _described(table, folder), folder)
         self._check()
         self._files: dict[int, int] = {}
+
+    def files(self) -> Iterator[str]:
+        return (str(self.folder / name) for name in self.shards)
 
     def _check(self) -> None:
         """A shard that is missing or cut short is found before training starts."""

@@ -58,6 +58,10 @@ class Source(ABC):
     def name(self, index: int) -> str:
         """What to call an image when speaking of it."""
 
+    def files(self) -> Iterable[str]:
+        """Every file that its images lie in; none where they are made on the spot."""
+        return ()
+
     def image(self, index: int) -> np.ndarray:
         return decode(self.read(index))
 
@@ -105,6 +109,9 @@ class Files(Source):
     def name(self, index: int) -> str:
         return self.names[index]
 
+    def files(self) -> Iterable[str]:
+        return (f"{self.root}/{self.names[index]}" for index in range(len(self)))
+
 
 def _without_waiting(path: str, flags: int) -> int:
     """A pipe opened the plain way waits for a writer for ever."""
@@ -124,6 +131,11 @@ class Subset(Source):
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
+
+    def files(self) -> Iterable[str]:
+        if isinstance(self.source, Files):
+            return (f"{self.source.root}/{self.name(index)}" for index in range(len(self)))
+        return self.source.files()
 
 
 def open_source(
@@ -216,14 +228,19 @@ def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     names: list[str] = []
     labels: list[np.ndarray] = []
     for label, name in enumerate(classes):
-        here = sorted(_image_files(folder / name, name)) if (folder / name).is_dir() else []
+        here = sorted(image_files(folder / name, name)) if (folder / name).is_dir() else []
         names += here
         labels.append(np.full(len(here), label, np.int32))
     return Files(folder, names, np.concatenate(labels), classes)
 
 
-def _image_files(folder: Path, prefix: str, seen: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
-    """Names below a folder, links followed but never in a circle; what is no regular file is passed over."""
+def image_files(
+    folder: Path, prefix: str, seen: frozenset[tuple[int, int]] = frozenset(), *, dangling: bool = False
+) -> list[str]:
+    """Names below a folder, links followed but never in a circle; what is no regular file is passed over.
+
+    A link that leads to no file is one of them where `dangling` ones are wanted.
+    """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in seen:
@@ -235,10 +252,10 @@ def _image_files(folder: Path, prefix: str, seen: frozenset[tuple[int, int]] = f
             if name.startswith("."):
                 continue
             if name.lower().endswith(SUFFIXES):
-                if _holds(entry.is_file):
+                if _holds(entry.is_file) or (dangling and entry.is_symlink() and not _holds(entry.is_dir)):
                     found.append(f"{prefix}/{name}")
             elif _holds(entry.is_dir):
-                found += _image_files(Path(entry.path), f"{prefix}/{name}", seen | {here})
+                found += image_files(Path(entry.path), f"{prefix}/{name}", seen | {here}, dangling=dangling)
     return found
 
 

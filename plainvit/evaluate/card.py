@@ -1,7 +1,7 @@
 """A card: one evaluation with all that is needed to trust it, to repeat it and to compare it.
 
-    card = make_card(predictor, labels, result, world, command)
-    write_card(card, Path("evaluations/pets"))              card.json, and images.parquet with a row for each image
+    card = make_card(predictor, labels, result, world)
+    write_card(card, Path("evaluations/pets"), labels, result)     card.json, and a row for each image
     read_card(Path("evaluations/pets"))
 
     plainvit compare evaluations/pets evaluations/bit
@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import torch
 
 from plainvit.config import Checked, to_json
+from plainvit.data.content import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import read_json, write_together
@@ -38,6 +39,7 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import environment, finite
 
 VERSION = 1
+CONTENT = 256  # images whose bytes tell sets of the same names apart
 CARD, IMAGES = "card.json", "images.parquet"
 LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or, for a peer, compute
 # What a card must say, and of what type: a file that does not is no card
@@ -64,7 +66,7 @@ class Card:
     intervals: dict[str, list[float]]  # 95 %: Wilson's for top1 and top5, 1.96 standard errors for nll
     images: int  # scored
     unreadable: int
-    data: dict[str, Any]  # spec, split, fingerprint, classes, rule, labels, left_out
+    data: dict[str, Any]  # spec, split, fingerprint, content, classes, rule, labels, left_out
     model: dict[str, Any]  # source, family, weights (sha256 of the tensors), parameters, config
     preprocess: dict[str, Any]  # settings, image_size, hash
     precision: str
@@ -78,7 +80,7 @@ class Card:
 
     def identity(self) -> str:
         """The same for the same weights on the same images in the same way."""
-        said = [self.model["weights"], self.data, self.preprocess["hash"], self.precision]
+        said = [self.model["weights"], self.model["config"], self.data, self.preprocess["hash"], self.precision]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
@@ -120,6 +122,7 @@ def _data(labels: Labels) -> dict[str, Any]:
         "spec": source.spec,
         "split": official_split(source.spec, source.split),
         "fingerprint": source.fingerprint(),
+        "content": sample_hash(source, CONTENT),
         "classes": len(source.classes),
         "rule": labels.rule,
         "labels": labels.fingerprint(),
@@ -140,8 +143,12 @@ def _model(predictor: Predictor) -> dict[str, Any]:
 
 
 def _preprocess(predictor: Predictor) -> dict[str, Any]:
-    """The hash is of all that decides which pixels the model sees."""
-    seen = {"settings": asdict(predictor.preprocess), "image_size": list(predictor.size)}
+    """The hash is of all that decides which pixels the model sees; a crop that is not made is no part of it."""
+    settings, config = asdict(predictor.preprocess), predictor.model.config
+    if settings["resize"] != "crop":
+        del settings["crop"]
+    colours = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
+    seen = {"settings": settings, "image_size": list(predictor.size), **colours}
     return seen | {"hash": hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]}
 
 
@@ -218,7 +225,7 @@ def _fault(said: dict[str, Any]) -> str:
         if not math.isclose(share, count / said["images"], rel_tol=1e-9):
             return f"{name} is {share}, but {count} of {said['images']} images are right"
     for part, keys in {
-        "data": ("fingerprint", "split", "rule", "labels", "spec"),
+        "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
         "model": ("weights",),
         "preprocess": ("hash",),
     }.items():
@@ -238,7 +245,7 @@ class Rows:
     nll: np.ndarray
 
 
-def read_rows(path: Path, images: int) -> Rows | None:
+def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
     """The results beside a card; None where there are none, an error where they are not the card's."""
     file = (path if path.is_dir() else path.parent) / IMAGES
     if not file.is_file():
@@ -250,4 +257,7 @@ def read_rows(path: Path, images: int) -> Rows | None:
         raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
     if len(table) != images:
         raise DataError(f"{file} has {len(table):,} rows, but its card has {images:,} images")
+    for name, mine in (("top1", right), ("top5", right5)):
+        if int(mine.sum()) != counts[name]:
+            raise DataError(f"{file} is of another evaluation than its card: {name} {int(mine.sum())}, {counts[name]}")
     return Rows(table["name"].to_pylist(), right, right5, nll)

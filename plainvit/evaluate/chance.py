@@ -19,7 +19,8 @@ def wilson(right: float, images: int) -> tuple[float, float]:
     """95 % interval of a proportion."""
     p = right / images
     centre, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
-    return (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
+    low, high = (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
+    return max(low, 0.0), min(high, 1.0)  # rounding may lead beyond
 
 
 def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from plainvit.data.known import official_split
 from plainvit.evaluate import chance
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows
 from plainvit.weights.published import PUBLISHED
@@ -26,6 +27,7 @@ TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
 # What must be alike, and how to speak of it
 ALIKE = {
     "fingerprint": "the images",
+    "content": "the pixels of the images",
     "split": "the split",
     "rule": "what counts as right",
     "labels": "the right answers",
@@ -112,7 +114,7 @@ def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
 
 def _read(path: Path) -> Read:
     card = read_card(path)
-    return Read(path, card, read_rows(path, card.images))
+    return Read(path, card, read_rows(path, card.images, card.counts))
 
 
 def _row(name: str, one: Read) -> dict[str, Any]:
@@ -240,11 +242,12 @@ def published(card: Card) -> list[dict[str, Any]]:
         and getattr(entry, field)
         and card.name in (name, f"hf:{entry.hub}", entry.hub.replace("timm/", "timm:"))
     ]
-    numbers = PAPER.get(spec, {}).get(shape(card), ())
+    tested = card.data["split"] in ("test", official_split(spec, "test"))
+    numbers = PAPER.get(spec, {}).get(shape(card), ()) if tested else ()
     where = "the paper" if spec == "objectnet" else "the paper's Table 5, 384 px"
     for data, value in zip(PRETRAINED, numbers, strict=False):
         if value is not None:
-            source = f"{where}, ViT-{shape(card)} pre-trained on {data}"
+            source = f"{where}, for a model of this shape: ViT-{shape(card)} pre-trained on {data}"
             found.append({"top1": value / 100, "source": source})
     return found
 

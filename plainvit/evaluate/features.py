@@ -5,8 +5,8 @@
 
 The name is a hash of the weights, the model's config, the preprocessing, the size, the precision and the data: the
 names, labels and classes of its images, the size and time of change of every file they lie in, and the bytes of 64 of
-them. A file that is edited is therefore noticed, unless its size and its time stay the same, as with make or rsync;
-data that was only moved keeps its features. The files are safetensors with a checksum; a damaged one is made anew.
+them. A file that is edited is therefore noticed, unless its size and its time stay the same, as with make or rsync.
+The files are safetensors with a checksum; a damaged one is made anew.
 """
 
 import hashlib
@@ -24,17 +24,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plainvit.config import Checked, to_json
-from plainvit.data.decode import DataError, ImageError
+from plainvit.data.content import content_stamp
+from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
-from plainvit.data.shards import Parquet, Tars
-from plainvit.data.sources import Files, Source, Subset
+from plainvit.data.sources import Source
 from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display
 
 log = logging.getLogger("plainvit")
-SAMPLE = 64  # images whose bytes are part of the name
 SCHEMA = 1  # of the files
 
 
@@ -108,41 +107,6 @@ def features_key(predictor: Predictor, source: Source, weights: str) -> str:
         "precision": str(predictor.dtype),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def content_stamp(source: Source) -> str:
-    """Changes with the images themselves: sizes and times of their files, and the bytes of some of them."""
-    digest = hashlib.sha256()
-    for path in _files(source):
-        try:
-            status = os.stat(path)  # noqa: PTH116 - a million times
-            digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
-        except OSError:
-            digest.update(b"absent\n")
-    for index in np.unique(np.linspace(0, len(source) - 1, min(SAMPLE, len(source))).astype(int)):
-        try:
-            data = source.read(int(index))
-            digest.update(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
-        except (ImageError, OSError):
-            digest.update(b"unreadable\n")
-    return digest.hexdigest()[:16]
-
-
-def _files(source: Source) -> list[str]:
-    """The files that a source reads; none for pictures that are made on the spot."""
-    match source:
-        case Subset():
-            inner = _files(source.source)
-            whole = len(inner) == len(source.source) and isinstance(source.source, Files)
-            return [inner[index] for index in source.indices] if whole else inner
-        case Files():
-            return [f"{source.root}/{source.name(index)}" for index in range(len(source))]
-        case Parquet():
-            return [str(path) for path in source.paths]
-        case Tars():
-            return [str(source.folder / name) for name in source.shards]
-    inner = getattr(source, "source", None)  # a source that changes another one's pictures
-    return _files(inner) if isinstance(inner, Source) else []
 
 
 def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet: bool) -> Features:

@@ -109,7 +109,8 @@ def _single(source: Source, rule: str, columns: np.ndarray | None) -> Labels:
 def _by_name(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
     """The model's class for each of the source's; None where they are in the same order, or have no names in common."""
     theirs = source.classes
-    if not names or names == theirs or theirs == tuple(imagenet()["wnids"]):  # whose order is everybody's
+    wnids = tuple(imagenet()["wnids"])
+    if not names or names == theirs or (theirs == wnids and not set(names) <= set(wnids)):  # whose order is everybody's
         return None
     place = {name: at for at, name in enumerate(names)}
     shared = [name for name in theirs if name in place]

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from plainvit.config import Preprocess
+from plainvit.data.decode import pixels_of
 from plainvit.data.transforms import prepare
 from plainvit.runtime.distributed import choose_device, choose_precision
 from plainvit.weights import load
@@ -66,7 +67,12 @@ class Predictor:
         if isinstance(picture, str | Path):
             picture = Path(picture).read_bytes()
         elif isinstance(picture, Image.Image):
-            picture = np.array(picture.convert("RGB"))
+            picture = pixels_of(picture)
+        elif isinstance(picture, np.ndarray) and (
+            picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8
+        ):
+            said = f"{picture.dtype} of shape {picture.shape}"
+            raise ValueError(f"pixels are uint8 of shape [height, width, 3], got {said}")
         return prepare(picture, self.preprocess, self.size)
 
     def stack(self, pictures: Iterable[Picture]) -> Tensor:

@@ -34,6 +34,8 @@ def run_all(
 
     An error comes once all others are done.
     """
+    assert at_once > 0
+    assert len({place(name) for name in configs}) == len(configs), "two runs would share a folder"
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     with Display("runs", len(configs), quiet=quiet) as display:

@@ -21,7 +21,7 @@ from plainvit.weights import save
 
 
 def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]]:
-    """Writes model.safetensors, results.json and report.html; may be done again, with the same result."""
+    """Writes model.safetensors, results.json, the card and report.html; may be done again, with the same result."""
     model, first = chosen_model(run), run.world.first
     if first:
         save(model, run.folder.path / "model.safetensors")

@@ -43,7 +43,7 @@ from plainvit.train.masked import PredictPatches, validate
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits
-from plainvit.train.transfer import initial_model, load_teacher, resolve
+from plainvit.train.transfer import init_hash, initial_model, load_teacher, resolve
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -135,7 +135,7 @@ def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force:
         log.warning("%s is finished: nothing is left to do", folder.path)
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
-    folder.write("data.json", splits.described)
+    folder.write("data.json", splits.described | ({"init": init_hash(config)} if config.init else {}))
     folder.write("config.json", to_json(config))
     if not (folder.path / "environment.json").is_file():
         folder.write("environment.json", environment(world.device) | {"processes": world.size})
@@ -180,7 +180,9 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> tupl
     fixed = [name for name in changed if _is_fixed(name, *changed[name])]
     if fixed and Checkpoints(folder.path / "checkpoints", 1).steps():
         raise ValueError(f"{', '.join(fixed)} cannot change in a run that has begun ({words}): give another --out")
-    if data and data != splits.described and not force:
+    if "init" in data and not force and data["init"] != init_hash(config):
+        raise ValueError(f"{config.init} has other weights than {folder.path} was begun from: --force goes on")
+    if data and {key: data[key] for key in data if key != "init"} != splits.described and not force:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
         raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
     return config, done and not longer

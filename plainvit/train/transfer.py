@@ -3,6 +3,8 @@
 Fine-tuning is training that starts elsewhere: nothing else in the loop knows of it.
 """
 
+import hashlib
+
 import torch
 from torch import nn
 
@@ -10,8 +12,10 @@ from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differe
 from plainvit.data.decode import DataError
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
+from plainvit.runtime.checkpoint import file_hash
 from plainvit.train.splits import Splits
 from plainvit.weights import load, look
+from plainvit.weights.reading import resolve as weights_path
 
 FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not fix
 
@@ -64,6 +68,17 @@ def _length(config: Config, images: int) -> int:
             given = f"{getattr(config.optim, name):g}"
             raise ValueError(f"optim.{name} is {given} of only {steps} steps: 0.1 is a tenth of the run")
     return steps
+
+
+def init_hash(config: Config) -> str:
+    """Of the files that init's weights come from, so that another one under the name is noticed; empty without init."""
+    if not config.init:
+        return ""
+    path = weights_path(config.init)
+    if not path.exists():
+        raise ValueError(f"there is no file or folder {path} to start from")
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
 def initial_model(config: Config, splits: Splits) -> ViT | ResNet:

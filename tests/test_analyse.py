@@ -1,0 +1,355 @@
+"""`plainvit analyse` on every kind of model: what it writes, what it says, what it leaves out, what it refuses.
+
+The maps' claim is held against known masks: on `shapes` a trained model's rollout lies on the object.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import plant, plant_classes, png, real_data
+from PIL import Image
+from scipy.stats import wilcoxon
+from small_runs import without_figures
+from tiny import filled, hybrid, vit
+
+import plainvit
+from plainvit.analyse import attention, parts
+from plainvit.analyse.explorer import explorer, plan
+from plainvit.analyse.parts import PARTS, Subject
+from plainvit.analyse.understand import gather, name_of, opened, understand
+from plainvit.cli import main
+from plainvit.config import About, Augment, Config, Optim, ViTConfig
+from plainvit.data.decode import DataError
+from plainvit.data.generated import Shapes
+from plainvit.data.sources import open_source
+from plainvit.disk import DiskError
+from plainvit.evaluate.predictor import Predictor
+from plainvit.models import ResNet, ViT
+from plainvit.names import configure
+from plainvit.runtime.display import Display
+
+ALONE = {"pool": "average", "class_token": False}
+KINDS: dict[str, Any] = {
+    "class token": lambda: vit(),
+    "average": lambda: vit(**ALONE),
+    "attention pool": lambda: vit(pool="attention", class_token=False),
+    "registers": lambda: vit(registers=2),
+    "distillation": lambda: vit(distillation=True),
+    "relative": lambda: vit(posemb="relative"),
+    "2d": lambda: vit(posemb="2d"),
+    "sincos": lambda: vit(posemb="sincos2d", **ALONE),
+    "no positions": lambda: vit(posemb="none"),
+    "axial": lambda: vit(axial=True, **ALONE),
+    "hybrid": lambda: hybrid(blocks=(1,), image_size=(16, 32)),
+    "one layer": lambda: vit(depth=1),
+    "one patch": lambda: vit(image_size=(8, 8)),
+    "no head": lambda: vit(classes=0),
+    "resnet": lambda: resnet(),
+}
+
+
+def resnet() -> ResNet:
+    config = configure("BiT-R50x1", classes=7)
+    return filled(config.replace(blocks=(1,), image_size=(32, 48)), torch.float32)
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def predictor(model: Any) -> Predictor:
+    return Predictor(model.float(), device="cpu", precision="fp32")
+
+
+def subject(model: Any, count: int = 3) -> Subject:
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, 3, *model.config.image_size)
+    shown = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return Subject(predictor(model), shown, [f"{place}.png" for place in range(count)], None)
+
+
+def parts_of(looked: Subject) -> tuple[set[str], list[str]]:
+    """(names of the parts, reasons for those that are left out)."""
+    names, reasons = set(), []
+    for make in PARTS.values():
+        try:
+            names |= {part.name for part in make(looked)}
+        except ValueError as error:
+            reasons.append(str(error))
+    return names, reasons
+
+
+ALL = {
+    *("filters", "positions", "attention-distance", "attention-entropy", "attention-maps", "every-head"),
+    *("faithfulness", "token-norms", "layer-similarity", "removal", "hidden-patches", "shifts"),
+}
+LACKS = {
+    "no positions": {"positions"},
+    "axial": {"attention-maps", "every-head", "faithfulness"},
+    "no head": {"faithfulness", "removal", "hidden-patches"},
+    "resnet": ALL - {"filters", "layer-similarity", "hidden-patches", "shifts"},
+}
+
+
+@every_kind
+def test_every_kind_of_model_gets_the_figures_that_apply(kind: str) -> None:
+    looked = subject(KINDS[kind]())
+    with torch.no_grad():
+        before = looked.model(looked.images)
+    names, reasons = parts_of(looked)
+    assert names == ALL - LACKS.get(kind, set())
+    assert bool(reasons) == (kind in LACKS)
+    assert all("\n" not in reason and not reason.endswith(".") for reason in reasons)
+    with torch.no_grad():
+        assert torch.equal(looked.model(looked.images), before)  # to the last bit, and no hook was left behind
+    assert all(parameter.grad is None for parameter in looked.model.parameters())
+    if isinstance(looked.model, ViT) and not looked.model.config.axial:
+        shown = [{"source": "", "name": name, "guess": ""} for name in looked.names]
+        assert "explorer-data" in explorer(looked.model, looked.images, shown, plan(looked.model, 3))[0]
+
+
+def test_one_image_is_enough() -> None:
+    assert parts_of(subject(vit(), 1)) == (ALL, [])
+
+
+def test_as_many_images_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = subject(vit(), 20)
+    monkeypatch.setitem(parts.WORK, "cpu", 1.0)
+    assert looked.affordable(100, 64) == 16
+    made = {part.name: part for part in parts.removal(looked)}
+    assert set(made["removal"].drawings) == {"layers"}
+    assert "Single heads were left out" in made["removal"].words
+    looked.thorough = True
+    assert looked.affordable(100, 64) == 20
+    assert set(next(parts.removal(looked)).drawings) == {"", "layers"}
+
+
+def test_a_map_is_only_called_better_where_chance_is_unlikely() -> None:
+    better, none, worse = (
+        parts._gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4)
+    )
+    assert [one.verdict for one in (better, none, worse)] == ["better", "no better", "worse"]
+    mean, error = 0.2625, np.std([0.3, 0.2, 0.25, 0.3], ddof=1) / 2
+    assert (better.low, better.high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-5)
+    assert parts._gain([0.3], [0.1]).verdict == "no better"  # one image tells nothing
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of seven classes, and models for them."""
+    root = tmp_path_factory.mktemp("analyse")
+    plant_classes(root / "photos" / "test", {f"kind {number}": 2 for number in range(7)})
+    model = vit(dtype=torch.float32)
+    model.about = About(class_names=tuple(f"kind {number}" for number in range(7)))
+    plainvit.save(model, root / "model.safetensors")
+    plainvit.save(resnet(), root / "bit.safetensors")
+    return root
+
+
+def test_figures_numbers_and_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--images", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
+    main(["analyse", str(folder / "model.safetensors"), *words, "--against", str(folder / "bit.safetensors")])
+    found = json.loads(capsys.readouterr().out)
+    assert Path(found["page"]) == tmp_path / "analysis.html"
+    pictures = {Path(path).stem for path in found["figures"]}
+    assert pictures >= ALL | {"positions-resampled", "layer-similarity-against", "faithfulness-insertion"}
+    assert pictures == {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    for path in found["figures"]:
+        with Image.open(path) as image:
+            assert min(image.size) > 150
+        assert json.loads(Path(path).with_suffix(".json").read_text())
+    text = Path(found["page"]).read_text()
+    assert f"What {folder.name} has learned" in text  # model.safetensors is no name
+    assert "of 3 layers, 4 heads, width 48 and 3 x 5 patches for images of 40 x 24 pixels" in text
+    assert [note for note in found["notes"] if "Shifts of bit are left out: it takes 48 x 32" in note]
+    assert "accuracy is agreement" not in text  # these labels are the model's
+
+
+@pytest.mark.slow
+def test_a_resnet_gets_what_applies_and_one_line_on_the_rest(folder: Path, tmp_path: Path) -> None:
+    written = understand(
+        folder / "bit.safetensors", str(folder / "photos"), tmp_path, count=2, device="cpu", quiet=True
+    )
+    assert len([note for note in written.notes if "no attention: it is a ResNet" in note]) == 1
+    text = written.page.read_text()
+    assert "explorer-data" not in text
+    assert "<script" not in text
+    assert (tmp_path / "figures" / "filters.png").exists()
+    assert not (tmp_path / "figures" / "attention-distance.png").exists()
+
+
+@pytest.mark.slow
+def test_a_run_folder_needs_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_figures(monkeypatch)
+    model = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
+    made = Config(model=model, data="digits", steps=2, batch=16, holdout=0.05, evaluations=1, workers=0,
+                  augment=Augment(crop="none"))  # fmt: skip
+    plainvit.fit(made, tmp_path / "numerals", quiet=True)
+    written = understand(tmp_path / "numerals", count=4, device="cpu", quiet=True)
+    assert written.page == tmp_path / "numerals" / "analysis.html"
+    assert "What numerals has learned" in written.page.read_text()
+    assert not written.notes
+
+
+def test_names() -> None:
+    assert name_of("weights/B_16.npz") == "B_16"
+    assert name_of("hf:google/vit-base") == "vit-base"
+    assert name_of("runs/photos/") == "photos"
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["analyse", *words, "--device", "cpu"])
+    said = capsys.readouterr().err.strip()
+    assert ended.value.code == code
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, photos = str(folder / "model.safetensors"), ["--images", str(folder / "photos")]
+    assert "--images" in refused([model], capsys, 2)
+    assert "at least 1, got 0" in refused([model, *photos, "--count", "0"], capsys, 2)
+    assert "split 'tset' is unknown; nearest: test" in refused([model, *photos, "--split", "tset"], capsys, 2)
+    assert "no train split" in refused([model, *photos, "--split", "train"], capsys, 3)
+    assert "no folder or list" in refused([model, "--images", "no/such/folder"], capsys, 3)
+    assert "'tiny-imagnet' is neither" in refused([model, "--images", "tiny-imagnet"], capsys, 2)
+    (tmp_path / "empty").mkdir()
+    assert "holds no images" in refused([model, "--images", str(tmp_path / "empty")], capsys, 3)
+    plant(tmp_path / "broken", {"a.png": b"no picture", "b.jpg": b"nor this"})
+    said = refused([model, "--images", str(tmp_path / "broken")], capsys, 3)
+    assert "no image of" in said
+    assert "a.png: " in said
+    said = refused([model, *photos, "--against", str(tmp_path / "empty")], capsys, 2)
+    assert "--against" in said
+    assert "cannot be loaded" in said
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    words = [str(folder / "model.safetensors"), "--images", str(folder / "photos"), "--out", str(tmp_path / "file")]
+    assert "--out names another folder" in refused(words, capsys, 5)
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="no /proc, which not even root can write to")
+def test_a_read_only_folder(folder: Path) -> None:
+    with pytest.raises(DiskError, match="cannot write to /proc/analysis: "):
+        understand(folder / "model.safetensors", str(folder / "photos"), "/proc/analysis", device="cpu", quiet=True)
+
+
+def test_broken_images_are_passed_over_and_counted(tmp_path: Path) -> None:
+    plant(tmp_path, {"a.png": png(1), "b.png": b"broken", "c.png": png(2)})
+    looked = gather(predictor(vit()), str(tmp_path), "", "", 8)
+    assert sorted(Path(name).name for name in looked.names) == ["a.png", "c.png"]
+    assert looked.labels is None
+    assert any(note.startswith("1 of 3 images could not be read") for note in looked.notes)
+
+
+def test_what_images_may_be(tmp_path: Path) -> None:
+    plant(tmp_path, {"one.png": png(1), "two.png": png(2)})
+    assert len(opened(str(tmp_path), "", "")) == 2
+    assert len(opened(f"{tmp_path}/o*.png", "", "")) == 1
+    assert len(opened("shapes:size=16,count=5", "", "")) == 5
+    with pytest.raises(DataError, match="data root"):
+        opened("tiny-imagenet", "", "")
+
+
+def test_images_of_the_wrong_size() -> None:
+    with pytest.raises(ValueError, match="do not fit this model"):
+        attention.heads(vit(), torch.zeros(1, 3, 32, 32))
+
+
+def test_a_part_that_fails_half_way_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plainvit.analyse import understand as room
+
+    def half(looked: Subject) -> Any:
+        yield from parts.filters(looked)
+        raise ValueError("no more of it")
+
+    monkeypatch.setattr(room, "PARTS", {"halves": half})
+    looked = subject(vit())
+    with Display("", 1, quiet=True) as display:
+        assert [part.name for part in room._parts(looked, display, lambda: None)] == ["filters"]
+    assert looked.notes == ["Left out: halves; no more of it."]
+
+
+# The claim ------------------------------------------------------------------------------------------------------------
+
+
+def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(share of rollout on the object, share of the area that it covers) of each image."""
+    drawn = [source.draw(index) for index in range(count)]
+    shown = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
+    masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
+    rolled = attention.rollout(model, shown).double()
+    covered = torch.nn.functional.avg_pool2d(masks[:, None], model.config.patch)[:, 0]
+    return ((rolled * covered).sum((1, 2)) / rolled.sum((1, 2))).numpy(), masks.mean((1, 2)).numpy()
+
+
+@pytest.mark.slow
+def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With timm's small initial weights, whose attention is nearly even.
+
+    Google's are large enough for texture alone to draw attention: a small object of one texture then gets more than its
+    share before any training, and a map's bright object proves nothing.
+    """
+    without_figures(monkeypatch)
+    shape = ViTConfig(
+        width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
+    )
+    made = Config(
+        model=shape,
+        data="shapes:size=32,count=6000",
+        steps=700,
+        batch=64,
+        holdout=0.02,
+        optim=Optim(lr=1e-3, warmup=0.2, weight_decay=0.05),
+        augment=Augment(crop="none"),
+        evaluations=1,
+        workers=0,
+    )
+    plainvit.fit(made, tmp_path / "run", quiet=True)
+    source = open_source("shapes:size=32,count=200", "test")
+    assert isinstance(source, Shapes)
+    model = plainvit.load(tmp_path / "run").eval()
+    mass, area = on_object(model, source, 200)
+    assert wilcoxon(mass, area, alternative="greater").pvalue < 0.01
+    assert mass.mean() > 1.05 * area.mean()
+    for seed in range(3):
+        mass, area = on_object(model.initialise(torch.Generator().manual_seed(seed)), source, 200)
+        assert wilcoxon(mass, area, alternative="greater").pvalue > 0.01
+        assert mass.mean() == pytest.approx(area.mean(), rel=0.02)
+
+
+@pytest.mark.slow
+@every_kind
+def test_every_kind_of_model_gets_a_page(kind: str, tmp_path: Path) -> None:
+    plainvit.save(KINDS[kind]().float(), tmp_path / "model.safetensors")
+    plant(tmp_path / "photos", {f"{seed}.png": png(seed, 30, 50) for seed in range(3)})
+    written = understand(tmp_path / "model.safetensors", str(tmp_path / "photos"), tmp_path, device="cpu", quiet=True)
+    assert written.page.stat().st_size < 10_000_000
+    assert len(written.figures) >= 5
+
+
+@pytest.mark.slow
+def test_real_photos(tmp_path: Path) -> None:
+    photos = real_data() / "imagenet-photos"
+    plainvit.save(vit(dtype=torch.float32), tmp_path / "model.safetensors")
+    words = ["analyse", str(tmp_path / "model.safetensors"), "--images", str(photos), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "plainvit", *words, "--count", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "analysis.html").exists()

@@ -1,0 +1,310 @@
+"""The page of an analysis: what it holds and how large it grows, hostile names, and the explorer in a real browser."""
+
+import base64
+import hashlib
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from functools import lru_cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import encode, photo
+from PIL import Image
+from tiny import vit
+from torch import Tensor
+
+import plainvit
+from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, explorer, omissions, plan, views
+from plainvit.analyse.page import Section, page
+from plainvit.analyse.understand import understand
+from plainvit.config import About
+from plainvit.models import Trace, ViT
+
+HOSTILE = ["</script><img src=x onerror=document.title='harmed'>", '"><svg onload=alert(1)>', "<!--", "'; alert(1) //"]
+
+
+@lru_cache
+def meta(name: str, **settings: Any) -> ViT:
+    """A model of full size without its weights: enough to plan with."""
+    with torch.device("meta"):
+        return plainvit.create(name, **settings)
+
+
+def pixels(model: ViT, count: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, *model.config.image_size), dtype=torch.uint8, generator=generator)
+
+
+def described(count: int) -> list[dict[str, Any]]:
+    return [{"source": "", "name": f"{place}.png", "guess": ""} for place in range(count)]
+
+
+def embedded(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="explorer-data">(.*?)</script>', text, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def decode(data: str) -> np.ndarray:
+    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+        assert image.mode == "L"
+        return np.array(image)
+
+
+# What is in it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"pool": "average", "class_token": False}])
+def test_the_data_is_the_models_attention(changes: dict[str, Any]) -> None:
+    model = vit(**changes).float()
+    shown = pixels(model)
+    body, _ = explorer(model, shown, described(2), plan(model, 2))
+    data = embedded(body)
+    trace = Trace("block*/attention")
+    with torch.no_grad():
+        model(shown, trace)
+    prefix = model.config.prefix
+    for layer in range(3):
+        attention = trace[f"block{layer}/attention"][1]  # of the second image, [H, N, N]
+        rows = torch.cat((attention[:, prefix:, prefix:], attention[:, :1, prefix:]), 1) if prefix else attention
+        mean = rows.mean(0)
+        scaled = 255 * mean / mean.amax(1, keepdim=True)
+        assert abs(decode(data["means"][1][layer]) - scaled.numpy()).max() <= 0.51
+        assert abs(np.array(data["largest"][1][layer]) - 1000 * mean.amax(1).numpy()).max() <= 0.51
+        for head in range(4):
+            scaled = 255 * rows[head] / rows[head].amax(1, keepdim=True)
+            assert abs(decode(data["singles"][1][4 * layer + head]) - scaled.numpy()).max() <= 0.51
+    assert data["token"] == ("class token" if prefix else "")
+
+
+def test_pooled_keys_keep_their_sum() -> None:
+    model = vit(image_size=(32, 32)).float()
+    coarse = Plan(1, (2, 2), (4, 4), [[], [], [0]])
+    found = views(model, pixels(model, 1)[0], coarse)
+    trace = Trace("block2/attention")
+    with torch.no_grad():
+        model(pixels(model, 1), trace)
+    rows = trace["block2/attention"][0].mean(0)[1:, 1:].view(16, 2, 2, 2, 2).sum((2, 4)).flatten(1)  # [16, 4]
+    assert abs(found.largest[2][:16] - 1000 * rows.amax(1).numpy()).max() <= 0.51
+    assert abs(found.means[2][:16] - 255 * (rows / rows.amax(1, keepdim=True)).numpy()).max() <= 0.51
+    assert [view.shape for view in found.singles] == [(17, 16)]
+
+
+# How large it grows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "images", "heads"),
+    [("ViT-Ti/16", 224, 6, 12), ("ViT-B/32", 224, 6, 12), ("ViT-B/16", 224, 3, 12), ("ViT-L/16", 384, 1, 12)],
+)
+def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int) -> None:
+    """All heads of ViT-B/16 on three images; of ViT-L/16 at 384 pixels, those of every other layer on one."""
+    model = meta(name, image_size=size)
+    found = plan(model, 128)
+    h, w = model.config.grid
+    means = len(found.heads) * found.keys[0] * found.keys[1]
+    single = sum(map(len, found.heads)) * found.head_keys[0] * found.head_keys[1]
+    assert found.images * (h * w + 1) * (means + single) <= BUDGET  # 8 MB as base64, were it incompressible
+    assert found.images == images
+    assert sum(map(bool, found.heads)) == heads
+    assert min(found.head_keys) >= min(COARSEST, h)
+    assert found.heads[-1] == list(range(model.config.heads))  # the last layer's are always there
+
+
+def test_a_plan_that_is_everything_leaves_nothing_out() -> None:
+    model = vit()
+    found = plan(model, 3)
+    assert found == Plan(3, (3, 5), (3, 5), [[0, 1, 2, 3]] * 3)
+    assert omissions(found, model, 3) == ""
+
+
+def test_what_is_left_out_is_said() -> None:
+    model = meta("ViT-L/16", image_size=384)
+    said = omissions(plan(model, 128), model, 128)
+    assert said == (
+        "To stay below 10 MB, it shows 1 image, maps of layers are pooled to 12 x 12, "
+        "maps of heads are pooled to 6 x 6, single heads are there for 12 of 24 layers."
+    )
+    assert "single heads are left out" in omissions(plan(model, 6, 2_000_000), model, 6)
+    assert plan(model, 6, 1).keys == (1, 1)  # there is always a plan
+
+
+def test_a_page_of_vit_b_16_stays_below_ten_megabytes() -> None:
+    """With attention that is noise, which compresses worst: the plan's own number of images, at full size."""
+    model = plainvit.create("ViT-B/16", depth=1).eval()  # one layer of the twelve, all of whose views are alike in size
+    shown = pixels(model, 1)
+    twelve = plan(meta("ViT-B/16"), 128)
+    body, script = explorer(model, shown, described(1), Plan(1, twelve.keys, twelve.head_keys, twelve.heads[:1]))
+    size = len(page("ViT-B/16", "", [Section("Explorer", body)], "", script))
+    assert 12 * twelve.images * size < 9_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("ViT-B/16", 224), ("ViT-L/16", 384)])
+def test_whole_explorers_stay_below_ten_megabytes(name: str, size: int) -> None:
+    model = plainvit.create(name, image_size=size).eval()
+    wanted = plan(model, 128)
+    body, script = explorer(model, pixels(model, wanted.images), described(wanted.images), wanted)
+    assert len(page(name, "", [Section("Explorer", body)], "", script)) < 9_000_000
+
+
+# What it may do -------------------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a model whose name, classes and images all have markup in their names."""
+    root = tmp_path_factory.mktemp("page")
+    model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)
+    model.about = About(class_names=tuple(f"{HOSTILE[at % 4]} {at}" for at in range(7)))
+    weights = root / "<b onclick=alert(1)>.safetensors"
+    plainvit.save(model, weights)
+    (root / "photos").mkdir()
+    for place, name in enumerate([*HOSTILE[1:3], "<img src=x onerror=document.title='harmed'>"]):
+        path = root / "photos" / f"{place} {name.replace('/', '')}.png"
+        path.write_bytes(encode(photo(40, 40, place)))
+    return understand(weights, str(root / "photos"), root / "out", device="cpu", quiet=True).page
+
+
+def test_names_do_no_harm(hostile: Path) -> None:
+    tags = Tags(hostile.read_text()).seen
+    assert [name for name, _ in tags].count("script") == 2  # the data and the explorer
+    assert not [one for one in tags if any(key.startswith("on") for key in one[1])]
+    assert not [one for one in tags if one[0] in ("iframe", "object", "embed", "link", "form", "base")]
+    assert "What &lt;b onclick=alert(1)&gt; has learned" in hostile.read_text()
+
+
+def test_the_page_asks_for_nothing_and_names_its_one_script(hostile: Path) -> None:
+    text = hostile.read_text()
+    for name, attributes in Tags(text).seen:
+        for key in ("src", "href", "xlink:href", "data", "action", "srcset"):
+            assert (attributes.get(key) or "#").startswith(("data:image/", "#")), (name, attributes)
+    assert "url(" not in text.replace("url(#", "")
+    policy = next(one["content"] for name, one in Tags(text).seen if one.get("http-equiv"))
+    script = re.findall(r"<script>(.*?)</script>", text, re.S)
+    assert len(script) == 1
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert policy.endswith(f"script-src 'sha256-{digest}'")
+
+
+# In a browser ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no browser: neither chromium nor google-chrome is on the PATH")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """One opened page, and all that it asked for or complained about."""
+
+    def __init__(self, browser: Any, path: Path, **settings: Any) -> None:
+        self.context = browser.new_context(**settings)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+        self.settled()
+
+    def settled(self) -> None:
+        """Until every canvas shows what was asked for."""
+        self.page.wait_for_selector("#explorer-stage[data-busy='0']")
+
+    def canvases(self) -> list[str]:
+        return self.page.evaluate("[...document.querySelectorAll('#explorer-stage canvas')].map(c => c.toDataURL())")
+
+    def words(self) -> str:
+        return self.page.inner_text("#explorer-words")
+
+    def click(self, row: int, column: int, side: int = 4) -> None:
+        box = self.page.locator("#explorer-image").bounding_box()
+        at = {"x": (column - 0.5) * box["width"] / side, "y": (row - 0.5) * box["height"] / side}
+        self.page.locator("#explorer-image").click(position=at)
+        self.settled()
+
+    def press(self, key: str) -> None:
+        self.page.locator("#explorer-image").press(key)
+        self.settled()
+
+    def leave(self) -> None:
+        self.context.close()
+        assert self.said == []
+        assert [url for url in self.asked if not url.startswith(("file://", "data:", "blob:"))] == []
+        assert len([url for url in self.asked if url.startswith("file://")]) == 1
+
+
+def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> None:
+    visit = Visit(browser, hostile, viewport={"width": 1100, "height": 900})
+    before = visit.canvases()
+    assert len(before) == 1 + 2 + 4  # the large one, two layers, four heads
+    assert "Layer 2, mean of its heads: where the patch in row 3, column 3 looks." in visit.words()
+    visit.click(1, 4)
+    after = visit.canvases()
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    assert "row 1, column 4" in visit.words()
+    visit.page.get_by_role("button", name="layer 1").click()
+    visit.settled()
+    assert "Layer 1, mean of its heads" in visit.words()
+    chosen = visit.canvases()
+    assert chosen[1:3] == after[1:3]
+    assert all(one != other for one, other in zip(chosen[3:], after[3:], strict=True))
+    visit.page.get_by_role("button", name="head 3").click()
+    visit.settled()
+    assert "Layer 1, head 3" in visit.words()
+    assert visit.canvases()[0] != chosen[0]
+    visit.page.get_by_role("button", name="the class token").click()
+    visit.settled()
+    assert "the class token looks" in visit.words()
+    visit.page.locator(".choose button").nth(1).click()
+    visit.settled()
+    assert visit.page.title() == "What <b onclick=alert(1)> has learned"  # no name has run
+    visit.leave()
+
+
+def test_the_explorer_by_keyboard_on_a_phone(browser: Any, hostile: Path) -> None:
+    visit = Visit(browser, hostile, viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390  # nothing sticks out
+    before = visit.canvases()
+    for key, where in (
+        ("ArrowLeft", "row 3, column 2"),
+        ("ArrowDown", "row 4, column 2"),
+        ("ArrowDown", "row 4, column 2"),
+    ):
+        visit.press(key)
+        assert where in visit.words()
+    assert all(one != other for one, other in zip(before, visit.canvases(), strict=True))
+    visit.press("PageUp")
+    assert visit.words().startswith("Layer 1,")
+    visit.page.locator("#explorer-image").tap(position={"x": 5, "y": 5})
+    visit.settled()
+    assert "row 1, column 1" in visit.words()
+    visit.leave()
