@@ -354,6 +354,7 @@ def test_workers_killed_again_and_again(photos: Source, pause: float, workers: i
     assert killed_stream(photos, workers, (0, 5, 6, 18), count, pause) == digest(stream(photos, stop=30))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_told_of(photos: Source) -> None:
     def work() -> str:
         told: list[str] = []

@@ -328,6 +328,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
     assert [line["step"] for line in metrics(out) if "loss" in line] == list(range(1, 13))
 
 
+@pytest.mark.slow
 @signals
 def test_a_signal_to_the_data_workers_too(tmp_path: Path, number: int, code: int) -> None:
     """As a terminal sends it to all processes of a job."""

@@ -1135,6 +1135,7 @@ def liars(folder: Path) -> Iterator[Path]:
     yield folder / "sines.safetensors"
 
 
+@pytest.mark.slow
 def test_a_file_that_lies_takes_no_more_memory_than_twice_its_size(tmp_path: Path) -> None:
     paths = list(liars(tmp_path))
     found = measure(store("timm", sound("timm"), tmp_path), *paths)

@@ -810,6 +810,7 @@ def test_a_revision_is_the_one_asked_for(cache: Path, revision: str) -> None:
     assert plainvit.load("hf:org/name").config.classes == 7
 
 
+@pytest.mark.slow
 def test_the_hubs_cache_is_found_through_the_environment(tmp_path: Path) -> None:
     """The whole way, in a process of its own."""
     plant(tmp_path / "home" / "hub", "org/name", {"main": tiny.vit()})
