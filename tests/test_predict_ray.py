@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -145,7 +146,7 @@ def test_a_cluster_of_its_own_gives_the_same_rows(weights: Path, photos: Path, t
 
 
 def test_what_a_machine_cannot_see_is_one_line(weights: Path, photos: Path, tmp_path: Path) -> None:
-    """The pictures vanish between the finding of them and the reading: as for a machine without that disk."""
+    """The pictures vanish when the job has been sent: as for a machine without that disk."""
     code = """
 import shutil, sys
 from plainvit.evaluate import cluster, inputs
@@ -155,16 +156,82 @@ from pathlib import Path
 with cluster.joined(None, "cpu") as there:
     source = inputs.find([sys.argv[2]])
     question = Question(Predictor(sys.argv[1], device="cpu", batch=16), 2)
-    shutil.move(sys.argv[2], sys.argv[2] + ".gone")
+    class Sent(cluster._Decoding):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            shutil.move(sys.argv[2], sys.argv[2] + ".gone")
+    cluster._Decoding = Sent
     try:
         write(question, source, Path(sys.argv[3]), engine=there)
     except ValueError as error:
         print(type(error).__name__, error)
 """
     done = run(sys.executable, "-c", code, weights, photos, tmp_path / "r.csv")
-    assert "DataError" in done.stdout
-    assert f"does not see {photos}" in done.stdout
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("DataError ")
+    assert f"does not see {photos}" in said
+    assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "r.csv.parts").exists()
+
+
+def asked(*words: object, names: str = "") -> subprocess.CompletedProcess[str]:
+    """The command with names on its standard input."""
+    line, env = [*map(str, (COMMAND, *words))], environment()
+    return subprocess.run(line, input=names, capture_output=True, text=True, env=env, timeout=300, check=False)
+
+
+def test_what_is_absent_is_a_row_and_nothing_but_rows_is_printed(weights: Path, photos: Path) -> None:
+    line = ["predict", weights, "-", "--json", "--device", "cpu"]
+    names = f"{photos}/none.png\n{photos}/000.png\n{photos}/077.jpg\n"
+    local, ray = asked(*line, names=names), asked(*line, "--engine", "ray", names=names)
+    assert (ray.returncode, ray.stderr) == (local.returncode, local.stderr)
+    assert local.stderr == "plainvit: 2 of 3 images have no answer\n"
+    ours, theirs = ([json.loads(text) for text in one.stdout.splitlines()] for one in (local, ray))
+    assert [(row["name"], row["error"]) for row in theirs] == [(row["name"], row["error"]) for row in ours]
+    assert [len(row["guesses"]) for row in theirs] == [0, 5, 0]
+
+
+def test_an_answer_that_is_not_finite_is_a_row_with_that_error(weights: Path, photos: Path, tmp_path: Path) -> None:
+    model: Any = plainvit.load(weights)
+    model.norm.weight.data.fill_(3e38)
+    over = plainvit.save(model, tmp_path / "over.safetensors")
+    done = asked("predict", over, photos / "000.png", "--json", "--device", "cpu", "--engine", "ray")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["error"] == "the model's answer is not finite"
+    assert done.stderr == f"plainvit: {photos}/000.png: the model's answer is not finite\n"
+
+
+def test_pictures_that_tasks_decode_for_the_models(weights: Path, photos: Path) -> None:
+    """As on GPUs, of which this cluster claims one; the model itself runs on the CPU. Then a source that fails."""
+    code = """
+import sys, ray
+from plainvit.evaluate import cluster, inputs
+from plainvit.evaluate.predict import Question, rows
+from plainvit.evaluate.predictor import Predictor
+packed = cluster._Packed.of
+cluster._Packed.of = lambda question, device: packed(question, "cpu")
+ray.init("local", num_gpus=1, num_cpus=2, log_to_driver=False, include_dashboard=False)
+question = Question(Predictor(sys.argv[1], device="cpu", batch=16), 2)
+class Failing(inputs.Inputs):
+    def read(self, index):
+        if index == 30:
+            raise self.error
+        return super().read(index)
+with cluster.joined(None) as there:
+    assert there.device == "cuda"
+    source = inputs.find([sys.argv[2]])
+    assert list(rows(question, source, engine=there)) == list(rows(question, source))
+    for error in (RuntimeError("no such thing"), ValueError("of its own")):
+        failing = Failing(source.parts)
+        failing.error = error
+        try:
+            list(rows(question, failing, engine=there))
+        except ValueError as error:
+            print(error)
+"""
+    done = run(sys.executable, "-c", code, weights, photos)
+    said = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # it tells of tasks that are ended
+    assert said == ["the Ray job failed: RuntimeError: no such thing", "of its own"]
 
 
 def test_an_address_where_nothing_answers(weights: Path, photos: Path) -> None:

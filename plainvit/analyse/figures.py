@@ -16,7 +16,6 @@ process-wide by nature; they are the project's inside `styled` and as they were 
 """
 
 import contextlib
-import csv
 import io
 import math
 import re
@@ -38,7 +37,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from PIL import Image
 
 from plainvit.disk import write_atomically
-from plainvit.evaluate.parts import harmless
+from plainvit.evaluate.parts import write_rows
 
 # Style ----------------------------------------------------------------------------------------------------------------
 
@@ -396,7 +395,7 @@ def _cell(value: float) -> str:
 
 def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([harmless(cell) for cell in row] for row in rows)
+    write_rows(text, rows)
     write_atomically(path, lambda target: target.write_bytes(text.getvalue().encode("utf-8", "backslashreplace")))
 
 

@@ -3,12 +3,15 @@
     plainvit predict runs/photos /shared/photos --out results.jsonl --engine ray [--address HOST:PORT]
 
 The model travels through Ray; the pictures do not: every machine reads them under the same paths, and has the same
-plainvit. A cluster that is started here asks for a token that nobody else has, keeps its dashboard on the loopback
-interface, reports no usage, and ends with the job.
+plainvit. What goes wrong over there comes back as a value: of an exception Ray would print the whole way it took, to
+standard output too. A cluster that is started here asks for a token that nobody else has, keeps its dashboard on the
+loopback interface, reports no usage, and ends with the job.
 https://docs.ray.io/en/latest/data/batch_inference.html, https://docs.ray.io/en/latest/ray-security/token-auth.html
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import logging
 import os
@@ -19,7 +22,6 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -30,10 +32,10 @@ from torch import Tensor
 
 from plainvit import __version__
 from plainvit.data.decode import DataError
-from plainvit.data.loader import _Evaluate
+from plainvit.data.loader import Evaluate
 from plainvit.data.sources import Source
-from plainvit.evaluate.inputs import Archive, Inputs, Listed
-from plainvit.evaluate.predict import Answered, Question
+from plainvit.evaluate.inputs import Inputs
+from plainvit.evaluate.predict import Answered, MemoryFault, Question
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.distributed import choose_precision
 
@@ -42,6 +44,7 @@ BLOCKS = 10_000  # most tasks of a job
 # Of a cluster that is started here. The last one, meant for Windows and macOS, keeps all its ports on the loopback
 # interface; like all of Ray's constants it is read once, when Ray is imported.
 OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+FAULTS: dict[str, type[ValueError]] = {"DataError": DataError, "MemoryFault": MemoryFault, "ValueError": ValueError}
 log = logging.getLogger("plainvit")
 
 
@@ -74,9 +77,11 @@ class Cluster:
         )
         try:
             for row in made.iter_rows():
+                if row["fault"]:
+                    raise _raised(row["fault"])
                 yield int(row["step"]), pa.ipc.open_stream(row["rows"]).read_all()
-        except self.ray.exceptions.RayError as error:
-            raise _plain(error) from error
+        except self.ray.exceptions.RayError as error:  # of Ray itself: a machine that was lost, or had no memory left
+            raise ValueError(f"the Ray job failed: {_last_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -99,13 +104,29 @@ def joined(address: str | None, device: str = "auto") -> Iterator[Cluster]:
 def _join(ray: ModuleType, address: str | None) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not address:
-        ray.init("local", dashboard_host="127.0.0.1", **options)
+        with _muted():
+            ray.init("local", dashboard_host="127.0.0.1", **options)
         return
     try:
         _knock(address)
-        _warn(ray.init(address, **options).address_info)
+        with _muted():
+            there = ray.init(address, **options)
+        _warn(there.address_info)
     except (OSError, ray.exceptions.RayError) as error:
-        raise ValueError(f"no Ray cluster answers at {address}: {_first_line(error)}") from error
+        raise ValueError(f"no Ray cluster answers at {address}: {_last_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """Ray's core tells on standard error, whatever its level, at which level it will tell things."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _knock(address: str) -> None:
@@ -200,23 +221,20 @@ class _Decoding:
 
     def __init__(self, source: Source, question: Question) -> None:
         asked = question.predictor
-        self.source = source
-        self.made = _Evaluate(source, np.arange(len(source)), asked.batch, asked.size, asked.preprocess)
+        self.source, self.places = source, list(_places(source))
+        self.made = Evaluate(source, np.arange(len(source)), asked.batch, asked.size, asked.preprocess)
 
     def check(self) -> None:
         """A machine that does not see the files would give a row of errors for each."""
-        for path in _places(self.source):
-            if not path.exists():
+        for path in self.places:
+            if not os.path.exists(path):  # noqa: PTH110 - any name
                 raise DataError(f"{socket.gethostname()} does not see {path}: put the pictures where all machines do")
 
 
-def _places(source: Source) -> Iterator[Path]:
-    """One file of each part, where it is a file."""
-    for _, part in source.parts if isinstance(source, Inputs) else ():
-        if isinstance(part, Archive):
-            yield part.path
-        elif isinstance(part, Listed):
-            yield from [path for path in (Path(part.name(at)) for at in (0, len(part) - 1)) if path.suffix][:1]
+def _places(source: Source) -> Iterator[str]:
+    """One file of each part that this machine sees: what it does not see itself is no fault of another."""
+    for part in [part for _, part in source.parts] if isinstance(source, Inputs) else [source]:
+        yield from itertools.islice(filter(os.path.exists, part.files()), 1)
 
 
 def _decoded(batch: dict[str, Any], work: Any) -> dict[str, Any]:
@@ -224,25 +242,48 @@ def _decoded(batch: dict[str, Any], work: Any) -> dict[str, Any]:
     import ray
 
     decoding: _Decoding = ray.get(work)
-    decoding.check()
-    images, _, _, bad = decoding.made[int(batch["item"][0])]
-    return {"item": batch["item"], "pixels": [images.numpy().tobytes()], "bad": [json.dumps(bad)]}
+    pixels, bad, fault = b"", [], ""
+    try:
+        decoding.check()
+        images, _, _, bad = decoding.made[int(batch["item"][0])]
+        pixels = images.numpy().tobytes()
+    except Exception as error:
+        fault = _told(error)
+    return {"item": batch["item"], "pixels": [pixels], "bad": [json.dumps(bad)], "fault": [fault]}
 
 
 class _Answering:
     """An actor: one copy of the model."""
 
     def __init__(self, packed: Any, work: Any) -> None:
+        self.packed, self.sent = packed, work
+
+    @functools.cached_property
+    def question(self) -> Question:
         import ray
 
-        found: _Packed = ray.get(packed)
+        found: _Packed = ray.get(self.packed)
         if found.version != __version__:
             raise ValueError(f"{socket.gethostname()} has plainvit {__version__}, the job is of {found.version}")
-        self.question = Question(Predictor(found.model, **found.settings), found.top)
-        self.work: _Decoding = ray.get(work)
-        self.work.check()
+        return Question(Predictor(found.model, **found.settings), found.top)
+
+    @functools.cached_property
+    def work(self) -> _Decoding:
+        import ray
+
+        found: _Decoding = ray.get(self.sent)
+        found.check()
+        return found
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rows, fault = b"", str(batch["fault"][0]) if "fault" in batch else ""
+        try:
+            rows = b"" if fault else self._rows(batch)
+        except Exception as error:
+            fault = _told(error)
+        return {"step": [int(batch["item"][0])], "rows": [rows], "fault": [fault]}
+
+    def _rows(self, batch: dict[str, Any]) -> bytes:
         step, size = int(batch["item"][0]), self.question.batch
         images, bad = self._received(batch) if "pixels" in batch else itemgetter(0, 3)(self.work.made[step])
         wrong, places = dict(bad), range(step * size, step * size + len(images))
@@ -251,20 +292,25 @@ class _Answering:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
-        return {"step": [step], "rows": [sink.getvalue().to_pybytes()]}
+        return sink.getvalue().to_pybytes()
 
     def _received(self, batch: dict[str, Any]) -> tuple[Tensor, list[tuple[int, str]]]:
         pixels = torch.frombuffer(bytearray(batch["pixels"][0]), dtype=torch.uint8)
         return pixels.view(-1, 3, *self.question.predictor.size), json.loads(batch["bad"][0])
 
 
-def _plain(error: BaseException) -> Exception:
-    """What went wrong over there, in its own words."""
-    inner: Any = error
-    while getattr(inner, "cause", None) or inner.__cause__:
-        inner = getattr(inner, "cause", None) or inner.__cause__
-    return inner if isinstance(inner, ValueError) else ValueError(f"the Ray job failed: {_first_line(inner)}")
+def _told(error: Exception) -> str:
+    """An error as it travels: its kind, and its words. Ray keeps the log of whoever had it."""
+    log.exception("this step failed")
+    kind = next((name for name, one in FAULTS.items() if isinstance(error, one)), "")
+    return json.dumps([kind, str(error) if kind else f"the Ray job failed: {type(error).__name__}: {error}"])
 
 
-def _first_line(error: BaseException) -> str:
+def _raised(fault: str) -> Exception:
+    kind, words = json.loads(fault)
+    return FAULTS.get(kind, ValueError)(words)
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's errors tell the whole way they took, and at the end what happened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import posixpath
 import stat
 import sys
 import tarfile
@@ -26,13 +27,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plainvit.data import known
+from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_parquet
-from plainvit.data.sources import SUFFIXES, Names, Source, _image_files, open_source
+from plainvit.data.sources import SUFFIXES, Names, Source, image_files, open_source
 
 FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
-UNPACKED_LIMIT = 2**42  # bytes of a tar when unpacked
+UNPACKED_LEAST, UNPACKED_TIMES = 2**28, 1000  # bytes that any tar may unpack to; a large one, so many times its own
+LOST = {-1: "it is a link to what is no image before it in the archive", -2: "it is a sparse file"}  # by its length
 _PACKED: dict[tuple[str, ...], Callable[[Path], Any]] = {
     (".tar",): lambda path: path.open("rb"),
     (".tar.gz", ".tgz"): gzip.open,
@@ -65,11 +68,16 @@ class Inputs(Source):
         before, source, here = self._at(index)
         return before + source.name(here)
 
+    def files(self) -> Iterable[str]:
+        return (path for _, source in self.parts for path in source.files())
+
     def fingerprint(self) -> str:
         """Changes with names, order, and the sizes and times of files."""
         digest = hashlib.sha256()
         for before, source in self.parts:
-            digest.update(f"{before}\0{len(source)}\0{source.fingerprint()}\0".encode("utf-8", "surrogatepass"))
+            own = isinstance(source, Listed | Archive | Broken)  # a data set's own knows names and labels alone
+            seen = f"{len(source)}\0{source.fingerprint()}\0{'' if own else content_stamp(source)}"
+            digest.update(f"{before}\0{seen}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
 
 
@@ -93,6 +101,9 @@ class Listed(Source):
 
     def name(self, index: int) -> str:
         return self.names[index]
+
+    def files(self) -> Iterable[str]:
+        return (self.names[index] for index in range(len(self)))
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -136,6 +147,9 @@ class Archive(Source):
     def name(self, index: int) -> str:
         return self.names[index]
 
+    def files(self) -> Iterable[str]:
+        return (str(self.path),)
+
     def fingerprint(self) -> str:
         return hashlib.sha256(_stamp(str(self.path)) + super().fingerprint().encode()).hexdigest()[:16]
 
@@ -159,7 +173,12 @@ class Zip(Archive):
         file: zipfile.ZipFile = self._opened()
         info = file.infolist()[self._places[index]]  # by place: two members may have one name
         _check_length(info.file_size)
-        return file.read(info)
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # zipfile unpacks others without bound
+            raise ImageError(
+                f"it is packed by method {info.compress_type} of zip, not stored or deflated: pack it anew"
+            )
+        with file.open(info) as member:
+            return member.read(info.file_size + 1)
 
 
 class Tar(Archive):
@@ -175,6 +194,8 @@ class Tar(Archive):
 
     def _member(self, index: int) -> bytes:
         file, length = self._opened(), int(self._lengths[index])
+        if length in LOST:
+            raise ImageError(LOST[length])
         _check_length(length)
         file.seek(int(self._offsets[index]))
         data = file.read(length)
@@ -194,6 +215,9 @@ class Broken(Source):
 
     def name(self, index: int) -> str:  # noqa: ARG002
         return self._name
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(os.fsencode(f"{self._name}\0{self._reason}")).hexdigest()[:16]
 
 
 # Finding --------------------------------------------------------------------------------------------------------------
@@ -241,11 +265,11 @@ def _there(path: str, split: str) -> Iterator[str | Part]:
     elif path.lower().endswith(ARCHIVES):
         yield from _archived(Path(path))
     else:
-        yield f"./{path}" if path[0] in "=+-@" else path  # a table would take it for a formula
+        yield path
 
 
 def _inside(folder: str, split: str) -> Iterator[str | Part]:
-    names = sorted(_image_files(Path(folder), folder.rstrip("/")))
+    names = sorted(image_files(Path(folder), folder.rstrip("/"), dangling=True))
     yield from names
     if not names and has_parquet(Path(folder)):
         yield f"{folder.rstrip('/')}/", open_source(folder, split)
@@ -264,9 +288,11 @@ def _matching(pattern: str, split: str) -> Iterator[str | Part]:
 
 
 def _listed(lines: Iterable[bytes], split: str) -> Iterator[str | Part]:
-    """Names, one a line. A wrong one is a row with its error: nobody has typed them."""
-    for line in lines:
-        name = os.fsdecode(line.rstrip(b"\r\n"))
+    """Names, one a line or, as of find -print0, with zero bytes. A wrong one is a row: nobody has typed them."""
+    given = list(lines)
+    zeros = any(b"\0" in line for line in given)
+    for line in b"".join(given).split(b"\0") if zeros else (line.rstrip(b"\r\n") for line in given):
+        name = os.fsdecode(line)
         try:
             yield from _there(name, split) if name else ()
         except (DataError, OSError, ValueError) as error:
@@ -299,14 +325,25 @@ def _archived(path: Path) -> Iterator[Part]:
 
 def _index(path: Path, found: list[tuple[str, int, int]]) -> None:
     """Adds (name, offset, length) of each image of a tar, as far as it can be read."""
-    with _unpacked(path) as file, tarfile.open(fileobj=_Guarded(file), mode="r:") as archive:  # pyright: ignore
+    limit = max(UNPACKED_LEAST, UNPACKED_TIMES * path.stat().st_size)
+    places: dict[str, tuple[int, int]] = {}
+    with _unpacked(path) as file, tarfile.open(fileobj=_Guarded(file, limit), mode="r:") as archive:  # pyright: ignore
         for member in archive:
             archive.members = []  # or each is kept
-            if member.isreg() and not member.issparse() and _is_image(member.name):
-                found.append((member.name, member.offset_data, member.size))
+            if _is_image(member.name) and (member.isreg() or member.islnk() or member.issym()):
+                place = places[posixpath.normpath(member.name)] = _place(member, places)
+                found.append((member.name, *place))
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # a damaged header looks like the end
             raise tarfile.ReadError(f"its list of members breaks off at byte {archive.offset:,}")
+
+
+def _place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """(offset, length) of a member, a link's being those of what it leads to; a length of LOST where there are none."""
+    if member.isreg():
+        return member.offset_data, -2 if member.issparse() else member.size
+    beside = posixpath.dirname(member.name) if member.issym() else ""
+    return places.get(posixpath.normpath(posixpath.join(beside, member.linkname)), (0, -1))
 
 
 def _unpacked(path: Path) -> Any:
@@ -317,8 +354,8 @@ def _unpacked(path: Path) -> Any:
 class _Guarded:
     """A stream for tarfile, which would otherwise read as many bytes as any header says."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self.file, self.limit = file, limit
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= HEADER_LIMIT:
@@ -326,8 +363,8 @@ class _Guarded:
         return self.file.read(size)
 
     def seek(self, offset: int) -> int:
-        if not 0 <= offset <= UNPACKED_LIMIT:
-            raise tarfile.ReadError(f"it unpacks to more than {UNPACKED_LIMIT:,} bytes")
+        if not 0 <= offset <= self.limit:
+            raise tarfile.ReadError(f"it unpacks to more than {self.limit:,} bytes, far more than images would")
         return self.file.seek(offset)
 
     def tell(self) -> int:

@@ -4,17 +4,22 @@ parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, steps=157, p
 for step in parts.missing(): parts.add(step, table)        # in any order
 parts.finish()                                             # results.jsonl from all of them; the parts are removed
 
-results.jsonl.parts/ holds job.json, which says what the parts are of, and one parquet file a part. The output is
-written in one go from all parts, so it is there and whole, or not there.
+results.jsonl.parts/ holds job.json, which says what the parts are of and whether the job may replace an output that is
+there, and one parquet file a part. The output is written in one go from all parts, so it is there and whole, or not
+there. In a .csv file, text that a spreadsheet would take for a formula has an apostrophe before it.
 """
 
+import contextlib
 import csv
 import fcntl
+import glob
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +29,9 @@ from safetensors.numpy import save_file
 from plainvit.data.decode import DataError
 from plainvit.disk import DiskError, read_json, write_atomically
 
+FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # how they begin; the last four are = + - @ in full width
+NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
+
 
 class Parts:
     """The finished parts of one job, locked while it is open."""
@@ -31,13 +39,17 @@ class Parts:
     def __init__(self, out: Path, job: dict[str, Any], *, steps: int, per_part: int, force: bool = False) -> None:
         self.out, self.folder, self.steps, self.per_part = out, out.with_name(f"{out.name}.parts"), steps, per_part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        if out.is_dir() or not out.parent.is_dir():
-            raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
-        if out.exists() and not self.folder.exists() and not force:
-            raise ValueError(f"{out} is there already: --force writes it anew, or give another --out")
+        self.replaces = force
+        if not self.folder.exists():
+            self._spare()
         self._own()
         self._begin(job, force)
         self.done = {part for part in range(self.count) if self._is_whole(part)}
+
+    def _spare(self) -> None:
+        """An output that is there is replaced only by leave, or by the job that has written it."""
+        if self.out.exists() and not self.replaces:
+            raise ValueError(f"{self.out} is there already: --force writes it anew, or give another --out")
 
     def _own(self) -> None:
         try:
@@ -53,8 +65,8 @@ class Parts:
 
     def _begin(self, job: dict[str, Any], force: bool) -> None:
         """Parts of the same job are kept, those of another refused."""
-        job, found = {**job, "steps": self.steps, "per_part": self.per_part}, read_json(self.folder / "job.json")
-        unlike = [key for key in job if job[key] != found.get(key)]
+        self.job, found = {**job, "steps": self.steps, "per_part": self.per_part}, read_json(self.folder / "job.json")
+        unlike = [key for key in self.job if self.job[key] != found.get(key)]
         parts = list(self.folder.glob("part-*.parquet"))
         if found and unlike and parts and not force:
             self._lock.close()
@@ -62,9 +74,21 @@ class Parts:
                 f"{self.folder} holds {len(parts)} finished parts of another job (not the same: {', '.join(unlike)}): "
                 "--force begins anew, or give another --out"
             )
-        for litter in (*self.folder.glob(".*.tmp"), *(parts if unlike or force else ())):
+        self.replaces = force or (not unlike and found.get("replaces") is True)
+        try:
+            self._spare()
+        except ValueError:
+            if not found:  # a finished job that was killed while it removed its parts
+                self._remove()
+            self._lock.close()
+            raise
+        beside = self.out.parent.glob(f".{glob.escape(self.out.name)}.{'[0-9a-f]' * 8}.tmp")  # as plainvit.disk writes
+        for litter in (*beside, *self.folder.glob(".*.tmp"), *(parts if unlike or force else ())):
             litter.unlink()
-        text = json.dumps(job, indent=2) + "\n"
+        self._describe()
+
+    def _describe(self) -> None:
+        text = json.dumps({**self.job, "replaces": self.replaces}, indent=2) + "\n"
         write_atomically(self.folder / "job.json", lambda beside: beside.write_text(text, encoding="utf-8"))
 
     @property
@@ -95,16 +119,23 @@ class Parts:
     def finish(self) -> None:
         """The output, all of it at once. The parts are then no longer wanted."""
         write = WRITERS[self.out.suffix.lower()]
+        self._spare()
+        self.replaces = True
+        self._describe()  # killed from here on, it knows the output for its own
         write_atomically(self.out, lambda beside: write(beside, self.tables()))
         self.done = set()
 
     def close(self) -> None:
         """Lets go of the folder; where it holds nothing more that is wanted, removes it."""
         if not self.done:
-            for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json", self.folder / ".lock"):
-                path.unlink(missing_ok=True)  # in this order: parts without their description would have no meaning
-            self.folder.rmdir()
+            self._remove()
         self._lock.close()
+
+    def _remove(self) -> None:
+        for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json", self.folder / ".lock"):
+            path.unlink(missing_ok=True)  # in this order: parts without their description would have no meaning
+        with contextlib.suppress(OSError):  # it holds something else, which is none of ours
+            self.folder.rmdir()
 
     def _steps(self, part: int) -> range:
         return range(part * self.per_part, min((part + 1) * self.per_part, self.steps))
@@ -135,20 +166,26 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
     top = int((first.schema.metadata or {})[b"top"])
     pairs = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "probability")]
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["name", *pairs, "error"])
+        write_rows(file, [["name", *pairs, "error"]])
         for table in itertools.chain([first], tables):
-            writer.writerows(_cells(row, 2 * top) for row in table.to_pylist())
+            write_rows(file, (_cells(row, 2 * top) for row in table.to_pylist()))
 
 
 def _cells(row: dict[str, Any], width: int) -> list[Any]:
-    guesses = [cell for guess in row["guesses"] for cell in (_harmless(guess["label"]), guess["probability"])]
+    guesses = [cell for guess in row["guesses"] for cell in (guess["label"], guess["probability"])]
     return [row["name"], *guesses, *[""] * (width - len(guesses)), row["error"] or ""]
 
 
-def _harmless(label: str) -> str:
-    """A class that a table would take for a formula, as text."""
-    return f"'{label}" if label[:1] in tuple("=+-@\t\r") else label
+def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
+    """CSV lines, harmless in a spreadsheet. A carriage return is quoted, as csv does only where lines end in one."""
+    ends: Any = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
+    csv.writer(ends).writerows([_harmless(cell) for cell in row] for row in rows)
+
+
+def _harmless(cell: Any) -> Any:
+    """What a spreadsheet would take for a formula, as text (OWASP, CSV injection)."""
+    formula = isinstance(cell, str) and cell.startswith(FORMULAS) and not re.fullmatch(NUMBER, cell)
+    return f"'{cell}" if formula else cell
 
 
 def _write_parquet(path: Path, tables: Iterator[pa.Table]) -> None:
@@ -185,9 +222,12 @@ WRITERS: dict[str, Callable[[Path, Iterator[pa.Table]], None]] = {
 ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".safetensors")
 
 
-def check_suffix(out: Path, allowed: Sequence[str]) -> None:
+def check_out(out: Path, allowed: Sequence[str]) -> None:
+    """Before the work, whether its file can be written at all."""
     if out.suffix.lower() not in allowed:
         raise ValueError(f"cannot write {out}: its name should end in {' or '.join(allowed)}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
 
 
 def look_over(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:
@@ -205,4 +245,4 @@ def look_over(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, 
 
 def refuse_all_bad(rows: int, bad: int, first: str) -> None:
     if rows == bad:
-        raise DataError(f"none of the {rows:,} images can be read; {first}" if rows > 1 else first)
+        raise DataError(f"none of the {rows:,} images has an answer; {first}" if rows > 1 else first)

@@ -3,8 +3,9 @@
     plainvit predict runs/photos photos/ --out results.jsonl
     plainvit embed runs/photos photos.zip --out features.parquet
 
-Worker processes read and decode while the model answers. A picture that cannot be read is a row with its error. The
-rows of each batch are a function of the batch alone, so a job that was killed and taken up again gives the same file.
+Worker processes read and decode while the model answers. A picture that cannot be read, or whose answer is not finite,
+is a row with its error. The rows of each batch are a function of the batch alone, so a job that was killed and taken
+up again gives the same file.
 """
 
 import os
@@ -20,15 +21,16 @@ import torch
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import to_json
+from plainvit.config import Checked, to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
-from plainvit.evaluate.parts import FEATURES, ROWS, Parts, check_suffix, look_over
+from plainvit.evaluate.parts import FEATURES, ROWS, Parts, check_out, look_over
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display
 
 PART = 1024  # images of a part, or as few batches as hold so many
+NOT_FINITE = "the model's answer is not finite"
 
 Answered = Iterator[tuple[int, pa.Table]]  # steps, in any order, each with the rows of its batch
 Engine = Callable[["Question", Source, np.ndarray], Answered]
@@ -64,16 +66,20 @@ class Question:
     def ask(self, images: Tensor) -> "Answer":
         """On a GPU this returns at once: the answer is under way."""
         try:
+            found = self.predictor.logits(images) if self.top else self.predictor.features(images)
+            finite = found.isfinite().all(-1)
             if not self.top:
-                return _under_way(self.predictor.features(images))
-            best = self.predictor.logits(images).softmax(-1).topk(self.top)
-            return _under_way(best.values, best.indices)
+                return _under_way(finite, found)
+            best = found.softmax(-1).topk(self.top)
+            return _under_way(finite, best.values, best.indices)
         except torch.OutOfMemoryError as error:
             raise MemoryFault(f"the GPU has no room for a batch of {len(images)}: give a smaller --batch") from error
 
     def rows(self, answer: "Answer", names: list[str], errors: list[str | None]) -> pa.Table:
         """One row a picture: name, guesses or features, error."""
-        found = answer.wait()
+        finite, *found = answer.wait()
+        pairs = zip(errors, finite.tolist(), strict=True)
+        errors = [NOT_FINITE if error is None and not good else error for error, good in pairs]
         values = self._guesses(found[0], found[1], errors) if self.top else _features(found[0], errors)
         columns = {"name": _texts(names), "guesses" if self.top else "features": values, "error": _texts(errors)}
         return pa.table(columns).replace_schema_metadata({"top": str(self.top)})
@@ -84,15 +90,16 @@ class Question:
             [{"label": called[at], "probability": float(f"{p:.7g}")} for p, at in zip(sure, where, strict=True)]
             for sure, where in zip(values.tolist(), places.tolist(), strict=True)
         ]
-        rows = [[] if error else row for row, error in zip(rows, errors, strict=True)]
+        rows = [row if error is None else [] for row, error in zip(rows, errors, strict=True)]
         return pa.array(rows, pa.list_(pa.struct([("label", pa.string()), ("probability", pa.float64())])))
 
     def describe(self, source: Source) -> dict[str, Any]:
         """All that the rows depend on."""
-        predictor = self.predictor
+        predictor, config = self.predictor, self.predictor.model.config
         return {
             "plainvit": __version__,
             "model": tensor_hash(predictor.model.state_dict())[:16],
+            "config": to_json(config) if isinstance(config, Checked) else str(config),
             "class names": tensor_hash({"/".join(predictor.class_names): torch.zeros(0)})[:16],
             "inputs": source.fingerprint(),
             "images": len(source),
@@ -192,7 +199,7 @@ class Summary:
 
     out: str
     images: int
-    unreadable: int
+    unreadable: int  # or without a finite answer
     first_error: str
     resumed: int  # images whose rows were there already
     seconds: float
@@ -200,7 +207,7 @@ class Summary:
     @property
     def line(self) -> str:
         done = self.images - self.resumed
-        words = [f"{self.images:,} images", f"{self.unreadable:,} unreadable ({self.first_error})"]
+        words = [f"{self.images:,} images", f"{self.unreadable:,} without an answer ({self.first_error})"]
         words += [f"{self.resumed:,} done before"] if self.resumed else []
         rate = f", {done / self.seconds:,.0f} images/s" if done else ""
         return f"{', '.join(words if self.unreadable else [words[0], *words[2:]])}{rate}: {self.out}"
@@ -221,7 +228,7 @@ def write(
 
     Also gives back the rows numbered in `keep`, for whoever wants to show some.
     """
-    check_suffix(out, ROWS if question.top else FEATURES)
+    check_out(out, ROWS if question.top else FEATURES)
     start, steps, size = time.monotonic(), question.steps(source), question.batch
     parts = Parts(out, question.describe(source), steps=steps, per_part=-(-part // size), force=force)
     try:

@@ -5,7 +5,7 @@ import functools
 import json as _json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,8 +21,27 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Pictures = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
-Precision = Literal["auto", "fp32", "bf16"]
 MOST_SHOWN = 200  # pictures whose guesses are printed for people; more belong into a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How pictures are found and asked about, whatever is asked of them."""
+
+    batch: int = 64  # Pictures that the model sees at a time
+    image_size: int | None = None  # Height and width in pixels at which the model sees them; its own by default
+    device: str = "auto"  # cpu, cuda, cuda:1, or auto
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Of the arithmetic; auto is bf16 on a GPU, else fp32
+    workers: int | None = None  # Processes that read and decode; by default as many as serve
+    engine: Literal["local", "ray"] = "local"
+    """local is this machine; ray is a cluster, whose machines must all see the inputs under the same paths"""
+    address: str | None = None
+    """A running Ray cluster, HOST:PORT or auto; without it, one is started on this machine and ended again"""
+    split: str = "test"  # Of an input that is a data set: train, val or test
+    data_root: Path | None = None  # Where known data sets lie, each in a folder of its name
+
+
+Options = Annotated[How, tyro.conf.arg(name="")]
 
 
 def predict(
@@ -33,22 +52,15 @@ def predict(
     out: Path | None = None,
     top: int | None = None,
     sheet: Path | None = None,
-    batch: int = 64,
-    image_size: int | None = None,
-    device: str = "auto",
-    precision: Precision = "auto",
-    workers: int | None = None,
-    engine: Literal["local", "ray"] = "local",
-    address: str | None = None,
-    split: str = "test",
-    data_root: Path | None = None,
+    config: Options = How(),  # noqa: B008 - it is frozen
     force: bool = False,
     json: bool = False,
 ) -> None:
     """The most probable classes of every picture, to a file (.jsonl, .csv, .parquet) or, for a few, to the screen.
 
     One row a picture, in the order of the inputs; one that cannot be read is a row with its error. Killed at any time,
-    the same line goes on with the pictures that are missing. Exit code 3 if no picture can be read.
+    the same line goes on with the pictures that are missing. Exit code 3 if no picture has an answer. In a .csv file,
+    text that a spreadsheet would take for a formula has an apostrophe before it.
 
     Args:
         model: A run's folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME.
@@ -57,15 +69,7 @@ def predict(
         out: Write the rows to this file.
         top: Guesses for each picture: 5, or all classes where there are fewer.
         sheet: Also draw up to 96 of the pictures with their guesses to this PNG.
-        batch: Pictures that the model sees at a time.
-        image_size: Height and width in pixels at which the model sees them; its own by default.
-        device: cpu, cuda, cuda:1, or auto.
-        precision: Of the arithmetic; auto is bf16 on a GPU, else fp32.
-        workers: Processes that read and decode; by default as many as serve.
-        engine: local is this machine; ray is a cluster, whose machines must all see the inputs under the same paths.
-        address: A running Ray cluster, HOST:PORT or auto; without it, one is started on this machine and ended again.
-        split: Of an input that is a data set: train, val or test.
-        data_root: Where known data sets lie, each in a folder of its name.
+        config: How they are found and asked about.
         force: Begin anew over an existing file, or over parts of another job.
         json: Print JSON for machines: a line a picture or, with --out, a summary.
     """
@@ -73,15 +77,15 @@ def predict(
 
     if top is not None and top < 1:
         raise ValueError(f"top is {top}: at least 1")
+    for path, kinds in ((out, parts.ROWS), (sheet, (".png",))):
+        if path:
+            parts.check_out(path, kinds)
     if out:
-        parts.check_suffix(out, parts.ROWS)
-    how: dict[str, Any] = {"batch": batch, "image_size": image_size, "device": device, "precision": precision}
-    how |= {"workers": workers, "engine": engine, "address": address, "split": split, "data_root": data_root}
-    with _asked(model, inputs, top=top, **how) as (question, source, run):
-        if out:
-            _tell(_written(question, source, out, run, sheet, force, json), json)
-        else:
-            _print(question, source, run, sheet, json)
+        with _asked(model, inputs, top, config) as asked:
+            summary = _written(*asked, out, sheet, force, json)
+        _tell(summary, json)
+    else:
+        _print(_asked(model, inputs, top, config), sheet, json)
 
 
 def embed(
@@ -90,15 +94,7 @@ def embed(
     /,
     *,
     out: Path,
-    batch: int = 64,
-    image_size: int | None = None,
-    device: str = "auto",
-    precision: Precision = "auto",
-    workers: int | None = None,
-    engine: Literal["local", "ray"] = "local",
-    address: str | None = None,
-    split: str = "test",
-    data_root: Path | None = None,
+    config: Options = How(),  # noqa: B008 - it is frozen
     force: bool = False,
     json: bool = False,
 ) -> None:
@@ -113,68 +109,48 @@ def embed(
         inputs: Files, folders, globs in quotes, archives (.zip, .tar, .tar.gz ...), - for names on standard input, or
             a known data set.
         out: Write the features to this file.
-        batch: Pictures that the model sees at a time.
-        image_size: Height and width in pixels at which the model sees them; its own by default.
-        device: cpu, cuda, cuda:1, or auto.
-        precision: Of the arithmetic; auto is bf16 on a GPU, else fp32.
-        workers: Processes that read and decode; by default as many as serve.
-        engine: local is this machine; ray is a cluster, whose machines must all see the inputs under the same paths.
-        address: A running Ray cluster, HOST:PORT or auto; without it, one is started on this machine and ended again.
-        split: Of an input that is a data set: train, val or test.
-        data_root: Where known data sets lie, each in a folder of its name.
+        config: How they are found and asked about.
         force: Begin anew over an existing file, or over parts of another job.
         json: Print a summary in JSON for machines.
     """
     from plainvit.evaluate import parts
 
-    parts.check_suffix(out, parts.FEATURES)
-    how: dict[str, Any] = {"batch": batch, "image_size": image_size, "device": device, "precision": precision}
-    how |= {"workers": workers, "engine": engine, "address": address, "split": split, "data_root": data_root}
-    with _asked(model, inputs, top=0, **how) as (question, source, run):
-        _tell(_written(question, source, out, run, None, force, json), json)
+    parts.check_out(out, parts.FEATURES)
+    with _asked(model, inputs, 0, config) as asked:
+        summary = _written(*asked, out, None, force, json)
+    _tell(summary, json)
 
 
 @contextlib.contextmanager
-def _asked(
-    model: str,
-    inputs: Sequence[str],
-    *,
-    top: int | None,
-    batch: int,
-    image_size: int | None,
-    device: str,
-    precision: Precision,
-    workers: int | None,
-    engine: str,
-    address: str | None,
-    split: str,
-    data_root: Path | None,
-) -> "Iterator[tuple[Question, Source, Engine]]":
+def _asked(model: str, inputs: Sequence[str], top: int | None, how: How) -> "Iterator[tuple[Question, Source, Engine]]":
     """The question, the pictures and who answers. The pictures come first: they are the likelier to be missing."""
     if not inputs:
         raise ValueError("no INPUT is given: files, folders, globs, archives, or - for names on standard input")
-    if batch < 1 or (workers or 0) < 0:
-        raise ValueError(f"batch is {batch}: at least 1" if batch < 1 else f"workers is {workers}: at least 0")
-    if address and engine != "ray":
+    if how.batch < 1 or (how.workers or 0) < 0:
+        wrong = f"batch is {how.batch}: at least 1" if how.batch < 1 else f"workers is {how.workers}: at least 0"
+        raise ValueError(wrong)
+    if how.address and how.engine != "ray":
         raise ValueError("--address goes with --engine ray")
     from plainvit.evaluate import inputs as pictures
     from plainvit.evaluate.predict import Question, locally
     from plainvit.evaluate.predictor import Predictor
 
-    source = pictures.find(inputs, split=split, data_root=data_root)
-    run: Engine = functools.partial(locally, workers=workers)
+    source = pictures.find(inputs, split=how.split, data_root=how.data_root)
+    run: Engine = functools.partial(locally, workers=how.workers)
+    device, precision = how.device, how.precision
     with contextlib.ExitStack() as stack:
-        if engine == "ray":
+        if how.engine == "ray":
             from plainvit.evaluate import cluster
 
-            run = stack.enter_context(cluster.joined(address, device))
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray prints at any time; stdout is for rows
+            run = stack.enter_context(cluster.joined(how.address, device))
             device, precision = "cpu", run.precision(precision)  # the model is loaded here and answers there
-        predictor = Predictor(model, device=device, precision=precision, image_size=image_size, batch=batch)
+        predictor = Predictor(model, device=device, precision=precision, image_size=how.image_size, batch=how.batch)
         yield Question(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
 
 
 def _written(
-    question: "Question", source: "Source", out: Path, run: "Engine", sheet: Path | None, force: bool, quiet: bool
+    question: "Question", source: "Source", run: "Engine", out: Path, sheet: Path | None, force: bool, quiet: bool
 ) -> "Summary":
     from plainvit.evaluate.predict import write
 
@@ -205,27 +181,31 @@ def _tell(summary: "Summary", json: bool) -> None:
     refuse_all_bad(summary.images, summary.unreadable, summary.first_error)
 
 
-def _print(question: "Question", source: "Source", run: "Engine", sheet: Path | None, json: bool) -> None:
+def _print(
+    asking: "contextlib.AbstractContextManager[tuple[Question, Source, Engine]]", sheet: Path | None, json: bool
+) -> None:
     """A line of JSON a picture as it comes, or a table."""
     from plainvit.evaluate.parts import refuse_all_bad
     from plainvit.evaluate.predict import rows
 
-    if len(source) > MOST_SHOWN and not json:
-        raise ValueError(f"{len(source):,} images are too many for the screen: give --out FILE.jsonl, .csv or .parquet")
-    kept: list[dict[str, Any]] = []
-    bad = 0
-    for row in rows(question, source, engine=run):
-        bad += row["error"] is not None
-        kept += [row] if sheet or not json or bad == 1 else []
-        if json:
-            print(_json.dumps(row))
+    stdout, kept, bad, first = sys.stdout, [], 0, ""
+    with asking as (question, source, run):
+        if len(source) > MOST_SHOWN and not json:
+            said = "are too many for the screen: give --out FILE.jsonl, .csv or .parquet"
+            raise ValueError(f"{len(source):,} images {said}")
+        for row in rows(question, source, engine=run):
+            if row["error"] is not None:
+                bad, first = bad + 1, first or f"{row['name']}: {row['error']}"
+            kept += [row] if sheet or not json else []
+            if json:
+                print(_json.dumps(row), file=stdout)
     if not json and bad < len(source):
         show(None, _table(kept))
     if sheet:
         _sheet(source, kept, sheet)
-    refuse_all_bad(len(source), bad, next((f"{row['name']}: {row['error']}" for row in kept if row["error"]), ""))
+    refuse_all_bad(len(source), bad, first)
     if bad:
-        print(f"plainvit: {bad:,} of {len(source):,} images cannot be read", file=sys.stderr)
+        print(f"plainvit: {bad:,} of {len(source):,} images have no answer", file=sys.stderr)
 
 
 def _sheet(source: "Source", rows: list[dict[str, Any]], sheet: Path) -> None:
