@@ -117,7 +117,9 @@ def assert_equals_torchvision(images: Tensor, magnitude: int, name: str, within:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("kind", ["digits", "extreme", "odd", "wide"])
+@pytest.mark.parametrize(
+    "kind", ["extreme", *(pytest.param(k, marks=pytest.mark.slow) for k in ("digits", "odd", "wide"))]
+)
 def test_each_operation_equals_torchvisions_at_every_magnitude(kind: str, name: str) -> None:
     for magnitude in range(31):
         assert_equals_torchvision(pictures(kind), magnitude, name)

@@ -67,6 +67,7 @@ def smaller(made: Config) -> Config:
     return made.replace(model=model, masked=masked, optim=optim, **data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     made = smaller(RECIPES[name]())

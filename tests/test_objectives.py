@@ -144,7 +144,7 @@ def test_a_teacher_sees_images_of_its_own_size() -> None:
     assert objective.prepare(batch(), 0)[3].shape == (8, 5)
 
 
-@pytest.mark.parametrize("loss", ["softmax", "sigmoid", "binary"])
+@pytest.mark.parametrize("loss", ["softmax", *(pytest.param(k, marks=pytest.mark.slow) for k in ("sigmoid", "binary"))])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
 def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
     sgd = {"softmax": 0.3, "sigmoid": 0.1, "binary": 1.0}[loss]
