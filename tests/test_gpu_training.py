@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_gpu(name: Any, **changes: Any) -> Config:
     optim = Optim(name=name, lr=3e-3, warmup=0.1, weight_decay=0.1, clip=1.0)
-    return runs.config(device="cuda", steps=20, optim=optim, **changes)
+    return runs.config(device="cuda", graphs="auto", steps=20, optim=optim, **changes)
 
 
 def state(out: Path) -> dict[str, str]:
