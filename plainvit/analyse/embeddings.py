@@ -119,7 +119,7 @@ def structure(similar: np.ndarray) -> Structure:
         row=_mean(flat[same_row & ~itself]),
         column=_mean(flat[same_column & ~itself]),
         elsewhere=_mean(flat[~same_row & ~same_column]),
-        nearness=_rank_correlation(-distance[~itself], flat[~itself]),
+        nearness=rank_correlation(-distance[~itself], flat[~itself]),
     )
 
 
@@ -127,7 +127,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's, ties at their mean rank; 0 where one of them does not vary."""
     if not len(a):
         return 0.0

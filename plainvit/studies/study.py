@@ -16,11 +16,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config, to_json
 from plainvit.disk import read_json, write_atomically
@@ -125,11 +126,8 @@ def settle(signs: Sequence[int], why: str) -> Verdict:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's, without ties; 0 where there are fewer than three."""
-    if len(a) < 3:
-        return 0.0
-    ranks = np.array([np.argsort(np.argsort(values)) for values in (a, b)])
-    return float(np.asarray(np.corrcoef(ranks))[0, 1])
+    """Spearman's; 0 where there are fewer than three."""
+    return embeddings.rank_correlation(np.array(a), np.array(b)) if len(a) >= 3 else 0.0
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -240,7 +238,3 @@ def _cell(found: Found, arm: str) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-
-
-def summary(verdict: Verdict) -> dict[str, Any]:
-    return {"outcome": verdict.outcome, "why": verdict.why}
