@@ -1,15 +1,30 @@
 """Studies: rules on planted results, both ways; differences against SciPy; runs in order; old runs are not mixed in."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_runs as runs
+import torch
 from scipy.stats import spearmanr, ttest_rel
 
+from plainvit.data.decode import DataError
 from plainvit.studies import positions
-from plainvit.studies.study import Arm, Found, Study, Verdict, gap, rank_correlation, run_study, settle, stages, table
+from plainvit.studies.study import (
+    Arm,
+    Found,
+    NoDeviceError,
+    Study,
+    Verdict,
+    gap,
+    rank_correlation,
+    run_study,
+    settle,
+    stages,
+    table,
+)
 
 
 def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Found:
@@ -38,7 +53,7 @@ def test_settling() -> None:
 
 def test_rank_correlation() -> None:
     a, b = [3.0, 1.0, 2.0, 8.0, 5.0], [0.1, 0.3, 0.2, 0.9, 0.7]
-    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
+    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)  # pyright: ignore[reportAttributeAccessIssue]
     assert rank_correlation(a[:2], b[:2]) == 0
 
 
@@ -98,9 +113,21 @@ def transfer(steps: int = 3) -> Study:
 def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     verdict = run_study(transfer(), "cpu", tmp_path, seeds=2, at_once=2, quiet=True)
     assert verdict.why == "['scratch', 'transferred']"
-    assert {file.name for file in tmp_path.iterdir()} == {
-        *("definition.json", "figure.png", "runs", "table.md", "verdict.json")
-    }
-    assert run_study(transfer(), "cpu", tmp_path, seeds=2, quiet=True) == verdict, "nothing is run again"
-    with pytest.raises(ValueError, match="another definition of transfer: give another --out"):
+    assert {file.name for file in (tmp_path / "transfer").iterdir()} == {"figure.png", "table.md", "verdict.json"}
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
+    assert len(before) == 6
+    assert run_study(transfer(), "cpu", tmp_path, seeds=2, quiet=True) == verdict
+    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
+    assert after == before, "nothing is run again"
+    with pytest.raises(ValueError, match="verdict on other runs than transfer has now: give another --out"):
         run_study(transfer(steps=4), "cpu", tmp_path, seeds=2, quiet=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_budget_without_its_device_or_data(tmp_path: Path) -> None:
+    with pytest.raises(NoDeviceError, match="needs a CUDA GPU, and there is none: --budget cpu"):
+        run_study(positions.STUDY, "gpu", tmp_path)
+    absent = replace(transfer(), arms=lambda _: {"a": Arm(runs.config(data=str(tmp_path / "nowhere")))})
+    with pytest.raises(DataError, match="nowhere"):
+        run_study(absent, "cpu", tmp_path, quiet=True)
+    assert not list(tmp_path.iterdir())

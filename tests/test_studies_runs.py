@@ -5,20 +5,23 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
-from plainvit.studies.runs import FailedRunsError, place, run_all
+from plainvit.disk import read_json
+from plainvit.studies.runs import FailedRunsError, run_all, run_hash
 from plainvit.train.fit import fit
 
 
 @pytest.mark.slow
 def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
     configs = {f"seed {seed}": runs.config(seed=seed, steps=4, evaluations=1) for seed in (2, 0, 1)}
+    configs["seed 0 again"] = configs["seed 0"]
     found = run_all(configs, tmp_path / "many", at_once=2, quiet=True)
     assert list(found) == list(configs)
     for name, config in configs.items():
-        alone = fit(config, tmp_path / "alone" / place(name), quiet=True).numbers
-        assert "test" not in found[name]
-        assert found[name]["val"]["confusion"] == alone["val"]["confusion"]
-        assert found[name]["val"]["nll"] == pytest.approx(alone["val"]["nll"], rel=1e-7)
+        numbers = read_json(found[name] / "results.json")
+        alone = fit(config, tmp_path / "alone" / name, quiet=True).numbers
+        assert "test" not in numbers
+        assert numbers["val"]["confusion"] == alone["val"]["confusion"]
+        assert numbers["val"]["nll"] == pytest.approx(alone["val"]["nll"], rel=1e-7)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "many").rglob("model.safetensors")}
     assert len(before) == 3
     assert run_all(configs, tmp_path / "many", quiet=True) == found
@@ -30,10 +33,12 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
     with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
         run_all({"bad": bad, "good": good}, tmp_path, quiet=True)
-    assert (tmp_path / "good" / "results.json").is_file()
+    assert (tmp_path / run_hash(good) / "results.json").is_file()
 
 
-def test_names_become_folders() -> None:
-    assert place("lr=0.001, seed 3") == "lr=0.001-seed-3"
-    assert place("../../etc") == "etc"
-    assert place("/") == "run"
+def test_a_run_is_known_by_what_decides_its_result() -> None:
+    config = runs.config()
+    assert run_hash(config) == run_hash(config.replace(device="cuda", workers=3, data_root="elsewhere", recipe="mine"))
+    assert run_hash(config.replace(init="a/1f")) == run_hash(config.replace(init="b/1f"))
+    others = [config.replace(seed=1), config.replace(steps=13), config.replace(init="1f"), config.replace(share=0.5)]
+    assert len({run_hash(one) for one in (config, *others)}) == 5

@@ -39,6 +39,7 @@ def draw(found: Found) -> Figure:
 
 
 STUDY = Study(
+    number=1,
     name="positions",
     claim="Positions are needed, and which kind of them hardly matters.",
     source="ViT, Table 8 (D.4)",
@@ -49,3 +50,5 @@ STUDY = Study(
     decide=decide,
     draw=draw,
 )
+
+STUDIES = (STUDY,)

@@ -1,22 +1,25 @@
-"""Many runs, a few at a time, on one machine: each in a process of its own, the finished ones not run again.
+"""Many runs, a few at a time, on one machine; each finished one is kept by the hash of its config and not run again.
 
-    numbers = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), at_once=4)
-    numbers["seed 0"]["val"]["top1"]
+    folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), at_once=4)
+    read_json(folders["seed 0"] / "results.json")["val"]["top1"]
 
 Small models leave most of a large GPU free, so several runs side by side finish sooner than one after the other.
 """
 
+import hashlib
+import json
 import multiprocessing
 import os
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from plainvit.config import Config, from_json, to_json
+from plainvit.disk import read_json
 from plainvit.runtime.display import Display
 from plainvit.train.fit import fit
 
@@ -27,60 +30,71 @@ class FailedRunsError(ValueError):
     exit_code = 4
 
 
-def run_all(
-    configs: Mapping[str, Config], folder: Path, *, at_once: int = 1, quiet: bool = False
-) -> dict[str, dict[str, Any]]:
-    """The numbers of each run by its name, in the order given: of held-out images, since test images are not read.
+def run_all(configs: Mapping[str, Config], folder: Path, *, at_once: int = 1, quiet: bool = False) -> dict[str, Path]:
+    """The folder of each run by its name; equal configs are one run. Test images are not read.
 
     An error comes once all others are done.
     """
     assert at_once > 0
-    assert len({place(name) for name in configs}) == len(configs), "two runs would share a folder"
-    found: dict[str, dict[str, Any]] = {}
+    found = {name: folder / run_hash(config) for name, config in configs.items()}
+    names = {path: name for name, path in found.items() if not is_done(path)}  # of equal ones the last name stands
+    total = len(set(found.values()))
     failed: dict[str, str] = {}
-    with Display("runs", len(configs), quiet=quiet) as display:
-        for name, future in _finished(configs, folder, at_once):
+    with Display("runs", total, total - len(names), quiet=quiet) as display:
+        for path, future in _finished({path: configs[name] for path, name in names.items()}, at_once):
             error = future.exception()
             if error:
-                failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
-                display.tell(f"{name}: {failed[name]}")
-            else:
-                found[name] = future.result()
-            display.advance(len(found) + len(failed), name)
+                failed[names[path]] = (str(error).splitlines() or [type(error).__name__])[0]
+                display.tell(f"{names[path]}: {failed[names[path]]}")
+            display.advance(display.done + 1, names[path])
     if failed:
         first = next(iter(failed))
         raise FailedRunsError(
             f"{len(failed)} of {len(configs)} runs failed, the first of them {first}: {failed[first]}"
         )
-    return {name: found[name] for name in configs}
+    return found
 
 
-def _finished(configs: Mapping[str, Config], folder: Path, at_once: int) -> Iterator[tuple[str, Future]]:
-    """As they finish. A process that dies takes the others of its pool with it, so each run has a pool of its own."""
+def run_hash(config: Config) -> str:
+    """Of all that decides a run's result; the run that it begins from counts by its own hash, wherever it lies."""
+    plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL | {"recipe"}}
+    plain["init"] = Path(config.init).name
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_done(path: Path) -> bool:
+    return (path / "status.json").is_file() and read_json(path / "status.json").get("state") == "done"
+
+
+def _finished(configs: Mapping[Path, Config], at_once: int) -> Iterator[tuple[Path, Future]]:
+    """As they finish. A process that dies takes its pool with it, so each worker is a pool of its own."""
     rest, threads = list(configs), max((os.cpu_count() or 1) // at_once, 1)
-    running: dict[Future, tuple[str, ProcessPoolExecutor]] = {}
+    free = [_worker() for _ in range(min(at_once, len(rest)))]
+    running: dict[Future, tuple[Path, ProcessPoolExecutor]] = {}
     try:
         while rest or running:
-            while rest and len(running) < at_once:
-                name = rest.pop(0)
-                pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-                running[pool.submit(_run, to_json(configs[name]), folder / place(name), threads)] = name, pool
+            while rest and free:
+                path, pool = rest.pop(0), free.pop()
+                running[pool.submit(_run, to_json(configs[path]), path, threads)] = path, pool
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                name, pool = running.pop(future)
-                pool.shutdown()
-                yield name, future
+                path, pool = running.pop(future)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    pool.shutdown()
+                    pool = _worker()
+                free.append(pool)
+                yield path, future
     finally:
-        for _, pool in running.values():
+        for pool in [*free, *(pool for _, pool in running.values())]:
             pool.shutdown(cancel_futures=True)
 
 
-def _run(config: dict[str, Any], out: Path, threads: int) -> dict[str, Any]:
+def _worker() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def _run(config: dict[str, Any], out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
+    torch.compiler.reset()  # code of other shapes, from the run before
     made = from_json(config, ("run",))
     assert isinstance(made, Config)
-    return fit(made, out, quiet=True, test=False).numbers
-
-
-def place(name: str) -> str:
-    """A folder's name for a run's: letters, digits, dots and dashes."""
-    return re.sub(r"[^A-Za-z0-9.=]+", "-", name).strip("-.") or "run"
+    fit(made, out, quiet=True, bare=True)

@@ -5,28 +5,31 @@
 
 Its arms are runs that differ in one thing; each is run with several seeds and compared on held-out training images, so
 that test images are not read at all. An arm may begin from the weights of another of the same seed. Results go into
-FOLDER/{table.md, figure.png, verdict.json}; finished runs are not run again, and a study whose definition changed since
-its runs were made refuses to mix them.
+OUT/NAME/{table.md, figure.png, verdict.json}; runs lie in OUT/runs by the hash of their config, so that studies share
+them and a finished one is not run again. A study whose definition changed since its verdict refuses to mix the two.
 """
 
 import hashlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
-from plainvit.config import Config, to_json
+from plainvit.config import Config
 from plainvit.disk import read_json, write_atomically
-from plainvit.runtime.folder import finite
-from plainvit.studies.runs import place, run_all
+from plainvit.runtime.folder import environment, finite
+from plainvit.studies.runs import run_all, run_hash
+from plainvit.train.splits import open_splits
 
 Budget = Literal["cpu", "gpu", "paper"]
 Outcome = Literal["reproduced", "not reproduced", "not decided"]
@@ -43,6 +46,7 @@ class Arm:
     group: str = ""
     after: str = ""  # the arm whose weights it begins from
     counts: bool = True  # whether it is compared, or only begun from
+    trained: bool = True  # or measured without a run, by its config alone
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ class Study:
     arms: Callable[[Budget], dict[str, Arm]]
     decide: Callable[["Found"], "Verdict"]
     draw: Callable[["Found"], Figure]
-    measure: Callable[[Path], dict[str, float]] = field(default=lambda folder: held_out(folder))
+    # From a run's config and folder: what is measured of it, by name
+    measure: Callable[[Config, Path], dict[str, float]] = field(default=lambda config, folder: held_out(config, folder))
+    number: int = 0  # of the claim in the list that the page follows
     paper: str = ""  # what the paper found, in numbers
-    metric: str = "top1"
+    metric: str = "top1"  # the one in the table
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,10 @@ class Found:
         return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
 
 
-def held_out(folder: Path) -> dict[str, float]:
+def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
     """The last numbers on held-out training images, as shares; never the test set's."""
-    return dict(read_json(folder / "results.json")["val"])
+    val = read_json(folder / "results.json")["val"]
+    return {name: val[name] for name in ("top1", "nll", "loss") if name in val}
 
 
 # Differences ----------------------------------------------------------------------------------------------------------
@@ -133,28 +140,55 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
+class NoDeviceError(ValueError):
+    exit_code = 5
+
+
 def run_study(
-    study: Study, budget: Budget, folder: Path, *, seeds: int = 0, at_once: int = 1, quiet: bool = False
+    study: Study,
+    budget: Budget,
+    out: Path,
+    *,
+    seeds: int = 0,
+    at_once: int = 1,
+    data_root: str = "",
+    quiet: bool = False,
 ) -> Verdict:
     """Makes what runs are missing, measures, decides, and writes the study's folder."""
-    arms, seeds = study.arms(budget), seeds or SEEDS[budget]
-    _check_definition(study, arms, folder)
-    for stage in stages(arms):
-        configs = {run_name(arm, seed): _config(arms[arm], seed, folder) for arm in stage for seed in range(seeds)}
-        run_all(configs, folder / "runs", at_once=at_once, quiet=quiet)
+    if budget != "cpu" and not torch.cuda.is_available():
+        raise NoDeviceError(f"budget {budget} needs a CUDA GPU, and there is none: --budget cpu runs anywhere")
+    started, seeds = time.monotonic(), seeds or SEEDS[budget]
+    arms = {
+        name: replace(arm, config=arm.config.replace(data_root=data_root)) for name, arm in study.arms(budget).items()
+    }
+    _check_definition(study, budget, arms, out / study.name)
+    _check_data(arms)
+    configs = run_arms(arms, out / "runs", seeds, at_once, quiet)
     values = {
-        arm: [study.measure(folder / "runs" / place(run_name(arm, seed))) for seed in range(seeds)]
-        for arm, one in arms.items()
-        if one.counts
+        arm: [study.measure(config, out / "runs" / run_hash(config)) for config in configs[arm]]
+        for arm in arms
+        if arms[arm].counts
     }
     found = Found({arm: arms[arm] for arm in values}, values, study.metric)
     verdict = study.decide(found)
-    _write(study, budget, folder, found, verdict)
+    _write(study, budget, out / study.name, found, verdict, time.monotonic() - started)
     return verdict
 
 
-def run_name(arm: str, seed: int) -> str:
-    return f"{arm}, seed {seed}"
+def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, at_once: int, quiet: bool) -> dict[str, list[Config]]:
+    """The config of each arm and seed, all of them run, each after the one that it begins from."""
+    configs: dict[str, list[Config]] = {}
+    for stage in stages(arms):
+        for arm in stage:
+            configs[arm] = [_config(arms[arm], seed, configs, runs) for seed in range(seeds)]
+        due = {f"{arm}, seed {seed}": configs[arm][seed] for arm in stage for seed in range(seeds) if arms[arm].trained}
+        run_all(due, runs, at_once=at_once, quiet=quiet)
+    return configs
+
+
+def _config(arm: Arm, seed: int, configs: Mapping[str, list[Config]], runs: Path) -> Config:
+    init = str(runs / run_hash(configs[arm.after][seed])) if arm.after else arm.config.init
+    return arm.config.replace(seed=seed, init=init)
 
 
 def stages(arms: Mapping[str, Arm]) -> list[list[str]]:
@@ -169,31 +203,33 @@ def stages(arms: Mapping[str, Arm]) -> list[list[str]]:
     return found
 
 
-def _config(arm: Arm, seed: int, folder: Path) -> Config:
-    init = str(folder / "runs" / place(run_name(arm.after, seed))) if arm.after else arm.config.init
-    return arm.config.replace(seed=seed, init=init)
-
-
 def definition(arms: Mapping[str, Arm]) -> str:
     """A hash of all that decides the runs."""
-    said = {name: [to_json(arm.config), arm.after] for name, arm in arms.items()}
+    said = {name: [run_hash(arm.config), arm.after, arm.trained] for name, arm in arms.items()}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _check_definition(study: Study, arms: Mapping[str, Arm], folder: Path) -> None:
-    stored = read_json(folder / "definition.json") if (folder / "definition.json").is_file() else {}
-    if stored and stored.get("hash") != definition(arms):
-        raise ValueError(f"{folder} holds runs of another definition of {study.name}: give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_text(folder / "definition.json", json.dumps({"study": study.name, "hash": definition(arms)}) + "\n")
+def _check_definition(study: Study, budget: Budget, arms: Mapping[str, Arm], folder: Path) -> None:
+    file = folder / "verdict.json"
+    stored = read_json(file) if file.is_file() else {}
+    if stored.get("budget") == budget and stored.get("definition") != definition(arms):
+        raise ValueError(f"{folder} holds a verdict on other runs than {study.name} has now: give another --out")
+
+
+def _check_data(arms: Mapping[str, Arm]) -> None:
+    """Before the first run: what is not there, said once."""
+    for config in {arm.config.data: arm.config for arm in arms.values() if arm.trained}.values():
+        open_splits(config)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict) -> None:
+def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict, seconds: float) -> None:
+    made = environment("cpu" if budget == "cpu" else "cuda")
     said = {
         "study": study.name,
+        "number": study.number,
         "claim": study.claim,
         "source": study.source,
         "rule": study.rule,
@@ -201,8 +237,13 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
         "outcome": verdict.outcome,
         "why": verdict.why,
         "definition": definition(study.arms(budget)),
+        "metric": study.metric,
         "values": found.values,
+        "seconds": round(seconds, 1),
+        "command": f"plainvit study {study.name} --budget {budget}",
+        "environment": {name: made[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
+    folder.mkdir(parents=True, exist_ok=True)
     _write_text(folder / "verdict.json", json.dumps(finite(said), indent=1) + "\n")
     _write_text(folder / "table.md", table(study, found, verdict))
     save(study.draw(found), folder / "figure.png")

@@ -20,7 +20,7 @@ from plainvit.train.splits import Splits
 from plainvit.weights import save
 
 
-def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]]:
+def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json, the card and report.html; may be done again, with the same result."""
     model, first = chosen_model(run), run.world.first
     if first:
@@ -35,7 +35,7 @@ def deliver(run: Training, splits: Splits) -> tuple[ViT | ResNet, dict[str, Any]
     if first:  # that of an interruption must not pass for the last one
         (run.folder.path / "report.html").unlink(missing_ok=True)
     run.folder.say("done", run.progress.step, run.steps)
-    if first:
+    if first and report:
         write_report(run.folder.path, samples)
     return model, numbers
 

@@ -65,16 +65,17 @@ def fit(
     force: bool = False,
     search: bool = False,
     quiet: bool = False,
-    test: bool = True,
+    bare: bool = False,
 ) -> Fitted:
     """Trains what the config says, in the folder `out`, or in runs/RECIPE-HASH where none is given.
 
     An unfinished run of the same config goes on; a config or data that changed since is refused, unless forced.
-    search tries the rates of optim.grid on held-out training images first. Without test, test images are not read.
+    search tries the rates of optim.grid on held-out training images first. bare: one of many runs that are compared on
+    held-out images, so no test image is read and no report is drawn.
     """
     world = join(config.device, config.timeout)
     try:
-        return _fit_with(world, config, out, force, search, quiet, test)
+        return _fit_with(world, config, out, force, search, quiet, bare)
     except RuntimeError as error:
         if world.size == 1 or not is_lost(error):
             raise
@@ -84,7 +85,7 @@ def fit(
 
 
 def _fit_with(
-    world: World, config: Config, out: str | Path | None, force: bool, search: bool, quiet: bool, test: bool
+    world: World, config: Config, out: str | Path | None, force: bool, search: bool, quiet: bool, bare: bool
 ) -> Fitted:
     """One run of one or more processes, of which the first owns the folder."""
 
@@ -92,7 +93,7 @@ def _fit_with(
         if not force:
             _check_data(config)
         splits = open_splits(config)
-        if not test:
+        if bare:
             splits.test = None
         return resolve(config, splits), splits
 
@@ -103,7 +104,7 @@ def _fit_with(
     with world.agree(lambda: Folder(path, writes=world.first)) as folder:
         if search:
             config = _searched(world, config, folder, quiet)
-        fitted = _fit_in(world, folder, config, splits, force, quiet)
+        fitted = _fit_in(world, folder, config, splits, force, quiet, bare)
     world.barrier()  # nobody leaves while another is still at work
     return fitted
 
@@ -127,9 +128,11 @@ def default_name(config: Config) -> str:
     return f"{Path(config.recipe or 'run').name.replace(':', '-')}-{digest}"
 
 
-def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool) -> Fitted:
+def _fit_in(
+    world: World, folder: Folder, config: Config, splits: Splits, force: bool, quiet: bool, bare: bool = False
+) -> Fitted:
     """The run itself. However it ends, status.json says so; what is refused before it begins leaves nothing behind."""
-    config, finished = world.agree(lambda: _agreed(config, splits, folder, force))
+    config, finished = world.agree(lambda: _agreed(config, splits, folder, force, bare))
     world.barrier()  # all have read the folder before the first writes into it
     if finished:
         log.warning("%s is finished: nothing is left to do", folder.path)
@@ -142,7 +145,7 @@ def _fit_in(world: World, folder: Folder, config: Config, splits: Splits, force:
     folder.say("running", folder.read("status.json").get("step", 0), config.steps)
     try:
         _train(run)
-        model, numbers = deliver(run, splits)
+        model, numbers = deliver(run, splits, report=not bare)
     except BaseException as error:
         _tell(run, error)
         raise
@@ -160,7 +163,7 @@ def _tell(run: Training, error: BaseException) -> None:
         write_report(run.folder.path)
 
 
-def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> tuple[Config, bool]:
+def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: bool) -> tuple[Config, bool]:
     """(config, whether all is done): refused where the folder's run is another one, unless that is forced."""
     stored, data = folder.read("config.json"), folder.read("data.json")
     if not stored:
@@ -171,7 +174,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool) -> tupl
         config = config.replace(steps=old.steps, optim=optim)
     changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
     words = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
-    done = folder.read("status.json").get("state") == "done" and (folder.path / "report.html").is_file()
+    done = folder.read("status.json").get("state") == "done" and (bare or (folder.path / "report.html").is_file())
     longer = config.steps > old.steps
     if changed and not force:
         raise ValueError(f"{folder.path} holds a run of another config ({words}): give another --out, or --force")

@@ -23,8 +23,8 @@ log = logging.getLogger("plainvit")
 
 
 def graphs_fit(config: "Config", world: "World") -> bool:
-    """One GPU, compiled code, and nothing in a step that must ask the host."""
-    wanted = config.graphs == "auto" and config.compile != "off" and not config.recompute
+    """One GPU, and nothing in a step that must ask the host."""
+    wanted = config.graphs == "auto" and not config.recompute
     return wanted and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
 
 

@@ -1,0 +1,5 @@
+"""Not written yet."""
+
+from plainvit.studies.study import Study
+
+STUDIES: tuple[Study, ...] = ()
