@@ -30,7 +30,7 @@ from plainvit.data import shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
-from plainvit.data.loader import Batch, Loader, decode_all, evaluation_batches, sample_boxes
+from plainvit.data.loader import Batch, Loader, decode_all, evaluation_batches, sample_boxes, steps_at_once
 from plainvit.data.order import permutation, uniforms
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.transforms import DRAWS, prepare
@@ -171,6 +171,24 @@ def test_going_on_after_a_long_time(photos: Source) -> None:
 def test_a_change_of_workers_and_processes_in_mid_epoch(photos: Source) -> None:
     parts = stream(photos, 0, 2, workers=3) + stream(photos, 2, 3, world=4) + stream(photos, 3, 6, world=2, workers=2)
     assert_same(parts, stream(photos))
+
+
+@pytest.mark.parametrize("augment", [Augment(erase=0.3, colour=0.2), Augment(crop="pad", randaugment=(2, 10))])
+@pytest.mark.parametrize(("start", "world"), [(0, 1), (1, 1), (2, 2), (4, 1)])
+def test_steps_made_together(
+    photos: Source, monkeypatch: pytest.MonkeyPatch, augment: Augment, start: int, world: int
+) -> None:
+    """As on a GPU: in threes, from the middle of three, and ending there."""
+    apart = stream(photos, start, 5, augment=augment, mode="resident")
+    monkeypatch.setattr("plainvit.data.loader.steps_at_once", lambda *_: 3)
+    assert_same(stream(photos, start, 5, augment=augment, mode="resident", world=world), apart)
+
+
+def test_a_gpu_makes_a_few_hundred_megabytes_at_once() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [steps_at_once(512, (side, side), gpu) for side in (32, 64, 224)] == [21, 5, 1]
+    assert steps_at_once(8, (32, 32), gpu) == 32
+    assert steps_at_once(8, (32, 32), cpu) == 1
 
 
 def test_another_seed_is_another_stream(photos: Source) -> None:

@@ -403,6 +403,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("side", [8, 32, 224])
 def test_a_gpu_gives_the_same_and_is_not_waited_for(side: int) -> None:
     images, u = stacked([np.array(photo(side, side, i)) for i in range(64)]), draws(64)

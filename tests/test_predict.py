@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
@@ -39,7 +40,7 @@ from plainvit.cli import main
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
-from plainvit.evaluate.parts import Parts
+from plainvit.evaluate.parts import Parts, _json_lines
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, write
 from plainvit.evaluate.predictor import Predictor
 from plainvit.verbs.predict import _print
@@ -810,3 +811,18 @@ def test_ten_thousand_images_by_the_command_killed_three_times(weights: Path, tm
     assert found == [f"{tmp_path}/cifar.zip/{at:05d}.jpg" for at in range(10_000)]
     assert out.read_bytes() == calm.read_bytes()
     assert not out.with_name("r.jsonl.parts").exists()
+
+
+def test_lines_are_those_of_the_json_module() -> None:
+    """Quotes, line ends, foreign letters and small numbers; rows without guesses; a slice of a table."""
+    kind = pa.list_(pa.struct([("label", pa.string()), ("probability", pa.float64())]))
+    rows = [
+        {"name": 'a"\n\\é\u2028.jpg', "guesses": [{"label": "ca\tt", "probability": 1e-9}], "error": None},
+        {"name": "b", "guesses": [], "error": "no “picture”"},
+        {"name": "", "guesses": [{"label": "x", "probability": 1.0}, {"label": "", "probability": 0.1}], "error": None},
+    ]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    table = pa.table({**columns, "guesses": pa.array(columns["guesses"], kind)})
+    expected = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    assert list(_json_lines(table)) == expected
+    assert list(_json_lines(table.slice(1))) == expected[1:]

@@ -1,6 +1,7 @@
 """Two sets that need no download: `digits`, real and shipped with the package, and `shapes`, drawn on the fly.
 
     digits                                     1,797 handwritten digits of 8 x 8 pixels; test is every fifth, 360
+    digits:01234                               only these classes of them
     shapes:size=64,count=10000,classes=10      textured shapes on cluttered backgrounds; place and mask are known
 
 digits.npz is the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak; UCI Machine Learning
@@ -31,8 +32,10 @@ class Pixels(Source):
         return f"{self.spec or 'image'}-{self._numbers[index]}"
 
 
-def digits(split: str) -> Pixels:
-    """Train: four of five images; test: every fifth."""
+def digits(split: str, only: str = "") -> Pixels:
+    """Train: four of five images; test: every fifth. `only` are the digits that are kept, such as 01234."""
+    if not set(only) <= set("0123456789") or len(set(only)) != len(only):
+        raise ValueError(f"digits has the classes 0 to 9, each named once: digits:01234; got {only!r}")
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         grey, labels = file["images"], file["labels"]
     numbers = np.arange(len(labels))
@@ -40,9 +43,13 @@ def digits(split: str) -> Pixels:
     chosen = {"test": numbers[::5], "train": train}.get(split)
     if chosen is None:
         raise AbsentSplit("digits has a train and a test split: hold out a part of train to validate")
+    kept = np.array([int(digit) for digit in only or "0123456789"])
+    chosen = chosen[np.isin(labels[chosen], kept)]
+    places = np.zeros(10, int)
+    places[kept] = np.arange(len(kept))
     pixels = (grey[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
     rgb = np.repeat(pixels[..., None], 3, axis=-1)  # [N, 8, 8, 3]
-    return Pixels(rgb, labels[chosen], tuple("0123456789"), numbers[chosen])
+    return Pixels(rgb, places[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
 
 
 # Signed distances to each shape's edge at unit size; below 0 is inside

@@ -34,6 +34,7 @@ from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
 
 BAD_SHARE = 0.01  # training goes on below this share of images that cannot be decoded
+MADE_AT_ONCE = 2**25  # pixels of a resident set that are augmented together: some hundred megabytes
 RESIDENT_SHARE = 0.3  # of the free device memory that a resident set may take
 log = logging.getLogger("plainvit")
 
@@ -106,19 +107,29 @@ class Loader:
             for step, (images, labels, index, bad) in made:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
                 if self.policy or self._after.colour or self._after.erase:
-                    images = self._finished(images, self._uniforms(step))
+                    images = self._finished(images, self._uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
-        assert self.resident is not None
-        step = start
+        """Several steps' images are made at once, and always the same steps together, wherever a run goes on."""
+        step, chunk = start, steps_at_once(self.share, self.size, self.device)
         while stop is None or step < stop:
-            index = self._good(self.order.sample(self.positions(step)))
-            u = self._uniforms(step)
-            where, there = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
-            images, labels = self.resident.batch(where, there, self._before, self.size)
-            yield Batch(self._finished(images, u) if self.policy else images, labels, index)
-            step += 1
+            first = step - step % chunk
+            made = self._made(range(first, first + chunk))
+            for batch in made[step - first :]:
+                if stop is None or step < stop:
+                    yield batch
+                step += 1
+
+    def _made(self, steps: range) -> list[Batch]:
+        assert self.resident is not None
+        index = self._good(self.order.sample(np.concatenate([self.positions(step) for step in steps])))
+        u = self._uniforms(steps)
+        where, there = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
+        images, labels = self.resident.batch(where, there, self._before, self.size)
+        images = self._finished(images, u) if self.policy else images
+        parts = images.split(self.share), labels.split(self.share), np.split(index, len(steps))
+        return [Batch(*part) for part in zip(*parts, strict=True)]
 
     def _finished(self, images: Tensor, u: Tensor) -> Tensor:
         """What follows cropping and flipping: policy, colours and holes."""
@@ -129,9 +140,10 @@ class Loader:
             images = finished(images, to_device(u, self.device), self._after)
         return images
 
-    def _uniforms(self, step: int) -> Tensor:
+    def _uniforms(self, steps: range) -> Tensor:
         """On the host where a policy reads them, otherwise on the device: they are the same."""
-        position = torch.arange(*self._part(step), device="cpu" if self.policy else self.device)
+        where = "cpu" if self.policy else self.device
+        position = torch.cat([torch.arange(*self._part(step), device=where) for step in steps])
         return uniforms(self.seed, position // len(self.source), position % len(self.source), self._draws)
 
     def _good(self, index: np.ndarray) -> np.ndarray:
@@ -151,6 +163,12 @@ class Loader:
                 self.bad[index] = reason
                 log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
         _refuse_many(len(self.bad), len(self.source))
+
+
+def steps_at_once(images: int, size: tuple[int, int], device: torch.device) -> int:
+    """On a GPU, small batches would wait for Python, which starts as many kernels for few images as for many."""
+    pixels = images * 3 * size[0] * size[1]
+    return min(max(MADE_AT_ONCE // pixels, 1), 32) if device.type == "cuda" else 1
 
 
 def _refuse_many(bad: int, count: int) -> None:

@@ -155,8 +155,8 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     from plainvit.data import generated, known, shards
 
     word, _, rest = spec.partition(":")
-    if word == "digits" and not rest:
-        return generated.digits(split)
+    if word == "digits":
+        return generated.digits(split, rest)
     if word == "shapes":
         return generated.shapes(split, rest)
     if word == "hf":

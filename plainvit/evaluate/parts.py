@@ -12,6 +12,7 @@ there. In a .csv file, text that a spreadsheet would take for a formula has an a
 import contextlib
 import csv
 import fcntl
+import functools
 import glob
 import itertools
 import json
@@ -157,7 +158,21 @@ class Parts:
 def _write_jsonl(path: Path, tables: Iterator[pa.Table]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for table in tables:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
+            file.writelines(_json_lines(table))
+
+
+def _json_lines(table: pa.Table) -> Iterator[str]:
+    """What json.dumps writes of each row, twice as fast: a label's text is made once, and a probability is finite."""
+    plain = json.JSONEncoder(ensure_ascii=False).encode
+    text = functools.cache(plain)
+    guesses: Any = table["guesses"].combine_chunks()
+    flat, ends = guesses.flatten(), guesses.offsets.to_pylist()
+    pairs = zip(flat.field("label").to_pylist(), flat.field("probability").to_pylist(), strict=True)
+    shown = [f'{{"label": {text(label)}, "probability": {sure!r}}}' for label, sure in pairs]
+    rows = zip(table["name"].to_pylist(), ends, ends[1:], table["error"].to_pylist(), strict=False)
+    for name, start, end, error in rows:
+        said = ", ".join(shown[start - ends[0] : end - ends[0]])
+        yield f'{{"name": {plain(name)}, "guesses": [{said}], "error": {text(error)}}}\n'
 
 
 def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:

@@ -8,6 +8,7 @@ is a row with its error. The rows of each batch are a function of the batch alon
 up again gives the same file.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,20 +86,24 @@ class Question:
         return pa.table(columns).replace_schema_metadata({"top": str(self.top)})
 
     def _guesses(self, values: Tensor, places: Tensor, errors: list[str | None]) -> pa.Array:
-        called = self.predictor.class_names
-        rows = [
-            [{"label": called[at], "probability": float(f"{p:.7g}")} for p, at in zip(sure, where, strict=True)]
-            for sure, where in zip(values.tolist(), places.tolist(), strict=True)
-        ]
-        rows = [row if error is None else [] for row, error in zip(rows, errors, strict=True)]
-        return pa.array(rows, pa.list_(pa.struct([("label", pa.string()), ("probability", pa.float64())])))
+        """By columns: at thousands of images a second, rows made one by one would be what the GPU waits for."""
+        good = torch.tensor([error is None for error in errors])
+        sure = [float(f"{p:.7g}") for p in values[good].flatten().tolist()]
+        labels = self.class_names.take(pa.array(places[good].flatten().numpy()))
+        ends = torch.cat((torch.zeros(1, dtype=torch.int32), (good * self.top).cumsum(0, dtype=torch.int32)))
+        pairs = pa.StructArray.from_arrays([labels, pa.array(sure, pa.float64())], ["label", "probability"])
+        return pa.ListArray.from_arrays(pa.array(ends.numpy()), pairs)
+
+    @functools.cached_property
+    def class_names(self) -> pa.Array:
+        return pa.array(self.predictor.class_names, pa.string())
 
     def describe(self, source: Source) -> dict[str, Any]:
         """All that the rows depend on."""
         predictor, config = self.predictor, self.predictor.model.config
         return {
             "plainvit": __version__,
-            "model": tensor_hash(predictor.model.state_dict())[:16],
+            "model": predictor.weights_hash,
             "config": to_json(config) if isinstance(config, Checked) else str(config),
             "class names": tensor_hash({"/".join(predictor.class_names): torch.zeros(0)})[:16],
             "inputs": source.fingerprint(),

@@ -5,6 +5,7 @@ predictor(["a.jpg", "b.jpg"])[0]                    [Guess("cat", 0.93), Guess("
 predictor.features(predictor.stack(["a.jpg"]))      [1, D]
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from plainvit.config import Preprocess
 from plainvit.data.decode import pixels_of
 from plainvit.data.transforms import prepare
+from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import choose_device, choose_precision
 from plainvit.weights import load
 
@@ -61,6 +63,11 @@ class Predictor:
     def class_names(self) -> tuple[str, ...]:
         """The model's own; numbers where it has none."""
         return self.model.about.class_names or tuple(map(str, range(self.classes)))
+
+    @functools.cached_property
+    def weights_hash(self) -> str:
+        """Of the weights as they were when it was first asked for: half a second for ViT-B."""
+        return tensor_hash(self.model.state_dict())[:16]
 
     def prepare(self, picture: Picture) -> Tensor:
         """One picture as the model sees it: uint8 [3, H, W]. A broken one is an ImageError."""
