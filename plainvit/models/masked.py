@@ -97,14 +97,14 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, order: Tensor, hidden: int) -> Tensor:
         """x [B, prefix + n - k, D] as the encoder left it: answers [B, k, out]."""
-        x = self.embedding(x).to(self.mask_token.dtype)
-        x = torch.cat((x, self.mask_token.expand(len(x), hidden, -1)), 1)  # [B, prefix + n, D]
+        x = self.embedding(x)  # under autocast the decoder, which nobody keeps, stays in low precision throughout
+        x = torch.cat((x, self.mask_token.to(x.dtype).expand(len(x), hidden, -1)), 1)  # [B, prefix + n, D]
         # Blocks do not mind the order of tokens: the hidden ones stay last, and it is the positions that move
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
-        x = x + self.positions[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)].to(x.dtype)
-        for block in self.blocks:
-            x = block(x)
-        return self.answer(self.norm(x[:, -hidden:]))  # [B, k, out]
+        x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
+        for layer, block in enumerate(self.blocks, 1):
+            x = block(x, last=hidden if layer == len(self.blocks) else 0)
+        return self.answer(self.norm(x))  # [B, k, out]
 
 
 class MaskedViT(nn.Module):

@@ -1,441 +1,315 @@
-"""The Triton kernels of plainvit.models.short_attention, which alone imports this module: triton is not everywhere.
+# type: ignore
+"""The Triton kernels of plainvit.models.short_attention, which loads this module on use: triton is not everywhere.
 
-FlashAttention's equations (arXiv 2205.14135, 2307.08691) cut for sequences so short that the keys of a head lie whole
-in one program: the softmax takes one pass, and no gradient is shared between programs, so none needs atomics.
+FlashAttention's equations (arXiv 2205.14135, 2307.08691), cut for sequences so short that all keys of a head lie in
+one program: the softmax takes one pass, and no gradient is summed across programs, so none needs atomics.
 
-Letters: N tokens, H heads, d = D0 + D1 head width (80 = 64 + 16: widths of tiles are powers of two), W0 + W1 + W2 the
-tiles of keys (197 = 128 + 64 + 5 of 16). q, k, v are columns of the packed [B, N, 3 H d]; logits are in base 2:
-`scale` is log2(e) / sqrt(d), and lse the base-2 logarithm of a row's sum.
+Letters: N tokens, H heads, D head width. Tiles are powers of two wide, so 80 columns are PARTS (64, 16), and 197 keys
+WIDTHS (128, 64, 16): a head's block of rows is a tuple with one tile a part, its keys a tuple with one such block a
+width. q, k, v are columns of the packed [B, N, 3 H D]. Logits are in base 2: `scale` is log2(e) / sqrt(D), and lse the
+base-2 logarithm of a row's sum. PROGRAMS in a row share one head of one image, and find its rows in the cache.
 """
+
+# Triton's language only looks like Python: type checkers cannot follow it, and it has no starred tuples.
+# ruff: noqa: RUF005
 
 import triton
 import triton.language as tl
 from triton.language import constexpr
 
-LOG2E = 1.4426950408889634
+
+@triton.constexpr_function
+def before(widths, number):
+    """Where a tile begins."""
+    return sum(widths[:number])
+
+
+@triton.constexpr_function
+def looped(length, widths, resident):
+    """How many whole tiles pass by in a loop; the rest, and all resident ones, are written out one by one."""
+    return 0 if resident else length // widths[0]
 
 
 @triton.jit
-def load(start, first, stride, N: constexpr, ROWS: constexpr, COLUMNS: constexpr):
-    """[ROWS, COLUMNS] from row `first` on; rows from N on are zero."""
+def load(start, first, stride, N: constexpr, ROWS: constexpr, PARTS: constexpr):
+    """Rows of one head from `first` on; rows from N on are zero."""
+    tiles = ()
     rows = first + tl.arange(0, ROWS)
-    places = start + rows[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
-    return tl.load(places, mask=rows[:, None] < N, other=0.0)
+    for i in tl.static_range(len(PARTS)):
+        columns = before(PARTS, i) + tl.arange(0, PARTS[i])
+        tiles = tiles + (tl.load(start + rows[:, None] * stride + columns[None, :], rows[:, None] < N, 0.0),)
+    return tiles
 
 
 @triton.jit
-def load_head(start, first, stride, N: constexpr, ROWS: constexpr, D0: constexpr, D1: constexpr):
-    """Both parts of a head's width; the second is the first again where there is none."""
-    part0 = load(start, first, stride, N, ROWS, D0)
-    part1 = part0
-    if D1 > 0:
-        part1 = load(start + D0, first, stride, N, ROWS, D1)
-    return part0, part1
+def load_keys(start, stride, N: constexpr, WIDTHS: constexpr, PARTS: constexpr):
+    """All keys (or values) of one head."""
+    blocks = ()
+    for t in tl.static_range(len(WIDTHS)):
+        blocks = blocks + (load(start, before(WIDTHS, t), stride, N, WIDTHS[t], PARTS),)
+    return blocks
 
 
 @triton.jit
-def store(start, tile, first, stride, N: constexpr, ROWS: constexpr, COLUMNS: constexpr):
-    """Rows below N of a tile [ROWS, COLUMNS]."""
+def store(start, tiles, factor, first, stride, N: constexpr, ROWS: constexpr, PARTS: constexpr):
+    """Rows below N, each times `factor`."""
     rows = first + tl.arange(0, ROWS)
-    places = start + rows[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
-    tl.store(places, tile.to(start.dtype.element_ty), mask=rows[:, None] < N)
+    for i in tl.static_range(len(PARTS)):
+        columns = before(PARTS, i) + tl.arange(0, PARTS[i])
+        tile = (tiles[i] * factor).to(start.dtype.element_ty)
+        tl.store(start + rows[:, None] * stride + columns[None, :], tile, rows[:, None] < N)
 
 
 @triton.jit
-def store_head(start, part0, part1, first, stride, N: constexpr, ROWS: constexpr, D0: constexpr, D1: constexpr):
-    store(start, part0, first, stride, N, ROWS, D0)
-    if D1 > 0:
-        store(start + D0, part1, first, stride, N, ROWS, D1)
+def zeros(ROWS: constexpr, PARTS: constexpr):
+    tiles = ()
+    for i in tl.static_range(len(PARTS)):
+        tiles = tiles + (tl.full((ROWS, PARTS[i]), 0.0, tl.float32),)
+    return tiles
 
 
 @triton.jit
-def product(a0, a1, b0, b1, D1: constexpr):
-    """a bT over both parts of the width, in fp32."""
-    found = tl.dot(a0, tl.trans(b0))
-    if D1 > 0:
-        found = tl.dot(a1, tl.trans(b1), found)
+def product(a, b, PARTS: constexpr):
+    """a bT over the head's width, in fp32."""
+    found = tl.dot(a[0], tl.trans(b[0]))
+    for i in tl.static_range(1, len(PARTS)):
+        found = tl.dot(a[i], tl.trans(b[i]), found)
     return found
 
 
 @triton.jit
-def without_padding(logits, FIRST: constexpr, N: constexpr, WIDTH: constexpr):
-    """Keys from N on get no weight: the tile of keys [rows, WIDTH] begins at key FIRST."""
-    if FIRST + WIDTH > N:
-        logits = tl.where((FIRST + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
-    return logits
+def add_weighted(sums, weights, rows, PARTS: constexpr):
+    """sums + weights @ rows, part by part."""
+    found = ()
+    weights = weights.to(rows[0].dtype)
+    for i in tl.static_range(len(PARTS)):
+        found = found + (tl.dot(weights, rows[i], sums[i]),)
+    return found
 
 
 @triton.jit
-def place(batch_stride, H: constexpr, D: constexpr):
-    """Image and head of this program, and where that head's queries begin in a packed tensor."""
-    image, head = tl.program_id(0) // H, tl.program_id(0) % H
-    return image, head, image.to(tl.int64) * batch_stride + head * D
-
-
-# Forward --------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def forward(
-    qkv,
-    out,
-    lse,
-    batch_stride,
-    token_stride,
-    scale,
-    N: constexpr,
-    H: constexpr,
-    D0: constexpr,
-    D1: constexpr,
-    W0: constexpr,
-    W1: constexpr,
-    W2: constexpr,
-    ROWS: constexpr,
-    PROGRAMS: constexpr,
-):
-    """out [B, N, H d] and lse [B, H, N]: keys and values are loaded once, then blocks of queries pass by."""
-    D: constexpr = D0 + D1
-    image, head, at = place(batch_stride, H, D)
-    q = qkv + at
-    k, v = q + H * D, q + 2 * H * D
-    out += image.to(tl.int64) * (N * H * D) + head * D
-    lse += tl.program_id(0).to(tl.int64) * N
-    k00, k01 = load_head(k, 0, token_stride, N, W0, D0, D1)
-    v00, v01 = load_head(v, 0, token_stride, N, W0, D0, D1)
-    if W1 > 0:
-        k10, k11 = load_head(k, W0, token_stride, N, W1, D0, D1)
-        v10, v11 = load_head(v, W0, token_stride, N, W1, D0, D1)
-    if W2 > 0:
-        k20, k21 = load_head(k, W0 + W1, token_stride, N, W2, D0, D1)
-        v20, v21 = load_head(v, W0 + W1, token_stride, N, W2, D0, D1)
-    for first in range(tl.program_id(1) * ROWS, N, PROGRAMS * ROWS):
-        q0, q1 = load_head(q, first, token_stride, N, ROWS, D0, D1)
-        s0 = without_padding(product(q0, q1, k00, k01, D1), 0, N, W0)
-        most = tl.max(s0, 1)
-        if W1 > 0:
-            s1 = without_padding(product(q0, q1, k10, k11, D1), W0, N, W1)
-            most = tl.maximum(most, tl.max(s1, 1))
-        if W2 > 0:
-            s2 = without_padding(product(q0, q1, k20, k21, D1), W0 + W1, N, W2)
-            most = tl.maximum(most, tl.max(s2, 1))
-        most *= scale
-        p0 = tl.exp2(s0 * scale - most[:, None])
-        total = tl.sum(p0, 1)
-        p0 = p0.to(v00.dtype)
-        o0 = tl.dot(p0, v00)
-        o1 = o0
-        if D1 > 0:
-            o1 = tl.dot(p0, v01)
-        if W1 > 0:
-            p1 = tl.exp2(s1 * scale - most[:, None])
-            total += tl.sum(p1, 1)
-            p1 = p1.to(v00.dtype)
-            o0 = tl.dot(p1, v10, o0)
-            if D1 > 0:
-                o1 = tl.dot(p1, v11, o1)
-        if W2 > 0:
-            p2 = tl.exp2(s2 * scale - most[:, None])
-            total += tl.sum(p2, 1)
-            p2 = p2.to(v00.dtype)
-            o0 = tl.dot(p2, v20, o0)
-            if D1 > 0:
-                o1 = tl.dot(p2, v21, o1)
-        o0 = o0 / total[:, None]
-        if D1 > 0:
-            o1 = o1 / total[:, None]
-        store_head(out, o0, o1, first, H * D, N, ROWS, D0, D1)
-        rows = first + tl.arange(0, ROWS)
-        tl.store(lse + rows, most + tl.log2(total), mask=rows < N)
-
-
-# Backward -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_delta(out, g0, g1, first, stride, N: constexpr, ROWS: constexpr, D0: constexpr, D1: constexpr):
-    """rowsum(dO * O) of a block of queries: the gradient that a softmax's sum takes away."""
-    o0, o1 = load_head(out, first, stride, N, ROWS, D0, D1)
-    delta = tl.sum(o0.to(tl.float32) * g0.to(tl.float32), 1)
-    if D1 > 0:
-        delta += tl.sum(o1.to(tl.float32) * g1.to(tl.float32), 1)
+def delta_of(grad, out, PARTS: constexpr):
+    """rowsum(dO * O): what the softmax's normalisation takes off each gradient."""
+    delta = tl.sum(grad[0].to(tl.float32) * out[0].to(tl.float32), 1)
+    for i in tl.static_range(1, len(PARTS)):
+        delta += tl.sum(grad[i].to(tl.float32) * out[i].to(tl.float32), 1)
     return delta
 
 
 @triton.jit
-def add_to_queries(
-    dq0,
-    dq1,
-    q0,
-    q1,
-    g0,
-    g1,
-    k0,
-    k1,
-    v0,
-    v1,
-    lse,
-    delta,
-    scale,
-    FIRST: constexpr,
-    N: constexpr,
-    WIDTH: constexpr,
-    D1: constexpr,
-):
-    """dQ + dS K of one tile of keys, for a block of queries."""
-    s = without_padding(product(q0, q1, k0, k1, D1), FIRST, N, WIDTH)
-    p = tl.exp2(s * scale - lse[:, None])  # [ROWS, WIDTH]
-    ds = (p * (product(g0, g1, v0, v1, D1) - delta[:, None])).to(k0.dtype)
-    dq0 = tl.dot(ds, k0, dq0)
-    if D1 > 0:
-        dq1 = tl.dot(ds, k1, dq1)
-    return dq0, dq1
+def begin(pointer, head, batch_stride, H, D: constexpr):
+    """Where a head, counted over all images, begins in a tensor [B, N, ... H D]."""
+    return pointer + (head // H).to(tl.int64) * batch_stride + (head % H) * D
 
 
-@triton.jit
-def backward_queries(
-    qkv,
-    out,
-    lse,
-    grad,
-    delta,
-    dqkv,
-    batch_stride,
-    token_stride,
-    grad_batch_stride,
-    grad_token_stride,
-    scale,
-    shrink,
-    N: constexpr,
-    H: constexpr,
-    D0: constexpr,
-    D1: constexpr,
-    W0: constexpr,
-    W1: constexpr,
-    W2: constexpr,
-    ROWS: constexpr,
-    PROGRAMS: constexpr,
-):
-    """dQ, and the delta [B, H, N] that backward_keys reads: like the forward pass, each row sees all keys."""
-    D: constexpr = D0 + D1
-    image, head, at = place(batch_stride, H, D)
-    q = qkv + at
-    k, v = q + H * D, q + 2 * H * D
-    grad += image.to(tl.int64) * grad_batch_stride + head * D
-    out += image.to(tl.int64) * (N * H * D) + head * D
-    dq = dqkv + image.to(tl.int64) * (N * 3 * H * D) + head * D
-    lse += tl.program_id(0).to(tl.int64) * N
-    delta += tl.program_id(0).to(tl.int64) * N
-    k00, k01 = load_head(k, 0, token_stride, N, W0, D0, D1)
-    v00, v01 = load_head(v, 0, token_stride, N, W0, D0, D1)
-    if W1 > 0:
-        k10, k11 = load_head(k, W0, token_stride, N, W1, D0, D1)
-        v10, v11 = load_head(v, W0, token_stride, N, W1, D0, D1)
-    if W2 > 0:
-        k20, k21 = load_head(k, W0 + W1, token_stride, N, W2, D0, D1)
-        v20, v21 = load_head(v, W0 + W1, token_stride, N, W2, D0, D1)
-    for first in range(tl.program_id(1) * ROWS, N, PROGRAMS * ROWS):
-        q0, q1 = load_head(q, first, token_stride, N, ROWS, D0, D1)
-        g0, g1 = load_head(grad, first, grad_token_stride, N, ROWS, D0, D1)
-        rows = first + tl.arange(0, ROWS)
-        taken = load_delta(out, g0, g1, first, H * D, N, ROWS, D0, D1)
-        tl.store(delta + rows, taken, mask=rows < N)
-        total = tl.load(lse + rows, mask=rows < N, other=0.0)
-        dq0 = tl.zeros((ROWS, D0), tl.float32)
-        dq1 = dq0
-        if D1 > 0:
-            dq1 = tl.zeros((ROWS, D1), tl.float32)
-        dq0, dq1 = add_to_queries(
-            dq0, dq1, q0, q1, g0, g1, k00, k01, v00, v01, total, taken, scale, 0, N, W0, D1
-        )
-        if W1 > 0:
-            dq0, dq1 = add_to_queries(
-                dq0, dq1, q0, q1, g0, g1, k10, k11, v10, v11, total, taken, scale, W0, N, W1, D1
-            )
-        if W2 > 0:
-            dq0, dq1 = add_to_queries(
-                dq0, dq1, q0, q1, g0, g1, k20, k21, v20, v21, total, taken, scale, W0 + W1, N, W2, D1
-            )
-        store_head(dq, dq0 * shrink, dq1 * shrink, first, 3 * H * D, N, ROWS, D0, D1)
+@triton.jit(do_not_specialize=["H"])
+def attention_forward(
+    qkv, out, lse, batch_stride, token_stride, scale, H,
+    N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
+):  # fmt: skip
+    """out [B, N, H D] and lse [B, H, N]: keys and values are loaded once, then blocks of queries pass by.
 
-
-@triton.jit
-def add_to_keys(dk0, dk1, dv0, dv1, q0, q1, g0, g1, k0, k1, v0, v1, lse, delta, scale, D1: constexpr):
-    """dK + dST Q and dV + PT dO of one block of queries; keys first, so that PT and dST stay in registers.
-
-    Rows of padded keys hold anything: none of them meets another key's row, and none is stored.
+    PROGRAMS share the blocks of queries of a head.
     """
-    pt = tl.exp2(product(k0, k1, q0, q1, D1) * scale - lse[None, :])  # [KEYS, ROWS]
-    weights = pt.to(g0.dtype)
-    dv0 = tl.dot(weights, g0, dv0)
-    dst = (pt * (product(v0, v1, g0, g1, D1) - delta[None, :])).to(q0.dtype)
-    dk0 = tl.dot(dst, q0, dk0)
-    if D1 > 0:
-        dv1 = tl.dot(weights, g1, dv1)
-        dk1 = tl.dot(dst, q1, dk1)
-    return dk0, dk1, dv0, dv1
-
-
-@triton.jit
-def load_rows(
-    q,
-    grad,
-    lse,
-    delta,
-    first,
-    token_stride,
-    grad_token_stride,
-    N: constexpr,
-    ROWS: constexpr,
-    D0: constexpr,
-    D1: constexpr,
-):
-    """What a block of keys wants of a block of queries. Padded rows get P = 1 and dS = 0, and meet dO = 0."""
-    q0, q1 = load_head(q, first, token_stride, N, ROWS, D0, D1)
-    g0, g1 = load_head(grad, first, grad_token_stride, N, ROWS, D0, D1)
-    rows = first + tl.arange(0, ROWS)
-    total = tl.load(lse + rows, mask=rows < N, other=0.0)
-    taken = tl.load(delta + rows, mask=rows < N, other=0.0)
-    return q0, q1, g0, g1, total, taken
-
-
-@triton.jit
-def backward_keys(
-    qkv,
-    lse,
-    grad,
-    delta,
-    dqkv,
-    batch_stride,
-    token_stride,
-    grad_batch_stride,
-    grad_token_stride,
-    scale,
-    shrink,
-    N: constexpr,
-    H: constexpr,
-    D0: constexpr,
-    D1: constexpr,
-    KEYS: constexpr,
-    ROWS: constexpr,
-    TAIL: constexpr,
-):
-    """dK and dV of a block of keys: all queries pass by, the last of them in a block of TAIL rows."""
-    D: constexpr = D0 + D1
-    image, head, at = place(batch_stride, H, D)
-    q = qkv + at
-    grad += image.to(tl.int64) * grad_batch_stride + head * D
-    dk = dqkv + image.to(tl.int64) * (N * 3 * H * D) + H * D + head * D
-    lse += tl.program_id(0).to(tl.int64) * N
-    delta += tl.program_id(0).to(tl.int64) * N
-    key = tl.program_id(1) * KEYS
-    k0, k1 = load_head(q + H * D, key, token_stride, N, KEYS, D0, D1)
-    v0, v1 = load_head(q + 2 * H * D, key, token_stride, N, KEYS, D0, D1)
-    dk0 = tl.zeros((KEYS, D0), tl.float32)
-    dv0 = tl.zeros((KEYS, D0), tl.float32)
-    dk1, dv1 = dk0, dv0
-    if D1 > 0:
-        dk1 = tl.zeros((KEYS, D1), tl.float32)
-        dv1 = tl.zeros((KEYS, D1), tl.float32)
-    FULL: constexpr = N - N % ROWS
-    for first in range(0, FULL, ROWS):
-        q0, q1, g0, g1, total, taken = load_rows(
-            q, grad, lse, delta, first, token_stride, grad_token_stride, N, ROWS, D0, D1
-        )
-        dk0, dk1, dv0, dv1 = add_to_keys(
-            dk0, dk1, dv0, dv1, q0, q1, g0, g1, k0, k1, v0, v1, total, taken, scale, D1
-        )
-    if TAIL > 0:
-        q0, q1, g0, g1, total, taken = load_rows(
-            q, grad, lse, delta, FULL, token_stride, grad_token_stride, N, TAIL, D0, D1
-        )
-        dk0, dk1, dv0, dv1 = add_to_keys(
-            dk0, dk1, dv0, dv1, q0, q1, g0, g1, k0, k1, v0, v1, total, taken, scale, D1
-        )
-    store_head(dk, dk0 * shrink, dk1 * shrink, key, 3 * H * D, N, KEYS, D0, D1)
-    store_head(dk + H * D, dv0, dv1, key, 3 * H * D, N, KEYS, D0, D1)
-
-
-# Backward in one program ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def add_to_all(
-    dq, dk, dv, q, g, k, v, lse, delta, scale, FIRST: constexpr, N: constexpr, WIDTH: constexpr
-):
-    """dQ, dK and dV of one tile of keys and one block of queries: five products where the two kernels take seven."""
-    st = tl.dot(k, tl.trans(q)) * scale - lse[None, :]  # [WIDTH, ROWS]
-    if FIRST + WIDTH > N:  # dQ mixes the keys: padded ones must weigh nothing
-        st = tl.where((FIRST + tl.arange(0, WIDTH))[:, None] < N, st, float("-inf"))
-    pt = tl.exp2(st)
-    dv = tl.dot(pt.to(g.dtype), g, dv)
-    dst = (pt * (tl.dot(v, tl.trans(g)) - delta[None, :])).to(q.dtype)
-    dk = tl.dot(dst, q, dk)
-    dq = tl.dot(tl.trans(dst), k, dq)
-    return dq, dk, dv
-
-
-@triton.jit
-def backward_whole(
-    qkv,
-    out,
-    lse,
-    grad,
-    dqkv,
-    batch_stride,
-    token_stride,
-    grad_batch_stride,
-    grad_token_stride,
-    scale,
-    shrink,
-    N: constexpr,
-    H: constexpr,
-    D: constexpr,
-    W0: constexpr,
-    W1: constexpr,
-    W2: constexpr,
-    ROWS: constexpr,
-):
-    """All gradients of a head in one program, the sums of dK and dV in registers: for few tokens and d <= 64."""
-    image, head, at = place(batch_stride, H, D)
-    q = qkv + at
-    k, v = q + H * D, q + 2 * H * D
-    grad += image.to(tl.int64) * grad_batch_stride + head * D
-    out += image.to(tl.int64) * (N * H * D) + head * D
-    dq = dqkv + image.to(tl.int64) * (N * 3 * H * D) + head * D
-    dk, dv = dq + H * D, dq + 2 * H * D
-    lse += tl.program_id(0).to(tl.int64) * N
-    k0 = load(k, 0, token_stride, N, W0, D)
-    v0 = load(v, 0, token_stride, N, W0, D)
-    dk0 = tl.zeros((W0, D), tl.float32)
-    dv0 = tl.zeros((W0, D), tl.float32)
-    if W1 > 0:
-        k1 = load(k, W0, token_stride, N, W1, D)
-        v1 = load(v, W0, token_stride, N, W1, D)
-        dk1 = tl.zeros((W1, D), tl.float32)
-        dv1 = tl.zeros((W1, D), tl.float32)
-    if W2 > 0:
-        k2 = load(k, W0 + W1, token_stride, N, W2, D)
-        v2 = load(v, W0 + W1, token_stride, N, W2, D)
-        dk2 = tl.zeros((W2, D), tl.float32)
-        dv2 = tl.zeros((W2, D), tl.float32)
-    for first in range(0, N, ROWS):
-        qi = load(q, first, token_stride, N, ROWS, D)
-        gi = load(grad, first, grad_token_stride, N, ROWS, D)
-        taken = load_delta(out, gi, gi, first, H * D, N, ROWS, D, 0)
+    D: constexpr = before(PARTS, len(PARTS))
+    TILES: constexpr = len(WIDTHS)
+    head = tl.program_id(0) // PROGRAMS
+    q = begin(qkv, head, batch_stride, H, D)
+    out = begin(out, head, N * H * D, H, D)
+    lse += head.to(tl.int64) * N
+    keys = load_keys(q + H * D, token_stride, N, WIDTHS, PARTS)
+    values = load_keys(q + 2 * H * D, token_stride, N, WIDTHS, PARTS)
+    for turn in range(tl.cdiv(N, ROWS * PROGRAMS)):
+        first = (turn * PROGRAMS + tl.program_id(0) % PROGRAMS) * ROWS
         rows = first + tl.arange(0, ROWS)
-        total = tl.load(lse + rows, mask=rows < N, other=0.0)
-        dqi = tl.zeros((ROWS, D), tl.float32)
-        dqi, dk0, dv0 = add_to_all(dqi, dk0, dv0, qi, gi, k0, v0, total, taken, scale, 0, N, W0)
-        if W1 > 0:
-            dqi, dk1, dv1 = add_to_all(dqi, dk1, dv1, qi, gi, k1, v1, total, taken, scale, W0, N, W1)
-        if W2 > 0:
-            dqi, dk2, dv2 = add_to_all(dqi, dk2, dv2, qi, gi, k2, v2, total, taken, scale, W0 + W1, N, W2)
-        store(dq, dqi * shrink, first, 3 * H * D, N, ROWS, D)
-    store(dk, dk0 * shrink, 0, 3 * H * D, N, W0, D)
-    store(dv, dv0, 0, 3 * H * D, N, W0, D)
-    if W1 > 0:
-        store(dk, dk1 * shrink, W0, 3 * H * D, N, W1, D)
-        store(dv, dv1, W0, 3 * H * D, N, W1, D)
-    if W2 > 0:
-        store(dk, dk2 * shrink, W0 + W1, 3 * H * D, N, W2, D)
-        store(dv, dv2, W0 + W1, 3 * H * D, N, W2, D)
+        queries = load(q, first, token_stride, N, ROWS, PARTS)
+        logits = ()
+        most = tl.full((ROWS,), float("-inf"), tl.float32)
+        for t in tl.static_range(TILES):
+            tile = product(queries, keys[t], PARTS)
+            if before(WIDTHS, t + 1) > N:  # padded keys weigh nothing
+                tile = tl.where((before(WIDTHS, t) + tl.arange(0, WIDTHS[t]))[None, :] < N, tile, float("-inf"))
+            most = tl.maximum(most, tl.max(tile, 1))
+            logits = logits + (tile,)
+        most *= scale
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = zeros(ROWS, PARTS)
+        for t in tl.static_range(TILES):
+            p = tl.exp2(logits[t] * scale - most[:, None])
+            total += tl.sum(p, 1)
+            sums = add_weighted(sums, p, values[t], PARTS)
+        store(out, sums, 1.0 / total[:, None], first, H * D, N, ROWS, PARTS)
+        tl.store(lse + rows, most + tl.log2(total), rows < N)
+
+
+@triton.jit
+def add_online(
+    most, total, sums, queries, keys, values, scale, first,
+    N: constexpr, WIDTH: constexpr, MASKED: constexpr, PARTS: constexpr,
+):  # fmt: skip
+    """The softmax so far and one more tile of keys: what was summed shrinks where a greater logit is met."""
+    logits = product(queries, keys, PARTS)
+    if MASKED:
+        logits = tl.where((first + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
+    greater = tl.maximum(most, tl.max(logits, 1) * scale)
+    shrink = tl.exp2(most - greater)
+    p = tl.exp2(logits * scale - greater[:, None])
+    shrunk = ()
+    for i in tl.static_range(len(PARTS)):
+        shrunk = shrunk + (sums[i] * shrink[:, None],)
+    return greater, total * shrink + tl.sum(p, 1), add_weighted(shrunk, p, values, PARTS)
+
+
+@triton.jit(do_not_specialize=["H"])
+def attention_forward_online(
+    qkv, out, lse, batch_stride, token_stride, scale, H,
+    N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
+):  # fmt: skip
+    """The same, one program a block of queries: keys pass by, few registers are held, and more programs fit."""
+    D: constexpr = before(PARTS, len(PARTS))
+    LOOPED: constexpr = looped(N, WIDTHS, False)
+    head = tl.program_id(0) // PROGRAMS
+    q = begin(qkv, head, batch_stride, H, D)
+    k = q + H * D
+    v = k + H * D
+    lse += head.to(tl.int64) * N
+    first = tl.program_id(0) % PROGRAMS * ROWS
+    rows = first + tl.arange(0, ROWS)
+    queries = load(q, first, token_stride, N, ROWS, PARTS)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = zeros(ROWS, PARTS)
+    for t in range(LOOPED):
+        keys = load(k, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+        values = load(v, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+        most, total, sums = add_online(most, total, sums, queries, keys, values, scale, 0, N, WIDTHS[0], False, PARTS)
+    for t in tl.static_range(LOOPED, len(WIDTHS)):
+        tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        most, total, sums = add_online(
+            most, total, sums, queries, tile_keys, tile_values, scale,
+            before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
+        )  # fmt: skip
+    store(begin(out, head, N * H * D, H, D), sums, 1.0 / total[:, None], first, H * D, N, ROWS, PARTS)
+    tl.store(lse + rows, most + tl.log2(total), rows < N)
+
+
+# Backward: dQ, then dK and dV, seven products -------------------------------------------------------------------------
+
+
+@triton.jit
+def add_to_queries(
+    sums, queries, grads, keys, values, total, taken, scale, first,
+    N: constexpr, WIDTH: constexpr, MASKED: constexpr, PARTS: constexpr,
+):  # fmt: skip
+    """dQ + dS K of one tile of keys, and one block of queries."""
+    logits = product(queries, keys, PARTS) * scale - total[:, None]  # [ROWS, WIDTH]
+    if MASKED:
+        logits = tl.where((first + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
+    ds = tl.exp2(logits) * (product(grads, values, PARTS) - taken[:, None])
+    return add_weighted(sums, ds, keys, PARTS)
+
+
+@triton.jit(do_not_specialize=["H"])
+def attention_backward_queries(
+    qkv, out, lse, grad, delta, dqkv, batch_stride, token_stride, grad_batch_stride, grad_token_stride, scale, shrink,
+    H, N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr, RESIDENT: constexpr,
+):  # fmt: skip
+    """dQ, and the delta [B, H, N] that dK and dV want; keys are loaded once (RESIDENT), or for each block."""
+    D: constexpr = before(PARTS, len(PARTS))
+    LOOPED: constexpr = looped(N, WIDTHS, RESIDENT)
+    head = tl.program_id(0) // PROGRAMS
+    q = begin(qkv, head, batch_stride, H, D)
+    out = begin(out, head, N * H * D, H, D)
+    grad = begin(grad, head, grad_batch_stride, H, D)
+    dq = begin(dqkv, head, N * 3 * H * D, H, D)
+    lse += head.to(tl.int64) * N
+    delta += head.to(tl.int64) * N
+    k = q + H * D
+    v = k + H * D
+    if RESIDENT:
+        keys = load_keys(k, token_stride, N, WIDTHS, PARTS)
+        values = load_keys(v, token_stride, N, WIDTHS, PARTS)
+    for turn in range(tl.cdiv(N, ROWS * PROGRAMS)):
+        first = (turn * PROGRAMS + tl.program_id(0) % PROGRAMS) * ROWS
+        rows = first + tl.arange(0, ROWS)
+        queries = load(q, first, token_stride, N, ROWS, PARTS)
+        grads = load(grad, first, grad_token_stride, N, ROWS, PARTS)
+        taken = delta_of(grads, load(out, first, H * D, N, ROWS, PARTS), PARTS)
+        tl.store(delta + rows, taken, rows < N)
+        total = tl.load(lse + rows, rows < N, 0.0)
+        sums = zeros(ROWS, PARTS)
+        for t in range(LOOPED):
+            some_keys = load(k, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+            some_values = load(v, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+            sums = add_to_queries(
+                sums, queries, grads, some_keys, some_values, total, taken, scale, 0, N, WIDTHS[0], False, PARTS
+            )
+        for t in tl.static_range(LOOPED, len(WIDTHS)):
+            if RESIDENT:
+                tile_keys = keys[t]
+                tile_values = values[t]
+            else:
+                tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+                tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+            sums = add_to_queries(
+                sums, queries, grads, tile_keys, tile_values, total, taken, scale,
+                before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
+            )  # fmt: skip
+        store(dq, sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
+
+
+@triton.jit
+def add_to_keys(
+    dk, dv, keys, values, q, grad, lse, delta, first, token_stride, grad_token_stride, scale,
+    N: constexpr, ROWS: constexpr, PARTS: constexpr,
+):  # fmt: skip
+    """dK + dST Q and dV + PT dO of one block of queries; keys come first, so that PT and dST can stay in registers.
+
+    Padded queries have P = 1, dO = 0 and dS = 0. Padded keys have rows of their own, which nobody stores.
+    """
+    rows = first + tl.arange(0, ROWS)
+    queries = load(q, first, token_stride, N, ROWS, PARTS)
+    grads = load(grad, first, grad_token_stride, N, ROWS, PARTS)
+    total = tl.load(lse + rows, rows < N, 0.0)
+    taken = tl.load(delta + rows, rows < N, 0.0)
+    p = tl.exp2(product(keys, queries, PARTS) * scale - total[None, :])  # [KEYS, ROWS]
+    dv = add_weighted(dv, p, grads, PARTS)
+    ds = p * (product(values, grads, PARTS) - taken[None, :])
+    return add_weighted(dk, ds, queries, PARTS), dv
+
+
+@triton.jit(do_not_specialize=["H"])
+def attention_backward_keys(
+    qkv, lse, grad, delta, dqkv, batch_stride, token_stride, grad_batch_stride, grad_token_stride, scale, shrink, H,
+    N: constexpr, PARTS: constexpr, KEYS: constexpr, WIDTHS: constexpr, PROGRAMS: constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys: all queries pass by, in blocks of WIDTHS rows."""
+    D: constexpr = before(PARTS, len(PARTS))
+    LOOPED: constexpr = looped(N, WIDTHS, False)
+    head = tl.program_id(0) // PROGRAMS
+    q = begin(qkv, head, batch_stride, H, D)
+    grad = begin(grad, head, grad_batch_stride, H, D)
+    dk = begin(dqkv, head, N * 3 * H * D, H, D) + H * D
+    lse += head.to(tl.int64) * N
+    delta += head.to(tl.int64) * N
+    key = tl.program_id(0) % PROGRAMS * KEYS
+    keys = load(q + H * D, key, token_stride, N, KEYS, PARTS)
+    values = load(q + 2 * H * D, key, token_stride, N, KEYS, PARTS)
+    dks = zeros(KEYS, PARTS)
+    dvs = zeros(KEYS, PARTS)
+    for t in range(LOOPED):
+        dks, dvs = add_to_keys(
+            dks, dvs, keys, values, q, grad, lse, delta, t * WIDTHS[0], token_stride, grad_token_stride, scale,
+            N, WIDTHS[0], PARTS,
+        )  # fmt: skip
+    for t in tl.static_range(LOOPED, len(WIDTHS)):
+        dks, dvs = add_to_keys(
+            dks, dvs, keys, values, q, grad, lse, delta, before(WIDTHS, t), token_stride, grad_token_stride, scale,
+            N, WIDTHS[t], PARTS,
+        )  # fmt: skip
+    store(dk, dks, shrink, key, 3 * H * D, N, KEYS, PARTS)
+    store(dk + H * D, dvs, 1.0, key, 3 * H * D, N, KEYS, PARTS)
+
+
+# Backward in one program a head, five products ------------------------------------------------------------------------

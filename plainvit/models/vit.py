@@ -24,6 +24,7 @@ from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
+from plainvit.models.short_attention import fits, short_attention
 from plainvit.models.trace import Trace, note
 
 
@@ -54,26 +55,42 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, eqs. 5-8, by PyTorch's fused kernel."""
+    """Multi-head self-attention, eqs. 5-8, by a fused kernel: ours for short sequences, PyTorch's for others."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.short = True  # where it fits; False: always PyTorch's
         self.qkv = nn.Linear(config.width, 3 * config.width)  # rows: q | k | v, each head by head
         self.out = nn.Linear(config.width, config.width)
         self.relative = RelativePositions(config) if config.posemb == "relative" else None
 
-    def forward(self, x: Tensor, trace: Trace | None, name: str) -> Tensor:
+    def forward(self, x: Tensor, trace: Trace | None, name: str, last: int = 0) -> Tensor:
+        """Of all tokens, or where only the results of the `last` ones are wanted, of these [B, last, D]."""
+        if last:
+            return self._of_the_last(x, last)
         B, N, D = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
+        qkv = self.qkv(x)  # [B, N, 3D]
+        q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
         bias = self.relative(q) if self.relative else None  # [B, H, N, N]
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]
+        if self.short and bias is None and fits(qkv, self.heads):
+            heads = short_attention(qkv, self.heads).view(B, N, self.heads, -1).transpose(1, 2)  # [B, H, N, d]
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]
         if trace is not None:
             note(trace, f"{name}/values", v)
             note(trace, f"{name}/heads", heads)
             if trace.wants(f"{name}/attention"):
                 trace[f"{name}/attention"] = attention_weights(q, k, bias, trace.heads)
         return self.out(heads.transpose(1, 2).reshape(B, N, D))
+
+    def _of_the_last(self, x: Tensor, last: int) -> Tensor:
+        """All tokens are looked at, but only the last ones look."""
+        assert self.relative is None
+        (B, N, D), weight, bias = x.shape, self.qkv.weight, self.qkv.bias
+        q = F.linear(x[:, -last:], weight[:D], bias[:D]).view(B, last, self.heads, -1).transpose(1, 2)  # [B, H, n, d]
+        k, v = F.linear(x, weight[D:], bias[D:]).view(B, N, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, last, D))
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None, heads: Sequence[int] | None) -> Tensor:
@@ -209,7 +226,13 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
         self.residual2 = Residual(config, rate)
 
-    def forward(self, x: Tensor, trace: Trace | None = None) -> Tensor:
+    def forward(self, x: Tensor, trace: Trace | None = None, last: int = 0) -> Tensor:
+        """`last`: nobody will look at the others, so theirs are not computed (of a block with pre-norm, not axial)."""
+        if last:
+            assert self.pre
+            assert self.axis is None
+            x = x[:, -last:] + self.residual1(self.attention(self.norm1(x), None, self.name, last))
+            return x + self.residual2(self.mlp(self.norm2(x)))  # [B, last, D]
         if self.pre:
             x = x + note(trace, f"{self.name}/msa", self.residual1(self.attend(self.norm1(x), trace)))
             x = x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(self.norm2(x))))

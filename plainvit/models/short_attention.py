@@ -1,0 +1,279 @@
+"""Attention for short sequences on NVIDIA GPUs, in Triton: packed qkv in, tokens ready for the out-projection out.
+
+    if fits(qkv, heads):                                # bf16 or fp16, N <= 288, heads of 32, 64 or 80
+        tokens = short_attention(qkv, heads)            # [B, N, 3D] -> [B, N, D]
+
+    python -m bench.attention --sweep                   # times the candidates of TILES on the GPU at hand
+
+Flash kernels are cut for thousands of tokens. At 197 they pad both sides to 256 and want q, k and v permuted; here all
+keys of a head lie in one program, qkv is read and its gradient written in place, and the result is the same bit for
+bit each time (no atomics). The kernels are in short_attention_kernels.py, loaded on first use.
+
+Letters: B batch, N tokens, D width, H heads, d head width.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is cut.
+
+    Args:
+        rows: Queries in a block; tensor cores of Hopper want 64 or more where rows come first.
+        keys: Keys in the widest tile; in the kernel of dK and dV, keys of a program.
+        programs: That share the queries of a head; each loads all its keys.
+        warps: Of a program.
+        stages: Loads under way in the loop; 1 leaves the overlap to the other programs of the multiprocessor.
+        registers: The most a thread may take, where fewer of them let one more program in; 0 is no limit.
+        resident: Keys stay in shared memory while queries pass by; else each block of queries loads them again.
+        even: All tiles of keys as wide as the widest: more padding, fewer and larger products.
+    """
+
+    rows: int
+    keys: int
+    programs: int = 1
+    warps: int = 4
+    stages: int = 1
+    registers: int = 0
+    resident: bool = True
+    even: bool = False
+
+    def parts(self, tokens: int) -> int:
+        """Programs a head, where they share its queries."""
+        return self.programs if self.resident else -(-tokens // self.rows)
+
+    def widths(self, tokens: int) -> tuple[int, ...]:
+        """The tiles of all keys."""
+        return (self.keys,) * -(-tokens // self.keys) if self.even else split(tokens, self.keys)
+
+    def options(self) -> dict[str, Any]:
+        """For Triton. Fused multiply-adds are its default still, but must be said where that is to change."""
+        found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        return found | ({"maxnreg": self.registers} if self.registers else {})
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The launches of one shape: forward, then dQ, then dK and dV."""
+
+    forward: Launch
+    queries: Launch
+    keys: Launch
+
+
+# (most tokens, head width) -> tiles; the first line with enough tokens is taken. Those of 64 are the best of a sweep on
+# an H200; the others were chosen by the registers and shared memory that the compiler reports for it.
+STREAMED = Launch(64, 64, stages=2, resident=False)
+TILES: dict[tuple[int, int], Tiles] = {
+    (288, 32): Tiles(replace(STREAMED, stages=3), STREAMED, Launch(64, 64)),
+    (288, 64): Tiles(replace(STREAMED, stages=3), STREAMED, Launch(64, 64)),
+    (288, 80): Tiles(STREAMED, STREAMED, Launch(32, 64, stages=2, registers=168)),
+}
+
+# What the sweep tries for each kernel
+FORWARD = (
+    *(Launch(64, 64, stages=stages, resident=False) for stages in (1, 2, 3)),
+    *(Launch(128, 64, warps=8, stages=stages, resident=False) for stages in (1, 2)),
+    Launch(64, 128, resident=False),
+    *(Launch(64, 128, stages=stages) for stages in (1, 2)),
+    Launch(64, 128, registers=168),
+    *(Launch(64, 256, registers=limit, even=True) for limit in (0, 168)),
+    Launch(128, 128, warps=8),
+    Launch(64, 128, programs=2),
+)
+QUERIES = (
+    *(Launch(64, 64, stages=stages, resident=False) for stages in (1, 2, 3)),
+    Launch(64, 32, stages=2, resident=False),
+    *(Launch(128, 64, warps=8, stages=stages, resident=False) for stages in (1, 2)),
+    *(Launch(64, keys, stages=stages) for keys in (64, 128) for stages in (1, 2)),
+    Launch(64, 64, registers=168),
+)
+KEYS = (
+    *(Launch(rows, 64, stages=stages) for rows in (32, 64) for stages in (1, 2, 3)),
+    *(Launch(rows, 128, warps=8, stages=stages) for rows in (32, 64) for stages in (1, 2)),
+    *(Launch(rows, 64, stages=2, registers=168) for rows in (32, 64)),
+)
+
+
+def choose(tokens: int, width: int) -> Tiles:
+    """The tiles for so many tokens and heads so wide."""
+    return next(tiles for (most, d), tiles in TILES.items() if tokens <= most and width == d)
+
+
+def split(length: int, widest: int) -> tuple[int, ...]:
+    """Powers of two from 16 to `widest` that cover a length with little to spare: 197 is 128, 64 and 5 of 16."""
+    tiles: list[int] = []
+    while length > sum(tiles):
+        rest = length - sum(tiles)
+        tiles.append(max(16, min(widest, 1 << (rest.bit_length() - 1))))
+        while len(tiles) > 1 and tiles[-1] == tiles[-2] and 2 * tiles[-1] <= widest:
+            tiles[-2:] = [2 * tiles[-1]]
+    return tuple(tiles)
+
+
+# Where it may be used -------------------------------------------------------------------------------------------------
+
+
+def fits(qkv: Tensor, heads: int) -> bool:
+    """Whether short_attention takes this qkv [B, N, 3D]."""
+    return unfit(qkv, heads) is None
+
+
+def unfit(qkv: Tensor, heads: int) -> str | None:
+    """One line saying why not, or None."""
+    if qkv.ndim != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
+        return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
+    if not 1 <= qkv.shape[1] <= MOST_TOKENS:
+        return f"{qkv.shape[1]} tokens: short attention takes 1 to {MOST_TOKENS}"
+    if qkv.shape[2] // (3 * heads) not in HEAD_WIDTHS:
+        return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention takes {HEAD_WIDTHS}"
+    if not qkv.is_cuda:
+        return f"qkv is on {qkv.device.type}: short attention needs a CUDA device"
+    if qkv.dtype not in DTYPES:
+        return f"qkv is {qkv.dtype}: short attention takes bf16 and fp16"
+    return None if _device_ready(qkv.get_device()) else "short attention needs triton and an NVIDIA GPU from Ampere on"
+
+
+@torch.compiler.assume_constant_result
+def _device_ready(index: int) -> bool:
+    """Asked once for each compiled graph; the compiler need not look inside."""
+    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _check(qkv: Tensor, heads: int) -> None:
+    reason = unfit(qkv, heads)
+    interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # tests, on any machine
+    if reason and not interpreted:
+        raise ValueError(reason)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> Any:
+    """Loaded on first use: triton is not everywhere, and slow to load."""
+    from plainvit.models import short_attention_kernels
+
+    return short_attention_kernels
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Kernels take any stride but the last: a gradient of a sum, say, has 0 there."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor]:
+    """Tokens [B, N, D], and the base-2 logarithm of each softmax's sum [B, H, N]."""
+    qkv = _dense(qkv)
+    B, N, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    d = D // heads
+    out, lse = qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
+    if B == 0:
+        return out, lse
+    kernels, programs = _kernels(), launch.parts(N)
+    kernel = kernels.attention_forward if launch.resident else kernels.attention_forward_online
+    with torch.cuda.device_of(qkv):
+        kernel[(B * heads * programs,)](
+            qkv, out, lse, qkv.stride(0), qkv.stride(1), LOG2E * d**-0.5, heads,
+            N=N, PARTS=split(d, 64), WIDTHS=launch.widths(N), ROWS=launch.rows, PROGRAMS=programs,
+            **launch.options(),
+        )  # fmt: skip
+    return out, lse
+
+
+def run_backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles) -> Tensor:
+    """The gradient of the packed qkv: [B, N, 3D]."""
+    grad, qkv = _dense(grad), _dense(qkv)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    if qkv.shape[0] == 0:
+        return dqkv
+    delta = torch.empty_like(lse)
+    run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries)
+    run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys)
+    return dqkv
+
+
+def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the kernels of the backward pass have in common: strides, scales and heads; the sizes they are cut for."""
+    d = qkv.shape[2] // (3 * heads)
+    strides = qkv.stride(0), qkv.stride(1), grad.stride(0), grad.stride(1)
+    return (*strides, LOG2E * d**-0.5, d**-0.5, heads), {"N": qkv.shape[1], "PARTS": split(d, 64)}
+
+
+def run_queries(
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch
+) -> None:
+    """Writes the first third of dqkv, and delta."""
+    rest, sizes = _shared(grad, qkv, heads)
+    programs = launch.parts(qkv.shape[1])
+    with torch.cuda.device_of(qkv):
+        _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
+            qkv, out, lse, grad, delta, dqkv, *rest, **sizes,
+            WIDTHS=launch.widths(qkv.shape[1]), ROWS=launch.rows, PROGRAMS=programs,
+            RESIDENT=launch.resident, **launch.options(),
+        )  # fmt: skip
+
+
+def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
+    """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
+    rest, sizes = _shared(grad, qkv, heads)
+    N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
+    with torch.cuda.device_of(qkv):
+        _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
+            qkv, lse, grad, delta, dqkv, *rest, **sizes,
+            KEYS=launch.keys, WIDTHS=split(N, launch.rows), PROGRAMS=programs, **launch.options(),
+        )  # fmt: skip
+
+
+# One opaque operator for autograd, the compiler and export ------------------------------------------------------------
+
+
+@torch.library.custom_op("plainvit::short_attention", mutates_args=())
+def _forward(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    _check(qkv, heads)
+    return run_forward(qkv, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)).forward)
+
+
+@_forward.register_fake
+def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    B, N, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    return qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
+
+
+@torch.library.custom_op("plainvit::short_attention_backward", mutates_args=())
+def _backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:
+    return run_backward(grad, qkv, out, lse, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)))
+
+
+@_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:  # noqa: ARG001
+    return qkv.new_empty(qkv.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    qkv, ctx.heads = inputs
+    ctx.save_for_backward(qkv, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, None]:  # noqa: ARG001  lse stays inside
+    return _backward(grad, *ctx.saved_tensors, ctx.heads), None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def short_attention(qkv: Tensor, heads: int) -> Tensor:
+    """softmax(q kT / sqrt(d)) v of each head, eqs. 5-8: qkv [B, N, 3D], q | k | v head by head -> [B, N, D]."""
+    return _forward(qkv, heads)[0]
