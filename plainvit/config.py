@@ -416,7 +416,7 @@ class Config(Checked):
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the arithmetic, weights stay fp32; auto: bf16 on a GPU
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
-    graphs: Literal["auto", "off"] = "off"  # CUDA graphs of a step, not yet proven on a GPU; auto: on a single one
+    graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
     workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
     parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each

@@ -42,10 +42,10 @@ def cifar10() -> Config:
 
     Source: plainvit
     Command: plainvit train cifar10 --data-root DIR
-    Expected: 90.3 % test top-1 (one seed, a tenth held out, on JPEG copies of the images)
-    Cost: 5 minutes on an H200
+    Expected: 93.8 % test top-1 (one seed, on JPEG copies of the images)
+    Cost: 7.3 minutes on an H200
     """
-    return _scratch("cifar10", side=32, patch=4, augment=Augment(crop="pad", pad=4, **STRONG))
+    return _scratch("cifar10", side=32, patch=4, epochs=300, augment=Augment(crop="pad", pad=4, **STRONG))
 
 
 def tiny_imagenet() -> Config:
@@ -54,17 +54,21 @@ def tiny_imagenet() -> Config:
     Source: plainvit
     Command: plainvit train tiny-imagenet --data-root DIR
     Expected: not measured
-    Cost: 10 minutes on an H200, estimated
+    Cost: 8 minutes on an H200, estimated
     """
-    return _scratch("tiny-imagenet", side=64, patch=8, augment=Augment(area=(0.25, 1.0), **STRONG))
+    return _scratch("tiny-imagenet", side=64, patch=8, epochs=200, augment=Augment(area=(0.25, 1.0), **STRONG))
 
 
 # On little data a ViT needs strong augmentation before all (AugReg). Of mixing, CutMix does most of the work here.
 STRONG: dict[str, Any] = {"randaugment": (2, 10), "mixup": 0.2, "cutmix": 1.0}
 
 
-def _scratch(data: str, side: int, patch: int, augment: Augment) -> Config:
-    """Muon, since AdamW learns this slowly: 58 % after 45 epochs of CIFAR-10 at lr 1e-3 and batch 1024."""
+def _scratch(data: str, side: int, patch: int, epochs: int, augment: Augment) -> Config:
+    """Muon, since AdamW learns this slowly: 58 % after 45 epochs of CIFAR-10 at lr 1e-3 and batch 1024.
+
+    Batches are small, since steps are what is short: 28 epochs of CIFAR-10 give 83.7 % (held out, one seed) in steps of
+    256 images at lr 2e-3, and in steps of 512 81.1 % at 3e-3 and 80.5 % at 1.5e-3.
+    """
     return Config(
         model=ViTConfig(
             width=256,
@@ -80,9 +84,9 @@ def _scratch(data: str, side: int, patch: int, augment: Augment) -> Config:
         ),
         data=data,
         holdout=0.02,
-        epochs=100,
-        batch=512,
-        optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.05, weight_decay=0.1),
+        epochs=epochs,
+        batch=256,
+        optim=Optim(name="muon", lr=2e-3, momentum=0.95, warmup=0.05, weight_decay=0.1),
         augment=augment,
         ema_window=0.05,
         evaluations=10,
