@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-slow check lock clean
+.PHONY: setup demo test test-slow check bench lock clean
 
 setup: $(READY)
 
@@ -30,6 +30,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# plainvit's training speed over timm's on this machine, against the committed ratio of bench/figures.json.
+bench: setup
+	$(BIN)/python -m bench.gate
 
 # Needs uv. The lock is universal and hash-pinned, and names no index.
 lock:

@@ -1,0 +1,346 @@
+"""Inference side by side: many images a second, and one image's latency, from the same weights in one process.
+
+    python -m bench.infer [--model B/16] [--batch 256] [--json FILE]
+    python -m bench.infer --device cpu --model Ti/16 --batch 2 --repeats 2       shows only that this runs
+
+Images are on the device already: uint8 for plainvit, which normalises them itself; ready floats for the peers. Forms:
+
+as shipped   eager, fp32 weights under bf16 autocast; plainvit's is its Predictor
+compiled     bf16 weights, torch.compile, cuDNN's attention off
+graph        the compiled form replayed as one CUDA graph; for the latency alone
+
+"off" is the greatest difference of a logit from plainvit's in fp32, over the greatest logit. ms is the time between two
+calls that follow each other, by CUDA events: launches that the device waits for count. Device: kernels alone.
+A further form of plainvit is a line in OURS: a function from a Job to a function from images to logits.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import (
+    calls_that_last,
+    ceilings,
+    first_line,
+    interleaved,
+    kernels,
+    machine,
+    percent,
+    said,
+    seconds_a_call,
+    show,
+    tell,
+    write,
+)
+from bench.peers import PEERS, build, cast, cudnn_attention
+from bench.train import attention_of, number
+from plainvit import create
+from plainvit.config import ViTConfig
+from plainvit.evaluate.cost import macs
+from plainvit.evaluate.predictor import Predictor
+from plainvit.models import ViT
+from plainvit.names import configure
+from plainvit.runtime.distributed import choose_device
+
+Answer = Callable[[Tensor], Tensor]  # images [B, 3, H, W] -> logits [B, K]
+Form = Callable[["Job"], Answer]
+
+
+@dataclass
+class Job:
+    """One model with weights, on one device: what every form is made from."""
+
+    model: ViTConfig
+    device: str
+    dtype: torch.dtype  # of the compiled form's weights
+    options: dict[str, Any] = field(default_factory=dict)  # of torch.compile
+    clock: Callable[[], float] = time.perf_counter  # on a CPU; a GPU has its own
+
+    def __post_init__(self) -> None:
+        self.weights = {name: x.detach() for name, x in self.ours().state_dict().items()}
+
+    def ours(self) -> ViT:
+        """On the device, in fp32; a head of zeros would make all logits equal."""
+        made = create_from(self.model, self.device)
+        assert made.head
+        nn.init.normal_(made.head.weight, std=0.02, generator=torch.Generator(self.device).manual_seed(1))
+        return made.eval()
+
+
+def create_from(model: ViTConfig, device: str) -> ViT:
+    """Repeatable weights, drawn on the device."""
+    shape = {name: getattr(model, name) for name in ("width", "depth", "heads", "mlp_dim")}
+    patch = model.patch[0]
+    made = create(f"ViT-B/{patch}", model.classes, model.image_size, numerics="timm", seed=0, device=device, **shape)
+    assert isinstance(made, ViT)
+    return made
+
+
+# Forms ----------------------------------------------------------------------------------------------------------------
+
+
+def our_predictor(job: Job) -> Answer:
+    return Predictor(job.ours(), device=job.device).logits
+
+
+def our_compiled(job: Job) -> Answer:
+    return _compiled(job.ours().to(job.dtype), job)
+
+
+def peer_shipped(library: str, job: Job) -> Answer:
+    model = build(library, job.model, job.weights, job.device).eval()
+
+    def answer(images: Tensor) -> Tensor:
+        with torch.inference_mode(), cast(job.device):
+            return model(images)
+
+    return answer
+
+
+def peer_compiled(library: str, job: Job) -> Answer:
+    return _compiled(build(library, job.model, job.weights, job.device).eval().to(job.dtype), job)
+
+
+def _compiled(model: nn.Module, job: Job) -> Answer:
+    forward = torch.compile(model, dynamic=False, **job.options)
+
+    def answer(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return forward(images)
+
+    return answer
+
+
+def graphed(make: Form, job: Job, images: Tensor) -> Answer:
+    """A form captured for these images, which stay in their place; its logits are overwritten by the next call."""
+    answer = make(job)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            answer(images)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = answer(images)
+
+    def replay(_: Tensor) -> Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+OURS: dict[str, Form] = {
+    "plainvit, as shipped": our_predictor,
+    "plainvit, compiled": our_compiled,
+}
+THEIRS: dict[str, Form] = {
+    f"{library}, {form}": partial(make, library)
+    for library in PEERS
+    for form, make in (("as shipped", peer_shipped), ("compiled", peer_compiled))
+}
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Warm:
+    """A form that has answered, and by how much its logits were off."""
+
+    name: str
+    run: Callable[[], Tensor]
+    cudnn: bool
+    first_s: float
+    off: float
+
+    def __call__(self) -> Tensor:
+        with cudnn_attention(self.cudnn):
+            return self.run()
+
+
+def images_for(name: str, images: Tensor, dtype: torch.dtype) -> Tensor:
+    """As each takes them."""
+    if name.startswith("plainvit"):
+        return images
+    floats = images.float() / 127.5 - 1
+    return floats if name.endswith("as shipped") else floats.to(dtype)
+
+
+def warm_up(name: str, make: Form, job: Job, images: Tensor, right: Tensor, left_out: list[str]) -> Warm | None:
+    """A form past its first answers; as a CUDA graph where its name ends so. None, and a line, where it fails."""
+    theirs = images_for(name, images, job.dtype)
+    cudnn = name in THEIRS and name.endswith("as shipped")
+    try:
+        with cudnn_attention(cudnn):
+            started = time.perf_counter()
+            answer = graphed(make, job, theirs) if name.endswith(", graph") else make(job)
+            logits = answer(theirs).float().clone()
+            took = time.perf_counter() - started
+            for _ in range(2):
+                answer(theirs)
+    except Exception as error:  # a package, a compiler or memory that is missing: each raises its own kind
+        tell(f"{name}, {len(images)} images: {first_line(error)}", left_out)
+        return None
+    off = ((logits[: len(right)] - right).abs().max() / right.abs().max()).item()
+    print(f"  {name}, {len(images)} images: ready after {took:.1f} s", file=sys.stderr, flush=True)
+    return Warm(name, partial(answer, theirs), cudnn, took, off)
+
+
+def milliseconds(run: Callable[[], object], count: int, job: Job) -> float:
+    """Of a call among calls that follow each other, by the device's own clock where it has one."""
+    device = job.device
+    if not device.startswith("cuda"):
+        return 1000 * seconds_a_call(run, count, device, job.clock)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / count
+
+
+def measure_batch(
+    job: Job, forms: Mapping[str, Form], batch: int, repeats: int, wanted: float, left_out: list[str]
+) -> list[dict[str, Any]]:
+    """Rows of one batch size: every form that can be had, in turns."""
+    generator = torch.Generator(job.device).manual_seed(2)
+    shape = (batch, job.model.channels, *job.model.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, device=job.device, generator=generator)
+    with torch.no_grad():
+        right = job.ours()(images[:8])
+    assert isinstance(right, Tensor)
+    systems = [one for name, make in forms.items() if (one := warm_up(name, make, job, images, right, left_out))]
+    counts = {one.name: calls_that_last(one, job.device, wanted) for one in systems}
+    times = interleaved({one.name: partial(milliseconds, one, counts[one.name], job) for one in systems}, repeats)
+    rows: list[dict[str, Any]] = []
+    for one in systems:
+        took = statistics.median(times[one.name])
+        seen = kernels(one, job.device, left_out)
+        row: dict[str, Any] = {"system": one.name, "batch": batch, "ms": took, "rounds_ms": times[one.name]}
+        row |= {"least_ms": min(times[one.name]), "most_ms": max(times[one.name]), "repeats": repeats}
+        row |= {"images_per_second": 1000 * batch / took, "device_ms": sum(kernel.ms for kernel in seen) or None}
+        rows.append(row | {"first_s": one.first_s, "off": one.off, "attention": attention_of(seen)})
+    del systems
+    torch.compiler.reset()
+    gc.collect()
+    if job.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return with_ratios(rows)
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Speeds over that of the fastest peer of the same form of call: graphs against graphs, calls against calls."""
+    for graph in (False, True):
+        some = [row for row in rows if row["system"].endswith(", graph") == graph]
+        theirs = [row["ms"] for row in some if not row["system"].startswith("plainvit")]
+        for row in some:
+            row["ratio"] = min(theirs) / row["ms"] if theirs else None
+            row["best_peer"] = bool(theirs) and row["ms"] == min(theirs)
+    return rows
+
+
+def show_rows(title: str, rows: Sequence[dict[str, Any]], model: ViTConfig, matmul: float) -> None:
+    columns = (
+        "system",
+        "batch",
+        "img/s",
+        "ms",
+        "spread",
+        "ratio",
+        "%",
+        "device",
+        "off",
+        "first s",
+        "attention kernels",
+    )
+    shown: list[list[Any]] = []
+    for row in rows:
+        ratio = f"{row['ratio']:.3f}{'*' if row['best_peer'] else ''}" if row["ratio"] else "-"
+        row["percent"] = percent(row["images_per_second"], 2 * macs(model), matmul)
+        numbers = [f"{row['images_per_second']:,.1f}", f"{row['ms']:,.3f}"]
+        numbers += [f"{row['least_ms']:,.3f}-{row['most_ms']:,.3f}", ratio, f"{row['percent']:.1f}"]
+        numbers += [number(row["device_ms"], ",.3f"), f"{row['off']:.1e}", f"{row['first_s']:.0f}"]
+        shown.append([row["system"], row["batch"], *numbers, ", ".join(row["attention"]) or "-"])
+    show(title, columns, shown, left=("system", "attention kernels"))
+
+
+def forms_of(systems: Sequence[str], compiled: bool, graph: bool) -> dict[str, Form]:
+    """Every form of the libraries asked for; a graph is that of the compiled form."""
+    found = {name: make for name, make in (OURS | THEIRS).items() if name.partition(",")[0] in systems}
+    found = {name: make for name, make in found.items() if compiled or name.endswith("as shipped")}
+    graphs = {name.replace(", compiled", ", graph"): make for name, make in found.items() if name.endswith("compiled")}
+    return found | graphs if graph else found
+
+
+def measure(words: argparse.Namespace, device: str, left_out: list[str]) -> dict[str, Any]:
+    gpu = device.startswith("cuda")
+    model = configure(f"ViT-{words.model}", image_size=words.image_size, numerics="timm")
+    assert isinstance(model, ViTConfig)
+    if not gpu:
+        tell("bf16, CUDA graphs and kernels: no GPU, so fp32 alone; the rates say nothing of a GPU's", left_out)
+    compiled = words.compile == "on" or (words.compile == "auto" and gpu)
+    if not compiled:
+        tell("the compiled forms: torch.compile is off (--compile on)", left_out)
+    top = ceilings(device, left_out)
+    assert top["matmul"]
+    job = Job(model, device, torch.bfloat16 if gpu else torch.float32)
+    systems = ["plainvit", *(name for name in words.systems.split(",") if name != "plainvit")]
+    rows: list[dict[str, Any]] = []
+    for batch, graph in ((words.batch or (256 if gpu else 2), False), (words.latency_batch, gpu)):
+        forms = forms_of(systems, compiled, graph)
+        rows += measure_batch(job, forms, batch, words.repeats, words.seconds, left_out)
+    where = torch.cuda.get_device_name(device) if gpu else "CPU"
+    title = f"inference, ViT-{words.model}, {where}: matmul {top['matmul']:,.3g} TFLOP/s; ratio: to the best peer (*)"
+    show_rows(title, rows, model, top["matmul"])
+    return {"machine": machine(), "ceilings": top, "model": f"ViT-{words.model}", "rows": rows, "left_out": left_out}
+
+
+def check(words: argparse.Namespace) -> str:
+    """The device; what is not known is a ValueError with one line."""
+    configure(f"ViT-{words.model}", image_size=words.image_size)
+    for name in words.systems.split(","):
+        if name != "plainvit" and name not in PEERS:
+            raise ValueError(f"system {name!r} is unknown: one of plainvit, {', '.join(PEERS)}")
+    if words.batch < 0 or words.latency_batch < 1 or words.repeats < 1 or words.seconds <= 0:
+        raise ValueError("--batch is at least 0, --latency-batch and --repeats at least 1, --seconds above 0")
+    return choose_device(words.device)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="B/16")
+    parser.add_argument("--systems", default=",".join(("plainvit", *PEERS)))
+    parser.add_argument("--batch", type=int, default=0, help="0: 256, or 2 on a CPU")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--latency-batch", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="about, of a repeat")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="auto: on a GPU")
+    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    words = parser.parse_args(arguments)
+    try:
+        device = check(words)
+    except ValueError as error:
+        parser.error(str(error))
+    found = measure(words, device, [])
+    if words.json:
+        write(words.json, {"title": "inference", "command": said("bench.infer", arguments), **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The speed benchmarks run end to end without a GPU, count FLOPs right, and leave out what they cannot have."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from plainvit.names import SIZES, configure
+
+ROOT = Path(__file__).parent.parent
+TINY = ("--device", "cpu", "--image-size", "32", "--repeats", "2")
+STEPS = ("--models", "Ti/16", "--batch", "2", "--steps", "1", "--parity", "3")
+
+
+@pytest.fixture(autouse=True)
+def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny size is tinier here."""
+    monkeypatch.setitem(SIZES, "Ti", {"width": 48, "depth": 2, "heads": 3, "mlp_dim": 96})
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return __import__(f"bench.{name}", fromlist=[name])
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("train", monkeypatch)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("gate", monkeypatch)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("measure", monkeypatch)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def test_training_runs_side_by_side(train: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    train.main([*TINY, *STEPS, "--json", str(tmp_path / "rows.json"), "--kernels"])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    rows = {row["system"]: row for row in found["rows"]}
+    peers = [f"{peer}, {form}" for peer in ("timm", "transformers", "torchvision") for form in ("as shipped", "tuned")]
+    assert list(rows) == ["plainvit", *peers]
+    for row in rows.values():
+        assert row["images_per_second"] == pytest.approx(2 / (row["step_ms"] / 1000))
+        assert row["least"] <= row["images_per_second"] <= row["most"]
+        assert len(row["rounds"]) == row["repeats"] == 2
+        assert row["loss_difference"] < 1e-5, "the same weights on the same images"
+        assert row["losses"][0] == pytest.approx(math.log(1000), rel=1e-4), "a head of zeros"
+        assert row["percent"] == row["executed"]
+    assert max(rows["plainvit"]["losses"]) - min(rows["plainvit"]["losses"]) > 1e-3, "the weights moved"
+    best = max((row for row in rows.values() if "tuned" in row["system"]), key=lambda row: row["images_per_second"])
+    assert best["best_peer"]
+    assert best["ratio"] == 1
+    plain = rows["plainvit"]
+    assert plain["ratio"] == pytest.approx(plain["images_per_second"] / best["images_per_second"])
+    matmul = found["ceilings"]["matmul"]
+    step = 2 * 3 * _macs_by_hand(48, 2, 96, 5)
+    assert plain["percent"] == pytest.approx(100 * plain["images_per_second"] * step / (matmul * 1e12), rel=1e-6)
+    assert found["command"].startswith("python -m bench.train --device cpu")
+    assert str(tmp_path) not in found["command"]
+    assert {"torch", "timm", "transformers", "triton", "commit", "processor"} <= found["machine"].keys()
+    assert "no GPU" in capsys.readouterr().err
+
+
+def _macs_by_hand(width: int, depth: int, mlp: int, tokens: int) -> int:
+    """Of a ViT with 16 x 16 patches and 1000 classes: products with weights, two products of attention."""
+    block = tokens * (4 * width**2 + 2 * width * mlp) + 2 * tokens**2 * width
+    return (tokens - 1) * 768 * width + depth * block + 1000 * width
+
+
+def test_a_peer_that_learns_otherwise_is_told_of(
+    train: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(load("peers", monkeypatch), "RATE", 0.1)
+    train.main([*TINY, *STEPS, "--systems", "plainvit;timm"])
+    assert "timm, tuned: losses differ by more than 0.001" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_left_out_with_its_line(
+    train: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    train.main([*TINY, *STEPS, "--systems", "plainvit;timm", "--json", str(tmp_path / "rows.json")])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["system"] for row in found["rows"]] == ["plainvit"]
+    assert found["rows"][0]["ratio"] is None
+    line = "ViT-Ti/16, timm, tuned: timm is not installed: pip install timm"
+    assert line in found["left_out"]
+    assert f"left out: {line}" in capsys.readouterr().err
+
+
+def test_peers_that_fill_the_memory_come_one_by_one(train: ModuleType) -> None:
+    names, model = train.names_of(("timm", "plainvit", "torchvision")), configure("ViT-H/14")
+    assert names[0] == "plainvit"
+    assert len(names) == 5
+    assert train.groups(names, model, 141 * 2**30) == [names[1:]]
+    assert train.groups(names, model, 80 * 2**30) == [[name] for name in names[1:]]
+    assert train.groups(names, model, 0) == [names[1:]], "on a CPU"
+
+
+def test_peers_in_different_rounds_are_compared_through_plainvit(train: ModuleType) -> None:
+    """The machine was half as fast while the second peer ran: it is the faster one all the same."""
+
+    def warm(name: str, rates: list[float], beside: list[float]) -> Any:
+        return train.Warm(name, None, 3e9, 1.0, [7.0, 6.0], None, None, rates=rates, beside=beside)
+
+    found = [
+        warm("plainvit", [100, 100, 50, 50], [100, 100, 50, 50]),
+        warm("timm, tuned", [80, 80], [100, 100]),
+        warm("torchvision, tuned", [45, 45], [50, 50]),
+    ]
+    ours, timm, torchvision = train.rows_of("B/16", found, train.Options("cpu"), 766.0)
+    assert torchvision["best_peer"]
+    assert not timm["best_peer"]
+    assert ours["ratio"] == pytest.approx(1 / 0.9)
+    assert timm["ratio"] == pytest.approx(0.8 / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--models", "B/17"), "not divisible"),
+        (("--models", "Q/16"), "unknown model"),
+        (("--systems", "tim"), "system 'tim' is unknown"),
+        (("--repeats", "0"), "at least 1"),
+        (("--device", "tpu"), "unknown: cpu, cuda"),
+    ],
+)
+def test_wrong_words_are_one_line(train: ModuleType, capsys: Any, words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.main(list(words))
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_memory_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    load("memory", monkeypatch).main([*TINY, *STEPS, "--systems", "plainvit"])
+    shown = capsys.readouterr()
+    assert "no GPU" in shown.err
+    assert "ViT-Ti/16 x2" in shown.out
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_percentages_are_of_the_matmul_rate(measure: ModuleType) -> None:
+    assert measure.percent(1000, 2e9, 4) == pytest.approx(50)  # 2 TFLOP/s of 4
+    published = {"ViT-S/16": 4.61, "ViT-B/16": 17.58, "ViT-L/16": 61.60, "ViT-H/14": 167.40}  # timm's GMACs
+    for name, gmacs in published.items():
+        assert measure.step_flops(configure(name)) == pytest.approx(6e9 * gmacs, rel=0.005)
+    assert measure.percent(3528, measure.step_flops(configure("ViT-B/16")), 766) == pytest.approx(48.6, abs=0.1)
+
+
+def test_kernels_are_told_apart_by_their_names(measure: ModuleType) -> None:
+    kinds = {
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": "gemm",
+        "triton_tem_fused_addmm_3": "gemm",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>": "gemm",
+        "triton_poi_fused__scaled_dot_product_flash_attention_view_5": "pointwise",
+        "triton_red_fused_addmm_native_layer_norm_2": "pointwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "pointwise",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80": "attention",
+        "backward_whole": "attention",
+        "forward_0": "attention",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "other",
+    }
+    assert {name: measure.kind_of(name) for name in kinds} == kinds
+    long = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Traits<64, 128>, false>(pytorch_flash::Params)"
+    assert measure.short_name(long) == "flash_fwd_kernel"
+
+
+def test_the_kernel_table_adds_up(measure: ModuleType, capsys: Any) -> None:
+    found = [measure.Kernel("nvjet_a", "gemm", 6.0, 48), measure.Kernel("flash_fwd", "attention", 2.0, 12)]
+    measure.kernel_table("one step", found)
+    out = capsys.readouterr().out
+    assert "75.0%" in out
+    assert "25.0%" in out
+
+
+# The gate -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_catches_a_regression_and_only_that(gate: ModuleType) -> None:
+    figures = {"H200": {"ratio": 1.25}}
+    assert gate.verdict(1.25, "H200", figures)[0] == 0
+    assert gate.verdict(1.19, "H200", figures)[0] == 0  # 4.8 % below
+    assert gate.verdict(1.40, "H200", figures)[0] == 0
+    code, line = gate.verdict(1.18, "H200", figures)  # 5.6 % below
+    assert code == 1
+    assert "5.6% below the committed 1.250" in line
+    assert "\n" not in line
+    code, line = gate.verdict(1.18, "A100", figures)
+    assert code == 0
+    assert "1.180" in line
+    assert "no figure of this device" in line
+
+
+def test_the_gate_wants_equal_losses_and_a_ratio(gate: ModuleType) -> None:
+    row = {"system": "timm, tuned", "beside_plainvit": 0.8, "loss_difference": 1e-4, "loss_limit": 1e-2}
+    assert gate.ratio_of([row]) == pytest.approx(1.25)
+    assert gate.judge({"rows": [row], "left_out": []}, "H200", {})[0] == 0
+    for apart in (0.5, math.nan):
+        code, line = gate.judge({"rows": [row | {"loss_difference": apart}], "left_out": []}, "H200", {})
+        assert code == 1
+        assert "differ" in line
+    code, line = gate.judge({"rows": [], "left_out": ["timm is not installed"]}, "H200", {})
+    assert (code, line) == (1, "no ratio: timm is not installed")
+
+
+def test_the_gate_runs_and_ends_with_its_code(gate: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    device = gate.device_name(gate.Options("cpu"))
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps({device: {"ratio": 1000.0}, "other": {"ratio": 1.0}}))
+    with pytest.raises(SystemExit) as ended:
+        gate.main([*TINY, *STEPS, "--figures", str(figures), "--add"])
+    assert ended.value.code == 1
+    assert "below the committed 1000.000" in capsys.readouterr().err.splitlines()[-1]
+    found = json.loads(figures.read_text())
+    assert 0.01 < found[device]["ratio"] < 100
+    assert found["other"] == {"ratio": 1.0}
+    assert gate.verdict(found[device]["ratio"], device, found)[0] == 0
+
+
+def test_the_committed_figures_can_be_read(gate: ModuleType) -> None:
+    figures = json.loads(gate.FIGURES.read_text())
+    assert all(0.1 < one["ratio"] < 10 for one in figures.values())
+
+
+# Inference ------------------------------------------------------------------------------------------------------------
+
+
+def test_inference_runs_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    infer = load("infer", monkeypatch)
+    words = ["--model", "Ti/16", "--batch", "2", "--seconds", "0.01", "--json", str(tmp_path / "rows.json")]
+    infer.main([*TINY, *words])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["system"].partition(",")[0], row["batch"]) for row in found["rows"]] == [
+        (system, batch) for batch in (2, 1) for system in ("plainvit", "timm", "transformers", "torchvision")
+    ]
+    for row in found["rows"]:
+        assert row["off"] < 1e-5, "the same weights answer alike"
+        assert row["images_per_second"] == pytest.approx(1000 * row["batch"] / row["ms"])
+    assert sum(row["best_peer"] for row in found["rows"]) == 2
+    assert any("no GPU" in line for line in found["left_out"])
+    assert any("compile" in line for line in found["left_out"])
+
+
+def test_forms_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    infer = load("infer", monkeypatch)
+    names = list(infer.forms_of(["plainvit", "timm"], compiled=True, graph=True))
+    systems = {(system, form) for system in ("plainvit", "timm") for form in ("as shipped", "compiled", "graph")}
+    assert {tuple(name.split(", ")) for name in names} == systems
+    assert list(infer.forms_of(["timm"], compiled=False, graph=True)) == ["timm, as shipped"]
+
+
+def test_ratios_of_graphs_are_to_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    infer = load("infer", monkeypatch)
+    times = {"plainvit, compiled": 2.0, "plainvit, graph": 0.5, "timm, compiled": 3.0, "timm, graph": 0.6}
+    rows = infer.with_ratios([{"system": name, "ms": ms} for name, ms in times.items()])
+    assert [row["ratio"] for row in rows] == pytest.approx([1.5, 1.2, 1.0, 1.0])
+
+
+def test_cpus_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    cpu = load("cpu", monkeypatch)
+    words = ["--model", "Ti/16", "--image-size", "32", "--batches", "1", "--threads", "1", "--repeats", "2"]
+    cpu.main([*words, "--seconds", "0.01", "--compile", "off", "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert max(row["of_fastest"] for row in rows) == 1
+    (timm,) = [row for row in rows if row["system"].startswith("timm")]
+    assert timm["of_timm_eager"] == 1
+    assert "plainvit, eager" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_is_compiled_answers_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    infer = load("infer", monkeypatch)
+    words = ["--model", "Ti/16", "--systems", "timm", "--compile", "on", "--seconds", "0.01"]
+    infer.main([*TINY, *words, "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 8
+    assert all(row["off"] < 1e-4 for row in rows)
