@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from plainvit import __version__
 from plainvit.config import nearest
-from plainvit.verbs import analyse, data, evaluate, models, predict, probe, runs, vtab
+from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
 from plainvit.verbs.words import fail, parsed
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -31,6 +31,9 @@ VERBS: dict[str, Callable[..., object]] = {
     "convert": models.convert,
     "probe": probe.probe,
     "vtab": vtab.vtab,
+    "study": study.study,
+    "study list": study.listing,
+    "paper": paper.paper,
     "data info": data.info,
     "data check": data.check,
     "data pack": data.pack,

@@ -189,7 +189,7 @@ def _of_study(one: PaperTable, file: Path) -> Iterator[Number]:
     said = _told(file, "study", "values", "budget", "metric")
     column = STUDIES.get(said["study"], "")
     if one.number != 8 or not column:
-        raise ValueError(f"{file} is of the study {said['study']}: only Table 8 takes one, {', '.join(STUDIES)}")
+        raise ValueError(f"{file} is of the study {said['study']}: only Table 8 takes a study, {', '.join(STUDIES)}")
     for arm, values in said["values"].items():
         for seed, value in enumerate(values):
             identity = f"{file.resolve()}, seed {seed} of {arm}, "
@@ -269,7 +269,12 @@ def shown(one: PaperTable) -> Group:
     for at, title in enumerate(grid[0]):
         yours = wide and at and one.rows[at - 1].whose == "yours"
         justify = "right" if at else "left"
-        made.add_column(Text(title.replace(" (", "\n(") if wide else title), justify=justify, style="green" if yours else "", overflow="fold")
+        made.add_column(
+            Text(title.replace(" (", "\n(") if wide else title),
+            justify=justify,
+            style="green" if yours else "",
+            overflow="fold",
+        )
     for at, line in enumerate(grid[1:]):
         yours = not wide and one.rows[at].whose == "yours"
         made.add_row(*map(Text, line), style="green" if yours else "")

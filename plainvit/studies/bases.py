@@ -5,9 +5,22 @@ gpu      a ViT of 4 million parameters on Tiny-ImageNet: about a minute a run on
 paper    ViT-B/16 on ImageNet-21k as in the paper's Table 3: thousands of core-days
 """
 
-from plainvit.config import Augment, Config, ViTConfig
+from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.recipes import recipe
 from plainvit.studies.study import Budget
+
+# What is fine-tuned on, that with the most images first
+DOWNSTREAM: dict[Budget, tuple[str, ...]] = {
+    "cpu": ("digits:56789",),
+    "gpu": ("cifar10", "oxford-pets", "flowers102"),
+    "paper": ("cifar10", "oxford-pets", "flowers102"),
+}
+FINE_TUNINGS = {  # the recipes of the paper's
+    "cifar10": "ft-cifar10",
+    "oxford-pets": "ft-pets",
+    "flowers102": "ft-flowers",
+    "imagenet": "ft-imagenet",
+}
 
 
 def base(budget: Budget) -> Config:
@@ -25,6 +38,30 @@ def base(budget: Budget) -> Config:
             return tiny.replace(model=model, augment=augment, **changes)
         case "paper":
             return recipe("vit-b16-i21k").replace(holdout=0.01)
+
+
+def pretrained(budget: Budget) -> Config:
+    """What all fine-tunings begin from: the base, on classes that they are not fine-tuned on."""
+    return base(budget).replace(data="digits:01234") if budget == "cpu" else base(budget)
+
+
+def finetuned(budget: Budget, data: str) -> Config:
+    """A short fine-tuning on one of DOWNSTREAM, the same for every arm: a head of zeros, one rate, no weight decay.
+
+    An arm from scratch is this with a model, and perhaps a rate, of its own. It has the optimiser of the base, since
+    the paper's SGD would not bring a ViT far from scratch.
+    """
+    match budget:
+        case "cpu":
+            optim = Optim(lr=1e-3, warmup=0.1)
+            augment = Augment(crop="none", flip=0.0)
+            return Config(data=data, steps=60, batch=64, holdout=0.3, evaluations=1, optim=optim, augment=augment)
+        case "gpu":
+            optim = Optim(name="muon", lr=1e-3, momentum=0.95, warmup=0.1)
+            augment = Augment(crop="random", resize=75)  # BiT's ratio of 448 to 384, for 64 pixels
+            return Config(data=data, steps=1000, batch=256, holdout=0.2, evaluations=1, optim=optim, augment=augment)
+        case "paper":
+            return recipe(FINE_TUNINGS[data]).replace(holdout=recipe(FINE_TUNINGS[data]).search_holdout)
 
 
 def vit(config: Config) -> ViTConfig:

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.studies.study import Found
 
+SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
+
 
 @styled()
 def draw_arms(found: Found, across: str, paper: Mapping[str, float], words: str) -> Figure:
@@ -51,7 +53,7 @@ def draw_curves(
     A group has the same colour in both panels where the paper's curve has its name.
     """
     groups = list(dict.fromkeys(arm.group for arm in found.arms.values()))
-    colours = dict(zip([*groups, *(name for name in paper if name not in groups)], COLOURS.values(), strict=False))
+    colours = dict(zip([*groups, *(name for name in paper if name not in groups)], SERIES, strict=False))
     figure, axes = new_figure(1, 2 if paper else 1, PANEL)
     ours: Axes = axes[0, 0]
     for group in groups:
@@ -71,4 +73,12 @@ def draw_curves(
         panel.set_xscale("log" if log else "linear")
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
+    return figure
+
+
+def mark_places(figure: Figure, found: Found, form: str = "{:g}") -> Figure:
+    """Our panel's axis with a mark at each place that arms have, and nowhere else."""
+    places = sorted({arm.x for arm in found.arms.values()})
+    figure.axes[0].set_xticks(places, [form.format(place) for place in places])
+    figure.axes[0].minorticks_off()
     return figure

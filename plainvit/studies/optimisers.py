@@ -1,5 +1,126 @@
-"""Not written yet."""
+"""ResNets pre-trained by Adam, as ViTs are, or by SGD, as is usual for them.
 
-from plainvit.studies.study import Study
+    plainvit study resnet-optimiser --budget cpu
 
-STUDIES: tuple[Study, ...] = ()
+ViT (arXiv 2010.11929), D.1 and Table 7; claim 17. The paper compares its ResNets in their better form, and finds that
+to be Adam's. Both are fine-tuned by SGD, as there. The ResNet is that of `compute`, so that its run serves both.
+"""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plainvit.analyse.figures import PANEL, new_figure, styled
+from plainvit.config import Config, Optim
+from plainvit.evaluate import paper
+from plainvit.recipes import recipe
+from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
+from plainvit.studies.compute import brief, models
+from plainvit.studies.drawings import SERIES
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
+
+KINDS = ("Adam", "SGD")
+TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers", "imagenet": "ImageNet"}
+PAPER = {"R50x1": "r50x1-jft", "R152x2": "r152x2-jft"}
+
+
+def upstream(budget: Budget) -> dict[str, dict[str, Config]]:
+    """By the model's name: the pre-training by each optimiser."""
+    if budget == "paper":
+        return {
+            model: {"Adam": recipe(name).replace(data="jft"), "SGD": recipe(f"{name}-sgd").replace(data="jft")}
+            for model, name in PAPER.items()
+        }
+    config = pretrained(budget) if budget == "cpu" else brief(budget)
+    config = config.replace(model=models(budget)["ResNet"][1])
+    return {"": {"Adam": config, "SGD": config.replace(optim=bit(config))}}
+
+
+def bit(config: Config) -> Optim:
+    """BiT's SGD, at the rate that it scales by the batch; warm-up and schedule are the other arm's."""
+    optim, rate = config.optim, 0.03 * config.batch / 256
+    return Optim(name="sgd", lr=rate, weight_decay=1e-4, warmup=optim.warmup, schedule=optim.schedule, clip=0.0)
+
+
+def tuned(budget: Budget, data: str) -> Config:
+    """The fine-tuning of all studies, but by SGD, at the highest rate of the paper's Table 4 for small sets."""
+    config = finetuned(budget, data)
+    return config if budget == "paper" else config.replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
+
+
+def arms(budget: Budget) -> dict[str, Arm]:
+    found: dict[str, Arm] = {}
+    sets = (*DOWNSTREAM[budget], *(("imagenet",) if budget == "paper" else ()))
+    for model, both in upstream(budget).items():
+        for kind, config in both.items():
+            name = f"{model} {kind}".strip()
+            found[f"{name}, pre-trained"] = Arm(config, counts=False)
+            for data in sets:
+                found[f"{name}, {data}"] = Arm(tuned(budget, data), group=kind, after=f"{name}, pre-trained")
+    return found
+
+
+def averages(found: Found, kind: str) -> list[float]:
+    """For each seed, over all sets that were transferred to."""
+    return np.mean([found.of(arm) for arm in found.group(kind)], axis=0).tolist()
+
+
+def decide(found: Found) -> Verdict:
+    """Adam's average is no worse."""
+    apart = gap(averages(found, "SGD"), averages(found, "Adam"))
+    means = " and ".join(f"{kind} {100 * np.mean(averages(found, kind)):.2f} %" for kind in KINDS)
+    return settle([no_worse(apart)], f"after fine-tuning, on average {means}; Adam - SGD {apart}")
+
+
+@styled()
+def draw(found: Found) -> Figure:
+    figure, axes = new_figure(1, 2, PANEL)
+    sets = list(dict.fromkeys(arm.split(", ")[-1] for arm in found.arms))
+    ours = {
+        kind: [[100 * x for arm in _on(found, kind, data) for x in found.of(arm)] for data in sets] for kind in KINDS
+    }
+    theirs = {kind: [[_paper(kind, title)] for title in TITLES.values()] for kind in KINDS}
+    _bars(axes[0, 0], ours, [TITLES.get(data, data) for data in sets], "here, held-out top-1, %")
+    _bars(axes[0, 1], theirs, list(TITLES.values()), "paper, R50x1 after JFT-300M, %")
+    return figure
+
+
+def _on(found: Found, kind: str, data: str) -> list[str]:
+    return [arm for arm in found.group(kind) if arm.endswith(f", {data}")]
+
+
+def _paper(kind: str, column: str) -> float:
+    value = paper.table(7).value(f"BiT-R50x1, {kind}", column)
+    assert value is not None
+    return value
+
+
+def _bars(axes: Axes, values: dict[str, list[list[float]]], names: list[str], title: str) -> None:
+    """For each set, the two optimisers side by side: a bar at the mean, a dot for each seed."""
+    for side, colour, kind in zip((-0.18, 0.18), SERIES, KINDS, strict=False):
+        for at, row in enumerate(values[kind]):
+            label = kind if at == 0 else None
+            axes.plot(
+                [at + side - 0.13, at + side + 0.13], [np.mean(row)] * 2, color=colour, linewidth=2.4, label=label
+            )
+            if len(row) > 1:
+                axes.scatter([at + side] * len(row), row, s=14, color=colour, alpha=0.5, linewidths=0)
+    axes.set(title=title, xlim=(-0.6, len(names) - 0.4))
+    axes.set_xticks(range(len(names)), names)
+    axes.legend()
+
+
+STUDY = Study(
+    number=17,
+    name="resnet-optimiser",
+    claim="Pre-training ResNets with Adam is no worse than with SGD.",
+    source="ViT, D.1 and Table 7",
+    paper="There, the mean of five sets is 89.3 % with Adam and 88.8 % with SGD for R50x1, 94.0 and 93.7 % for R152x2.",
+    rule="averaged over the sets that are fine-tuned on, Adam is not worse than SGD by more than two standard errors, "
+    "and no loss above a point is left open",
+    arms=arms,
+    decide=decide,
+    draw=draw,
+)
+
+STUDIES = (STUDY,)

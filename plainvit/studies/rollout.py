@@ -1,5 +1,153 @@
-"""Not written yet."""
+"""Claim 23: attention, rolled out through the layers, lies on the object that the answer rests on (Figures 6 and 14).
 
-from plainvit.studies.study import Study
+plainvit study rollout --budget cpu
 
-STUDIES: tuple[Study, ...] = ()
+On `shapes`, where every object's outline is known: the share of the rollout that lies on it, by its share of the area.
+The model has timm's small initial weights, whose attention is even. Google's are large enough for texture alone to draw
+attention, so that a small object gets more than its share before any training.
+"""
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch.nn.functional import avg_pool2d
+
+from plainvit.analyse import attention
+from plainvit.analyse.figures import COLOURS, new_figure, styled
+from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.data.generated import Shapes, shapes
+from plainvit.models import ViT
+from plainvit.recipes import recipe
+from plainvit.runtime.distributed import choose_device
+from plainvit.studies.bases import vit
+from plainvit.studies.learned import above, model_of, twins
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
+
+IMAGES, SHOWN = 200, 3  # judged; drawn with their maps in the figure, of the first seed
+
+
+def arms(budget: Budget) -> dict[str, Arm]:
+    """Trained on shapes; at the paper's scale on its own images, and judged on shapes."""
+    return twins(recipe("vit-l16-i21k").replace(holdout=0.01) if budget == "paper" else on_shapes(budget))
+
+
+def on_shapes(budget: Budget) -> Config:
+    """Objects of 6 to 10 pixels' radius in 8 x 8 patches."""
+    model = ViTConfig(
+        width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
+    )
+    data, steps, batch = "shapes:size=32,count=2000", 500, 64
+    if budget != "cpu":
+        model = model.replace(width=192, depth=8, heads=3, mlp_dim=768)
+        data, steps, batch = "shapes:size=32", 2000, 256
+    optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
+    return Config(model=model, data=data, steps=steps, batch=batch, optim=optim, augment=augment, evaluations=1)
+
+
+# Measurement ----------------------------------------------------------------------------------------------------------
+
+
+def measure(config: Config, folder: Path) -> dict[str, float]:
+    """Mean over images of the object's share of the rollout by its share of the area; some maps of the first seed."""
+    model = model_of(config, folder).to(choose_device("auto"))
+    source = judged(model.config.image_size[0])
+    mass, area, maps = on_object(model, source, IMAGES)
+    told = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
+    shown = np.ndenumerate(maps[:SHOWN]) if config.seed == 0 else ()
+    return told | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
+
+
+def judged(side: int) -> Shapes:
+    """Images that no run trains on, which are not the test images either."""
+    return shapes("val", f"size={side},count={IMAGES}")
+
+
+def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(share of the rollout on the object [N], share of the area that it covers [N], the rollouts [N, h, w])."""
+    drawn = [source.draw(index) for index in range(count)]
+    images = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
+    masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
+    rolled = attention.rollout(model, images).double()
+    rolled = rolled / rolled.sum((1, 2), keepdim=True)
+    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w], of each patch
+    return (rolled * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), rolled.numpy()
+
+
+# The rule and the figure ----------------------------------------------------------------------------------------------
+
+
+def decide(found: Found) -> Verdict:
+    over, more = above(1.0, found.of("trained")), gap(found.of("untrained"), found.of("trained"))
+    why = (
+        f"the object gets {over.mean + 1:.3f} ± {over.error:.3f} times its share of the area, "
+        f"{more.mean:+.3f} ± {more.error:.3f} against untrained"
+    )
+    return settle([over.sign, more.sign], why)
+
+
+@styled()
+def draw(found: Found) -> Figure:
+    """The ratio of each seed; beside it some images under the maps of the first seed."""
+    figure, axes = new_figure(SHOWN, 4, (1.5, 1.25))
+    grid = axes[0, 0].get_gridspec()
+    for panel in axes[:, 0]:
+        panel.remove()
+    _draw_ratios(figure.add_subplot(grid[:, 0]), found)
+    maps = {arm: read_maps(found.values[arm][0]) for arm in ("trained", "untrained")}
+    source = judged(vit(found.arms["trained"].config).image_size[0])
+    for row in range(SHOWN):
+        image, top = source.draw(row)[0], max(float(each[row].max()) for each in maps.values())
+        shown = {"image": image} | {arm: lit(image, each[row] / top) for arm, each in maps.items()}
+        for panel, (name, picture) in zip(axes[row, 1:], shown.items(), strict=True):
+            panel.imshow(picture, interpolation="nearest")
+            panel.set_axis_off()
+            if row == 0:
+                panel.set_title(name, loc="center")
+    return figure
+
+
+def lit(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """An image [H, W, 3] as bright as the values [h, w] of its patches: an even map beside a peaked one is dim."""
+    bright = np.kron(values, np.ones((image.shape[0] // len(values), image.shape[1] // values.shape[1])))
+    return (image * (0.15 + 0.85 * bright[..., None])).round().astype(np.uint8)
+
+
+def _draw_ratios(panel: Axes, found: Found) -> None:
+    for at, (name, colour) in enumerate({"trained": COLOURS["blue"], "untrained": COLOURS["muted"]}.items()):
+        values = found.of(name)
+        panel.plot([at - 0.25, at + 0.25], [statistics.fmean(values)] * 2, color=colour, linewidth=2.4)
+        panel.scatter([at] * len(values), values, s=14, color=colour, alpha=0.5, linewidths=0)
+    panel.axhline(1, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
+    panel.set_xticks((0, 1), ("trained", "untrained"), fontsize=7)
+    panel.set(xlim=(-0.6, 1.6))
+    panel.set_title("on the object,\nby its area")
+
+
+def read_maps(values: dict[str, float]) -> np.ndarray:
+    """[SHOWN, h, w] of the maps that a measurement holds."""
+    found = [value for name, value in values.items() if name.startswith("map ")]
+    side = math.isqrt(len(found) // SHOWN)
+    return np.array(found).reshape(SHOWN, side, side)
+
+
+STUDY = Study(
+    number=23,
+    name="rollout",
+    claim="The attention of a trained model lies on the object.",
+    source="ViT, Figures 6 and 14",
+    paper="There, maps of ViT-L/16 are bright where the object is; no number is given.",
+    rule="rolled out through the layers, attention on the object is more than the object's share of the area, in the "
+    "mean over images, by more than two standard errors over seeds; and more than in the untrained twin, by as much",
+    metric="ratio",
+    arms=arms,
+    measure=measure,
+    decide=decide,
+    draw=draw,
+)
+
+STUDIES = (STUDY,)

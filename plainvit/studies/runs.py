@@ -6,13 +6,18 @@
 Small models leave most of a large GPU free, so several runs side by side finish sooner than one after the other.
 """
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,8 @@ from plainvit.config import Config, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display
 from plainvit.train.fit import fit
+
+GRACE = 60.0  # seconds to save a run in, once nobody waits for it any more
 
 
 class FailedRunsError(ValueError):
@@ -71,11 +78,13 @@ def _finished(configs: Mapping[Path, Config], at_once: int) -> Iterator[tuple[Pa
     rest, threads = list(configs), max((os.cpu_count() or 1) // at_once, 1)
     free = [_worker() for _ in range(min(at_once, len(rest)))]
     running: dict[Future, tuple[Path, ProcessPoolExecutor]] = {}
+    others = multiprocessing.active_children()
     try:
         while rest or running:
             while rest and free:
                 path, pool = rest.pop(0), free.pop()
-                running[pool.submit(_run, to_json(configs[path]), path, threads)] = path, pool
+                with _unheard():
+                    running[pool.submit(_run, to_json(configs[path]), path, threads)] = path, pool
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 path, pool = running.pop(future)
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -83,13 +92,43 @@ def _finished(configs: Mapping[Path, Config], at_once: int) -> Iterator[tuple[Pa
                     pool = _worker()
                 free.append(pool)
                 yield path, future
+    except BaseException:  # ctrl-C: each run saves where it is, and the same call goes on from there
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()
+        raise
     finally:
         for pool in [*free, *(pool for _, pool in running.values())]:
             pool.shutdown(cancel_futures=True)
 
 
 def _worker() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Processes that are begun here do not hear ctrl-C: a terminal sends it to all, and one of them is to speak."""
+    resource_tracker.ensure_running()  # or its own first start would undo the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """In a worker: a parent that is killed cannot stop it, and it would hold the device for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def end() -> None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os._exit(143)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _run(config: dict[str, Any], out: Path, threads: int) -> None:
@@ -97,4 +136,9 @@ def _run(config: dict[str, Any], out: Path, threads: int) -> None:
     torch.compiler.reset()  # code of other shapes, from the run before
     made = from_json(config, ("run",))
     assert isinstance(made, Config)
-    fit(made, out, quiet=True, bare=True)
+    try:
+        fit(made, out, quiet=True, bare=True)
+    finally:
+        parent = multiprocessing.parent_process()
+        if parent and not parent.is_alive():  # nobody waits for an answer, nor gives other work
+            os._exit(143)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,13 +27,21 @@ from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.disk import read_json, write_atomically
+from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
 from plainvit.studies.runs import run_all, run_hash
 from plainvit.train.splits import open_splits
+from plainvit.weights import save as save_weights
 
 Budget = Literal["cpu", "gpu", "paper"]
+BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Outcome = Literal["reproduced", "not reproduced", "not decided"]
 SEEDS: dict[Budget, int] = {"cpu": 3, "gpu": 3, "paper": 3}
+PERCENT = {  # measures that are shares, and their names in a table
+    "top1": "held-out top-1, %",
+    "few_shot": "5-shot top-1, %",
+    "overfitting": "training less held-out top-1, points",
+}
 FEWEST = 3  # seeds below which a difference decides nothing
 
 
@@ -47,6 +55,8 @@ class Arm:
     after: str = ""  # the arm whose weights it begins from
     counts: bool = True  # whether it is compared, or only begun from
     trained: bool = True  # or measured without a run, by its config alone
+    # Makes the weights that it begins from, of the folder of `after` and its own config: a part drawn anew
+    edit: Callable[[Path, Config], ViT | ResNet] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,13 @@ def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
     return Gap(statistics.fmean(apart), error, len(apart))
 
 
+def no_worse(found: Gap, margin: float = 0.01) -> int:
+    """The sign of "b is at least as good as a": -1 where it is worse, 1 where no loss above the margin is left open."""
+    if found.seeds < FEWEST or found.sign < 0:
+        return found.sign
+    return int(found.mean - 2 * found.error > -margin)
+
+
 def settle(signs: Sequence[int], why: str) -> Verdict:
     """Of several differences that the claim expects to be positive: all, any against it, or not clear."""
     if any(sign < 0 for sign in signs):
@@ -171,7 +188,14 @@ def run_study(
     }
     found = Found({arm: arms[arm] for arm in values}, values, study.metric)
     verdict = study.decide(found)
-    _write(study, budget, out / study.name, found, verdict, time.monotonic() - started)
+    how = {
+        "seconds": round(time.monotonic() - started, 1),
+        "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
+        "command": f"plainvit study {study.name} --budget {budget}"
+        + f" --seeds {seeds}" * (seeds != SEEDS[budget])
+        + " --data-root DIR" * bool(data_root),
+    }
+    _write(study, budget, out / study.name, found, verdict, how)
     return verdict
 
 
@@ -186,9 +210,33 @@ def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, at_once: int, quie
     return configs
 
 
+def spent_on(configs: Sequence[Config], runs: Path) -> dict[str, Any]:
+    """What the runs took and were made with; they may be older than the verdict, and shared with other studies."""
+    made = [read_json(runs / name / "environment.json") for name in sorted({run_hash(config) for config in configs})]
+    return {
+        "count": len(made),
+        "seconds": round(sum(one.get("seconds", 0.0) for one in made), 1),
+        "commits": sorted({str(one.get("commit")) for one in made}),
+        "devices": sorted({str(one.get("device")) for one in made}),
+    }
+
+
 def _config(arm: Arm, seed: int, configs: Mapping[str, list[Config]], runs: Path) -> Config:
-    init = str(runs / run_hash(configs[arm.after][seed])) if arm.after else arm.config.init
-    return arm.config.replace(seed=seed, init=init)
+    config = arm.config.replace(seed=seed)
+    if not arm.after:
+        return config
+    before = runs / run_hash(configs[arm.after][seed])
+    return config.replace(init=str(_edited(arm, config, before) if arm.edit else before))
+
+
+def _edited(arm: Arm, config: Config, before: Path) -> Path:
+    """The folder of the weights that an arm makes of those before it; made once."""
+    assert arm.edit
+    folder = before.with_name(f"{before.name}-{arm.edit.__name__}-{run_hash(config)}")
+    if not (folder / "model.safetensors").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(arm.edit(before, config), folder / "model.safetensors")
+    return folder
 
 
 def stages(arms: Mapping[str, Arm]) -> list[list[str]]:
@@ -205,13 +253,19 @@ def stages(arms: Mapping[str, Arm]) -> list[list[str]]:
 
 def definition(arms: Mapping[str, Arm]) -> str:
     """A hash of all that decides the runs."""
-    said = {name: [run_hash(arm.config), arm.after, arm.trained] for name, arm in arms.items()}
+    said = {name: [run_hash(arm.config), arm.after, arm.trained, *_words(arm)] for name, arm in arms.items()}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _words(arm: Arm) -> list[str]:
+    return [arm.edit.__name__] if arm.edit else []
 
 
 def _check_definition(study: Study, budget: Budget, arms: Mapping[str, Arm], folder: Path) -> None:
     file = folder / "verdict.json"
     stored = read_json(file) if file.is_file() else {}
+    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :]:
+        raise ValueError(f"{folder} holds a verdict at budget {stored['budget']}, above {budget}: give another --out")
     if stored.get("budget") == budget and stored.get("definition") != definition(arms):
         raise ValueError(f"{folder} holds a verdict on other runs than {study.name} has now: give another --out")
 
@@ -225,13 +279,14 @@ def _check_data(arms: Mapping[str, Arm]) -> None:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict, seconds: float) -> None:
+def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict, how: Mapping[str, Any]) -> None:
     made = environment("cpu" if budget == "cpu" else "cuda")
     said = {
         "study": study.name,
         "number": study.number,
         "claim": study.claim,
         "source": study.source,
+        "paper": study.paper,
         "rule": study.rule,
         "budget": budget,
         "outcome": verdict.outcome,
@@ -239,8 +294,7 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
         "definition": definition(study.arms(budget)),
         "metric": study.metric,
         "values": found.values,
-        "seconds": round(seconds, 1),
-        "command": f"plainvit study {study.name} --budget {budget}",
+        **how,
         "environment": {name: made[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +312,7 @@ def table(study: Study, found: Found, verdict: Verdict) -> str:
             "",
             f"{study.source}. {study.paper}".strip(),
             "",
-            "| arm | held-out top-1, % | seeds |" if study.metric == "top1" else f"| arm | {study.metric} | seeds |",
+            f"| arm | {PERCENT.get(study.metric, study.metric)} | seeds |",
             "|---|---|---|",
             *rows,
             "",
@@ -271,7 +325,7 @@ def table(study: Study, found: Found, verdict: Verdict) -> str:
 
 
 def _cell(found: Found, arm: str) -> str:
-    scale = 100 if found.metric == "top1" else 1
+    scale = 100 if found.metric in PERCENT else 1
     values = [scale * one for one in found.of(arm)]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}"

@@ -24,6 +24,7 @@ from plainvit.config import Config, nearest
 from plainvit.data.decode import DataError
 from plainvit.data.vtab import GROUPS, TASKS, AbsentTask, augment_for
 from plainvit.disk import write_atomically
+from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
 from plainvit.train.fit import fit
@@ -32,21 +33,6 @@ from plainvit.train.splits import open_splits
 from plainvit.train.transfer import starting_model
 
 Setting = Literal["paper", "light"]
-TABLE9: dict[str, tuple[float, ...]] = {  # of the ViT paper, in the order of TASKS
-    "ViT-H/14 (JFT)": (
-        *(95.3, 85.5, 75.2, 99.7, 97.2, 65.0, 88.9, 83.3, 96.7, 91.4, 76.6),
-        *(91.7, 63.8, 53.1, 79.4, 63.3, 84.5, 33.2, 51.2),
-    ),
-    "ViT-L/16 (JFT)": (
-        *(95.4, 81.9, 74.3, 99.7, 96.7, 63.5, 87.4, 83.6, 96.5, 89.7, 77.1),
-        *(86.4, 63.1, 49.7, 74.5, 60.5, 82.2, 36.2, 51.1),
-    ),
-    "ViT-L/16 (I21k)": (
-        *(90.8, 84.1, 74.1, 99.3, 92.7, 61.0, 80.9, 82.5, 95.6, 85.2, 75.3),
-        *(70.3, 56.1, 41.9, 74.7, 64.9, 79.9, 30.5, 41.7),
-    ),
-}
-TABLE9_MEANS = {"ViT-H/14 (JFT)": 77.6, "ViT-L/16 (JFT)": 76.3, "ViT-L/16 (I21k)": 72.7}  # as printed
 
 
 def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, device: str = "auto") -> Config:
@@ -149,7 +135,8 @@ def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
     shown.add_column("task", style="cyan", no_wrap=True)
     for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if beside else ())):
         shown.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
-    paper = dict(zip(TASKS, TABLE9["ViT-L/16 (I21k)"], strict=True))
+    table9 = paper.table(9)
+    theirs = {task: table9.value("ViT-L/16 (ImageNet-21k)", one.title) for task, one in TASKS.items()}
     for task, row in rows.items():
         cells = [task, row["group"]]
         if row["state"] == "done":
@@ -157,7 +144,7 @@ def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
             cells += [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
         else:
             cells += [row["state"], "", ""]
-        shown.add_row(*cells, *((f"{paper[task]:.1f}",) if beside else ()), style="" if len(cells[4]) else "dim")
+        shown.add_row(*cells, *((f"{theirs[task]:.1f}",) if beside else ()), style="" if len(cells[4]) else "dim")
     how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
     return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report))
 

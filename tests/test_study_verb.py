@@ -1,0 +1,350 @@
+"""The verb `study`: its list, its page, the bill against the paper's own numbers, interruptions."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_runs as runs
+import torch
+
+from plainvit.cli import main
+from plainvit.data.decode import DataError
+from plainvit.evaluate.paper import table
+from plainvit.evaluate.plan import IMAGES
+from plainvit.recipes import recipe
+from plainvit.studies import page, positions
+from plainvit.studies.bill import bill
+from plainvit.studies.book import studies
+from plainvit.studies.study import Arm, Study, Verdict, run_study
+
+Capture = pytest.CaptureFixture[str]
+COMMAND = Path(sys.executable).with_name("plainvit")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def refused(capsys: Capture, *words: str, code: int = 2) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["study", *words])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (code, "")
+    return err
+
+
+def plant(out: Path, name: str, number: int, outcome: str = "reproduced", **changes: Any) -> Path:
+    """A verdict as a study writes it."""
+    folder = out / name
+    folder.mkdir(parents=True)
+    said = {
+        "study": name,
+        "number": number,
+        "claim": f"The claim of {name}.",
+        "source": "ViT, Table 8",
+        "paper": "There it is so.",
+        "rule": "a > b",
+        "budget": "cpu",
+        "outcome": outcome,
+        "why": "a - b +1.00 ± 0.10 points",
+        "metric": "top1",
+        "values": {"a": [{"top1": 0.5}]},
+        "seconds": 85.0,
+        "runs": {"count": 6, "seconds": 150.0, "commits": ["c0ffee"], "devices": ["A GPU"]},
+        "command": f"plainvit study {name} --budget cpu",
+        "environment": {"commit": "later", "device": "A CPU"},
+    }
+    (folder / "verdict.json").write_text(json.dumps(said | changes))
+    (folder / "table.md").write_text("# title\n\n| arm | top-1 |\n|---|---|\n| a | 50.00 |\n\nRule: a > b\n")
+    (folder / "figure.png").write_bytes(b"png")
+    return folder
+
+
+# The list -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_is_that_of_the_studies_themselves() -> None:
+    """Read from the syntax of their files, so held against the objects."""
+    found = [(title.number, title.name, title.claim) for title in page.titles()]
+    assert found == [(study.number, study.name, study.claim) for study in studies().values()]
+    assert len({name for _, name, _ in found}) == len(found)
+
+
+def test_a_title_that_is_not_written_out_is_found_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_title", lambda words: None)  # noqa: ARG005
+    assert [title.name for title in page._in_file("positions")] == [study.name for study in positions.STUDIES]
+
+
+def test_listing_loads_no_torch(tmp_path: Path) -> None:
+    plant(tmp_path, "positions", 1, "not decided", budget="gpu")
+    code = "import sys; from plainvit.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    words = [sys.executable, "-c", code, "study", "list", "--out", str(tmp_path), "--json"]
+    said = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert [one["name"] for one in said] == [title.name for title in page.titles()]
+    first = next(one for one in said if one["name"] == "positions")
+    assert first["verdicts"] == {"cpu": None, "gpu": "not decided", "paper": None}
+    assert {outcome for one in said if one != first for outcome in one["verdicts"].values()} == {None}
+
+
+def test_the_list_for_people(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, "positions", 1)
+    main(["study", "list", "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert all(title.name in out for title in page.titles())
+    assert out.count("(cpu)") == 1
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_verdict_and_every_study_without_one(tmp_path: Path) -> None:
+    out = tmp_path / "docs" / "studies"
+    plant(out, "positions", 1)
+    plant(out, "activation", 32, "not reproduced", budget="gpu", claim="A | B.")
+    text = page.write_page(out).read_text()
+    assert page.page_of(out) == tmp_path / "docs" / "studies.md"
+    known = {title.name for title in page.titles()}
+    assert f"**2 of {len(known)} studies have a verdict: 1 reproduced, 1 not reproduced.**" in text
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings == ["1. positions", "32. activation", "Not run"]
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}  # as GitHub does
+    assert set(re.findall(r"\(#(.*?)\)", text)) <= anchors
+    for link in re.findall(r"\]\((?!https?:|#)(.*?)\)", text):
+        assert (tmp_path / "docs" / link).is_file(), link
+    rest = text.split("## Not run")[1]
+    assert set(re.findall(r"\| ([\w-]+) \|$", rest, re.M)) - {"study"} == known - {"positions", "activation"}
+
+
+def test_a_section_says_how_it_was_made(tmp_path: Path) -> None:
+    plant(tmp_path, "positions", 1)
+    section = page.page(tmp_path).split("## 1. positions")[1].split("## Not run")[0]
+    for words in (
+        "The claim of positions. *ViT, Table 8.* There it is so.",
+        "**reproduced**: a - b +1.00 ± 0.10 points.",
+        "Rule: a > b.",
+        "| a | 50.00 |",
+        "`plainvit study positions --budget cpu`: 6 runs, 2m30s in all; A GPU; commit c0ffee; [",
+    ):
+        assert words in section
+    assert "later" not in section, "runs are told of by the commit that made them"
+
+
+def test_a_page_without_verdicts(tmp_path: Path) -> None:
+    text = page.page(tmp_path / "nowhere")
+    assert f"**0 of {len(page.titles())} studies have a verdict.**" in text
+    assert "## Not run" in text
+
+
+def test_the_page_in_docs_is_the_one_that_is_written() -> None:
+    out = Path(__file__).parent.parent / "docs" / "studies"
+    again = "from plainvit.studies.page import *; write_page(Path('docs/studies'))"
+    assert page.page_of(out).read_text() == page.page(out), f'python -c "{again}"'
+
+
+def test_a_damaged_verdict_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    folder = plant(tmp_path, "positions", 1)
+    for text, words in (
+        ("{", "not valid JSON"),
+        ("{}", "study is missing"),
+        (json.dumps(json.loads((folder / "verdict.json").read_text()) | {"outcome": "maybe"}), "no known outcome"),
+    ):
+        (folder / "verdict.json").write_text(text)
+        with pytest.raises(DataError, match=words):
+            page.page(tmp_path)
+    err = refused(capsys, "list", "--out", str(tmp_path), code=3)
+    assert err.count("\n") == 1
+
+
+# The words ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    out = "--out", str(tmp_path / "out")
+    assert "there is no study 'positons'; nearest: positions" in refused(capsys, "positions", "positons", *out)
+    assert "which study?" in refused(capsys, *out)
+    assert "at least 1, got -1" in refused(capsys, "positions", "--seeds", "-1", *out)
+    assert "invalid choice" in refused(capsys, "positions", "--budget", "tpu", *out)
+    assert not (tmp_path / "out").exists()
+
+
+@without_gpu
+@pytest.mark.parametrize("words", [["--budget", "gpu"], ["--budget", "paper", "--yes"]])
+def test_a_budget_without_its_device(capsys: Capture, tmp_path: Path, words: list[str]) -> None:
+    err = refused(capsys, "positions", "--out", str(tmp_path / "out"), "--json", *words, code=5)
+    assert err.count("\n") == 1
+    assert "needs a CUDA GPU" in err
+    assert not (tmp_path / "out").exists()
+
+
+def tiny(name: str, data: str = "digits", steps: int = 2) -> Study:
+    made = runs.config(steps=steps, evaluations=1, data=data)
+    return Study(
+        name=name,
+        number=90,
+        claim=f"Of {name}.",
+        source="s",
+        rule="r",
+        arms=lambda _: {"a": Arm(made)},
+        decide=lambda found: Verdict("not decided", f"{sorted(found.values)}"),
+        draw=lambda found: positions.draw_arms(found, "arm", {}, ""),
+    )
+
+
+def put(patch: pytest.MonkeyPatch, *made: Study) -> None:
+    """These in place of the real studies."""
+    found = [page.Title(one.number, one.name, one.claim) for one in made]
+    patch.setattr("plainvit.studies.page.titles", lambda: found)
+    patch.setattr("plainvit.studies.book.studies", lambda: {one.name: one for one in made})
+
+
+@pytest.mark.slow
+def test_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, tiny("absent", str(tmp_path / "nowhere")), tiny("there"))
+    with pytest.raises(SystemExit) as caught:
+        main(["study", "all", "--out", str(tmp_path / "out"), "--seeds", "1", "--json"])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 3
+    assert "1 of 2 studies failed, the first of them absent: " in err
+    (said,) = json.loads(out)
+    assert (said["study"], said["outcome"]) == ("there", "not decided")
+    assert said["command"] == "plainvit study there --budget cpu --seeds 1"
+    assert said["runs"]["count"] == 1
+    assert (tmp_path / "out.md").read_text().count("| 90 |") == 2
+
+
+@without_gpu
+def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
+    plant(tmp_path, "tiny", 90, budget="gpu")
+    with pytest.raises(ValueError, match="holds a verdict at budget gpu, above cpu: give another --out"):
+        run_study(tiny("tiny"), "cpu", tmp_path, quiet=True)
+
+
+# The bill -------------------------------------------------------------------------------------------------------------
+
+
+def test_positions_at_the_papers_budget_cost_so_many_vit_b16() -> None:
+    """Table 6's 224 exaFLOPs of ViT-B/16 for 7 epochs of JFT, in proportion to the images; relative ones cost more."""
+    images = IMAGES["imagenet21k"] * 0.99 * 90
+    one = table(6).value("ViT-B/16", "exaFLOPs")
+    assert one
+    one *= images / (7 * IMAGES["jft"])
+    found = bill([positions.STUDY], "paper")
+    arms = {row["arm"]: row for row in found["arms"]}
+    for arm in ("none", "1-D", "2-D"):
+        assert arms[arm]["exaflops"] == pytest.approx(3 * one, rel=0.01)
+    assert 1.01 < arms["relative"]["exaflops"] / arms["1-D"]["exaflops"] < 1.1
+    assert found["total"]["exaflops"] == pytest.approx(4 * 3 * one, rel=0.02)
+    assert found["total"]["runs"] == 12
+    assert found["total"]["images"] == pytest.approx(12 * images, rel=1e-4)
+    # Table 2: L/16 on ImageNet-21k took 230 core-days; B/16 is 3.5 times smaller. Their rates differ by a fifth
+    assert found["total"]["tpuv3_core_days"] == pytest.approx(12 * 230 / 3.5, rel=0.2)
+    # B/16 trains at about 3,400 images a second on an H200 (docs/results.md)
+    assert arms["1-D"]["h200_hours"] == pytest.approx(3 * images / 3434 / 3600, rel=0.1)
+    assert bill([positions.STUDY], "paper", 1)["total"]["exaflops"] == pytest.approx(found["total"]["exaflops"] / 3)
+
+
+def with_arms(name: str, arms: dict[str, Arm]) -> Study:
+    return replace(tiny(name), arms=lambda _: arms)
+
+
+def test_shared_runs_are_paid_for_once() -> None:
+    before = recipe("vit-b16-i21k")
+    after = recipe("ft-cifar10")
+    arms = {
+        "before": Arm(before),
+        "after": Arm(after, after="before"),
+        "again": Arm(after, after="before"),
+        "other": Arm(after.replace(image_size=224), after="before"),
+        "looked at": Arm(before, trained=False),
+    }
+    found = bill([with_arms("one", arms), with_arms("two", {"same": Arm(before)})], "paper")
+    paid = {row["arm"]: row["paid_by"] for row in found["arms"]}
+    nobody = dict.fromkeys(("before", "after", "other"), None)
+    assert paid == nobody | {"again": "one, after", "looked at": "no run", "same": "one, before"}
+    assert found["total"]["runs"] == 9
+    row = {row["arm"]: row for row in found["arms"]}
+    assert row["after"]["images"] == 3 * 10_000 * 512  # Table 4
+    # 55.5 against 17.6 billion products an image, at 384 and at 224 pixels
+    assert row["after"]["exaflops"] / row["other"]["exaflops"] == pytest.approx(55.5 / 17.56, rel=0.01)
+
+
+def test_a_share_of_the_images_has_its_share_of_the_steps() -> None:
+    """And data that has no place of its own is JFT, whose images and classes are the paper's."""
+    whole, tenth = recipe("vit-b32-jft"), recipe("vit-b32-jft").replace(share=0.1)
+    first, second = bill([with_arms("one", {"whole": Arm(whole), "tenth": Arm(tenth)})], "paper")["arms"]
+    assert first["exaflops"] == pytest.approx(3 * 55, rel=0.03)  # Table 6
+    assert second["steps"] == pytest.approx(first["steps"] / 10, abs=1)
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_study_has_a_bill(name: str) -> None:
+    for budget in ("cpu", "gpu", "paper"):
+        found = bill([studies()[name]], budget)
+        assert all(row["exaflops"] is not None and row["h200_hours"] is not None for row in found["arms"])
+        assert found["total"]["exaflops"] > 0 or not found["total"]["runs"]
+
+
+def test_the_papers_budget_prints_its_plan_and_runs_nothing(tmp_path: Path, capsys: Capture) -> None:
+    main(["study", "positions", "--budget", "paper", "--out", str(tmp_path / "out")])
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("in all")).split()[2:4] == ["12", "15,180"]
+    main(["study", "positions", "--budget", "paper", "--json"])
+    assert json.loads(capsys.readouterr().out) == bill([positions.STUDY], "paper")
+    assert not list(tmp_path.iterdir())
+
+
+# Interruptions --------------------------------------------------------------------------------------------------------
+
+
+def begun(out: Path, steps: int) -> bool:
+    return any(len(file.read_text().splitlines()) > steps for file in out.glob("runs/*/metrics.jsonl"))
+
+
+def left(group: int) -> bool:
+    """Whether any process of the group is still there."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ctrl-c", "killed"])
+def test_an_interrupted_study_goes_on(tmp_path: Path, how: str) -> None:
+    out = tmp_path / "out"
+    words = [COMMAND, "study", "positions", "--out", str(out), "--seeds", "1"]
+    first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 200
+    while not begun(out, 40):
+        assert first.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    if how == "ctrl-c":
+        os.killpg(first.pid, signal.SIGINT)  # a terminal sends it to all processes
+    else:
+        first.kill()
+    printed, said = first.communicate(timeout=120)
+    if how == "ctrl-c":
+        assert (first.returncode, printed) == (130, "")
+        assert said.splitlines()[-1].startswith("plainvit: interrupted; the same command goes on")
+        assert "Traceback" not in said
+    while left(first.pid):
+        assert time.monotonic() < end + 100, "workers outlive the command"
+        time.sleep(0.2)
+    saved = {file.parent: json.loads(file.read_text())["step"] for file in out.glob("runs/*/status.json")}
+    assert max(saved.values()) >= 40
+    assert not (out / "positions").exists()
+    again = subprocess.run([*words, "--json"], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)[0]["runs"]["count"] == 4
+    for folder, step in saved.items():
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "val" not in line] == list(range(1, 301)), f"it was stopped at {step}"
