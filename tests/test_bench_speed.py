@@ -79,6 +79,7 @@ def _macs_by_hand(width: int, depth: int, mlp: int, tokens: int) -> int:
     return (tokens - 1) * 768 * width + depth * block + 1000 * width
 
 
+@pytest.mark.slow
 def test_a_peer_that_learns_otherwise_is_told_of(
     train: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -221,6 +222,7 @@ def test_the_gate_wants_equal_losses_and_a_ratio(gate: ModuleType) -> None:
     assert (code, line) == (1, "no ratio: timm is not installed")
 
 
+@pytest.mark.slow
 def test_the_gate_runs_and_ends_with_its_code(gate: ModuleType, tmp_path: Path, capsys: Any) -> None:
     device = gate.device_name(gate.Options("cpu"))
     figures = tmp_path / "figures.json"

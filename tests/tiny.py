@@ -1,7 +1,9 @@
 """Small models for the tests: real in every part, with weights that hide no mistake."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from peers import scramble
 from torch import Tensor
@@ -68,3 +70,8 @@ def difference(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
     assert b.numel() == 1 or b.std() > 1e-3
     return (a - b).abs().max().item()
+
+
+def mostly_slow(values: Iterable[Any], every: int) -> list[Any]:
+    """Cases of one check, for parametrize: each so many-th runs with the fast tests, the others with the slow ones."""
+    return [one if at % every == 0 else pytest.param(one, marks=pytest.mark.slow) for at, one in enumerate(values)]
