@@ -406,7 +406,7 @@ class Config(Checked):
     augment: Augment = Augment()
     preprocess: Preprocess | None = None  # for evaluation; None: that of init, or the default
     ema: float = 0.0  # decay of the averaged weights that are evaluated and delivered, such as 0.9999; 0: none
-    ema_window: float = 0.0  # the same as a share of the run: 0.1 averages over about its last tenth
+    ema_window: float = 0.0  # the same as a share of the run, a ninth at most: 0.1 is about its last tenth
     evaluations: int = 20  # how often the run is validated and a checkpoint saved, evenly spread
     save_every: int = 0  # steps between further checkpoints
     keep: int = 2  # newest checkpoints that are kept, besides the best
@@ -417,6 +417,7 @@ class Config(Checked):
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the arithmetic, weights stay fp32; auto: bf16 on a GPU
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
     graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
+    shortcuts: Literal["auto", "off"] = "auto"  # our own kernels, no work that no result needs; off: plain PyTorch
     workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
     parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each
@@ -427,8 +428,8 @@ class Config(Checked):
     # What may change between start and resume without changing the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
         {
-            *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "workers"),
-            *("track", "parallel", "recompute", "sharded", "timeout"),
+            *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "shortcuts"),
+            *("workers", "track", "parallel", "recompute", "sharded", "timeout"),
         }
     )
 

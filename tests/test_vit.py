@@ -252,6 +252,49 @@ def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) ->
     assert {x.dtype for x in trace.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(
+            {},
+            {"representation": 9},
+            {"registers": 2},
+            {"layer_scale": 0.3},
+            {"norm_pooled": True},
+            {"posemb_at": "every"},
+        ),
+        *(
+            {"pool": "average"},
+            {"distillation": True},
+            {"norm": "post"},
+            {"posemb": "relative"},
+        ),  # these have no shortcut
+    ],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shortcuts_change_nothing(settings: dict[str, Any], recompute: bool) -> None:
+    """Logits and all gradients, in float64; and the last block does less where only the class token is read."""
+    model, images = tiny.vit(**settings), tiny.images()
+    model.recompute = recompute
+    seen: list[int] = []
+    model.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    results = []
+    for wanted in (False, True):
+        model.zero_grad()
+        logits = model.take_shortcuts(wanted)(images)
+        assert isinstance(logits, Tensor)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1])
+    for plain, short in zip(*results, strict=True):
+        torch.testing.assert_close(short, plain, rtol=1e-10, atol=1e-12)
+    alone = not {"pool", "distillation", "norm"} & set(settings) and settings.get("posemb") != "relative"
+    assert (seen[0], seen[-1]) == (model.config.tokens, 1 if alone else model.config.tokens)
+    trace = Trace("block*/tokens")
+    torch.testing.assert_close(model(images, trace), results[1][0])
+    assert trace["block2/tokens"].shape[1] == model.config.tokens, "a trace sees the last block whole"
+
+
 # Patches and positions ------------------------------------------------------------------------------------------------
 
 

@@ -115,12 +115,13 @@ def _length(config: Config, model: Model, images: int | None) -> dict[str, Any]:
 
 
 def _known_images(config: Config) -> int | None:
-    """Of a set with a name, less what is held out; a set with validation images of its own holds none out."""
+    """The share of a set with a name, less what is held out; a set with validation images of its own holds none out."""
     images = 800 if config.data.startswith("vtab/") else IMAGES.get(config.data)
     splits = SETS[config.data].splits if config.data in SETS else ()
-    if images is None or {"val", "test"} <= set(splits):
-        return images
-    return images - round(images * config.holdout)
+    if images is None:
+        return None
+    kept = images if {"val", "test"} <= set(splits) else images - round(images * config.holdout)
+    return max(round(config.share * kept), 1)
 
 
 def _core_days(exaflops: float) -> dict[str, Any]:

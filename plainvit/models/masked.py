@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
 from plainvit.models.initialise import initialise_vit
-from plainvit.models.vit import Block, ViT, sincos2d, take
+from plainvit.models.vit import ALL, Block, ViT, sincos2d, take
 
 Objective = Literal["masked", "mae", "simmim"]
 COLOURS = 512  # 3 bits of each of red, green and blue
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
         x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
         for layer, block in enumerate(self.blocks, 1):
-            x = block(x, last=hidden if layer == len(self.blocks) else 0)
+            x = block(x, keep=slice(-hidden, None) if layer == len(self.blocks) else ALL)
         return self.answer(self.norm(x))  # [B, k, out]
 
 

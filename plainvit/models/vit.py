@@ -41,6 +41,9 @@ ACTIVATIONS = {
 }
 
 
+ALL = slice(None)  # tokens
+
+
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
     """Cuts images into flattened patches in raster order: eq. 1's x_p, in the order of a convolution's kernel."""
     B, C, height, width = images.shape
@@ -65,10 +68,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.relative = RelativePositions(config) if config.posemb == "relative" else None
 
-    def forward(self, x: Tensor, trace: Trace | None, name: str, last: int = 0) -> Tensor:
-        """Of all tokens, or where only the results of the `last` ones are wanted, of these [B, last, D]."""
-        if last:
-            return self._of_the_last(x, last)
+    def forward(self, x: Tensor, trace: Trace | None, name: str, keep: slice = ALL) -> Tensor:
+        """Of all tokens, or of those alone whose results are wanted."""
+        if keep != ALL:
+            return self._of_some(x, keep)
         B, N, D = x.shape
         qkv = self.qkv(x)  # [B, N, 3D]
         q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
@@ -84,13 +87,15 @@ class Attention(nn.Module):
                 trace[f"{name}/attention"] = attention_weights(q, k, bias, trace.heads)
         return self.out(heads.transpose(1, 2).reshape(B, N, D))
 
-    def _of_the_last(self, x: Tensor, last: int) -> Tensor:
-        """All tokens are looked at, but only the last ones look."""
+    def _of_some(self, x: Tensor, keep: slice) -> Tensor:
+        """All tokens are looked at, but only some look: [B, n, D]."""
         assert self.relative is None
-        (B, N, D), weight, bias = x.shape, self.qkv.weight, self.qkv.bias
-        q = F.linear(x[:, -last:], weight[:D], bias[:D]).view(B, last, self.heads, -1).transpose(1, 2)  # [B, H, n, d]
-        k, v = F.linear(x, weight[D:], bias[D:]).view(B, N, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, last, D))
+        some, weight, bias, D = x[:, keep], self.qkv.weight, self.qkv.bias, x.shape[2]
+        q = F.linear(some, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, n, d]
+        k, v = (
+            F.linear(x, weight[D:], bias[D:]).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # [B, H, N, d]
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(some.shape))
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None, heads: Sequence[int] | None) -> Tensor:
@@ -226,13 +231,13 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
         self.residual2 = Residual(config, rate)
 
-    def forward(self, x: Tensor, trace: Trace | None = None, last: int = 0) -> Tensor:
-        """`last`: nobody will look at the others, so theirs are not computed (of a block with pre-norm, not axial)."""
-        if last:
+    def forward(self, x: Tensor, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
+        """`keep`: nobody will look at other tokens, so they are not computed (of a block with pre-norm, not axial)."""
+        if keep != ALL:
             assert self.pre
             assert self.axis is None
-            x = x[:, -last:] + self.residual1(self.attention(self.norm1(x), None, self.name, last))
-            return x + self.residual2(self.mlp(self.norm2(x)))  # [B, last, D]
+            x = x[:, keep] + self.residual1(self.attention(self.norm1(x), None, self.name, keep))
+            return x + self.residual2(self.mlp(self.norm2(x)))  # [B, n, D]
         if self.pre:
             x = x + note(trace, f"{self.name}/msa", self.residual1(self.attend(self.norm1(x), trace)))
             x = x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(self.norm2(x))))
@@ -283,6 +288,7 @@ class ViT(nn.Module):
         device.choose_attention_backend()
         self._cpu_bf16_refused = device.cpu_bf16_refused()
         self.config, self.about, self.recompute = config, About(), False  # blocks again in the backward pass
+        self.shortcuts = False  # see take_shortcuts
         D, layers = config.width, config.depth * (2 if config.axial else 1)
         self.normalise = Normalise(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
@@ -312,7 +318,7 @@ class ViT(nn.Module):
         """Logits [B, K]. A model with a distillation token gives both heads' logits in training, else their mean."""
         if trace is not None:
             trace.check(self.trace_names(), self.config.heads)
-        x = self.encode(images, trace)  # [B, N, D]
+        x = self.encode_tokens(self.embed(images, trace), trace, self._read(trace))  # [B, N, D]
         representation = note(trace, "representation", self.represent(x, trace))
         if self.head is None:
             return representation
@@ -321,6 +327,18 @@ class ViT(nn.Module):
         both = self.head(x[:, 0]), self.head_distillation(x[:, 1])
         mean = note(trace, "logits", (both[0] + both[1]) / 2)
         return both if self.training else mean
+
+    def take_shortcuts(self, wanted: bool = True) -> Self:
+        """Whether to leave out what no result needs, and to use our own kernels: the same but for rounding.
+
+        Kernels are used by themselves. The last block without all but the class token is what training uses: a trace
+        has to see that block whole, and would no longer have the very bits of a pass without one.
+        """
+        self.shortcuts = wanted
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.short = wanted
+        return self
 
     def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
         """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""
@@ -342,9 +360,10 @@ class ViT(nn.Module):
         """Tokens after the last block and, unless it comes after pooling, the final norm (eq. 4's LN)."""
         return self.encode_tokens(self.embed(images, trace), trace)
 
-    def encode_tokens(self, x: Tensor, trace: Trace | None = None) -> Tensor:
-        for layer in range(len(self.blocks)):
-            x = self.run_block(x, layer, trace)
+    def encode_tokens(self, x: Tensor, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
+        last = len(self.blocks) - 1
+        for layer in range(last + 1):
+            x = self.run_block(x, layer, trace, keep if layer == last else ALL)
         return note(trace, "encoded", x if self.config.norm_pooled else self.norm(x))  # [B, N, D]
 
     def embed(self, images: Tensor, trace: Trace | None = None) -> Tensor:
@@ -370,12 +389,18 @@ class ViT(nn.Module):
             x = self.positions[0](x, places)
         return note(trace, "embedded", self.dropout(x))
 
-    def run_block(self, x: Tensor, layer: int, trace: Trace | None = None) -> Tensor:
+    def _read(self, trace: Trace | None) -> slice:
+        """The tokens that are read after the last block."""
+        c = self.config
+        alone = c.pool == "token" and not c.distillation and c.norm == "pre" and not c.axial and c.posemb != "relative"
+        return slice(0, 1) if self.shortcuts and alone and trace is None else ALL
+
+    def run_block(self, x: Tensor, layer: int, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
         if self.config.posemb_at != "stem":  # Table 8's other columns: one table per layer, or one for all
             x = self.positions[layer if self.config.posemb_at == "every" else 0](x)
         if self.recompute and trace is None and torch.is_grad_enabled():
-            return checkpoint(self.blocks[layer], x, use_reentrant=False)
-        return self.blocks[layer](x, trace)
+            return checkpoint(self.blocks[layer], x, keep=keep, use_reentrant=False)
+        return self.blocks[layer](x, trace, keep)
 
     def represent(self, x: Tensor, trace: Trace | None = None) -> Tensor:
         """Tokens [B, N, D] to one vector per image: pooling, then the pre-training head's hidden layer."""

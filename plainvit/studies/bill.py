@@ -69,8 +69,6 @@ def _cost(config: Config, model: Model, seeds: int) -> dict[str, Any]:
     """Of all its seeds; one device, its batch in parts that fit."""
     known = config.replace(model=model, init="", data=config.data or "jft")  # the recipes leave JFT's place to the user
     report = plan(known, on=ON, simulate=False)
-    if config.share < 1 and report["run"]["images"]:
-        report = plan(known, on=ON, simulate=False, images=max(round(config.share * report["run"]["images"]), 1))
     run, mode = report["run"], report["modes"][report["chosen"]]
     days = run["tpuv3_core_days"]
 

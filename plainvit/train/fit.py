@@ -147,19 +147,19 @@ def _fit_in(
         _train(run)
         model, numbers = deliver(run, splits, report=not bare)
     except BaseException as error:
-        _tell(run, error)
+        _tell(run, error, report=not bare)
         raise
     return Fitted(folder.path, numbers, model)
 
 
-def _tell(run: Training, error: BaseException) -> None:
+def _tell(run: Training, error: BaseException, report: bool) -> None:
     """status.json, and a report of what there is where it is worth one."""
     stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
     state = "interrupted" if stopped else "diverged" if isinstance(error, DivergedError) else "failed"
     usual = 130 if stopped else 2 if isinstance(error, ValueError | OSError) else 1
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     run.folder.say(state, run.progress.step, run.steps, reason, getattr(error, "exit_code", usual))
-    if run.world.first and state != "failed":
+    if run.world.first and report and state != "failed":
         write_report(run.folder.path)
 
 
@@ -273,6 +273,8 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
     """The model with its loss, in parts where FSDP is asked for."""
     model = initial_model(config, splits).to(world.device)
     (model if isinstance(model, ViT) else model.body).recompute = config.recompute
+    if isinstance(model, ViT):
+        model.take_shortcuts(config.shortcuts == "auto")
     if config.optim.lora:
         if not isinstance(model, ViT):
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")

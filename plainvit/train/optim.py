@@ -257,7 +257,7 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Average:
-    """Exponentially averaged weights (Polyak). Early on the window is as long as the run so far, as in TensorFlow."""
+    """Exponentially averaged weights (Polyak). The window is at most a ninth of the run so far, as in TensorFlow."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, own = decay, model.state_dict()
