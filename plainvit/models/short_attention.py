@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plainvit.models.trace import constant
+
 MOST_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
 LOG2E = 1.4426950408889634
 
@@ -144,7 +146,7 @@ def unfit(qkv: Tensor, heads: int) -> str | None:
     return None if _device_ready(qkv.get_device()) else "short attention needs triton and an NVIDIA GPU from Ampere on"
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _device_ready(index: int) -> bool:
     """Asked once for each compiled graph; the compiler need not look inside."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:

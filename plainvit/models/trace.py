@@ -8,7 +8,7 @@ A trace keeps the live tensors that the pass computed, so gradients can be taken
 weights alone are computed beside the fused kernel, which never forms them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -47,7 +47,13 @@ def note(trace: Trace | None, name: str, x: Tensor) -> Tensor:
     return x
 
 
-# Run for real while the compiler traces: a plain raise would be swallowed and the model silently run eagerly.
-@torch.compiler.assume_constant_result
+def constant(function: Callable) -> Callable:
+    """Run for real while the compiler traces: torch.compiler.assume_constant_result, which would load the compiler."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@constant
 def _refuse_compiled() -> None:
+    """A plain raise would be swallowed and the model silently run eagerly."""
     raise ValueError("a trace needs the eager model: call the model itself, not its torch.compile'd form")
