@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -97,6 +98,15 @@ def _remember(file: Path, kills: bool) -> None:
         Path(name).replace(file)
     except OSError:  # a read-only home costs a probe per run, nothing else
         pass
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def choose_attention_backend() -> None:

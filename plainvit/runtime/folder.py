@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_atomically
 
 
@@ -149,15 +150,6 @@ def environment(device: str) -> dict[str, Any]:
         "command": shlex.join(["plainvit", *sys.argv[1:]]) if Path(sys.argv[0]).name == "plainvit" else "",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _commit(folder: Path) -> str | None:

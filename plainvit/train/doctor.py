@@ -18,9 +18,9 @@ from rich.table import Table
 
 from plainvit import __version__, device
 from plainvit.config import Config, Model, ViTConfig
+from plainvit.device import processor
 from plainvit.models import build
 from plainvit.runtime.distributed import choose_device
-from plainvit.runtime.folder import processor
 from plainvit.train.optim import freeze
 from plainvit.train.splits import open_splits
 from plainvit.train.transfer import resolve, starting_model

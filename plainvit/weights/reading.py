@@ -8,6 +8,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 
@@ -15,6 +16,7 @@ from plainvit import hub
 from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
+from plainvit.models.optimise import Optimised
 from plainvit.models.resample import resize
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder
@@ -26,6 +28,7 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "prepro
 log = logging.getLogger("plainvit")
 
 
+@overload
 def load(
     source: str | Path,
     classes: int | None = None,
@@ -35,12 +38,39 @@ def load(
     grid: tuple[int, int] | None = None,
     resample: str = "bilinear-aligned",
     dtype: torch.dtype | None = torch.float32,
-) -> ViT | ResNet:
+    optimise: Literal[False] = False,
+) -> ViT | ResNet: ...
+
+
+@overload
+def load(
+    source: str | Path,
+    classes: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    heads: int | None = None,
+    grid: tuple[int, int] | None = None,
+    resample: str = "bilinear-aligned",
+    optimise: Literal[True],
+) -> Optimised: ...
+
+
+def load(
+    source: str | Path,
+    classes: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    heads: int | None = None,
+    grid: tuple[int, int] | None = None,
+    resample: str = "bilinear-aligned",
+    dtype: torch.dtype | None = torch.float32,
+    optimise: bool = False,
+) -> ViT | ResNet | Optimised:
     """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
 
     classes replaces the head by one of zeros; image_size resamples the positions on the true grid (`resample` names
-    the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. What was assumed,
-    replaced or left out is logged in a line each.
+    the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. optimise gives a model
+    that only answers, as fast as this machine can. What was assumed, replaced or left out is logged in a line each.
     """
     found, tensors = look(source, heads=heads, image_size=image_size, grid=grid)
     model = fill(found, tensors, dtype)
@@ -52,7 +82,7 @@ def load(
     model = _adapted(model, classes, None if image_size is None else pair(image_size), resample, notes)
     for note in notes:
         log.warning("%s: %s", source, note)
-    return model
+    return Optimised(model) if optimise else model
 
 
 def look(

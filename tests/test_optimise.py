@@ -1,0 +1,116 @@
+"""Models that only answer: the same answers, the fastest way chosen and remembered, the plain one where others fail."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import plainvit
+from plainvit import Predictor
+from plainvit.models import optimise
+from plainvit.models.optimise import PLAIN, Optimised, Way, choose, fastest, prepared
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+
+
+@pytest.mark.parametrize("kind", ["class token", "average", "ResNet"])
+@pytest.mark.usefixtures("eagerly")
+def test_without_a_compiler_it_is_the_plain_model(kind: str) -> None:
+    pool = {"pool": "average"} if kind == "average" else {}
+    model: Any = tiny.bit(torch.float32) if kind == "ResNet" else tiny.vit(torch.float32, **pool)
+    images = nn.functional.interpolate(tiny.images(dtype=torch.float32), model.config.image_size)
+    with torch.no_grad():
+        logits, features = model(images), model.features(images)
+    fast = Optimised(model)
+    torch.testing.assert_close(fast(images), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fast.features(images), features, rtol=1e-5, atol=1e-5)
+    assert fast.ways == {len(images): PLAIN}
+    assert fast.agreement(images) == 1
+    assert not fast(images).requires_grad
+
+
+def test_the_fastest_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three planted ways: one is quick and wrong, one quick and right."""
+    wrong, right = Way("bf16", "graphs"), Way("fp32", "compiled")
+    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN, wrong, right))
+    order = {PLAIN: 3.0, wrong: 1.0, right: 2.0}
+    seen: list[Way] = []
+
+    def planted(model: Any, way: Way, what: str) -> Any:
+        call = prepared(model, PLAIN, what)
+        return (lambda images: call(images) + 1) if way is wrong else call
+
+    def timed(calls: dict[Way, Any], images: Any) -> dict[Way, list[float]]:  # noqa: ARG001
+        seen.extend(calls)
+        return {way: [order[way]] for way in calls}
+
+    monkeypatch.setattr(optimise, "prepared", planted)
+    monkeypatch.setattr(optimise, "_timed", timed)
+    assert fastest(tiny.vit().config, 2, CPU) == right
+    assert seen == [PLAIN, right]
+
+
+def test_what_was_found_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = [Way("fp32", "compiled"), PLAIN]
+    monkeypatch.setattr(optimise, "fastest", lambda *_: found.pop(0))
+    config = tiny.vit().config
+    assert choose(config, 2, CPU) == choose(config, 2, CPU) == Way("fp32", "compiled")
+    assert choose(config, 3, CPU) == PLAIN, "another batch is timed by itself"
+    assert choose(config.replace(depth=7, classes=3), 3, CPU) == PLAIN, "blocks are alike, and a head costs nothing"
+    for file in (tmp_path / "cache" / "plainvit").glob("way-*.json"):
+        file.write_text('{"precision": "fp4", "code": "magic"}')
+    found.append(PLAIN)
+    assert choose(config, 2, CPU) == PLAIN, "what is not known here is timed anew"
+
+
+def test_it_only_answers() -> None:
+    fast = Optimised(tiny.vit(torch.float32))
+    with pytest.raises(ValueError, match="only answers: load it without optimise=True"):
+        fast.train()
+    assert not fast.eval().training
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_by_load_and_through_a_predictor(tmp_path: Path) -> None:
+    model = tiny.vit(torch.float32)
+    plainvit.save(model, tmp_path / "m.safetensors")
+    fast = plainvit.load(tmp_path / "m.safetensors", optimise=True)
+    images = tiny.images(dtype=torch.float32)
+    ours, plain = Predictor(fast, device="cpu").logits(images), Predictor(model, device="cpu").logits(images)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_way_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for real, each against fp32; then the one that is chosen."""
+    model = tiny.vit(torch.float32, width=64)
+    images = tiny.images(dtype=torch.float32)
+    with torch.no_grad():
+        logits, features = model(images), model.features(images)
+    for way in optimise.ways_on(CPU):
+        monkeypatch.setattr(optimise, "choose", lambda *_, way=way: way)
+        fast = Optimised(tiny.vit(torch.float32, width=64))
+        near = 0.05 if way.precision == "bf16" else 1e-4
+        assert (fast(images) - logits).abs().max() <= near * logits.std()
+        assert (fast.features(images) - features).abs().max() <= near * features.std()
+        assert fast(images).dtype is torch.float32
+    monkeypatch.undo()
+    assert fastest(model.config, 2, CPU) in optimise.ways_on(CPU)
