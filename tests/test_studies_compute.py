@@ -298,7 +298,7 @@ def test_sets_are_averaged() -> None:
 def test_sgd_is_bits() -> None:
     """0.03 for a batch of 256, momentum 0.9, weight decay 1e-4 (BiT)."""
     sgd = optimisers.arms("gpu")["SGD, pre-trained"].config
-    assert (sgd.optim.name, sgd.optim.lr, sgd.optim.momentum, sgd.optim.weight_decay) == ("sgd", 0.06, 0.9, 1e-4)
+    assert (sgd.optim.name, sgd.optim.lr, sgd.optim.momentum, sgd.optim.weight_decay) == ("sgd", 0.03, 0.9, 1e-4)
     assert optimisers.arms("gpu")["Adam, pre-trained"].config == compute.arms("gpu")["ResNet medium"].config
     assert paper.table(7).value("BiT-R50x1, SGD", "ImageNet") == 78.24
 

@@ -153,11 +153,11 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Of the checkout that the package runs from, if it is one; "+" where files differ from it."""
+    """Of the checkout that the package runs from, if it is one; "+" where files of the package differ from it."""
     git = ["git", "-C", str(folder)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        state = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip() + ("+" if state.stdout.strip() else "")
