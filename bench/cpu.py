@@ -13,7 +13,7 @@ import argparse
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from bench.infer import (  # noqa: E402
 from bench.measure import ceilings, machine, percent, said, show, tell, write  # noqa: E402
 from plainvit.config import ViTConfig  # noqa: E402
 from plainvit.evaluate.cost import macs  # noqa: E402
+from plainvit.models.optimise import cpu_computes_bf16  # noqa: E402
 from plainvit.names import configure  # noqa: E402
 
 FORMS: dict[str, Form] = {
@@ -72,8 +73,7 @@ def bf16_is_refused() -> str:
     """Why bf16 is not measured here; "" where it is."""
     if device.cpu_bf16_refused():
         return "bf16: it kills the process on this CPU"
-    supported: Callable[[], bool] | None = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return "" if supported and supported() else "bf16: this CPU does not compute in it"
+    return "" if cpu_computes_bf16() else "bf16: this CPU does not compute in it"
 
 
 def forms_of(compiled: bool, left_out: list[str]) -> dict[str, Form]:

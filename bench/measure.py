@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plainvit.config import Model
+from plainvit.device import processor
 from plainvit.disk import write_atomically
 from plainvit.evaluate.cost import macs
 from plainvit.runtime.folder import finite
@@ -36,7 +37,6 @@ KINDS = {
     "gemm": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem_", "scaled_mm"),
     "other": ("memcpy", "memset"),
 }
-OUR_ATTENTION = re.compile(r"(forward|backward_(queries|keys|whole))(_\d+)?")  # models/short_attention_kernels.py
 POINTWISE = ("elementwise", "norm", "reduce", "softmax", "gelu", "copy", "cat", "dropout", "index", "fill", "transpose")
 
 
@@ -175,8 +175,6 @@ def _is_kernel(event: Any) -> bool:
 def kind_of(kernel: str) -> str:
     """gemm, attention, pointwise, optimizer or other, by the kernel's name."""
     name = kernel.lower()
-    if OUR_ATTENTION.fullmatch(name):
-        return "attention"
     known = (kind for kind, words in KINDS.items() if any(word in name for word in words))
     return next(known, "pointwise" if any(word in name for word in POINTWISE) else "other")
 
@@ -212,10 +210,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "processor": next(
-            (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-            platform.machine(),
-        ),
+        "processor": processor(),
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
         "cudnn": torch.backends.cudnn.version() if gpu else None,

@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from bench.measure import kind_of as kind_of_kernel  # noqa: E402
 from bench.measure import machine  # noqa: E402
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
 from plainvit.data.loader import Batch  # noqa: E402
@@ -52,12 +53,7 @@ ROWS = (
 TINY = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(8, 8), image_size=(32, 32), classes=10)
 WARM, TIMED = 5, 20
 PARTS = {"products": "gemm", "attention": "attention", "pointwise": "pointwise", "update": "update"}  # -> the share
-# Words in the names of CUDA kernels; what none of them tells is pointwise
-KERNELS = {
-    "attention": ("flash", "fmha", "attention"),
-    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
-    "update": ("adam", "multi_tensor", "foreach"),
-}
+WORDS = {"gemm": "products", "attention": "attention", "optimizer": "update"}  # what is none of these is pointwise
 
 
 class OutOfTimeError(Exception):
@@ -135,11 +131,8 @@ def kernels(run: loop.Training, data: Batch) -> dict[str, float] | None:
 
 
 def kind_of(kernel: str) -> str:
-    """Triton names its kernels after all that is fused into them: what stands between products, or a product itself."""
-    name = kernel.lower()
-    if name.startswith("triton_"):
-        return "products" if name.startswith("triton_tem") else "pointwise"
-    return next((kind for kind, words in KERNELS.items() if any(word in name for word in words)), "pointwise")
+    """A part of the plan."""
+    return WORDS.get(kind_of_kernel(kernel), "pointwise")
 
 
 def ceilings() -> dict[str, float]:

@@ -56,7 +56,7 @@ def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, c
     if "amx_bf16" not in flags.split():
         return False
     identity = "\n".join((flags, _torch_version(), probe))
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainvit"
+    folder = cache or cache_folder()
     file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     try:
         return bool(json.loads(file.read_text())["kills"])
@@ -98,6 +98,12 @@ def _remember(file: Path, kills: bool) -> None:
         Path(name).replace(file)
     except OSError:  # a read-only home costs a probe per run, nothing else
         pass
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/plainvit, below ~/.cache where that is not set."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "plainvit"
 
 
 def processor() -> str:

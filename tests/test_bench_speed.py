@@ -174,8 +174,8 @@ def test_kernels_are_told_apart_by_their_names(measure: ModuleType) -> None:
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
         "fmha_cutlassB_bf16_aligned_64x64_k64_sm80": "attention",
-        "backward_whole": "attention",
-        "forward_0": "attention",
+        "attention_backward_keys": "attention",
+        "attention_forward_online": "attention",
         "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
         "Memcpy DtoD (Device -> Device)": "other",
     }

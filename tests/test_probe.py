@@ -316,21 +316,21 @@ def test_data_that_only_moved_keeps_its_features(weights: Path, photos: Path, tm
 def test_every_part_of_the_name_counts(weights: Path, photos: Path) -> None:
     predictor = Predictor(weights, device="cpu")
     source = open_source(str(photos))
-    keys = [kept.features_key(predictor, source, kept.weights_hash(predictor))]
+    keys = [kept.features_key(predictor, source, predictor.weights_hash)]
 
     def another(**changes: Any) -> None:
         with torch.no_grad():
             made = Predictor(weights, device="cpu", **changes)
-        keys.append(kept.features_key(made, source, kept.weights_hash(made)))
+        keys.append(kept.features_key(made, source, made.weights_hash))
 
     another(preprocess=Preprocess(resize="crop", crop=0.9))
     another(image_size=16)
     another(precision="bf16")
     changed = Predictor(weights, device="cpu")
     changed.model.load_state_dict({name: value + 1e-6 for name, value in changed.model.state_dict().items()})
-    keys.append(kept.features_key(changed, source, kept.weights_hash(changed)))
-    keys.append(kept.features_key(predictor, open_source(str(photos), "test"), kept.weights_hash(predictor)))
-    keys.append(kept.features_key(predictor, Subset(source, np.arange(14)), kept.weights_hash(predictor)))
+    keys.append(kept.features_key(changed, source, changed.weights_hash))
+    keys.append(kept.features_key(predictor, open_source(str(photos), "test"), predictor.weights_hash))
+    keys.append(kept.features_key(predictor, Subset(source, np.arange(14)), predictor.weights_hash))
     assert len(set(keys)) == len(keys)
 
 
@@ -455,7 +455,7 @@ def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) 
     assert json.loads((tmp_path / "cards.json").read_text()) == [card]
     assert (card["n"], card["train"]["n"], card["classes"], card["split"]) == (15, 15, 3, "test")
     assert card["fingerprint"] == open_source(str(photos), "test").fingerprint()
-    assert card["weights"] == kept.weights_hash(Predictor(weights, device="cpu"))
+    assert card["weights"] == Predictor(weights, device="cpu").weights_hash
     assert card["settings"]["l2"] == 1024
     assert list(card["results"]) == ["fewshot", "knn", "linear"]
     assert list(card["results"]["knn"]["weighted"]) == ["1", "5", "10"]  # of 15 training images

@@ -1,11 +1,13 @@
 """Studies of positions' places, data and model size, regularisation and pooling: rules both ways, arms, measures."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_runs as runs
 import torch
+import verdicts
 from sklearn.datasets import load_digits
 
 import plainvit
@@ -15,7 +17,7 @@ from plainvit.models import build
 from plainvit.studies import data_size, pooling, positions, regularisation
 from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, Verdict, definition, stages, table
+from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition, stages
 from plainvit.train.fit import fit
 from plainvit.train.splits import open_splits
 
@@ -34,15 +36,7 @@ def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
     return Found(arms, values, study.metric)
 
 
-def check(study: Study, means: dict[str, float], outcome: str) -> Verdict:
-    """The verdict, which two seeds never allow; the table and the figure come out as well."""
-    found = planted(study, means)
-    verdict = study.decide(found)
-    assert verdict.outcome == outcome, verdict.why
-    assert study.decide(planted(study, means, seeds=2)).outcome == "not decided"
-    assert f"**{outcome}**" in table(study, found, verdict)
-    assert study.draw(found).axes
-    return verdict
+check = partial(verdicts.check, planted)
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Studies of transfer: rules on planted results, both ways; arms of every budget; weights of which a part is new."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import small_runs as runs
 import torch
+import verdicts
 from sklearn.datasets import load_digits
 
 import plainvit
@@ -17,7 +19,7 @@ from plainvit.studies import transfer
 from plainvit.studies.bases import DOWNSTREAM, base, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_arms
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, definition, run_study, stages, table
+from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, definition, run_study, stages
 from plainvit.train.fit import fit
 
 TRANSFER, RESOLUTION, HEAD = transfer.STUDIES
@@ -35,15 +37,7 @@ def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
     return Found(arms, values)
 
 
-def check(study: Study, means: dict[str, float], outcome: str) -> Verdict:
-    """The verdict, which two seeds never allow; the table and the figure come out as well."""
-    found = planted(study, means)
-    verdict = study.decide(found)
-    assert verdict.outcome == outcome, verdict.why
-    assert study.decide(planted(study, means, seeds=2)).outcome == "not decided"
-    assert f"**{outcome}**" in table(study, found, verdict)
-    assert study.draw(found).axes
-    return verdict
+check = partial(verdicts.check, planted)
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ The files are safetensors with a checksum; a damaged one is made anew.
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source
+from plainvit.device import cache_folder
 from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
@@ -50,9 +50,7 @@ class Features:
 
 
 def default_cache() -> Path:
-    """$XDG_CACHE_HOME/plainvit/features, below ~/.cache where that is not set."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "plainvit" / "features"
+    return cache_folder() / "features"
 
 
 def extract(
@@ -60,17 +58,13 @@ def extract(
     source: Source,
     *,
     cache: Path | None = None,
-    weights: str = "",
     workers: int = 0,
     quiet: bool = False,
 ) -> Features:
-    """The features of every image; from the folder `cache` where they are in it, and kept in it otherwise.
-
-    `weights` is `weights_hash(predictor)` where it is at hand: hashing a large model takes a second.
-    """
+    """The features of every image; from the folder `cache` where they are in it, and kept in it otherwise."""
     if cache:  # before the work, not after it
         _make_folder(cache)
-    key = features_key(predictor, source, weights or weights_hash(predictor))
+    key = features_key(predictor, source, predictor.weights_hash)
     path = cache / f"{key}.safetensors" if cache else None
     if path and (found := _read(path, key)):
         return found
@@ -85,11 +79,6 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"features cannot be kept in {path}: {error.strerror}; --cache DIR or --no-cache") from error
-
-
-def weights_hash(predictor: Predictor) -> str:
-    """Of every tensor of the model, by name."""
-    return tensor_hash(predictor.model.state_dict())[:16]
 
 
 def features_key(predictor: Predictor, source: Source, weights: str) -> str:

@@ -29,7 +29,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate import probe
-from plainvit.evaluate.features import Features, extract, weights_hash
+from plainvit.evaluate.features import Features, extract
 from plainvit.evaluate.predictor import Predictor
 
 Method = Literal["fewshot", "knn", "linear"]
@@ -82,14 +82,13 @@ def probe_sets(
     if not specs or len(set(specs)) < len(specs):
         raise ValueError(f"--data names each data set once, got {', '.join(specs) or 'none'}")
     opened = [_open(spec, split, data_root, settings) for spec in specs]  # all, before the first is worked on
-    weights = weights_hash(predictor)
     cards: list[dict[str, Any]] = []
     for spec, (train, test) in zip(specs, opened, strict=True):
-        how: dict[str, Any] = {"cache": cache, "weights": weights, "workers": workers, "quiet": quiet}
+        how: dict[str, Any] = {"cache": cache, "workers": workers, "quiet": quiet}
         pair = Pair(extract(predictor, train, **how), extract(predictor, test, **how), len(train.classes))
         started = time.perf_counter()
         results = probed(pair, settings)
-        card = _card(predictor, spec, train, test, pair, weights) | {"settings": asdict(settings)}
+        card = _card(predictor, spec, train, test, pair) | {"settings": asdict(settings)}
         cards.append(card | {"results": results, "seconds": round(time.perf_counter() - started, 2)})
     if settings.sweep:
         _choose(cards, settings)
@@ -212,12 +211,12 @@ def _at_most(source: Source, count: int) -> Source:
     return Subset(source, np.sort(np.concatenate(kept)))
 
 
-def _card(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pair, weights: str) -> dict[str, Any]:
+def _card(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pair) -> dict[str, Any]:
     return {
         "kind": "probe",
         "plainvit": __version__,
         "model": str(predictor.source),
-        "weights": weights,
+        "weights": predictor.weights_hash,
         "image_size": list(predictor.size),
         "preprocess": to_json(predictor.preprocess),
         "precision": str(predictor.dtype).removeprefix("torch."),

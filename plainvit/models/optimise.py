@@ -14,12 +14,10 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -135,9 +133,9 @@ def prepared(model: ViT | ResNet, way: Way, what: str) -> Callable[[Tensor], Ten
 # Choosing -------------------------------------------------------------------------------------------------------------
 
 
-def choose(config: Model, batch: int, place: torch.device, cache: Path | None = None) -> Way:
+def choose(config: Model, batch: int, place: torch.device) -> Way:
     """The fastest way for such a batch, from the cache where it was found before."""
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plainvit"
+    folder = device.cache_folder()
     file = folder / f"way-{_identity(config, batch, place)}.json"
     known = read_json(file)
     if set(known) == {"precision", "code"} and Way(**known) in ways_on(place):
@@ -168,12 +166,14 @@ def short(config: Model) -> Model:
 @torch.no_grad()
 def fastest(config: Model, batch: int, place: torch.device) -> Way:
     """Of those that run and agree with fp32, by the median of a few rounds in turns."""
-    torch.manual_seed(0)
-    plain = build(short(config).replace(classes=8)).to(place).eval()
-    head = plain.head
-    assert head is not None
-    nn.init.normal_(head.weight, std=0.1)  # which starts as zeros
-    images = torch.randint(0, 256, (batch, config.channels, *config.image_size), dtype=torch.uint8, device=place)
+    with torch.random.fork_rng():  # whoever asks for an answer keeps their random numbers
+        torch.manual_seed(0)
+        plain = build(short(config).replace(classes=8)).eval()
+        head = plain.head
+        assert head is not None
+        nn.init.normal_(head.weight, std=0.1)  # which starts as zeros
+        images = torch.randint(0, 256, (batch, config.channels, *config.image_size), dtype=torch.uint8)
+    plain, images = plain.to(place), images.to(place)
     expected = plain(images).float()
     calls: dict[Way, Callable[[Tensor], Tensor]] = {}
     for way in ways_on(place):

@@ -132,7 +132,7 @@ def few_shot(config: Config, predictor: Predictor) -> float:
 
 
 def _features(predictor: Predictor, source: Source) -> frozen.Features:
-    return extract(predictor, source, weights="not kept", quiet=True)
+    return extract(predictor, source, quiet=True)
 
 
 def _some(source: Source) -> Source:

@@ -9,12 +9,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
+from plainvit.evaluate.paper import table
 from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import SERIES, draw_arms
 from plainvit.studies.study import FEWEST, Arm, Budget, Found, Study, Verdict, gap, settle
 
+PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}  # as Table 8 has its columns
 KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
-PAPER = {"none": 61.382, "1-D": 64.206, "2-D": 64.001, "relative": 64.032}  # 5-shot ImageNet, at the stem
+
+
+def paper() -> dict[str, dict[str, float]]:
+    """5-shot ImageNet of Table 8, as shares: kind -> place -> value."""
+    return {
+        row.name: {place: cell.value for place, cell in zip(PLACES, row.cells, strict=True) if cell}
+        for row in table(8).rows
+    }
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
@@ -39,7 +48,7 @@ def decide(found: Found) -> Verdict:
 
 
 def draw(found: Found) -> Figure:
-    return draw_arms(found, "kind of positions", {name: value / 100 for name, value in PAPER.items()}, "paper, 5-shot")
+    return draw_arms(found, "kind of positions", {kind: row["stem"] for kind, row in paper().items()}, "paper, 5-shot")
 
 
 STUDY = Study(
@@ -58,12 +67,8 @@ STUDY = Study(
 
 # 2: where they are added ----------------------------------------------------------------------------------------------
 
-PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}
 POINT = 0.01  # what still counts as the same
-PAPER_PLACES = {  # 5-shot ImageNet
-    "1-D": {"stem": 64.206, "every layer": 63.964, "shared": 64.292},
-    "2-D": {"stem": 64.001, "every layer": 64.046, "shared": 64.022},
-}
+TABLES = ("1-D", "2-D")  # kinds that are added somewhere
 
 
 def place_arms(budget: Budget) -> dict[str, Arm]:
@@ -72,7 +77,7 @@ def place_arms(budget: Budget) -> dict[str, Arm]:
         f"{kind}, {place}": Arm(
             config.replace(model=vit(config).replace(posemb=KINDS[kind], posemb_at=where)), x=at, group=kind
         )
-        for kind in PAPER_PLACES
+        for kind in TABLES
         for at, (place, where) in enumerate(PLACES.items())
     }
 
@@ -81,7 +86,7 @@ def decide_places(found: Found) -> Verdict:
     """Neither other place is a point away from the stem; one that may be, and may not, leaves it open."""
     gaps = {
         f"{kind}, {place}": gap(found.of(f"{kind}, stem"), found.of(f"{kind}, {place}"))
-        for kind in PAPER_PLACES
+        for kind in TABLES
         for place in PLACES
         if place != "stem"
     }
@@ -97,13 +102,14 @@ def draw_places(found: Found) -> Figure:
     """A curve for each kind over the places, ours and the paper's."""
     figure, axes = new_figure(1, 2, PANEL)
     ours, theirs = axes[0]
-    for kind, colour in zip(PAPER_PLACES, SERIES, strict=False):
+    for kind, colour in zip(TABLES, SERIES, strict=False):
         names = found.group(kind)
         ours.plot(range(len(names)), [100 * found.mean(name) for name in names], color=colour, label=kind)
         for at, name in enumerate(names):
             values = 100 * np.array(found.of(name))
             ours.scatter(np.full(len(values), at), values, s=14, color=colour, alpha=0.5, linewidths=0)
-        theirs.plot(range(len(PLACES)), list(PAPER_PLACES[kind].values()), marker="o", color=colour, label=kind)
+        printed = [100 * value for value in paper()[kind].values()]
+        theirs.plot(range(len(PLACES)), printed, marker="o", color=colour, label=kind)
     panel: Axes
     for panel, title in ((ours, "here, held-out top-1, %"), (theirs, "paper, 5-shot, %")):
         panel.set_xticks(range(len(PLACES)), list(PLACES))
