@@ -3,28 +3,27 @@
     python -m bench.masked --json masked.json      on a GPU: ViT-B/16, 256 images, bf16, compiled
     python -m bench.masked --device cpu            a tiny model in fp32: shows only that this runs
 
-A step is forward, backward and AdamW's update; MAE's draws its masks too. The encoder's part is forward and backward of
-the encoder alone on a quarter of the patches. Limits: 0.30 of the step with labels for the encoder, 0.62 for the whole
-step with the published decoder (8 blocks of 512).
+Steps are the training loop's own, masks and AdamW's update included; those with labels pool by average, so that they
+need every token. The encoder's part is forward and backward of the encoder alone on a quarter of the patches. Limits:
+0.30 of the step with labels for the encoder, 0.62 for the whole step with the published decoder (8 blocks of 512).
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bench.measure import interleaved, report, summary
-from plainvit import create
-from plainvit.config import Config, Masked
+from bench.measure import interleaved, report, seconds_a_call, summary
+from bench.train import OurStep, forever
+from plainvit.config import Config, Masked, Optim
 from plainvit.data.loader import Batch
-from plainvit.models import ViT
+from plainvit.names import configure
+from plainvit.train.graphs import Graph, graphs_fit
 from plainvit.train.masked import PredictPatches
-from plainvit.train.objectives import Classify
 
 LIMITS = {"encoder": 0.30, "mae": 0.62}
 PUBLISHED = Masked(ratio=0.75, target="pixels", normalise=True)
@@ -35,92 +34,49 @@ WHAT = {
 }
 
 
-class Encoder(nn.Module):
-    """MAE's encoder with a gradient to take back through it."""
-
-    def __init__(self, net: PredictPatches) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, images: Tensor, order: Tensor, direction: Tensor) -> Tensor:
-        return (self.net.encode_visible(images, order) * direction).sum()
-
-
-def steps(device: str, batch: int, tiny: bool, compiled: bool) -> dict[str, Callable[[int], None]]:
-    """name -> a step by its number, for each of the three."""
-    settings: dict[str, Any] = {"depth": 2, "width": 64, "heads": 2, "mlp_dim": 128} if tiny else {}
+def steps(device: str, batch: int, tiny: bool, compiled: bool) -> dict[str, Callable[[], object]]:
+    """name -> a step, for each of the three."""
+    small: dict[str, Any] = {"depth": 2, "width": 64, "heads": 2, "mlp_dim": 128} if tiny else {}
     masked = PUBLISHED.replace(depth=1, width=32, heads=2) if tiny else PUBLISHED
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8, generator=generator).to(device)
     labels = torch.randint(0, 1000, (batch,), generator=generator).to(device)
-    given = Batch(images, labels, np.arange(batch))
-
-    def model(classes: int, **more: Any) -> ViT:
-        made = create("ViT-B/16", classes, seed=0, device=device, **settings | more)
-        assert isinstance(made, ViT)
-        return made.train()
-
-    config = Config(objective="mae", masked=masked)
-    hidden = {"posemb": "sincos2d", "numerics": "timm"}  # as published
-    labelled = Classify(model(1000), Config()).to(device)
-    mae, encoder = (PredictPatches(model(0, **hidden), config).to(device) for _ in range(2))
-    seen = model(0).config.tokens - mae.hidden
-    direction = torch.randn(batch, seen, mae.model.config.width, generator=generator).to(device)
-
-    def prepare_encoder(number: int) -> tuple[Tensor, ...]:
-        return *encoder.prepare(given, number), direction
-
-    return {
-        "labels": _step(labelled, lambda number: labelled.prepare(given, number), device, compiled),
-        "encoder": _step(Encoder(encoder), prepare_encoder, device, compiled, update=False),
-        "mae": _step(mae, lambda number: mae.prepare(given, number), device, compiled),
-    }
+    optim = Optim(lr=1e-4, schedule="constant", weight_decay=0.05, clip=0.0)
+    config = Config(batch=batch, optim=optim, device=device, compile="on" if compiled else "off")
+    seen = configure("ViT-B/16", 0, posemb="sincos2d", numerics="timm", **small)  # as published
+    whole = configure("ViT-B/16", 1000, pool="average", numerics="timm", **small)  # every token of the last block too
+    mae = OurStep(config.replace(model=seen, objective="mae", masked=masked), forever([(images, labels)]))
+    labelled = OurStep(config.replace(model=whole), forever([(images, labels)]))
+    return {"labels": labelled, "encoder": _encoder(mae, images), "mae": mae}
 
 
-def _step(
-    objective: nn.Module,
-    prepare: Callable[[int], tuple[Tensor, ...]],
-    device: str,
-    compiled: bool,
-    update: bool = True,
-) -> Callable[[int], None]:
-    forward = torch.compile(objective, dynamic=False) if compiled else objective
-    parameters = list(objective.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.05, fused=device != "cpu") if update else None
+def _encoder(mae: OurStep, images: Tensor) -> Callable[[], object]:
+    """The encoder's part of MAE's step, started as the loop starts steps."""
+    objective, run = mae.run.objective, mae.run
+    assert isinstance(objective, PredictPatches)
+    batch = Batch(images, images[:, 0, 0, 0].long(), np.arange(len(images)))
+    order = objective.prepare(batch, 0)[1]
+    shape = len(images), objective.model.config.tokens - objective.hidden, objective.model.config.width
+    direction = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(images.device)
+    encode = torch.compile(objective.encode_visible, dynamic=False) if run.config.compile == "on" else None
 
-    def step(number: int) -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            found = forward(*prepare(number))
-        (found[0] if isinstance(found, tuple) else found).backward()
-        if optimizer:
-            optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
+    def gradients(*tensors: Tensor) -> None:
+        run.optimizers.zero()
+        with run.cast():
+            found = (encode or objective.encode_visible)(*tensors)
+        (found * direction).sum().backward()
 
-    return step
-
-
-def timed(step: Callable[[int], None], count: int, device: str) -> float:
-    """Milliseconds a step."""
-    settle(device)
-    started = time.perf_counter()
-    for number in range(count):
-        step(number)
-    settle(device)
-    return 1000 * (time.perf_counter() - started) / count
-
-
-def settle(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
+    part = Graph(gradients) if graphs_fit(run.config, run.world) else gradients
+    return lambda: part(images, order)
 
 
 def measure(device: str, batch: int, repeats: int, count: int, tiny: bool, compiled: bool) -> list[dict[str, Any]]:
     """A row for each time and each ratio of medians to that of the step with labels."""
     made = steps(device, batch, tiny, compiled)
-    for step in made.values():  # compile, and warm up
-        timed(step, 3, device)
-    found = interleaved({name: lambda step=step: timed(step, count, device) for name, step in made.items()}, repeats)
+    for step in made.values():  # compile, capture and warm up
+        seconds_a_call(step, 5, device)
+    runs = {name: lambda step=step: 1000 * seconds_a_call(step, count, device) for name, step in made.items()}
+    found = interleaved(runs, repeats)
     times = {name: summary(values) for name, values in found.items()}
     rows = [{"what": WHAT[name], "unit": "ms", **numbers} for name, numbers in times.items()]
     for name, limit in LIMITS.items():

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,18 @@ class Variant:
     executed: Callable[[ViTConfig], float] = step_flops
 
 
-# The first is what everything is compared with. `executed` is another where a path skips work.
-VARIANTS = {OURS: Variant(), "plainvit, graphs": Variant({"graphs": "auto"})}
+def without_last_tokens(model: ViTConfig) -> float:
+    """FLOPs where the last block has its queries, its sum over heads and its MLP for the class token alone."""
+    others, D = model.tokens - 1, model.width
+    return step_flops(model) - 6 * others * (2 * D * D + 2 * D * model.mlp_dim + 2 * model.tokens * D)
+
+
+# The first is what everything is compared with; its models read the class token
+VARIANTS = {
+    OURS: Variant(executed=without_last_tokens),
+    "plainvit, no graphs": Variant({"graphs": "off"}, without_last_tokens),
+    "plainvit, plain": Variant({"graphs": "off", "shortcuts": "off"}),
+}
 FORMS = {"as shipped": False, "tuned": True}  # of a peer -> whether it is tuned
 
 
@@ -123,11 +133,11 @@ class System(Protocol):
 
 
 class Noise(Source):
-    """Stands for the training images: their number and classes; the batches themselves are the job's."""
+    """Stands for the training images: their number and classes; the batches themselves are given."""
 
-    def __init__(self, job: Job) -> None:
-        self.labels = np.zeros(job.batch, np.int32)
-        self.classes = tuple(map(str, range(job.model.classes)))
+    def __init__(self, images: int, classes: int) -> None:
+        self.labels = np.zeros(images, np.int32)
+        self.classes = tuple(map(str, range(classes)))
 
     def read(self, index: int) -> np.ndarray:  # noqa: ARG002
         return np.zeros((8, 8, 3), np.uint8)
@@ -137,27 +147,16 @@ class Noise(Source):
 
 
 class OurStep:
-    """plainvit's own training step, on the job's batches in turn."""
+    """plainvit's own training step, on batches as they come."""
 
-    def __init__(self, job: Job, variant: Variant) -> None:
-        optim = Optim(lr=RATE, schedule="constant", weight_decay=0.0, clip=0.0)
-        config = Config(
-            model=job.model,
-            batch=job.batch,
-            micro_batch=job.batch,
-            steps=10**6,
-            optim=optim,
-            preprocess=Preprocess(),
-            device=job.device,
-            compile="on" if job.compiled else "off",
-            workers=0,
-        ).replace(**variant.changes)
+    def __init__(self, config: Config, batches: Iterator[Batch], classes: int = 1000) -> None:
+        config = config.replace(micro_batch=config.batch, steps=10**6, preprocess=Preprocess(), workers=0)
         self.place = tempfile.TemporaryDirectory()  # nothing is written there while steps are finite
-        folder, splits = Folder(Path(self.place.name), writes=False), Splits(Noise(job), None, None)
-        self.run = prepare(config, splits, folder, quiet=True, world=World(device=job.device))
+        folder, splits = Folder(Path(self.place.name), writes=False), Splits(Noise(config.batch, classes), None, None)
+        self.run = prepare(config, splits, folder, quiet=True, world=World(device=config.device))
         self.run.objective.train()
         self.display = Display("bench", 1, quiet=True)
-        self.supply = loop.Supply(self.run, _forever(job))
+        self.supply = loop.Supply(self.run, batches)
         self.around: Callable[[], Any] = partial(cudnn_attention, False)
 
     def weights(self) -> dict[str, Tensor]:
@@ -177,10 +176,21 @@ class OurStep:
         del self.run, self.supply
 
 
-def _forever(job: Job) -> Iterator[Batch]:
-    index = np.arange(job.batch)
-    for images, labels in itertools.cycle(job.pixels):
-        yield Batch(images, labels, index)
+def config_of(job: Job) -> Config:
+    """What the peers do: AdamW at one rate, without decay or clipping."""
+    return Config(
+        model=job.model,
+        batch=job.batch,
+        optim=Optim(lr=RATE, schedule="constant", weight_decay=0.0, clip=0.0),
+        device=job.device,
+        compile="on" if job.compiled else "off",
+    )
+
+
+def forever(pixels: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
+    """The same batches in turn."""
+    for images, labels in itertools.cycle(pixels):
+        yield Batch(images, labels, np.arange(len(images)))
 
 
 # One system -----------------------------------------------------------------------------------------------------------
@@ -234,7 +244,7 @@ def warm_up(name: str, job: Job, steps: int, left_out: list[str]) -> Warm | None
 def make(name: str, job: Job) -> tuple[System, float]:
     """The system of a name, and the FLOPs that it executes for an image. plainvit's first weights become the job's."""
     if name in VARIANTS:
-        ours = OurStep(job, VARIANTS[name])
+        ours = OurStep(config_of(job).replace(**VARIANTS[name].changes), forever(job.pixels), job.model.classes)
         job.weights = job.weights or ours.weights()
         return ours, VARIANTS[name].executed(job.model)
     library, _, form = name.partition(", ")

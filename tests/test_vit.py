@@ -252,6 +252,25 @@ def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) ->
     assert {x.dtype for x in trace.values()} == {torch.float32}
 
 
+def test_shortcuts_make_the_residual_stream_as_short_as_the_products() -> None:
+    """Whatever is added to it, and the same results but for rounding; a trace, and a pass in fp32, change nothing."""
+    for settings in ({"registers": 2}, {"pool": "average"}, {"posemb_at": "every"}, {"posemb": "sincos2d"}):
+        model, images = tiny.vit(torch.float32, **settings), tiny.images(dtype=torch.float32)
+        whole = model(images)
+        with torch.autocast("cpu", torch.bfloat16):
+            long = model(images)
+            model.take_shortcuts()
+            seen: list[torch.dtype] = []
+            for block in model.blocks:
+                block.register_forward_hook(lambda _, __, x, seen=seen: seen.append(x.dtype))
+            short = model(images)
+            assert set(seen) == {torch.bfloat16}
+            assert model(images, Trace("embedded")).dtype is long.dtype
+        torch.testing.assert_close(short, long, rtol=0, atol=0.05)
+        assert not torch.equal(short, long)
+        torch.testing.assert_close(model(images), whole, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

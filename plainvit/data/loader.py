@@ -9,12 +9,14 @@ come from the same numbers either way. A worker that dies is replaced, and its b
 """
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,14 +114,12 @@ class Loader:
 
     def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
         """Several steps' images are made at once, and always the same steps together, wherever a run goes on."""
-        step, chunk = start, steps_at_once(self.share, self.size, self.device)
-        while stop is None or step < stop:
-            first = step - step % chunk
-            made = self._made(range(first, first + chunk))
-            for batch in made[step - first :]:
-                if stop is None or step < stop:
-                    yield batch
-                step += 1
+        chunk = steps_at_once(self.share, self.size, self.device)
+        first = start - start % chunk
+        chunks = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
+        made = (ahead if chunk > 1 else map)(lambda at: self._made(range(at, at + chunk)), chunks)
+        batches = itertools.chain.from_iterable(made)
+        yield from itertools.islice(batches, start - first, None if stop is None else stop - first)
 
     def _made(self, steps: range) -> list[Batch]:
         assert self.resident is not None
@@ -163,6 +163,22 @@ class Loader:
                 self.bad[index] = reason
                 log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
         _refuse_many(len(self.bad), len(self.source))
+
+
+def ahead(make: Callable[[int], list[Batch]], items: Iterable[int]) -> Generator[list[Batch]]:
+    """As map, with the next result made by a thread meanwhile: the host is free while it waits for the device.
+
+    Threads of a process share its stream, so that what uses a result comes after what makes it there too.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a new thread would take the first
+    with ThreadPoolExecutor(1, "ahead", torch.cuda.set_device, (device,)) as pool:
+        coming = None
+        for item in items:
+            last, coming = coming, pool.submit(make, item)
+            if last:
+                yield last.result()
+        if coming:
+            yield coming.result()
 
 
 def steps_at_once(images: int, size: tuple[int, int], device: torch.device) -> int:
@@ -435,8 +451,6 @@ def decode_all(
     source: Source, bad: dict[int, str], threads: int | None = None, extents: np.ndarray | None = None
 ) -> tuple[Tensor, Tensor]:
     """Every image as uint8 [N, 3, H, W] with its size [N, 2]; threads, since the decoder lets go of the interpreter."""
-    from concurrent.futures import ThreadPoolExecutor
-
     count, threads = len(source), threads or os.cpu_count() or 1
     extents = _extents(source, np.arange(count)) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))

@@ -331,8 +331,9 @@ class ViT(nn.Module):
     def take_shortcuts(self, wanted: bool = True) -> Self:
         """Whether to leave out what no result needs, and to use our own kernels: the same but for rounding.
 
-        Kernels are used by themselves. The last block without all but the class token is what training uses: a trace
-        has to see that block whole, and would no longer have the very bits of a pass without one.
+        Kernels are used by themselves. The last block without all but the class token, and under autocast a residual
+        stream as short as the products' numbers, are what training uses: a trace has to see that block whole, and
+        would no longer have the very bits of a pass without one.
         """
         self.shortcuts = wanted
         for module in self.modules():
@@ -373,18 +374,20 @@ class ViT(nn.Module):
     def embed_patches(self, images: Tensor, trace: Trace | None = None, places: Tensor | None = None) -> Tensor:
         """The patches' embeddings x_p E; only of those at `places` [B, k], and in that order, where these are given."""
         self._check_images(images)
-        dtype = self.embedding.weight.dtype  # the residual stream keeps the weights' precision under autocast
+        dtype = self.embedding.weight.dtype
         x = note(trace, "pixels", self.normalise(images).to(dtype))  # [B, C, H, W]
         x = x if self.stem is None else self.stem(x, trace)
         x = patchify(x, self.config.patch)  # [B, h*w, C*P*Q]
         x = x if places is None else take(x, places)  # [B, k, C*P*Q]
-        return note(trace, "patches", self.embedding(x).to(dtype))  # [B, h*w, D]
+        x = self.embedding(x)  # [B, h*w, D]
+        # The residual stream has the weights' precision under autocast; with shortcuts that of the products
+        return note(trace, "patches", x if self.shortcuts and trace is None else x.to(dtype))
 
     def place(self, x: Tensor, trace: Trace | None = None, places: Tensor | None = None) -> Tensor:
         """Embeddings to tokens: the tokens before them, and positions, of the patches at `places` or of all."""
         prefix = [p for p in (self.class_token, self.distillation_token, self.registers) if p is not None]
         if prefix:
-            x = torch.cat([p.expand(x.shape[0], -1, -1) for p in prefix] + [x], 1)  # [B, N, D]
+            x = torch.cat([p.to(x.dtype).expand(x.shape[0], -1, -1) for p in prefix] + [x], 1)  # [B, N, D]
         if self.positions and self.config.posemb_at == "stem":
             x = self.positions[0](x, places)
         return note(trace, "embedded", self.dropout(x))

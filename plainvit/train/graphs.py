@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plainvit.train.optim import Optimizers
 
 WARM = 2  # calls before one is captured: they compile, and give the optimiser its state
-SMALL = 2e13  # FLOPs of a step that a large GPU is done with in 50 ms; a host needs 40 to start it
+SMALL = 5e13  # FLOPs of a step; a large GPU is done with it in 100 ms, of which a host that starts it costs 2 or 3
 OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on the host
 log = logging.getLogger("plainvit")
 
