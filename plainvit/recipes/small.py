@@ -56,7 +56,7 @@ def tiny_imagenet() -> Config:
     Expected: not measured
     Cost: 8 minutes on an H200, estimated
     """
-    return _scratch("tiny-imagenet", side=64, patch=8, epochs=200, augment=Augment(area=(0.25, 1.0), **STRONG))
+    return _scratch("tiny-imagenet", side=64, patch=8, epochs=220, augment=Augment(area=(0.25, 1.0), **STRONG))
 
 
 # On little data a ViT needs strong augmentation before all (AugReg). Of mixing, CutMix does most of the work here.
