@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, interpolate, scaled_dot_product_a
 
 import plainvit
 from plainvit.models import short_attention as ours
-from plainvit.models.short_attention import Launch, Tiles, fits, short_attention, split, unfit
+from plainvit.models.short_attention import LARGE, Launch, Tiles, fits, pays, short_attention, split, unfit
 
 LENGTHS = (1, 5, 17, 64, 65, 129, 196, 197, 256, 257, 288)
 
@@ -336,6 +336,13 @@ def test_a_cpu_is_refused() -> None:
     assert unfit(qkv, 1) == "qkv is on cpu: short attention needs a CUDA device"
     with pytest.raises(ValueError, match="needs a CUDA device"):
         short_attention(qkv, 1)
+
+
+def test_small_ones_are_left_to_pytorch_unless_compiled() -> None:
+    small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192, 1, 192, device="meta")
+    assert (pays(small), pays(large)) == (False, False)
+    assert pays(torch.empty(LARGE // 192 + 1, 1, 192, device="meta"))
+    assert torch.compile(lambda x: x + pays(x), backend="eager", fullgraph=True)(torch.zeros(1, 1, 3)).sum() == 3
 
 
 def in_child(code: str, **environment: str) -> str:

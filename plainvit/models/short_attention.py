@@ -1,6 +1,6 @@
 """Attention for short sequences on NVIDIA GPUs, in Triton: packed qkv in, tokens ready for the out-projection out.
 
-    if fits(qkv, heads):                                # bf16 or fp16, N <= 288, heads of 32, 64 or 80
+    if pays(qkv) and fits(qkv, heads):                  # bf16 or fp16, N <= 288, heads of 32, 64 or 80
         tokens = short_attention(qkv, heads)            # [B, N, 3D] -> [B, N, D]
 
     python -m bench.attention --sweep                   # times the candidates of TILES on the GPU at hand
@@ -23,6 +23,7 @@ from torch import Tensor
 from plainvit.models.trace import constant
 
 MOST_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
+LARGE = 2**24  # numbers in qkv: some 30 us of a large GPU's time
 LOG2E = 1.4426950408889634
 
 
@@ -129,6 +130,14 @@ def split(length: int, widest: int) -> tuple[int, ...]:
 def fits(qkv: Tensor, heads: int) -> bool:
     """Whether short_attention takes this qkv [B, N, 3D]."""
     return unfit(qkv, heads) is None
+
+
+def pays(qkv: Tensor) -> bool:
+    """Whether it is faster than PyTorch's kernels: Python needs longer to start one of Triton's than one of theirs.
+
+    Compiled code, and the CUDA graphs that are made of it, lose nothing there; otherwise small ones are left to them.
+    """
+    return torch.compiler.is_compiling() or qkv.numel() >= LARGE
 
 
 def unfit(qkv: Tensor, heads: int) -> str | None:

