@@ -35,7 +35,7 @@ def base(budget: Budget) -> Config:
             model = tiny.model.replace(width=192, depth=8, heads=3, mlp_dim=768)
             augment = Augment(area=(0.25, 1.0), cutmix=1.0)
             optim = tiny.optim.replace(lr=2e-3)
-            changes = {"steps": 4000, "batch": 256, "epochs": 0.0, "holdout": 0.1, "evaluations": 1, "recipe": ""}
+            changes = {"steps": 3000, "batch": 256, "epochs": 0.0, "holdout": 0.1, "evaluations": 1, "recipe": ""}
             return tiny.replace(model=model, augment=augment, optim=optim, **changes)
         case "paper":
             return recipe("vit-b16-i21k").replace(holdout=0.01)
