@@ -13,8 +13,9 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import whole
+from plainvit.train.held_out import judge
 from plainvit.train.loop import Training, averaged
-from plainvit.train.masked import PredictPatches, judge
+from plainvit.train.masked import PredictPatches
 from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.splits import Splits
 from plainvit.weights import save

@@ -38,8 +38,9 @@ from plainvit.train.guards import (
     is_out_of_memory,
     short_of_memory,
 )
+from plainvit.train.held_out import validate
 from plainvit.train.loop import Training, launch, train
-from plainvit.train.masked import PredictPatches, validate
+from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.splits import Splits, open_splits

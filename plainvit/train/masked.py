@@ -1,4 +1,4 @@
-"""Masked prediction: what is hidden, what is asked for, how held-out images judge it, and how it looks.
+"""Masked prediction: what is hidden, what is asked for, and how the answers look.
 
     plainvit train masked-cifar10             plainvit train mae-cifar10
     plainvit finetune --init runs/RUN         what is delivered is a plain ViT without a head
@@ -10,31 +10,20 @@ image, so that the rest of a batch does not matter; a colour's 3 bits are the hi
 Masks follow from (seed, step, place in the batch), those of held-out images from the image alone.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plainvit.analyse.masked import draw_masked
 from plainvit.config import Config
-from plainvit.data.decode import DataError, ImageError
 from plainvit.data.loader import Batch
 from plainvit.data.order import uniforms
-from plainvit.data.transforms import as_floats, prepare
-from plainvit.evaluate.classify import Prepared
+from plainvit.data.transforms import as_floats
 from plainvit.models.masked import CELLS, COLOURS, MaskedViT
 from plainvit.models.vit import ViT, patchify, take
 
-if TYPE_CHECKING:
-    from plainvit.train.loop import Training
-
 SALT = 0x6D61736B  # masks are drawn from other numbers than crops
 MASK, OTHER = 0.8, 0.1  # of the corrupted patches; the rest is kept
-SHOWN = 6  # images in a picture
 
 
 class PredictPatches(MaskedViT):
@@ -144,57 +133,3 @@ class PredictPatches(MaskedViT):
 def own_scale(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and std of each patch over its pixels and channels, by MAE's formula."""
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
-
-
-@torch.no_grad()
-def judge(
-    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
-) -> dict[str, float]:
-    """The loss, and with colours the share that is right, over every held-out image, shared by all processes."""
-    world, training = prepared.world, objective.training
-    objective.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, right, images, unreadable
-    for batch in prepared.batches():
-        good = ~np.isin(batch.index, [index for index, _ in batch.bad])
-        images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
-        sums[3] += len(batch.bad)
-        if count:
-            with cast():
-                loss, right = objective(*objective.prepare_held_out(images, batch.index[good]))
-            sums[:3] += torch.stack((loss * count, right, torch.full_like(loss, count))).double()
-    objective.train(training)
-    loss, right, images, unreadable = world.sum(sums).tolist()
-    if not images:
-        raise DataError(f"no image of the {prepared.source.split} split can be read")
-    colours = {} if right != right else {"accuracy": right / images}
-    return {"loss": loss / images, **colours, "images": int(images), "unreadable": int(unreadable)}
-
-
-def validate(run: "Training", prepared: Prepared) -> dict[str, float]:
-    """What is worth a line while training; and a picture of it in figures/."""
-    objective = run.objective
-    assert isinstance(objective, PredictPatches)
-    found = judge(objective, prepared, run.cast)
-    if run.world.first and run.folder.writes:
-        _draw(run, objective, prepared)
-    return {name: value for name, value in found.items() if name in ("loss", "accuracy")}
-
-
-@torch.no_grad()
-def _draw(run: "Training", objective: PredictPatches, prepared: Prepared) -> None:
-    """Some of the held-out images, spread over all of them and always the same."""
-    assert run.config.preprocess
-    images, index = [], []
-    for one in np.unique(np.linspace(0, len(prepared.source) - 1, SHOWN).astype(int)):
-        try:
-            images.append(prepare(prepared.source.read(int(one)), run.config.preprocess, prepared.size))
-            index.append(int(one))
-        except (ImageError, OSError):
-            continue
-    if images:
-        objective.eval()
-        batch = torch.stack(images).to(run.world.device)
-        with run.cast():
-            shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
-        objective.train()
-        draw_masked(run.folder.path, run.progress.step, [part.cpu().numpy() for part in shown])

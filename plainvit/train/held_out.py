@@ -1,0 +1,73 @@
+"""How well hidden patches are predicted on held-out images, and a picture of it for the run's report."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from plainvit.analyse.masked import draw_masked
+from plainvit.data.decode import DataError, ImageError
+from plainvit.data.transforms import prepare
+from plainvit.evaluate.classify import Prepared
+from plainvit.train.masked import PredictPatches
+
+if TYPE_CHECKING:
+    from plainvit.train.loop import Training
+
+SHOWN = 6  # images in a picture
+
+
+@torch.no_grad()
+def judge(
+    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
+) -> dict[str, float]:
+    """The loss, and with colours the share that is right, over every held-out image, shared by all processes."""
+    world, training = prepared.world, objective.training
+    objective.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, right, images, unreadable
+    for batch in prepared.batches():
+        good = ~np.isin(batch.index, [index for index, _ in batch.bad])
+        images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
+        sums[3] += len(batch.bad)
+        if count:
+            with cast():
+                loss, right = objective(*objective.prepare_held_out(images, batch.index[good]))
+            sums[:3] += torch.stack((loss * count, right, torch.full_like(loss, count))).double()
+    objective.train(training)
+    loss, right, images, unreadable = world.sum(sums).tolist()
+    if not images:
+        raise DataError(f"no image of the {prepared.source.split} split can be read")
+    colours = {} if right != right else {"accuracy": right / images}
+    return {"loss": loss / images, **colours, "images": int(images), "unreadable": int(unreadable)}
+
+
+def validate(run: "Training", prepared: Prepared) -> dict[str, float]:
+    """What is worth a line while training; and a picture of it in figures/."""
+    objective = run.objective
+    assert isinstance(objective, PredictPatches)
+    found = judge(objective, prepared, run.cast)
+    if run.world.first and run.folder.writes:
+        _draw(run, objective, prepared)
+    return {name: value for name, value in found.items() if name in ("loss", "accuracy")}
+
+
+@torch.no_grad()
+def _draw(run: "Training", objective: PredictPatches, prepared: Prepared) -> None:
+    """Some of the held-out images, spread over all of them and always the same."""
+    assert run.config.preprocess
+    images, index = [], []
+    for one in np.unique(np.linspace(0, len(prepared.source) - 1, SHOWN).astype(int)):
+        try:
+            images.append(prepare(prepared.source.read(int(one)), run.config.preprocess, prepared.size))
+            index.append(int(one))
+        except (ImageError, OSError):
+            continue
+    if images:
+        objective.eval()
+        batch = torch.stack(images).to(run.world.device)
+        with run.cast():
+            shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
+        objective.train()
+        draw_masked(run.folder.path, run.progress.step, [part.cpu().numpy() for part in shown])
