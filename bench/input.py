@@ -23,8 +23,9 @@ import plainvit
 from bench.measure import interleaved, report, summary
 from plainvit.config import Augment
 from plainvit.data import check
-from plainvit.data.loader import Loader, decode_all
+from plainvit.data.loader import Loader
 from plainvit.data.mix import mix, soft_labels
+from plainvit.data.resident import decode_all
 from plainvit.data.sources import open_source
 
 BATCH, WORKERS, SIDE = 64, 2, 224

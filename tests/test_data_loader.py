@@ -30,8 +30,9 @@ from plainvit.data import shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
-from plainvit.data.loader import Batch, Loader, decode_all, evaluation_batches, sample_boxes, steps_at_once
+from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation, uniforms
+from plainvit.data.resident import decode_all, sample_boxes, steps_at_once
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.transforms import DRAWS, prepare
 

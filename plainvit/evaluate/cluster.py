@@ -32,7 +32,7 @@ from torch import Tensor
 
 from plainvit import __version__
 from plainvit.data.decode import DataError
-from plainvit.data.loader import Evaluate
+from plainvit.data.workers import Evaluate
 from plainvit.data.sources import Source
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import Answered, MemoryFault, Question

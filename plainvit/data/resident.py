@@ -1,0 +1,160 @@
+"""A set that fits into the device's memory, as uint8: cut and augmented there, several steps at a time.
+
+On a GPU the host is what is slow with small images: their kernels are compiled, they are started for many images at
+once, and by a thread while the device is at work on the steps before.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plainvit.config import Augment
+from plainvit.data.decode import ImageError, decode
+from plainvit.data.sources import Source
+from plainvit.data.transforms import crop_boxes, finish
+from plainvit.data.workers import readable, refuse_many
+
+MADE_AT_ONCE = 2**25  # pixels that are augmented together: some hundred megabytes
+SHARE = 0.3  # of the free device memory that a set may take
+T = TypeVar("T")
+
+
+def ahead(make: Callable[[int], T], items: Iterable[int]) -> Generator[T]:
+    """As map, with the next result made by a thread meanwhile: the host is free while it waits for the device.
+
+    Threads of a process share its stream, so that what uses a result comes after what makes it there too.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a new thread would take the first
+    with ThreadPoolExecutor(1, "ahead", torch.cuda.set_device, (device,)) as pool:
+        coming = None
+        for item in items:
+            last, coming = coming, pool.submit(make, item)
+            if last:
+                yield last.result()
+        if coming:
+            yield coming.result()
+
+
+def steps_at_once(images: int, size: tuple[int, int], device: torch.device) -> int:
+    """On a GPU, small batches would wait for Python, which starts as many kernels for few images as for many."""
+    pixels = images * 3 * size[0] * size[1]
+    return min(max(MADE_AT_ONCE // pixels, 1), 32) if device.type == "cuda" else 1
+
+
+def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
+    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all."""
+    if len(source) > 2_000_000:
+        return None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] * SHARE
+    else:
+        free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * SHARE, 4e9)
+    extents = np.empty((0, 2), int)
+    few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
+    for chosen in (few, np.arange(len(source))):
+        extents = _extents(source, chosen)
+        height, width = (int(side) for side in extents.max(0))
+        if height * width > 160 * 160 or len(source) * height * width * 3 > free:
+            return None
+    return extents
+
+
+def _extents(source: Source, index: np.ndarray) -> np.ndarray:
+    return np.array([readable(source, int(one))[2] for one in index])
+
+
+class Resident:
+    """A whole set as uint8 on the device, each image in the corner of a canvas as large as the largest."""
+
+    def __init__(
+        self, source: Source, device: torch.device, bad: dict[int, str], extents: np.ndarray | None = None
+    ) -> None:
+        images, sizes = decode_all(source, bad, extents=extents)
+        self.full = bool((sizes == torch.tensor(images.shape[2:])).all())  # no image leaves a part of its canvas free
+        self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
+        self.labels = torch.from_numpy(source.labels).long().to(device)
+        # On a GPU some hundred small kernels would wait for Python: compiled they are a handful. The uniforms stay
+        # outside (Inductor's CPU code for their 64-bit arithmetic wrote out of bounds under torch 2.15), and so does
+        # a policy, whose slices are others at each step.
+        on_gpu = device.type == "cuda"
+        self.batch = torch.compile(self._batch, dynamic=False) if on_gpu else self._batch
+        self.finish = torch.compile(finish, dynamic=False) if on_gpu else finish
+
+    def _batch(self, where: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of the samples `where`, augmented as their uniforms say."""
+        return finish(self.cut(where, u, augment, out), u, augment), self.labels[where]
+
+    def cut(self, index: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
+        """The boxes of a batch, resized: floats in [0, 1], or uint8 where nothing is resampled."""
+        images = self.images[index]
+        same = self.full and tuple(images.shape[2:]) == out
+        if same and augment.crop == "none":
+            return images
+        boxes = crop_boxes(u, self.sizes[index], augment, out)
+        if same and augment.crop == "pad":
+            return shifted(images, boxes[:, :2].long(), augment.pad)
+        return sample_boxes(images, boxes, out, zeros=augment.crop == "pad")
+
+
+def shifted(images: Tensor, offsets: Tensor, pad: int) -> Tensor:
+    """Windows of the images' own size at (top, left) [B, 2], up to `pad` beyond them, where there are zeros."""
+    _, _, height, width = images.shape
+    padded = F.pad(images, (pad, pad, pad, pad))
+    rows = offsets[:, :1] + pad + torch.arange(height, device=images.device)  # [B, H]
+    columns = offsets[:, 1:] + pad + torch.arange(width, device=images.device)  # [B, W]
+    places = rows.unsqueeze(2) * padded.shape[3] + columns.unsqueeze(1)  # [B, H, W]
+    return padded.flatten(2).gather(2, places.flatten(1).unsqueeze(1).expand(-1, 3, -1)).view_as(images)
+
+
+def sample_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], *, zeros: bool = False) -> Tensor:
+    """Bilinear samples of a box of each image [B, 3, *out]; where it shrinks, several samples a pixel are averaged."""
+    shrink = max(images.shape[2] / out[0], images.shape[3] / out[1])
+    over = 1 if shrink <= 1 else 2 if shrink <= 2 else 4
+    fine = (out[0] * over, out[1] * over)
+    top, left, height, width = (boxes[:, i : i + 1] for i in range(4))
+    y = top - 0.5 + (torch.arange(fine[0], device=boxes.device) + 0.5) * (height / fine[0])  # [B, H'] pixel centres
+    x = left - 0.5 + (torch.arange(fine[1], device=boxes.device) + 0.5) * (width / fine[1])
+    y = torch.minimum(torch.maximum(y, top), top + height - 1)  # as resizing the cut-out would: its border pixels go on
+    x = torch.minimum(torch.maximum(x, left), left + width - 1)
+    size_h, size_w = images.shape[2], images.shape[3]
+    grid = torch.stack(
+        (
+            ((2 * x + 1) / size_w - 1).unsqueeze(1).expand(-1, fine[0], -1),
+            ((2 * y + 1) / size_h - 1).unsqueeze(2).expand(-1, -1, fine[1]),
+        ),
+        3,
+    )  # [B, H', W', 2]
+    padding = "zeros" if zeros else "border"
+    found = F.grid_sample(images.float() / 255, grid, "bilinear", padding, align_corners=False)
+    return found if over == 1 else F.avg_pool2d(found, over)
+
+
+def decode_all(
+    source: Source, bad: dict[int, str], threads: int | None = None, extents: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every image as uint8 [N, 3, H, W] with its size [N, 2]; threads, since the decoder lets go of the interpreter."""
+    count, threads = len(source), threads or os.cpu_count() or 1
+    extents = _extents(source, np.arange(count)) if extents is None else extents
+    height, width = (int(side) for side in extents.max(0))
+    images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
+    canvas = images.numpy()
+
+    def fill(start: int) -> None:
+        for index in range(start, min(start + 256, count)):
+            try:
+                pixels = decode(source.read(index))
+                canvas[index, :, : pixels.shape[0], : pixels.shape[1]] = pixels.transpose(2, 0, 1)
+                extents[index] = pixels.shape[:2]
+            except (ImageError, OSError) as error:
+                bad[index] = str(error)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, range(0, count, 256)))
+    refuse_many(len(bad), count)
+    return images, torch.from_numpy(extents)
