@@ -17,6 +17,7 @@ from peers import from_encoder_layer, from_timm, from_torchvision, from_transfor
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer as TorchvisionViT
 from transformers import ViTConfig as TransformersConfig
 from transformers import ViTForImageClassification
@@ -623,6 +624,35 @@ def test_stochastic_depth_drops_whole_samples_at_linear_rates(settings: dict[str
         assert (branch.mean(0) - whole[0]).abs().max() <= whole.abs().max() * error / (1 - rate) + 1e-12
         both = torch.stack(list(dropped.values())).all(0).double().mean().item()
         assert abs(both - rate**2) <= 5 * (rate**2 / samples) ** 0.5  # the two branches are dropped independently
+
+
+def test_stochastic_depth_that_skips_the_work() -> None:
+    """Three of ten images go without a branch, each as often as the others; the rest get 1/0.7 of it."""
+    block = tiny.vit(depth=3, stochastic_depth=0.3).take_shortcuts().blocks[2]
+    x, found, dropped = torch.rand(1, 5, 48, dtype=torch.float64).expand(10, -1, -1), [], []
+    whole = block.eval().mlp(block.norm2(x[:1]))
+    torch.manual_seed(0)
+    for residual in (block.residual1, block.residual2):
+        for _ in range(500):
+            found.append(residual.train().added(x, lambda some: block.mlp(block.norm2(some)), None, "") - x)
+            dropped.append((found[-1] == 0).flatten(1).all(1))
+            assert int(dropped[-1].sum()) == 3
+            kept = found[-1][~dropped[-1]]
+            torch.testing.assert_close(kept, (whole / 0.7).expand_as(kept), rtol=0, atol=1e-12)
+    share = torch.stack(dropped).double().mean(0)  # of each place in the batch
+    assert (share - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
+
+
+def test_skipping_saves_the_flops_and_the_gradient() -> None:
+    images, flops = tiny.images(20, dtype=torch.float32), []
+    for wanted in (False, True):
+        model = tiny.vit(torch.float32, depth=3, stochastic_depth=0.6, pool="average").train().take_shortcuts(wanted)
+        with FlopCounterMode(display=False) as counter:
+            model(images).sum().backward()
+        flops.append(counter.get_total_flops())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    saved = 1 - flops[1] / flops[0]
+    assert 0.2 < saved < 0.3  # rates of 0, 0.3 and 0.6 over three blocks, less what is outside of them
 
 
 # Seeds and places -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Letters: B batch, C channels, P patch, h x w grid of patches, N tokens, D width,
 K classes. Equations are the paper's; what it leaves open follows Google's code, and says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
@@ -42,6 +42,7 @@ ACTIVATIONS = {
 
 
 ALL = slice(None)  # tokens
+SKIPPED = 0.2  # of the images, from where it pays to take the others out and put them back
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -205,15 +206,29 @@ class Residual(nn.Module):
     def __init__(self, config: ViTConfig, rate: float) -> None:
         super().__init__()
         self.dropout, self.rate = nn.Dropout(config.dropout), rate
+        self.skips = False  # whether what is dropped is not computed either
         self.scale = nn.Parameter(torch.empty(config.width)) if config.layer_scale is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(x)
-        x = x if self.scale is None else x * self.scale
+        x = self.scaled(x)
         if self.rate and self.training:
             kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.rate)
             x = x * (kept / (1 - self.rate))
         return x
+
+    def scaled(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        return x if self.scale is None else x * self.scale
+
+    def added(self, x: Tensor, branch: Callable[[Tensor], Tensor], trace: Trace | None, name: str) -> Tensor:
+        """x + branch(x). With shortcuts a branch is computed only for images that keep it, as many in every batch."""
+        images = x.shape[0]
+        count = round(images * (1 - self.rate))
+        if trace is not None or not (self.skips and self.training and self.rate >= SKIPPED and 0 < count < images):
+            return x + note(trace, name, self(branch(x)))
+        kept = torch.rand(images, device=x.device).argsort()[:count]
+        some = x.index_select(0, kept)
+        return x.index_copy(0, kept, some + (self.scaled(branch(some)) * (images / count)).to(x.dtype))
 
 
 class Block(nn.Module):
@@ -238,12 +253,13 @@ class Block(nn.Module):
             assert self.axis is None
             x = x[:, keep] + self.residual1(self.attention(self.norm1(x), None, self.name, keep))
             return x + self.residual2(self.mlp(self.norm2(x)))  # [B, n, D]
+        msa, mlp = f"{self.name}/msa", f"{self.name}/mlp"
         if self.pre:
-            x = x + note(trace, f"{self.name}/msa", self.residual1(self.attend(self.norm1(x), trace)))
-            x = x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(self.norm2(x))))
+            x = self.residual1.added(x, lambda some: self.attend(self.norm1(some), trace), trace, msa)
+            x = self.residual2.added(x, lambda some: self.mlp(self.norm2(some)), trace, mlp)
         else:
-            x = self.norm1(x + note(trace, f"{self.name}/msa", self.residual1(self.attend(x, trace))))
-            x = self.norm2(x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(x))))
+            x = self.norm1(self.residual1.added(x, lambda some: self.attend(some, trace), trace, msa))
+            x = self.norm2(self.residual2.added(x, self.mlp, trace, mlp))
         return note(trace, f"{self.name}/tokens", x)  # [B, N, D]
 
     def attend(self, x: Tensor, trace: Trace | None) -> Tensor:
@@ -331,14 +347,16 @@ class ViT(nn.Module):
     def take_shortcuts(self, wanted: bool = True) -> Self:
         """Whether to leave out what no result needs, and to use our own kernels: the same but for rounding.
 
-        Kernels are used by themselves. The last block without all but the class token, and under autocast a residual
-        stream as short as the products' numbers, are what training uses: a trace has to see that block whole, and
-        would no longer have the very bits of a pass without one.
+        Kernels are used by themselves. The last block without all but the class token, stochastic depth that skips
+        the work, and under autocast a residual stream as short as the products' numbers, are what training uses: a
+        trace has to see blocks whole, and would no longer have the very bits of a pass without one.
         """
         self.shortcuts = wanted
         for module in self.modules():
             if isinstance(module, Attention):
                 module.short = wanted
+            if isinstance(module, Residual):
+                module.skips = wanted
         return self
 
     def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
