@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import NO_GPU, in_child
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -345,14 +346,6 @@ def test_small_ones_are_left_to_pytorch_unless_compiled() -> None:
     assert torch.compile(lambda x: x + pays(x), backend="eager", fullgraph=True)(torch.zeros(1, 1, 3)).sum() == 3
 
 
-def in_child(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
-
-
 def test_importing_wants_no_triton() -> None:
     code = """
 import sys
@@ -364,25 +357,10 @@ print(fits(torch.zeros(1, 8, 192, dtype=torch.bfloat16), 1))
     assert in_child(code) == "False"
 
 
-# A driver that has no GPU but says which one to compile for; launches end at the compiler
 COMPILE = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-class Driver:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", int(sys.argv[1]), 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-driver.set_active(Driver())
-made = []
-JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **k: made.append(kernel.warmup(*a, grid=grid, **k))
-
 from plainvit.models import short_attention as ours
 for (tokens, width), tiles in ours.TILES.items():
-    if str(width) in sys.argv[2]:
+    if str(width) in sys.argv[1]:
         qkv = torch.empty(1, tokens - 1, 3 * 2 * width, dtype=torch.bfloat16)
         out, lse = ours.run_forward(qkv, 2, tiles.forward)
         ours.run_backward(out, qkv, out, lse, 2, tiles)
@@ -395,8 +373,8 @@ print(len(made), max(kernel.metadata.shared for kernel in made))
 def test_the_table_compiles_for_gpus_that_are_not_here(tmp_path: Path, capability: int) -> None:
     """Every line, by Triton's own compiler, within the least shared memory of any such GPU (99 KiB)."""
     pytest.importorskip("triton")
-    code = f"import sys; sys.argv[1:] = ['{capability}', '32 64 80']\n{COMPILE}"
-    kernels, shared = map(int, in_child(code, TRITON_CACHE_DIR=str(tmp_path)).split())
+    code = NO_GPU.format(capability=capability) + COMPILE
+    kernels, shared = map(int, in_child(code, "32 64 80", TRITON_CACHE_DIR=str(tmp_path)).split())
     assert kernels >= 2 * len(ours.TILES)
     assert shared <= 99 * 1024
 

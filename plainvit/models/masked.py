@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
 from plainvit.models.initialise import initialise_vit
-from plainvit.models.vit import ALL, Block, ViT, sincos2d, take
+from plainvit.models.vit import ALL, Block, ViT, shorten, sincos2d, take
 
 Objective = Literal["masked", "mae", "simmim"]
 COLOURS = 512  # 3 bits of each of red, green and blue
@@ -121,6 +121,7 @@ class MaskedViT(nn.Module):
         self.register_buffer("squares", squares(*config.grid, masked.unit), persistent=False)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)
+        shorten(self.decoder, model.shortcuts)
         self.initialise()
 
     @torch.no_grad()

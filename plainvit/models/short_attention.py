@@ -152,11 +152,11 @@ def unfit(qkv: Tensor, heads: int) -> str | None:
         return f"qkv is on {qkv.device.type}: short attention needs a CUDA device"
     if qkv.dtype not in DTYPES:
         return f"qkv is {qkv.dtype}: short attention takes bf16 and fp16"
-    return None if _device_ready(qkv.get_device()) else "short attention needs triton and an NVIDIA GPU from Ampere on"
+    return None if device_ready(qkv.get_device()) else "short attention needs triton and an NVIDIA GPU from Ampere on"
 
 
 @constant
-def _device_ready(index: int) -> bool:
+def device_ready(index: int) -> bool:
     """Asked once for each compiled graph; the compiler need not look inside."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return False

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
+from plainvit.models.gelu_linear import gelu_linear
+from plainvit.models.gelu_linear import pays as gelu_linear_pays
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
 from plainvit.models.short_attention import fits, pays, short_attention
@@ -193,11 +195,19 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.activation = ACTIVATIONS[config.activation]
+        self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
+        self.fused = False  # in training, by our kernel where it fits
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self._fits(x):
+            x = F.linear(x, self.fc1.weight, self.fc1.bias.detach())  # whose gradient comes with GELU's
+            return gelu_linear(x, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.kind == "gelu_tanh")
         return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
+
+    def _fits(self, x: Tensor) -> bool:
+        plain = type(self.fc1) is type(self.fc2) is nn.Linear and self.kind in ("gelu", "gelu_tanh")
+        return self.fused and plain and not self.dropout.p and gelu_linear_pays(x)
 
 
 class Residual(nn.Module):
@@ -271,6 +281,17 @@ class Block(nn.Module):
         attended = self.attention(x.reshape(-1, x.shape[2], D), trace, self.name).view_as(x)  # rows (columns) as batch
         attended = attended if self.axis == "row" else attended.transpose(1, 2)
         return attended.reshape(B, N, D)
+
+
+def shorten(part: nn.Module, wanted: bool = True) -> None:
+    """Our own kernels, and no work for what is dropped, in all blocks of a model."""
+    for module in part.modules():
+        if isinstance(module, Attention):
+            module.short = wanted
+        if isinstance(module, Mlp):
+            module.fused = wanted
+        if isinstance(module, Residual):
+            module.skips = wanted
 
 
 class AttentionPool(nn.Module):
@@ -352,11 +373,7 @@ class ViT(nn.Module):
         trace has to see blocks whole, and would no longer have the very bits of a pass without one.
         """
         self.shortcuts = wanted
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.short = wanted
-            if isinstance(module, Residual):
-                module.skips = wanted
+        shorten(self, wanted)
         return self
 
     def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
