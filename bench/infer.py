@@ -7,7 +7,8 @@ Images are on the device already: uint8 for plainvit, which normalises them itse
 
 as shipped   eager, fp32 weights under bf16 autocast; plainvit's is its Predictor
 compiled     bf16 weights, torch.compile, cuDNN's attention off
-graph        the compiled form replayed as one CUDA graph; for the latency alone
+fp8          plainvit's compiled form with the blocks' products in fp8, where the GPU has them (plainvit.models.fp8)
+graph        a compiled form replayed as one CUDA graph; for the latency alone
 
 "off" is the greatest difference of a logit from plainvit's in fp32, over the greatest logit. ms is the time between two
 calls that follow each other, by CUDA events: launches that the device waits for count. Device: kernels alone.
@@ -49,6 +50,7 @@ from plainvit.config import ViTConfig
 from plainvit.evaluate.cost import macs
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
+from plainvit.models.fp8 import in_fp8, why_not
 from plainvit.names import configure
 from plainvit.runtime.distributed import choose_device
 
@@ -95,6 +97,10 @@ def our_predictor(job: Job) -> Answer:
 
 def our_compiled(job: Job) -> Answer:
     return _compiled(job.ours().to(job.dtype), job)
+
+
+def our_fp8(job: Job) -> Answer:
+    return _compiled(in_fp8(job.ours(), job.dtype), job)
 
 
 def peer_shipped(library: str, job: Job) -> Answer:
@@ -145,6 +151,7 @@ OURS: dict[str, Form] = {
     "plainvit, as shipped": our_predictor,
     "plainvit, compiled": our_compiled,
 }
+FP8: dict[str, Form] = {"plainvit, fp8, compiled": our_fp8}
 THEIRS: dict[str, Form] = {
     f"{library}, {form}": partial(make, library)
     for library in PEERS
@@ -278,9 +285,10 @@ def show_rows(title: str, rows: Sequence[dict[str, Any]], model: ViTConfig, matm
     show(title, columns, shown, left=("system", "attention kernels"))
 
 
-def forms_of(systems: Sequence[str], compiled: bool, graph: bool) -> dict[str, Form]:
+def forms_of(systems: Sequence[str], compiled: bool, graph: bool, fp8: bool = False) -> dict[str, Form]:
     """Every form of the libraries asked for; a graph is that of the compiled form."""
-    found = {name: make for name, make in (OURS | THEIRS).items() if name.partition(",")[0] in systems}
+    every = OURS | (FP8 if fp8 else {}) | THEIRS
+    found = {name: make for name, make in every.items() if name.partition(",")[0] in systems}
     found = {name: make for name, make in found.items() if compiled or name.endswith("as shipped")}
     graphs = {name.replace(", compiled", ", graph"): make for name, make in found.items() if name.endswith("compiled")}
     return found | graphs if graph else found
@@ -295,13 +303,16 @@ def measure(words: argparse.Namespace, device: str, left_out: list[str]) -> dict
     compiled = words.compile == "on" or (words.compile == "auto" and gpu)
     if not compiled:
         tell("the compiled forms: torch.compile is off (--compile on)", left_out)
+    no_fp8 = why_not(device)
+    if no_fp8:
+        tell(f"the fp8 form: {no_fp8}", left_out)
     top = ceilings(device, left_out)
     assert top["matmul"]
     job = Job(model, device, torch.bfloat16 if gpu else torch.float32)
     systems = ["plainvit", *(name for name in words.systems.split(",") if name != "plainvit")]
     rows: list[dict[str, Any]] = []
     for batch, graph in ((words.batch or (256 if gpu else 2), False), (words.latency_batch, gpu)):
-        forms = forms_of(systems, compiled, graph)
+        forms = forms_of(systems, compiled, graph, not no_fp8)
         rows += measure_batch(job, forms, batch, words.repeats, words.seconds, left_out)
     where = torch.cuda.get_device_name(device) if gpu else "CPU"
     title = f"inference, ViT-{words.model}, {where}: matmul {top['matmul']:,.3g} TFLOP/s; ratio: to the best peer (*)"

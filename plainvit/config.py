@@ -414,7 +414,8 @@ class Config(Checked):
     bad_steps: int = 3  # steps with a loss or gradient that is not finite are skipped, so many; then the run ends
     seed: int = 0
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the arithmetic, weights stay fp32; auto: bf16 on a GPU
+    # of the arithmetic, weights stay fp32; auto: bf16 on a GPU; fp8: bf16, and the products of a ViT's blocks in fp8
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
     graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
     shortcuts: Literal["auto", "off"] = "auto"  # our own kernels, no work that no result needs; off: plain PyTorch

@@ -27,9 +27,10 @@ from plainvit import __version__, device
 from plainvit.config import Model, ViTConfig, to_json
 from plainvit.disk import read_json, write_atomically
 from plainvit.models import ResNet, ViT, build
+from plainvit.models.fp8 import in_fp8, why_not
 
 ROUNDS = 5  # of timing
-APART = 0.05  # of the logits' spread: how far a way may lie from fp32
+APART = {"fp32": 0.05, "bf16": 0.05, "fp8": 0.75}  # of the logits' spread: how far a way may lie from fp32, 2 blocks
 log = logging.getLogger("plainvit")
 
 
@@ -37,11 +38,12 @@ log = logging.getLogger("plainvit")
 class Way:
     """How a pass is computed."""
 
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp8"]  # fp8: of the blocks' products, where that was asked for
     code: Literal["eager", "compiled", "graphs"]  # graphs: compiled, and a small batch's kernels started at once
 
 
 PLAIN = Way("fp32", "eager")
+FP8 = Way("fp8", "compiled"), Way("fp8", "graphs")
 
 
 def ways_on(place: torch.device) -> tuple[Way, ...]:
@@ -59,14 +61,18 @@ def cpu_computes_bf16() -> bool:
 
 
 class Optimised(nn.Module):
-    """A plain model's answers, without gradients; `config` and `about` are the model's own."""
+    """A plain model's answers, without gradients; `config` and `about` are the model's own.
 
-    def __init__(self, model: ViT | ResNet) -> None:
+    fp8 lets it multiply by fp8 where that is fastest and there; a line says so where it is not.
+    """
+
+    def __init__(self, model: ViT | ResNet, *, fp8: bool = False) -> None:
         super().__init__()
+        self.fp8 = fp8
         self.model = model.eval().requires_grad_(False)
         self.config, self.about = model.config, model.about
         self.ways: dict[int, Way] = {}
-        self._low: ViT | ResNet | None = None  # in bf16, once a way wants it
+        self._low: dict[str, ViT | ResNet] = {}  # in bf16 or fp8, once a way wants it
         self._calls: dict[tuple[int, str], Callable[[Tensor], Tensor]] = {}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -85,7 +91,7 @@ class Optimised(nn.Module):
     def _answer(self, what: str, images: Tensor) -> Tensor:
         size = len(images)
         if size not in self.ways:
-            self.ways[size] = choose(self.config, size, place_of(self.model))
+            self.ways[size] = choose(self.config, size, place_of(self.model), *self._asked())
         way = self.ways[size]
         if (size, what) not in self._calls:
             self._calls[size, what] = prepared(self._in(way), way, what)
@@ -95,13 +101,23 @@ class Optimised(nn.Module):
     def _in(self, way: Way) -> ViT | ResNet:
         if way.precision == "fp32":
             return self.model
-        if self._low is None:
-            self._low = in_bf16(self.model)
-        return self._low
+        if way.precision not in self._low:
+            self._low[way.precision] = lowered(self.model, way)
+        return self._low[way.precision]
+
+    def _asked(self) -> tuple[Way, ...]:
+        """Ways beyond those that everybody gets."""
+        if not self.fp8:
+            return ()
+        resnet = "fp8 is for the blocks of a ViT, this model is a ResNet" if isinstance(self.model, ResNet) else ""
+        reason = resnet or why_not(place_of(self.model))
+        if reason and not self.ways:
+            log.warning("%s: answers are as with optimise=True", reason)
+        return () if reason else FP8
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         """On another device nothing of what was chosen holds."""
-        self.ways, self._calls, self._low = {}, {}, None
+        self.ways, self._calls, self._low = {}, {}, {}
         return super()._apply(fn, recurse)
 
     def train(self, mode: bool = True) -> "Optimised":
@@ -114,7 +130,13 @@ def place_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def in_bf16(model: ViT | ResNet) -> ViT | ResNet:
+def lowered(model: ViT | ResNet, way: Way) -> ViT | ResNet:
+    """The model itself, or a copy in the way's precision."""
+    if way.precision == "fp32":
+        return model
+    if way.precision == "fp8":
+        assert isinstance(model, ViT)
+        return in_fp8(model)
     return copy.deepcopy(model).bfloat16()
 
 
@@ -133,14 +155,14 @@ def prepared(model: ViT | ResNet, way: Way, what: str) -> Callable[[Tensor], Ten
 # Choosing -------------------------------------------------------------------------------------------------------------
 
 
-def choose(config: Model, batch: int, place: torch.device) -> Way:
-    """The fastest way for such a batch, from the cache where it was found before."""
+def choose(config: Model, batch: int, place: torch.device, *also: Way) -> Way:
+    """The fastest way for such a batch, from the cache where it was found before. `also`: what else may be tried."""
     folder = device.cache_folder()
-    file = folder / f"way-{_identity(config, batch, place)}.json"
+    file = folder / f"way-{_identity(config, batch, place, *also)}.json"
     known = read_json(file)
-    if set(known) == {"precision", "code"} and Way(**known) in ways_on(place):
+    if set(known) == {"precision", "code"} and Way(**known) in (*ways_on(place), *also):
         return Way(**known)
-    way = fastest(config, batch, place)
+    way = fastest(config, batch, place, *also)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, lambda beside: beside.write_text(json.dumps(asdict(way))))
@@ -149,10 +171,10 @@ def choose(config: Model, batch: int, place: torch.device) -> Way:
     return way
 
 
-def _identity(config: Model, batch: int, place: torch.device) -> str:
+def _identity(config: Model, batch: int, place: torch.device, *also: Way) -> str:
     cpu = f"{device.processor()}, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else cpu
-    said = [__version__, torch.__version__, name, batch, to_json(short(config).replace(classes=8))]
+    said = [__version__, torch.__version__, name, batch, to_json(short(config).replace(classes=8)), *map(asdict, also)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
@@ -164,7 +186,7 @@ def short(config: Model) -> Model:
 
 
 @torch.no_grad()
-def fastest(config: Model, batch: int, place: torch.device) -> Way:
+def fastest(config: Model, batch: int, place: torch.device, *also: Way) -> Way:
     """Of those that run and agree with fp32, by the median of a few rounds in turns."""
     with torch.random.fork_rng():  # whoever asks for an answer keeps their random numbers
         torch.manual_seed(0)
@@ -176,15 +198,14 @@ def fastest(config: Model, batch: int, place: torch.device) -> Way:
     plain, images = plain.to(place), images.to(place)
     expected = plain(images).float()
     calls: dict[Way, Callable[[Tensor], Tensor]] = {}
-    for way in ways_on(place):
+    for way in (*ways_on(place), *also):
         try:
-            model = plain if way.precision == "fp32" else in_bf16(plain)
-            call = prepared(model, way, "forward")
+            call = prepared(lowered(plain, way), way, "forward")
             apart = (call(images).float() - expected).abs().max()
         except Exception as error:  # no compiler, a GPU too old, a bug of theirs: the plain way is always there
             log.debug("%s does not run here: %s", way, (str(error).splitlines() or [""])[0])
             continue
-        if apart <= APART * max(expected.std(), 1e-6):
+        if apart <= APART[way.precision] * max(expected.std(), 1e-6):
             calls[way] = call
     times = {way: statistics.median(values) for way, values in _timed(calls, images).items()}
     return min(times, key=lambda way: times[way])

@@ -172,8 +172,8 @@ def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
 
 
 def choose_precision(name: str, device: str) -> torch.dtype:
-    """Of the arithmetic; weights are fp32. Auto is bf16 on a GPU."""
-    low = name == "bf16" or (name == "auto" and device.startswith("cuda"))
+    """Of the arithmetic; weights are fp32. Auto is bf16 on a GPU; with fp8 all is bf16 but the blocks' products."""
+    low = name in ("bf16", "fp8") or (name == "auto" and device.startswith("cuda"))
     return torch.bfloat16 if low else torch.float32
 
 

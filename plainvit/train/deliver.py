@@ -64,7 +64,8 @@ def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dic
 
 
 def predictor_of(run: Training, model: ViT | ResNet) -> Predictor:
-    found = Predictor(model, device=run.world.device, precision=run.config.precision)
+    precision = "bf16" if run.config.precision == "fp8" else run.config.precision  # fp8 is the model's own affair
+    found = Predictor(model, device=run.world.device, precision=precision)
     found.source = str(run.folder.path)
     return found
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from plainvit.analyse.report import write_report
-from plainvit.config import Config, differences, from_json, to_json
+from plainvit.config import Config, ResNetConfig, differences, from_json, to_json
 from plainvit.data.decode import DataError
 from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
+from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, choose_device, is_lost, join
@@ -272,6 +273,8 @@ def prepare(
 
 def _objective(config: Config, splits: Splits, world: World) -> Classify | PredictPatches:
     """The model with its loss, in parts where FSDP is asked for."""
+    if config.precision == "fp8":
+        _check_fp8(config, world)
     model = initial_model(config, splits).to(world.device)
     (model if isinstance(model, ViT) else model.body).recompute = config.recompute
     if isinstance(model, ViT):
@@ -280,6 +283,9 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
         if not isinstance(model, ViT):
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
         add_lora(model, config.optim.lora, config.seed)
+    if config.precision == "fp8":
+        assert isinstance(model, ViT)
+        use_fp8(model)
     freeze(model, config.optim.frozen)
     if config.objective != "classify":
         assert isinstance(model, ViT)
@@ -294,6 +300,19 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
             raise ValueError("muon and lora work on whole matrices, which fsdp cuts into rows: --parallel ddp")
         shard(model, world)
     return objective
+
+
+def _check_fp8(config: Config, world: World) -> None:
+    """What cannot be trained by fp8 products, in a line that says what can."""
+    reason = why_not(world.device)
+    if isinstance(config.model, ResNetConfig):
+        reason = "fp8 is for the blocks of a ViT, this model is a ResNet"
+    elif config.optim.lora:
+        reason = "fp8 would round away what optim.lora adds to a matrix"
+    elif world.size > 1 and config.parallel == "fsdp":
+        reason = "fp8 scales whole rows and columns, and fsdp cuts them up; --parallel ddp does not, or else"
+    if reason:
+        raise ValueError(f"{reason}: --precision bf16")
 
 
 def _trained(objective: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -1,0 +1,539 @@
+"""Products in fp8 against float64 and the bounds of e4m3's rounding; training, answers, refusals; a GPU's own kernel.
+
+Elsewhere than on a GPU the products are emulated in fp32. python -m pytest -m gpu tests/test_fp8.py
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_runs as runs
+import tiny
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import plainvit
+from plainvit import cli
+from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
+from plainvit.data.generated import digits
+from plainvit.models import ViT, build, fp8, optimise
+from plainvit.models.fp8 import E4M3, Fp8Answer, Fp8Linear, Product, emulated, in_fp8, product, quantise, use_fp8
+from plainvit.models.optimise import FP8, PLAIN, Optimised, choose
+from plainvit.names import configure
+from plainvit.runtime.distributed import World
+from plainvit.train.fit import _check_fp8, fit
+from plainvit.train.graphs import Graph
+from plainvit.train.masked import PredictPatches
+
+CPU = torch.device("cpu")
+STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: the greatest relative error, and the greatest of a number below its range
+MODEL = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(4, 4), image_size=(8, 8), classes=10)
+
+
+def draw(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
+    """Normal numbers, whose rows may differ in size by orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(shape[0], 1, generator=generator))
+    return torch.randn(*shape, generator=generator) * size
+
+
+def greatest_error(x: Tensor) -> Tensor:
+    """Of quantising each number of x by its row, in float64."""
+    x = x.double().abs()
+    return torch.maximum(STEP * x, SMALLEST * x.amax(-1, keepdim=True) / 448) * (1 + 1e-5)
+
+
+def greatest_product_error(a: Tensor, b: Tensor) -> Tensor:
+    """Of a [M, K] times b [N, K] transposed, both quantised."""
+    (x, dx), (y, dy) = ((one.double().abs(), greatest_error(one)) for one in (a, b))
+    return (x + dx) @ (y + dy).t() - x @ y.t() + 1e-5 * (x @ y.t())
+
+
+def apart(found: Tensor, right: Tensor) -> float:
+    return ((found.double() - right).norm() / right.norm()).item()
+
+
+def linear(K: int = 64, N: int = 96) -> tuple[nn.Linear, nn.Linear]:
+    """A plain one in float64, and the same by fp8."""
+    torch.manual_seed(0)
+    plain = nn.Linear(K, N)
+    low = copy.deepcopy(plain)
+    low.__class__ = Fp8Linear
+    low.low = torch.float32  # pyright: ignore
+    return plain.double(), low
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_quantised_numbers_are_within_e4m3s_step(spread: float) -> None:
+    x = draw(50, 300, spread=spread) ** 3  # from large to far below a row's largest
+    q, scale = quantise(x)
+    assert q.dtype is E4M3
+    assert (scale.dtype, scale.shape) == (torch.float32, (50, 1))
+    error = (q.double() * scale.double() - x.double()).abs()
+    assert (error <= greatest_error(x)).all()
+    assert (q.float().abs().amax(-1) == 448).all(), "the whole range is used"
+
+
+def test_a_transposed_matrix_is_quantised_along_its_own_rows() -> None:
+    w = draw(48, 32)
+    q, scale = quantise(w.t())
+    assert q.is_contiguous()
+    assert torch.equal(q.float(), quantise(w.t().contiguous())[0].float())
+    assert scale.flatten().tolist() == pytest.approx((w.abs().amax(0) / 448).tolist())
+
+
+def test_rows_of_zeros_and_of_tiny_numbers() -> None:
+    x = torch.stack((torch.zeros(32), torch.full((32,), 1e-25), torch.full((32,), 1e-38)))
+    q, scale = quantise(x)
+    assert torch.isfinite(scale).all()
+    assert q[0].float().abs().max() == 0
+    assert q[1].float().unique().tolist() == [448]
+    weight, bias = draw(16, 32), draw(1, 16)[0]
+    found = product(q, quantise(weight)[0], (scale, quantise(weight)[1]), bias, fast=True)
+    assert torch.equal(found[0], bias)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so_and_where_it_is(bad: float) -> None:
+    _, low = linear()
+    x = draw(4, 64)
+    x[1, 5] = bad
+    finite = torch.isfinite(low(x)).all(-1)
+    assert finite.tolist() == [True, False, True, True]
+
+
+def test_an_outlier_disturbs_its_own_row_alone() -> None:
+    _, low = linear()
+    x, g = draw(8, 64), draw(8, 96, seed=1)
+    found: list[tuple[Tensor, Tensor]] = []
+    for size in (1.0, 1e7):
+        rows, grads = x.clone(), g.clone()
+        rows[3, 7], grads[3, 7] = size, size
+        rows.requires_grad_()
+        y = low(rows)
+        y.backward(grads)
+        assert rows.grad is not None
+        found.append((y.detach(), rows.grad))
+    others = torch.arange(8) != 3
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before[others], after[others])
+        assert not torch.equal(before[3], after[3])
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_a_linear_and_its_gradients_against_float64(spread: float) -> None:
+    plain, low = linear()
+    x, g = draw(40, 64, spread=spread), draw(40, 96, seed=1, spread=spread)
+    exact, rows = x.double().requires_grad_(), x.clone().requires_grad_()
+    right, found = plain(exact), low(rows)
+    right.backward(g.double())
+    found.backward(g)
+    assert ((found - right).abs() <= greatest_product_error(x, low.weight)).all()
+    assert ((rows.grad - exact.grad).abs() <= greatest_product_error(g, low.weight.t())).all()  # pyright: ignore
+    # Of two numbers each off by a uniform part of their step: sqrt(2) times some 2.6 %
+    assert 0.01 < apart(found.detach(), right.detach()) < 0.045, "in fp8, and no worse than it must be"
+    assert 0.01 < apart(rows.grad, exact.grad) < 0.045  # pyright: ignore
+    for ours, exact in zip(low.parameters(), plain.parameters(), strict=True):
+        assert apart(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
+
+
+def test_the_emulation_is_pytorchs_own_product_on_a_cpu() -> None:
+    (a, rows), (b, columns), bias = quantise(draw(24, 64)), quantise(draw(32, 64, seed=1)), draw(1, 32)[0]
+    try:
+        found = torch._scaled_mm(a, b.t(), rows, columns.t(), out_dtype=torch.float32)  # pyright: ignore
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
+    torch.testing.assert_close(emulated(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("M", [1, 40, 256])
+def test_operands_are_as_the_gpus_kernel_wants_them(M: int) -> None:
+    """PyTorch's own checks of layouts, sizes and scales for CUDA, on tensors without numbers: no GPU is needed."""
+
+    class Context:
+        def save_for_backward(self, *tensors: Tensor) -> None:
+            self.saved_tensors = tensors
+
+    with FakeTensorMode():
+        x = torch.empty(M, 64, device="cuda", dtype=torch.bfloat16)
+        weight, bias = torch.empty(96, 64, device="cuda"), torch.empty(96, device="cuda")
+        y = Product.forward(Context(), x, weight, bias)
+        context = Context()
+        Product.forward(context, x, weight, bias)
+        grads = Product.backward(context, torch.empty_like(y))
+    assert (y.shape, y.dtype) == ((M, 96), torch.bfloat16)
+    assert [(g.shape, g.dtype) for g in grads] == [(t.shape, t.dtype) for t in (x, weight, bias)]
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_keeps_its_names_weights_and_kinds(tmp_path: Path) -> None:
+    plain: Any = build(MODEL)
+    low = use_fp8(copy.deepcopy(plain), torch.float32)
+    assert list(low.state_dict()) == list(plain.state_dict())
+    low.load_state_dict(plain.state_dict())
+    plain.load_state_dict(low.state_dict())
+    changed = {name for name, module in low.named_modules() if isinstance(module, Fp8Linear)}
+    parts = ("attention.qkv", "attention.out", "mlp.fc1", "mlp.fc2")
+    assert changed == {f"blocks.{layer}.{part}" for layer in range(2) for part in parts}
+    plainvit.save(low, tmp_path / "low.safetensors")
+    loaded = plainvit.load(tmp_path / "low.safetensors")
+    assert not any(isinstance(module, Fp8Linear) for module in loaded.modules())
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name])
+
+
+def test_sizes_that_do_not_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = build(MODEL.replace(width=32, mlp_dim=72))
+    use_fp8(model)
+    kinds = {name.rpartition(".")[2]: type(module) for name, module in model.blocks.named_modules()}
+    assert kinds["qkv"] is kinds["out"] is Fp8Linear
+    assert kinds["fc1"] is kinds["fc2"] is nn.Linear
+    assert caplog.messages == ["fp8: 4 of 8 matrices stay bf16, a side of theirs is no multiple of 16"]
+
+
+def test_it_compiles_in_one_piece() -> None:
+    """With its gradients, by the class token's shortcut, and with blocks run again."""
+    model = use_fp8(tiny.vit(torch.float32), torch.float32).take_shortcuts()
+    images = tiny.images(dtype=torch.float32)
+    found: list[list[Tensor]] = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        call(images).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    model.recompute = True
+    model(images).square().mean().backward()
+    found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for one, compiled, again in zip(*found, strict=True):
+        near = 1e-2 * one.abs().max().item()  # a number on the edge of two of e4m3's may fall to either side
+        torch.testing.assert_close(compiled, one, rtol=0, atol=near)
+        assert torch.equal(again, one)
+
+
+@pytest.mark.parametrize("objective", ["masked", "mae", "simmim"])
+def test_masked_objectives_train_their_vit_by_it(objective: Any) -> None:
+    target = "colour" if objective == "masked" else "pixels"
+    shape = Masked(ratio=0.5, target=target, width=32, depth=1, heads=2)  # pyright: ignore
+    config = Config(model=MODEL.replace(classes=0), objective=objective, masked=shape)
+    model = build(config.model)  # pyright: ignore
+    assert isinstance(model, ViT)
+    net = PredictPatches(use_fp8(model, torch.float32), config)
+    nn.init.normal_(net.decoder.answer.weight if objective == "mae" else net.decoder.weight, std=0.02)  # pyright: ignore
+    places = torch.arange(4)
+    loss, _ = net(tiny.images(4, (8, 8), dtype=torch.float32), *net.hide(0, torch.zeros_like(places), places))
+    loss.backward()
+    trained = [p for name, p in model.blocks[0].named_parameters() if name.startswith("mlp")]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+    assert [name for name, module in net.named_modules() if isinstance(module, Fp8Linear) and "decoder" in name] == []
+
+
+# Digits ---------------------------------------------------------------------------------------------------------------
+
+
+def tensors(split: str) -> tuple[Tensor, Tensor]:
+    source = digits(split)
+    images = np.stack([source.read(index) for index in range(len(source))])
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(source.labels).long()
+
+
+def trained(seed: int, change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
+    """A small ViT after some steps on digits, and its loss on the test images."""
+    torch.manual_seed(seed)
+    model = build(MODEL).initialise(torch.Generator().manual_seed(seed))
+    assert isinstance(model, ViT)
+    change(model)
+    images, labels = tensors("train")
+    optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=steps)
+    for _ in range(steps):
+        some = torch.randint(len(images), (64,))
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(images[some]), labels[some]).backward()  # pyright: ignore
+        optimiser.step()
+        schedule.step()
+    images, labels = tensors("test")
+    with torch.no_grad():
+        return model.eval(), nn.functional.cross_entropy(model(images), labels).item()  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> list[tuple[ViT, float]]:
+    return [trained(seed, lambda model: model) for seed in range(2)]
+
+
+def test_training_reaches_the_loss_of_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
+    low = [trained(seed, lambda model: use_fp8(model, torch.float32))[1] for seed in range(2)]
+    plain = [loss for _, loss in plain_runs]
+    print("fp32", plain, "fp8", low)
+    assert max(plain) < 0.4, "something was learned, of 2.3"
+    assert abs(np.mean(low) - np.mean(plain)) < 0.08, "seeds of either differ by as much"
+
+
+def test_a_copy_for_answers_agrees(plain_runs: list[tuple[ViT, float]]) -> None:
+    images, _ = tensors("test")
+    more, _ = tensors("train")
+    images = torch.cat((images, more))
+    for model, _ in plain_runs:
+        low = in_fp8(model, torch.float32)
+        assert sum(isinstance(module, Fp8Answer) for module in low.modules()) == 7, "all but the last block's qkv"
+        with torch.no_grad():
+            plain, answers = model(images), low(images)
+            short = copy.deepcopy(low).take_shortcuts()(images)
+        agreement = (plain.argmax(-1) == answers.argmax(-1)).float().mean().item()
+        print("agreement", agreement, "apart", apart(answers, plain.double()))
+        assert agreement >= 0.99
+        assert 1e-3 < apart(answers, plain.double()) < 0.1, "in fp8, and near"
+        assert apart(short, plain.double()) < 0.1
+        assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
+        assert not low.training
+        assert all(type(module) is not Fp8Answer for module in model.modules()), "the model itself stays"
+
+
+# Answers by load ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_without_fp8_a_line_says_so_and_answers_are_the_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN,))  # no compiler is asked
+    model, images = tiny.vit(torch.float32), tiny.images(dtype=torch.float32)
+    plainvit.save(model, tmp_path / "m.safetensors")
+    fast = plainvit.load(tmp_path / "m.safetensors", optimise="fp8")
+    caplog.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(images), model(images), rtol=1e-5, atol=1e-5)
+    fast(images[:1])
+    assert caplog.messages == ["fp8 needs a CUDA GPU, this is cpu: answers are as with optimise=True"], "once"
+    assert set(fast.ways.values()) == {PLAIN}
+
+
+def test_answers_of_a_resnet_have_no_fp8(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimise, "why_not", lambda _: "")  # as on a GPU that has it
+    assert Optimised(tiny.bit(torch.float32, (1, 1, 1)), fp8=True)._asked() == ()
+    reason = "fp8 is for the blocks of a ViT, this model is a ResNet"
+    assert caplog.messages == [f"{reason}: answers are as with optimise=True"]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_fp8_is_tried_where_it_is_asked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimise, "why_not", lambda _: "")
+    seen: list[tuple[Any, ...]] = []
+
+    def fastest(*given: Any) -> Any:
+        seen.append(given[3:])
+        return given[3] if len(given) > 3 else PLAIN
+
+    monkeypatch.setattr(optimise, "fastest", fastest)
+    model = tiny.vit(torch.float32)
+    assert Optimised(model)._asked() == ()
+    assert Optimised(model, fp8=True)._asked() == FP8
+    for _ in range(2):  # the second time from the cache, where the two must not meet
+        assert choose(model.config, 2, CPU) == PLAIN
+        assert choose(model.config, 2, CPU, *FP8) == FP8[0]
+    assert seen == [(), FP8]
+
+
+def test_an_optimise_that_is_unknown() -> None:
+    with pytest.raises(ValueError, match=r"^optimise 'fp4' is unknown: True, False or 'fp8'$"):
+        plainvit.load("m.safetensors", optimise="fp4")  # pyright: ignore
+
+
+def test_a_way_in_fp8_that_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
+    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN,))
+    monkeypatch.setattr(optimise, "in_fp8", lambda model: in_fp8(model, torch.float32))
+    monkeypatch.setattr(optimise, "_timed", lambda calls, _: {way: [way is PLAIN] for way in calls})
+    eager = optimise.Way("fp8", "eager")
+    config = configure("ViT-Ti/16", image_size=64)
+    assert optimise.fastest(config, 4, CPU, eager) == eager
+    monkeypatch.setattr(fp8, "emulated", lambda a, b, scales, bias: emulated(a, b, scales, bias) * 2)
+    assert optimise.fastest(config, 4, CPU, eager) == PLAIN
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_cpu_is_refused_and_leaves_nothing(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "digits", "--precision", "fp8", "--device", "cpu", "--out", str(out)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("fp8 needs a CUDA GPU, this is cpu: --precision bf16")
+    assert "\n" not in said
+    assert not (out / "config.json").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], World]] = {
+    "fp8 is for the blocks of a ViT, this model is a ResNet": ({"model": configure("BiT-R26x1")}, World(device="cuda")),
+    "fp8 would round away what optim.lora adds to a matrix": ({"optim": Optim(lora=4)}, World(device="cuda")),
+    "fp8 scales whole rows and columns, and fsdp cuts them up; --parallel ddp does not, or else": (
+        {"parallel": "fsdp"},
+        World(0, 2, "cuda"),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_trained_by_it_is_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.train.fit.why_not", lambda _: "")  # as on a GPU that has it
+    changes, world = REFUSED[reason]
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        _check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
+    assert str(refused.value) == f"{reason}: --precision bf16"
+    _check_fp8(Config(model=MODEL, precision="fp8"), World(device="cuda"))
+
+
+def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert fp8.why_not("cuda") == "fp8 needs a GPU of compute capability 8.9 or newer, A100 has 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling this\nand more of it")
+
+    with FakeTensorMode():  # as if there were one: the trial's own tensors are checked, and nothing is computed
+        assert fp8.why_not("cuda") == ""
+        monkeypatch.setattr(fp8, "product", failing)
+        found = fp8.why_not("cuda")
+    assert found == "fp8 products fail on A100: CUBLAS_STATUS_NOT_SUPPORTED when calling this"
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    lacks = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+    for mark in (
+        pytest.mark.gpu,
+        pytest.mark.skipif(lacks, reason="needs a CUDA GPU with fp8"),
+        pytest.mark.filterwarnings("ignore::UserWarning"),  # the compiler advises TF32
+    ):
+        test = mark(test)
+    return test
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
+def test_the_kernel_equals_the_emulation(fast: bool, M: int, K: int, N: int) -> None:
+    assert not fp8.why_not("cuda")
+    (a, rows), (b, columns) = quantise(draw(M, K, spread=1.0).cuda()), quantise(draw(N, K, seed=1).cuda())
+    bias = draw(1, N)[0].cuda()
+    found = product(a, b, (rows, columns), bias, fast=fast)
+    right = emulated(a, b, (rows, columns), bias.bfloat16())
+    assert found.dtype is torch.bfloat16
+    assert apart(found.float(), right.double()) < (2e-2 if fast else 3e-3), "bf16's rounding, and a short sum's"
+
+
+@on_gpu
+def test_quantising_equals_the_cpus() -> None:
+    x = draw(64, 768, spread=2.0)
+    (found, scale), (right, expected) = quantise(x.cuda()), quantise(x)
+    torch.testing.assert_close(scale.cpu(), expected, rtol=1e-6, atol=0)  # a GPU divides by 448 by multiplying
+    assert (found.cpu().float() == right.float()).float().mean() > 0.999
+
+
+@on_gpu
+@pytest.mark.parametrize("shortcuts", [False, True])
+def test_compiled_in_one_piece_on_a_gpu(shortcuts: bool) -> None:
+    torch.manual_seed(0)
+    model = plainvit.create("ViT-S/16", classes=10, seed=0, depth=3).cuda()
+    nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore
+    use_fp8(model).take_shortcuts(shortcuts)  # pyright: ignore
+    images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    found: list[tuple[Tensor, Tensor]] = []
+    for call in (model, torch.compile(model, fullgraph=True, dynamic=False)):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = call(images)
+        logits.float().square().mean().backward()
+        found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
+    for eager, compiled in zip(*found, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
+        assert apart(compiled, eager.double()) < 0.15
+
+
+@on_gpu
+def test_under_cuda_graphs_no_bit_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.without_figures(monkeypatch)
+    config = runs.config(device="cuda", graphs="auto", precision="fp8", steps=12)
+    captured: list[Graph] = []
+    original = Graph._capture
+
+    def counted(graph: Graph, given: tuple[Tensor, ...]) -> None:
+        original(graph, given)
+        captured.append(graph)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graph, "_capture", counted)
+        fit(config, tmp_path / "graphs", quiet=True)
+    assert len(captured) == 2
+    assert all(graph.graph for graph in captured)
+    with monkeypatch.context() as patch:
+        patch.setattr("plainvit.train.graphs.WARM", 10**9)
+        fit(config, tmp_path / "called", quiet=True)
+    assert runs.weights(tmp_path / "graphs") == runs.weights(tmp_path / "called")
+
+
+@on_gpu
+def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole of fit, on textured shapes; the same seed, so the same batches."""
+    runs.without_figures(monkeypatch)
+    means: dict[str, float] = {}
+    for precision in ("bf16", "fp8"):
+        config = Config(
+            model=configure("ViT-B/16", classes=10),  # pyright: ignore
+            data="shapes:size=224,count=256,classes=10",
+            steps=30,
+            batch=64,
+            optim=Optim(lr=1e-4, warmup=5),
+            augment=Augment(crop="none", flip=0.0),
+            evaluations=1,
+            device="cuda",
+            precision=precision,  # pyright: ignore
+        )
+        fit(config, tmp_path / precision, quiet=True, bare=True)
+        losses = [line["loss"] for line in runs.metrics(tmp_path / precision) if "loss" in line]
+        assert len(losses) == 30
+        assert np.isfinite(losses).all()
+        means[precision] = float(np.mean(losses))
+    print(means)
+    assert means["fp8"] == pytest.approx(means["bf16"], rel=0.02)
+
+
+@on_gpu
+@pytest.mark.usefixtures("own_cache")
+def test_answers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = plainvit.create("ViT-S/16", classes=10, seed=0).eval().cuda()
+    nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore
+    images = torch.randint(0, 256, (16, 3, 224, 224), dtype=torch.uint8, device="cuda")
+    with torch.no_grad():
+        plain = model(images)
+    for way in FP8:
+        with monkeypatch.context() as patch:
+            patch.setattr(optimise, "choose", lambda *_, way=way: way)
+            fast = Optimised(copy.deepcopy(model), fp8=True)
+            answers = [fast(images) for _ in range(3)][-1]
+            assert fast.ways == {16: way}
+        assert nn.functional.cosine_similarity(answers, plain).min() > 0.98
+    fast = Optimised(model, fp8=True)
+    fast(images)
+    assert fast.ways[16] in (*optimise.ways_on(torch.device("cuda")), *FP8)
+    assert 0 <= fast.agreement(images) <= 1
