@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plainvit.train.fit import fit
     from plainvit.weights import load, save
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Predictor",
     "Trace",

@@ -1,34 +1,46 @@
-"""The README's own commands and code, run as they stand there."""
+"""The documentation's own commands, code, links and tables, held against the package as it is."""
 
+import contextlib
+import io
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from plainvit.cli import main
+import plainvit
+from plainvit.cli import VERBS, main
+from plainvit.verbs.runs import RUNS
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of a page in one language; "" is what has none, such as printed output."""
+    parts = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
+    return [code for word, code in parts if word == language]
 
 
 COMMANDS = [
-    line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if line.startswith("plainvit ")
+    line.split("#")[0].strip()
+    for block in blocks(README, "sh")
+    for line in block.splitlines()
+    if line.startswith("plainvit ")
 ]
 PLACES = ("hf:", "WEIGHTS", "DIR", "my.py", "runs/")  # commands that name what the reader has are not run here
 
 
 def test_there_are_commands_and_code() -> None:
     assert len(COMMANDS) >= 3
-    assert blocks("python")
+    assert blocks(README, "python")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not any(word in c for word in PLACES)])
@@ -50,22 +62,105 @@ def test_the_installed_command(tmp_path: Path) -> None:
     assert "86,567,656" in run.stdout or "86.6" in run.stdout
 
 
-def test_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Code -----------------------------------------------------------------------------------------------------------------
+
+
+def run_blocks(page: Path, **names: object) -> dict[str, object]:
     """One after the other, as a reader would type them."""
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), names)
+    return names
+
+
+def test_code_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"images": torch.rand(2, 3, 192, 256)}
-    for code in blocks("python"):
-        exec(compile(code, "README.md", "exec"), names)
-    assert names["model"].config.classes == 5
-    assert names["model"].config.image_size == (256, 256)
+    model = run_blocks(README, images=torch.rand(2, 3, 192, 256))["model"]
+    assert isinstance(model, plainvit.models.ViT)
+    assert model.config.classes == 5
+    assert model.config.image_size == (256, 256)
+
+
+@pytest.mark.parametrize("name", ["data", "python", "questions", "weights"])
+def test_code_of_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These pages assert what they say."""
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(ROOT / "docs" / f"{name}.md")
+
+
+def test_the_page_of_recipes_is_what_its_block_prints() -> None:
+    page, printed = ROOT / "docs" / "recipes.md", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_blocks(page)
+    assert page.read_text().endswith(printed.getvalue()), "run the block of docs/recipes.md, and paste what it prints"
+    listed = re.findall(r"^\| `([^`]+)` \|", printed.getvalue(), re.M)
+    assert sorted(listed) == sorted(plainvit.list_recipes())
+
+
+# Commands that are not run --------------------------------------------------------------------------------------------
+
+
+def shown(page: Path) -> list[str]:
+    """Every command of a page: lines of sh blocks, and lines after a $ in printed output."""
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    lines += [line[2:] for block in blocks(page, "") for line in block.splitlines() if line.startswith("$ ")]
+    calls = (re.search(r"(?:^|\| |-m )plainvit (.+)", line.split(" #")[0]) for line in lines)
+    return [call[1].split(" | ")[0].strip() for call in calls if call]
+
+
+@cache
+def flags(verb: str) -> frozenset[str]:
+    """What `plainvit VERB --help` lists; of a run, with the flags of a model."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
+        main([*verb.split(), *(["digits"] if verb in RUNS else []), "--help"])
+    return frozenset(re.findall(r"--[a-z0-9][\w.-]*", said.getvalue())) | {"--model"}
+
+
+WRONG = {"--optim.lrr"}  # shown for its error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_shown_commands_have_such_verbs_and_flags(page: Path) -> None:
+    for command in shown(page):
+        words = command.split()
+        verb = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in VERBS), None)
+        assert verb, f"{page.name}: there is no verb in {command!r}"
+        for flag in re.findall(r"(?<=\s)--[a-z0-9][\w.-]*", command):
+            assert flag in flags(verb) | WRONG, f"{page.name}: {verb} has no {flag}"
+
+
+def test_every_verb_has_its_place() -> None:
+    page = (ROOT / "docs" / "verbs.md").read_text()
+    assert [verb for verb in VERBS if f"`{verb}`" not in page] == []
+    told = {call.split()[0] for path in PAGES for call in shown(path)}
+    assert {verb.split()[0] for verb in VERBS} <= told
+
+
+# Links, targets, versions ---------------------------------------------------------------------------------------------
 
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([\w-]+)", "\n".join(blocks("sh")), re.M):
+    for target in re.findall(r"^make ([\w-]+)", "\n".join(blocks(README, "sh")), re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_one_version() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert plainvit.__version__ == declared
+    assert f"\nversion: {declared}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {declared}\n" in (ROOT / "CHANGELOG.md").read_text()
