@@ -321,7 +321,7 @@ def test_many_findings_are_counted_and_the_first_shown(tmp_path: Path, capsys: C
     plant(tmp_path, {f"a/{i:03}.png": b"<html>" for i in range(60)})
     code, out, _ = run(capsys, "check", tmp_path)
     assert code == 3
-    assert "60 unreadable" in out
+    assert "unreadable: 60" in out
     assert sum(line.lstrip().startswith("train") for line in out.splitlines()) == 40
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pictures import plant_classes
 
 import plainvit
 from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig
@@ -24,7 +25,7 @@ from plainvit.runtime.folder import Folder, metrics
 from plainvit.train.fit import fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
-from plainvit.train.splits import hold_out, open_splits
+from plainvit.train.splits import hold_out, open_splits, risks
 from plainvit.train.transfer import resolve
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
@@ -359,3 +360,18 @@ def test_classify_scores_every_image_once() -> None:
 
     wilson = binomtest(round(result.top1 * 360), 360).proportion_ci(method="wilson")
     assert (low, high) == pytest.approx((wilson.low, wilson.high), rel=1e-9)
+
+
+def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
+    plant_classes(tmp_path, {"cat": 6, "dog": 6})
+    (tmp_path / "unicorn").mkdir()
+    config = Config(data=str(tmp_path), batch=64, steps=20, init="weights", holdout=0.2)
+    found = dict(risks(config, open_splits(config)))
+    assert [risk.split(":")[0] for risk in found] == [
+        "1 class has no training image (unicorn)",
+        "a batch of 64 is more than the 10 training images",
+        "a fine-tuning of 20 steps is short",
+    ]
+    (tmp_path / "unicorn").rmdir()
+    longer = config.replace(batch=1, steps=500)
+    assert dict(risks(longer, open_splits(longer))) == {}

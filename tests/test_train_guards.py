@@ -149,7 +149,7 @@ def test_the_capture_names_what_was_bad(tmp_path: Path, monkeypatch: pytest.Monk
     spoil_gradients(monkeypatch, float("nan"), {BAD})
     seen = watch_states(monkeypatch)
     fit(runs.config(optim=Optim(lr=1e-2, clip=clip)), tmp_path, quiet=True)
-    tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD - 1)
+    tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD)
     assert state["gradients"] == [NAME]
     assert state["norm"] == "nan"
     assert len(state["images"]) == 16
@@ -169,7 +169,7 @@ def test_a_run_with_a_bad_step_goes_on_after_a_stop_to_the_same_end(
     fit(runs.config(), tmp_path / "run", quiet=True)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     assert outcome(tmp_path / "run")["results"]["skipped_steps"] == 2
-    assert Checkpoints(tmp_path / "run" / "captures", 1).steps() == [2, 7]
+    assert Checkpoints(tmp_path / "run" / "captures", 1).steps() == [3, 8]
 
 
 @pytest.mark.parametrize("bad_steps", [0, 2])

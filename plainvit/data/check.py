@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import simplejpeg
-from rich.console import Group
+from rich.console import Console, Group
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
@@ -64,9 +64,9 @@ def _classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
 def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
     """work(0), work(1) ... by as many threads as there are cores, in order, with a bar."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        numbers = iter(range(count))
+        console, numbers = Console(stderr=True), iter(range(count))
         waiting = [pool.submit(work, number) for number in islice(numbers, 64)]
-        for _ in track(range(count), title, transient=True):
+        for _ in track(range(count), title, transient=True, console=console, disable=not console.is_terminal):
             done = waiting.pop(0)
             waiting += [pool.submit(work, number) for number in islice(numbers, 1)]
             yield done.result()
@@ -217,7 +217,7 @@ def check_table(findings: list[dict[str, Any]]) -> Group:
         shown.add_column(title, overflow="fold")
     for finding in findings[:40]:
         shown.add_row(*(Text(_plain(finding[key])) for key in ("split", "name", "problem", "detail")))
-    summary = ", ".join(f"{count:,} {problem}" for problem, count in counts.items()) or "nothing wrong found"
+    summary = ", ".join(f"{problem}: {count:,}" for problem, count in counts.items()) or "nothing wrong found"
     return Group(shown, f"\n{summary}" + (" (the first 40 are shown)" if len(findings) > 40 else ""))
 
 

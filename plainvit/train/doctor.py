@@ -17,12 +17,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from plainvit import __version__, device
-from plainvit.config import Config, Model, ViTConfig
+from plainvit.config import Config, ViTConfig
 from plainvit.device import processor
 from plainvit.models import build
 from plainvit.runtime.distributed import choose_device
 from plainvit.train.optim import freeze
 from plainvit.train.splits import open_splits
+from plainvit.train.splits import risks as data_risks
 from plainvit.train.transfer import resolve, starting_model
 
 PARTS = ("torch", "torchvision", "numpy", "pillow", "simplejpeg", "pyarrow", "safetensors", "huggingface_hub", "rich")
@@ -100,10 +101,10 @@ def risks(config: Config) -> Iterator[tuple[str, str]]:
     if not config.data:
         yield "there is no data to train on", "--data FOLDER, or a known set's name with --data-root"
     elif readable:
-        yield from _of_run(config, model)
+        yield from _of_run(config)
 
 
-def _of_run(config: Config, model: Model | None) -> Iterator[tuple[str, str]]:
+def _of_run(config: Config) -> Iterator[tuple[str, str]]:
     """What `train` would refuse, and what the number of images says."""
     try:
         splits = open_splits(config)
@@ -114,7 +115,7 @@ def _of_run(config: Config, model: Model | None) -> Iterator[tuple[str, str]]:
     except (ValueError, OSError) as error:
         yield str(error).splitlines()[0], "see `plainvit data info` for the data, --help for the settings"
         return
-    yield from _of_data(config, len(splits.train), model)
+    yield from data_risks(resolved, splits)
     if splits.val is None:
         yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
 
@@ -155,7 +156,7 @@ def _of_model(model: ViTConfig, *, fixed: bool) -> Iterator[tuple[str, str]]:
         )
         patch = tuple(max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size)
         smaller = "" if fixed or model.stem else f"--model.patch {patch[0]} {patch[1]}, or larger images: "
-        words = f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} tokens"
+        words = f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"
         yield words, f"{smaller}{larger}"
     if tokens > 2500:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
@@ -172,16 +173,6 @@ def _of_weights(config: Config, implied: Any) -> Iterator[tuple[str, str]]:
         yield f"lr {config.optim.lr:g} may undo what the weights have learned", "--optim.lr 5e-5"
     if isinstance(implied, ViTConfig) and config.head == "zero" and "head*" in config.optim.frozen:
         yield "the new head is frozen, and all zeros", "leave head* out of --optim.frozen"
-
-
-def _of_data(config: Config, images: int, model: Any) -> Iterator[tuple[str, str]]:
-    if config.batch > images:
-        yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
-    if not config.init and isinstance(model, ViTConfig) and images < 5000 and "digits" not in config.data:
-        yield (
-            f"{images} images are few to train a ViT from scratch",
-            "start from published weights: plainvit finetune --init vit_b16_augreg_i21k_224 (`plainvit weights`)",
-        )
 
 
 def table(report: dict[str, Any]) -> RenderableType:

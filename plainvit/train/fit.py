@@ -44,7 +44,7 @@ from plainvit.train.loop import Training, launch, train
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
-from plainvit.train.splits import Splits, open_splits
+from plainvit.train.splits import Splits, open_splits, risks
 from plainvit.train.transfer import init_hash, initial_model, load_teacher, resolve
 from plainvit.weights import load
 
@@ -139,6 +139,8 @@ def _fit_in(
     if finished:
         log.warning("%s is finished: nothing is left to do", folder.path)
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
+    for risk, mend in () if quiet or not world.first else risks(config, splits):
+        log.warning("%s: %s", risk, mend)
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
     folder.write("data.json", splits.described | ({"init": init_hash(config)} if config.init else {}))
     folder.write("config.json", to_json(config))

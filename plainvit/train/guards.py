@@ -118,5 +118,5 @@ def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:
     captures = Checkpoints(run.folder.path / "captures", run.config.bad_steps + 1, run.world)
     weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
     what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
-    captures.save(run.progress.step, weights, what | {"micro_batch": run.progress.micro_batch})
+    captures.save(run.progress.step + 1, weights, what | {"micro_batch": run.progress.micro_batch})
     captures.wait()

@@ -54,11 +54,12 @@ def _state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[str, A
     if step is None:
         if not captures.steps():
             raise ValueError(f"{path} has no captured step: every step was finite; --step N takes one of a checkpoint")
-        step = captures.steps()[-1] + 1
-    for kept in (captures, checkpoints):
-        if step - 1 in kept.steps():
-            return *kept.read(step - 1), step - 1
-    known = sorted({number + 1 for kept in (captures, checkpoints) for number in kept.steps()})
+        step = captures.steps()[-1]
+    if step in captures.steps():
+        return *captures.read(step), step - 1
+    if step - 1 in checkpoints.steps():
+        return *checkpoints.read(step - 1), step - 1
+    known = sorted({*captures.steps(), *(number + 1 for number in checkpoints.steps())})
     raise ValueError(f"{path} keeps the weights of no step {step}; it has those before: {', '.join(map(str, known))}")
 
 

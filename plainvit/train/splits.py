@@ -1,16 +1,18 @@
 """The images that a run trains on, validates on and tests on. Test images are read once, at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from plainvit.config import Config
+from plainvit.config import Config, ViTConfig
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
+
+FEW_STEPS = 200  # of a fine-tuning: a new head begins at zeros
 
 
 @dataclass
@@ -49,6 +51,26 @@ def open_splits(config: Config) -> Splits:
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
     return Splits(part_of(train, config.share), val, test)
+
+
+def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
+    """What the training images say of a run whose config is resolved: each risk, and how to mend it."""
+    images = len(splits.train)
+    counts = np.bincount(splits.train.labels, minlength=len(splits.classes))
+    empty = [name for name, count in zip(splits.classes, counts, strict=True) if not count]
+    if empty:
+        words = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
+        yield f"{words} no training image ({', '.join(empty[:3])})", "remove its folder, or add images: data check"
+    if config.batch > images:
+        yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
+    if config.init and 0 < config.steps < FEW_STEPS:
+        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {FEW_STEPS} or more"
+    vit = isinstance(config.model, ViTConfig)
+    if not config.init and vit and images < 5000 and "digits" not in config.data:
+        yield (
+            f"{images} images are few to train a ViT from scratch",
+            "start from published weights: plainvit finetune --init vit_b16_augreg_i21k_224 (`plainvit weights`)",
+        )
 
 
 def _open(config: Config, split: str) -> Source | None:
