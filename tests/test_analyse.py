@@ -19,10 +19,12 @@ from small_runs import without_figures
 from tiny import filled, hybrid, vit
 
 import plainvit
-from plainvit.analyse import attention, parts
+from plainvit.analyse import attention
 from plainvit.analyse.explorer import explorer, plan
-from plainvit.analyse.parts import PARTS, Subject
-from plainvit.analyse.understand import gather, name_of, opened, understand
+from plainvit.analyse.maps import gain
+from plainvit.analyse.parts import filters, removal
+from plainvit.analyse.subject import WORK, Subject, gather, opened
+from plainvit.analyse.understand import PARTS, name_of, understand
 from plainvit.cli import main
 from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
@@ -119,24 +121,22 @@ def test_one_image_is_enough() -> None:
 
 def test_as_many_images_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = subject(vit(), 20)
-    monkeypatch.setitem(parts.WORK, "cpu", 1.0)
+    monkeypatch.setitem(WORK, "cpu", 1.0)
     assert looked.affordable(100, 64) == 16
-    made = {part.name: part for part in parts.removal(looked)}
+    made = {part.name: part for part in removal(looked)}
     assert set(made["removal"].drawings) == {"layers"}
     assert "Single heads were left out" in made["removal"].words
     looked.thorough = True
     assert looked.affordable(100, 64) == 20
-    assert set(next(parts.removal(looked)).drawings) == {"", "layers"}
+    assert set(next(removal(looked)).drawings) == {"", "layers"}
 
 
 def test_a_map_is_only_called_better_where_chance_is_unlikely() -> None:
-    better, none, worse = (
-        parts._gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4)
-    )
+    better, none, worse = (gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4))
     assert [one.verdict for one in (better, none, worse)] == ["better", "no better", "worse"]
     mean, error = 0.2625, np.std([0.3, 0.2, 0.25, 0.3], ddof=1) / 2
     assert (better.low, better.high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-5)
-    assert parts._gain([0.3], [0.1]).verdict == "no better"  # one image tells nothing
+    assert gain([0.3], [0.1]).verdict == "no better"  # one image tells nothing
 
 
 # What is written ------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_part_that_fails_half_way_keeps_what_it_gave(monkeypatch: pytest.Monke
     from plainvit.analyse import understand as room
 
     def half(looked: Subject) -> Any:
-        yield from parts.filters(looked)
+        yield from filters(looked)
         raise ValueError("no more of it")
 
     monkeypatch.setattr(room, "PARTS", {"halves": half})

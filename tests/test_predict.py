@@ -35,12 +35,12 @@ from small_runs import Child
 
 import plainvit
 from plainvit.analyse.figures import write_csv
-from plainvit.analyse.sheet import chosen
+from plainvit.analyse.gallery import chosen
 from plainvit.cli import main
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
-from plainvit.evaluate.parts import Parts, _json_lines
+from plainvit.evaluate.outputs import Parts, _json_lines
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, write
 from plainvit.evaluate.predictor import Predictor
 from plainvit.verbs.predict import _print

@@ -222,7 +222,7 @@ with cluster.joined(None) as there:
     source = inputs.find([sys.argv[2]])
     assert list(rows(question, source, engine=there)) == list(rows(question, source))
     for error in (RuntimeError("no such thing"), ValueError("of its own")):
-        failing = Failing(source.parts)
+        failing = Failing(list(zip(source.before, source.sources)))
         failing.error = error
         try:
             list(rows(question, failing, engine=there))

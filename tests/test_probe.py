@@ -258,7 +258,7 @@ def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
     assert best == max(tried, key=lambda l2: (tried[l2], l2))
     assert len(set(tried.values())) > 1
     assert torch.allclose(fitted.weights, probe.logistic(x, y, 4, best).weights, atol=1e-3)
-    inside, outside = probe._hold_out(y.numpy(), 4, 0.2)
+    inside, outside = probe._hold_out(y.numpy(), 4)
     assert sorted((*inside.tolist(), *outside.tolist())) == list(range(300))
     expected = torch.bincount(y) * 0.2
     assert (torch.bincount(y[outside]) - expected).abs().max() <= 0.5

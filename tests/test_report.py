@@ -19,9 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from plainvit.analyse import figures
+from plainvit.analyse import curves, figures
+from plainvit.analyse.confusion import frequent_confusions
+from plainvit.analyse.gallery import Sample, draw_gallery
 from plainvit.analyse.page import Html, Section, duration, element, page, picture
-from plainvit.analyse.report import FILES, Sample, frequent_confusions, write_report
+from plainvit.analyse.report import write_report
+from plainvit.analyse.run import FILES
 from plainvit.config import Config, Optim, ViTConfig, to_json
 
 CLASSES = ["cat", "dog", "emu"]
@@ -457,7 +460,7 @@ def test_durations(seconds: float, words: str) -> None:
 @given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), max_size=300), st.integers(1, 20))
 def test_thinning_keeps_the_ends_and_the_extremes(values: list[float], buckets: int) -> None:
     array = np.array(values, float)
-    kept = figures.thin(array, buckets)
+    kept = curves.thin(array, buckets)
     finite = np.flatnonzero(~np.isnan(array))
     assert len(kept) <= 2 * buckets + 2
     assert (np.diff(kept) > 0).all()
@@ -478,8 +481,8 @@ def long_run(count: int) -> Iterator[dict[str, Any]]:
 
 def test_long_runs_are_thinned_out_and_stay_exact(tmp_path: Path) -> None:
     lines = list(long_run(20_000))
-    table = figures.thin_table(figures.tabulate(lines))
-    figures.write_curves(table, tmp_path / "curves.csv")
+    table = curves.thin_table(curves.tabulate(lines))
+    curves.write_curves(table, tmp_path / "curves.csv")
     head, *rows = rows_of(tmp_path / "curves.csv")
     assert len(rows) < 3000
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
@@ -510,7 +513,7 @@ def test_the_other_numbers_are_written_whole(whole: tuple[Path, Reader]) -> None
 def test_a_step_made_twice_counts_as_made_last() -> None:
     lines = [*steps(4), {"step": 5, "loss": None, "skipped": True}, {"step": 3, "val": {"top1": 0.5}}]
     lines += [{"step": step, "loss": 9.0} for step in (4, 5, 6)]
-    table = figures.tabulate(lines)
+    table = curves.tabulate(lines)
     assert table["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert table["loss"].tolist() == [2.0, 1.0, 2 / 3, 9.0, 9.0, 9.0]
     assert np.isnan(table["skipped"]).all()
@@ -521,9 +524,9 @@ def test_smoothing_is_a_mean_and_forgets_a_spike() -> None:
     values = np.random.default_rng(0).random(1000)  # windows of 41
     at = np.arange(20, 980)
     expected = np.convolve(values, np.full(41, 1 / 41), "valid")
-    np.testing.assert_allclose(figures.smooth(values, at), expected, rtol=1e-12)
+    np.testing.assert_allclose(curves.smooth(values, at), expected, rtol=1e-12)
     spiked = np.concatenate([[1e300], values])
-    np.testing.assert_array_equal(figures.smooth(spiked, at + 1)[200:], figures.smooth(values, at)[200:])
+    np.testing.assert_array_equal(curves.smooth(spiked, at + 1)[200:], curves.smooth(values, at)[200:])
 
 
 def test_frequent_confusions_are_sorted_by_count_then_share() -> None:
@@ -534,6 +537,9 @@ def test_frequent_confusions_are_sorted_by_count_then_share() -> None:
 
 
 def test_figures_without_data() -> None:
-    assert figures.curves([]).axes
-    assert figures.gallery([]).axes
-    assert len(figures.curves(steps(5, norm=1.0, waiting=0.1)).axes) == 4
+    drawn = [
+        curves.draw_curves(curves.thin_table(curves.tabulate(lines))) for lines in ([], steps(5, norm=1.0, waiting=0.1))
+    ]
+    assert drawn[0].axes
+    assert draw_gallery([]).axes
+    assert len(drawn[1].axes) == 4

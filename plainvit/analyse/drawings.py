@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, as_pictures
-from plainvit.analyse.figures import COLOURS, new_figure, printable, styled
+from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
 
 LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
@@ -34,8 +34,7 @@ def draw_filters(found: Filters) -> Figure:
     pictures = as_pictures(found.tiles)
     columns = min(7, len(pictures))
     rows = math.ceil(len(pictures) / columns)
-    figure, axes = new_figure(panel=(0.95 * columns, 1.12 * rows + 0.3))
-    one: Axes = axes[0, 0]
+    figure, one = new_axes((0.95 * columns, 1.12 * rows + 0.3))
     for place, (picture, share) in enumerate(zip(pictures, found.variance, strict=True)):
         x, y = place % columns, 1.25 * (place // columns)
         one.imshow(picture, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
@@ -53,13 +52,11 @@ def draw_similarity(similar: np.ndarray, title: str) -> Figure:
     rows, columns = (np.unique(np.linspace(0, side - 1, min(side, MOST_TILES)).round().astype(int)) for side in (h, w))
     gap = max(1, h // 12)
     shown = similar[rows][:, columns]
-    figure, axes = new_figure(panel=(PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))
-    one: Axes = axes[0, 0]
+    figure, one = new_axes((PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))
     image = one.imshow(_sheet(shown, gap), vmin=-1, vmax=1, cmap="viridis", interpolation="none")
     _numbered(one.xaxis, columns, w + gap, w)
     _numbered(one.yaxis, rows, h + gap, h)
-    one.set(xlabel="column of the patch", ylabel="row of the patch")
-    one.set_title(title)
+    one.set(xlabel="column of the patch", ylabel="row of the patch", title=title)
     _plain(one)
     _bar(figure, image, one, "cosine similarity", ticks=(-1, -0.5, 0, 0.5, 1))
     return figure
@@ -85,8 +82,7 @@ def _numbered(axis: Axis, numbers: Sequence[int] | np.ndarray, step: int, wide: 
 def draw_heads(values: np.ndarray, title: str, highest: float, words: str) -> Figure:
     """A dot for each head over its layer, the layers' means, and a line for the most there can be (Figure 7, right)."""
     layers, heads = values.shape
-    figure, axes = new_figure(panel=PANEL)
-    one: Axes = axes[0, 0]
+    figure, one = new_axes(PANEL)
     at = np.arange(1, layers + 1)
     one.axhline(highest, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label=words)
     dots = {"s": 14, "color": COLOURS["blue"], "alpha": 0.55, "linewidths": 0}
@@ -106,17 +102,13 @@ def draw_matrix(
     """A square for each pair, numbered from 1, with a bar that says what its colour means."""
     down, across = values.shape
     side = min(3.1 / across, 4.2 / down)  # of a square, so that all matrices have room in one panel
-    figure, axes = new_figure(panel=(PANEL[0], side * down + 0.85))
-    one: Axes = axes[0, 0]
-    if diverging:
-        reach = max(float(np.nanmax(abs(values))), 1e-9)
-        image = one.imshow(values, cmap="RdBu", vmin=-reach, vmax=reach, interpolation="none", aspect="equal")
-    else:
-        image = one.imshow(values, cmap="viridis", vmin=0, vmax=1, interpolation="none", aspect="equal")
+    figure, one = new_axes((PANEL[0], side * down + 0.85))
+    reach = max(float(np.nanmax(abs(values))), 1e-9)
+    colours, low, high = ("RdBu", -reach, reach) if diverging else ("viridis", 0, 1)
+    image = one.imshow(values, cmap=colours, vmin=low, vmax=high, interpolation="none", aspect="equal")
     _numbered(one.xaxis, range(across), 1, 1)
     _numbered(one.yaxis, range(down), 1, 1)
-    one.set(xlabel=printable(columns, 48), ylabel=printable(rows, 48))
-    one.set_title(title)
+    one.set(xlabel=printable(columns, 48), ylabel=printable(rows, 48), title=title)
     _plain(one)
     _bar(figure, image, one, label)
     return figure
@@ -127,14 +119,12 @@ def draw_lines(
     x: Sequence[float], lines: Mapping[str, Sequence[float]], title: str, across: str, *, share: bool = True
 ) -> Figure:
     """Curves over one axis; shares are drawn in per cent, from nought."""
-    figure, axes = new_figure(panel=PANEL)
-    one: Axes = axes[0, 0]
+    figure, one = new_axes(PANEL)
     for colour, (name, values) in zip(LINES * 4, lines.items(), strict=False):
         style, colour = ("--", "grey") if name == RANDOM else ("-", colour)
         shown = np.asarray(values) * (100 if share else 1)
         one.plot(x, shown, style, marker="o", color=COLOURS[colour], label=printable(name, 36))
-    one.set(xlabel=across)
-    one.set_title(title)
+    one.set(xlabel=across, title=title)
     if share:
         one.set_ylim(0, max(one.get_ylim()[1], 1e-6))
     one.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 5, 10]))
@@ -146,8 +136,7 @@ def draw_lines(
 @styled()
 def draw_removed_layers(whole: float, layers: Sequence[float]) -> Figure:
     """Accuracy without each layer, as bars below the line of the whole model's."""
-    figure, axes = new_figure(panel=PANEL)
-    one: Axes = axes[0, 0]
+    figure, one = new_axes(PANEL)
     at = np.arange(1, len(layers) + 1)
     one.bar(at, 100 * np.asarray(layers), color=COLOURS["blue"], width=0.7, label="without the layer")
     one.axhline(100 * whole, color=COLOURS["orange"], linewidth=1.4, label="with all layers")
@@ -160,13 +149,11 @@ def draw_removed_layers(whole: float, layers: Sequence[float]) -> Figure:
 
 @styled()
 def draw_histogram(values: np.ndarray, title: str, label: str, mark: float, words: str) -> Figure:
-    figure, axes = new_figure(panel=PANEL)
-    one: Axes = axes[0, 0]
+    figure, one = new_axes(PANEL)
     reach = max(float(values.max()), 1.1 * mark)
     one.hist(values.ravel(), bins=60, range=(0, reach), color=COLOURS["blue"], log=True)
     one.axvline(mark, color=COLOURS["orange"], linewidth=1.4, label=words)
-    one.set(xlabel=label, xlim=(0, reach), ylim=(0.7, None))
-    one.set_title(title)
+    one.set(xlabel=label, xlim=(0, reach), ylim=(0.7, None), title=title)
     one.yaxis.set_minor_locator(NullLocator())
     one.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(figure, one)
@@ -191,8 +178,7 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     """A row for each image: the image, then each map laid over it."""
     columns, ratio = ["image", *maps], images.shape[1] / images.shape[2]
     tall = 0.94 * ratio + 0.16
-    figure, axes = new_figure(panel=(1.5 * len(columns), 1.5 * tall * len(images) + 0.3))
-    one: Axes = axes[0, 0]
+    figure, one = new_axes((1.5 * len(columns), 1.5 * tall * len(images) + 0.3))
     smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
     for row, (image, name) in enumerate(zip(images, names, strict=True)):
         y = row * tall
@@ -216,13 +202,11 @@ def draw_looks(values: np.ndarray, title: str) -> Figure:
     gap = max(1, w // 8)
     side = min(0.6, (BROAD - 1.2) / layers)  # inches of a tile
     tall = side * h / w
-    figure, axes = new_figure(panel=(max(side * layers + 1.3, 3.4), max(tall * heads, 0.9) + 0.75))
-    one: Axes = axes[0, 0]
+    figure, one = new_axes((max(side * layers + 1.3, 3.4), max(tall * heads, 0.9) + 0.75))
     image = one.imshow(_sheet(scaled.transpose(1, 0, 2, 3), gap), cmap="magma", vmin=0, vmax=1, interpolation="none")
     _numbered(one.xaxis, range(layers), w + gap, w)
     _numbered(one.yaxis, range(heads), h + gap, h)
-    one.set(xlabel="layer", ylabel="head")
-    one.set_title(title)
+    one.set(xlabel="layer", ylabel="head", title=title)
     _plain(one)
     bar = _bar(figure, image, one, "attention", ticks=(0, 1))
     bar.ax.set_yticklabels(["least", "most"])

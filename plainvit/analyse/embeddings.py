@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plainvit.analyse.attention import check_place
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import resample_table
 from plainvit.models.vit import Block, Positions
@@ -84,8 +85,7 @@ def cosines(vectors: Tensor) -> np.ndarray:
 
 
 def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
-    if not 0 <= layer < len(model.blocks):
-        raise ValueError(f"there is no layer {layer}: this model has 0 to {len(model.blocks) - 1}")
+    check_place(model, layer)
     (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
     relative = block.attention.relative
     assert relative is not None

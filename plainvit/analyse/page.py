@@ -14,18 +14,21 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from plainvit.analyse import figures
-from plainvit.analyse.figures import printable
+from plainvit.analyse.figures import Figure, printable
+from plainvit.disk import write_atomically
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 THUMB = 200  # pixels of the longer side: sharp on a phone, and 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow, and no line breaks at it
 NONE = "\u2013"  # stands for a value that is not there
+WORST = 20  # classes shown before the rest is folded
+SPLIT = {"test": "test", "val": "validation", "train": "training"}  # in words; the first there is, is judged by
 DARK = {
     "paper": "#14171a",
     "ink": "#e4e8eb",
@@ -58,12 +61,8 @@ def join(parts: Iterable[object]) -> Html:
 
 def element(name: str, *children: object, **attributes: str | None) -> Html:
     """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; an attribute of None is left out."""
-    words = [
-        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    ]
-    opening = f"<{name}{''.join(words)}>"
+    there = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    opening = "".join((f"<{name}", *(f' {key}="{escape(value)}"' for key, value in there.items()), ">"))
     return Html(opening if name in ("img", "meta") else f"{opening}{join(children)}</{name}>")
 
 
@@ -74,11 +73,10 @@ def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", 
     """
     may = f"; script-src {_digest(script)}" if script else ""
     made = "This page is complete in itself: it loads nothing" + ("." if script else " and runs no script.")
+    above = element("p", eyebrow, class_="eyebrow") if eyebrow else ""
     body = element(
         "main",
-        element(
-            "header", element("p", eyebrow, class_="eyebrow") if eyebrow else "", element("h1", title), _lead(lead)
-        ),
+        element("header", above, element("h1", title), _lead(lead)),
         _contents(sections) if len(sections) > 2 else "",
         *(element("section", element("h2", one.title), one.body, id=_anchor(one.title)) for one in sections),
         element("footer", f"Made by plainvit. {made}"),
@@ -94,6 +92,15 @@ def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", 
         element("style", Html(_stylesheet())),
     )
     return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def write_page(
+    path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], script: str = ""
+) -> Path:
+    """A page of the sections there are as a file, whole or not at all; `above` are the words of the eyebrow."""
+    text = page(title, lead, [one for one in sections if one], " · ".join(filter(None, above)), script)
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    return path
 
 
 def _digest(script: str) -> str:
@@ -133,6 +140,15 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iter
     return element("div", element("table", element("thead", head), element("tbody", *body)), class_="scroll")
 
 
+def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]) -> Html:
+    """A row for each class, the first of them in sight."""
+    shown = table(titles, rows[:WORST], numbers)
+    if not rows[WORST:]:
+        return shown
+    rest = element("summary", f"The other {counted(len(rows) - WORST, 'class', 'classes')}")
+    return join([shown, element("details", rest, table(titles, rows[WORST:], numbers))])
+
+
 def _cell(name: str, value: object, kind: str | None) -> Html:
     """Html that is a cell already stays as it is."""
     return value if isinstance(value, Html) and value.startswith(f"<{name}") else element(name, value, class_=kind)
@@ -140,11 +156,9 @@ def _cell(name: str, value: object, kind: str | None) -> Html:
 
 def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
     """Names and values; those that changed stand out."""
-    marked = frozenset(changed)
+    marked = dict.fromkeys(changed, "changed")
     rows = [
-        element(
-            "tr", element("td", key, class_="key"), element("td", value), class_="changed" if key in marked else None
-        )
+        element("tr", element("td", key, class_="key"), element("td", value), class_=marked.get(key))
         for key, value in values.items()
     ]
     return element("table", element("tbody", *rows), class_="pairs")
@@ -159,16 +173,43 @@ def notice(*words: object, warning: bool = False) -> Html:
     return element("p", *words, class_="notice warning" if warning else "notice")
 
 
+def fact(name: str, value: str, *under: object, chief: bool = False) -> Html:
+    """A number in large figures, what it is above it, more words below."""
+    below = [element("dd", line, class_="under") for line in under if line]
+    digits, space, unit = value.partition(SPACE)
+    large = element("dd", digits, space, element("small", unit) if unit else "")
+    return element("div", element("dt", name), large, *below, class_="fact chief" if chief else "fact")
+
+
+def command_line(line: str) -> Html:
+    return element("pre", element("code", line))
+
+
+def inline_svg(figure: Figure, label: str) -> Html:
+    return Html(figures.svg(figure, label))  # its own text is escaped by matplotlib
+
+
+def figure_links(name: str) -> Html:
+    """Where the numbers of a figure are."""
+    links = [element("a", f"figures/{name}.{kind}", href=f"figures/{name}.{kind}") for kind in ("csv", "png")]
+    return element("p", "The numbers are in ", links[0], ", the picture in ", links[1], ".", class_="note")
+
+
 def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """Pixels as a small image inside the page: tiny ones as they are, photos as JPEG."""
-    shown, buffer = Image.fromarray(image), io.BytesIO()
+    shown = Image.fromarray(image)
     tiny = max(shown.size) <= 40
     if not tiny:
         shown.thumbnail((side, side))
-    shown.save(buffer, "PNG" if tiny else "JPEG", **({"optimize": True} if tiny else {"quality": 82}))
-    data = base64.b64encode(buffer.getvalue()).decode()
-    source = f"data:image/{'png' if tiny else 'jpeg'};base64,{data}"
+    source = address(shown, "png" if tiny else "jpeg", optimize=tiny)
     return element("img", src=source, alt=alt, class_="small" if tiny else None)
+
+
+def address(image: Image.Image, kind: Literal["png", "jpeg"], *, quality: int = 82, optimize: bool = False) -> str:
+    """An image as an address that needs no file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, quality=quality, optimize=optimize)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 # Words and numbers ----------------------------------------------------------------------------------------------------
@@ -196,3 +237,7 @@ def duration(seconds: float) -> str:
 
 def counted(count: float, one: str, many: str = "") -> str:
     return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+
+
+def not_scored(count: float, image: str) -> str:
+    return f"{counted(count, image)} could not be read and {'is' if count == 1 else 'are'} not scored."

@@ -115,11 +115,8 @@ def _chance(whole: Tensor, without: Tensor) -> Tensor:
 @contextlib.contextmanager
 def without_layer(model: ViT, layer: int) -> Iterator[None]:
     check_place(model, layer)
-    hook = model.blocks[layer].register_forward_hook(lambda _, inputs, __: inputs[0])
-    try:
+    with model.blocks[layer].register_forward_hook(lambda _, inputs, __: inputs[0]):
         yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
@@ -129,11 +126,8 @@ def without_head(model: ViT, layer: int, head: int) -> Iterator[None]:
     kept = torch.ones(model.config.width, device=model.embedding.weight.device)
     kept[head * wide : (head + 1) * wide] = 0
     attention = cast(Block, model.blocks[layer]).attention
-    hook = attention.out.register_forward_pre_hook(lambda _, inputs: (inputs[0] * kept.to(inputs[0].dtype),))
-    try:
+    with attention.out.register_forward_pre_hook(lambda _, inputs: (inputs[0] * kept.to(inputs[0].dtype),)):
         yield
-    finally:
-        hook.remove()
 
 
 # Patches that are hidden or out of order ------------------------------------------------------------------------------
@@ -172,21 +166,19 @@ def shuffle(images: Tensor, order: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def occluded(
-    model: ViT | ResNet, images: Tensor, labels: Tensor, grid: tuple[int, int], shares: Sequence[float], seed: int = 0
+    model: ViT | ResNet, images: Tensor, labels: Tensor, grid: tuple[int, int], shares: Sequence[float]
 ) -> list[float]:
     """Accuracy with each share of the patches hidden, those of a smaller share always among them."""
-    order = orders(len(images), grid[0] * grid[1], seed)
+    order = orders(len(images), grid[0] * grid[1], 0)
     counts = [round(share * order.shape[1]) for share in shares]
     return [accuracy(model.eval(), hide(images, order, count, grid), labels) for count in counts]
 
 
-def shuffled(
-    model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequence[tuple[int, int]], seed: int = 0
-) -> list[float]:
+def shuffled(model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequence[tuple[int, int]]) -> list[float]:
     """Accuracy with the image cut into each of the grids and its pieces put back in a random order."""
     found = []
     for grid in grids:
-        order = orders(len(images), grid[0] * grid[1], seed)
+        order = orders(len(images), grid[0] * grid[1], 0)
         found.append(accuracy(model.eval(), shuffle(images, order, grid), labels))
     return found
 
@@ -252,14 +244,6 @@ class Faithful:
     insertion: list[float]
     deletion_areas: list[float]  # of each image
     insertion_areas: list[float]
-
-    @property
-    def deletion_area(self) -> float:
-        return sum(self.deletion_areas) / len(self.deletion_areas)
-
-    @property
-    def insertion_area(self) -> float:
-        return sum(self.insertion_areas) / len(self.insertion_areas)
 
 
 def ends(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:

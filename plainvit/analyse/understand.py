@@ -7,9 +7,7 @@ Writes figures/*.png, the numbers of each beside it as JSON, and analysis.html. 
 in a line and left out.
 """
 
-import base64
 import contextlib
-import io
 import json
 import tempfile
 import time
@@ -18,19 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from plainvit.analyse.explorer import IMAGES, explorer, omissions, plan
-from plainvit.analyse.figures import save, svg
-from plainvit.analyse.page import Html, Section, element, join, notice, page
-from plainvit.analyse.parts import PARTS, Drawing, Part, Subject
-from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import AbsentSplit, Source, open_source
-from plainvit.disk import DiskError, read_json, write_atomically
-from plainvit.evaluate.inputs import find
+from plainvit.analyse.figures import save
+from plainvit.analyse.maps import maps
+from plainvit.analyse.page import Html, Section, address, element, inline_svg, join, notice, write_page
+from plainvit.analyse.parts import filters, heads, likeness, outlying, positions, removal, robustness, shifts
+from plainvit.analyse.subject import Drawing, Part, Parts, Subject, gather, images_of
+from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
@@ -39,6 +34,18 @@ from plainvit.runtime.folder import finite
 SCALE = 6.7  # rem of the page for an inch of a figure: two panels fit side by side
 LARGEST = 1_000_000  # bytes of a PNG: photographs under maps keep their colours
 BROAD = 5.0  # inches above which a figure scrolls on a phone rather than shrinks
+# The parts of an analysis in the order of the page, by what they are called where they do not apply
+PARTS: dict[str, Callable[[Subject], Parts]] = {
+    "embedding filters": filters,
+    "position similarity": positions,
+    "attention distance and entropy": heads,
+    "attention maps": maps,
+    "token norms": outlying,
+    "similarity of layers": likeness,
+    "removal of heads and layers": removal,
+    "hidden and shuffled patches": robustness,
+    "shifts": shifts,
+}
 
 
 @dataclass
@@ -66,7 +73,7 @@ def understand(
     """Writes the page and its figures below `out`."""
     if count < 1:
         raise ValueError(f"--count is the number of images, at least 1, got {count}")
-    wanted = _images_of(model, images, split, data_root)
+    wanted = images_of(model, images, split, data_root)
     predictor = Predictor(model, device=device, precision="fp32")
     other = _other(against, device) if against else None
     subject = gather(predictor, *wanted, count)
@@ -76,10 +83,9 @@ def understand(
     with Display("analysis", len(PARTS) + 1, quiet=quiet) as display, _threads(predictor.device) as settle:
         parts = _parts(subject, display, settle)
         figures = [path for part in parts for path in _write(part, folder / "figures")]
-        text = _page(subject, parts, name_of(model))
-        write_atomically(folder / "analysis.html", lambda beside: beside.write_text(text, encoding="utf-8"))
+        path = _write_page(subject, parts, name_of(model), folder / "analysis.html")
         display.advance(len(PARTS) + 1, "page")
-    return Written(folder / "analysis.html", figures, subject.notes)
+    return Written(path, figures, subject.notes)
 
 
 def _parts(subject: Subject, display: Display, settle: Callable[[], None]) -> list[Part]:
@@ -159,66 +165,6 @@ def _check_folder(folder: Path) -> None:
         raise DiskError(f"cannot write to {folder}: {error.strerror}; --out names another folder") from error
 
 
-def _images_of(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
-    """Without --images, those that a run held out."""
-    if images:
-        return images, split, data_root
-    stored = read_json(Path(model) / "config.json") if Path(model).is_dir() else {}
-    if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("which images? --images takes a folder, an archive, or a set that `plainvit data info` knows")
-    return stored["data"], split, data_root or stored.get("data_root") or ""
-
-
-def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: int) -> Subject:
-    """Images spread evenly over the source, as the model sees them; those that cannot be read are passed over."""
-    source = opened(spec, split, data_root)
-    rows: list[tuple[Tensor, str, int]] = []
-    broken: list[str] = []
-    for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
-        try:
-            rows.append((predictor.prepare(source.read(index)), source.name(index), int(source.labels[index])))
-        except (ImageError, OSError) as error:
-            broken.append(f"{source.name(index)}: {error}")
-    if not rows:
-        raise DataError(f"no image of {spec} can be read; {broken[0].splitlines()[0]}")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # sets lie sorted by class
-    rows = [rows[place] for place in order]
-    labels, fits = torch.tensor([row[2] for row in rows]), _fits(predictor, source)
-    fits = fits and bool((labels >= 0).all())
-    subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
-    if broken:
-        subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read; {broken[0]}.")
-    if not fits:
-        subject.labels = None
-        if predictor.classes:
-            subject.notes.append(
-                "The images have no labels that the model knows: accuracy is agreement with its answers."
-            )
-    return subject
-
-
-def _fits(predictor: Predictor, source: Source) -> bool:
-    """Whether the images' labels are the model's classes."""
-    theirs, ours = tuple(source.classes), tuple(predictor.model.about.class_names)
-    return len(theirs) == predictor.classes > 0 and (not ours or ours == theirs)
-
-
-def opened(spec: str, split: str, data_root: str) -> Source:
-    """A set with labels where it is one, its test images first; otherwise just images."""
-    if any(letter in spec for letter in "*?["):
-        return find([spec], split=split or "test", data_root=data_root or None)
-    faults: list[DataError] = []
-    for one in (split,) if split else ("test", "val", "train"):
-        try:
-            return open_source(spec, one, data_root=data_root or None)
-        except DataError as error:
-            faults.append(error)
-    asked_for = split and isinstance(faults[0], AbsentSplit)
-    if asked_for or not Path(spec).exists():
-        raise faults[0]
-    return find([spec], split=split or "test", data_root=data_root or None)
-
-
 # The page -------------------------------------------------------------------------------------------------------------
 
 
@@ -232,14 +178,14 @@ def _write(part: Part, folder: Path) -> Iterator[Path]:
         yield path
 
 
-def _page(subject: Subject, parts: list[Part], name: str) -> str:
+def _write_page(subject: Subject, parts: list[Part], name: str, path: Path) -> Path:
     sections = [Section(part.title, join((element("p", part.words), _figures(part)))) for part in parts]
     script = ""
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
         section, script = _explorer(subject)
         sections.insert(0, section)
     lead = join((element("p", _lead(subject), class_="lead"), *map(notice, subject.notes)))
-    return page(f"What {name} has learned", lead, sections, "plainvit analyse", script)
+    return write_page(path, f"What {name} has learned", lead, sections, ["plainvit analyse"], script)
 
 
 def _explorer(subject: Subject) -> tuple[Section, str]:
@@ -270,17 +216,13 @@ def _figures(part: Part) -> Html:
 
 def _drawn(drawing: Drawing, label: str) -> Html:
     wide = drawing.figure.get_size_inches()[0]
-    inner = Html(svg(drawing.figure, label))
+    inner = inline_svg(drawing.figure, label)
     return element("figure", inner, class_="broad" if wide > BROAD else None, style=f"--wide:{wide * SCALE:.1f}rem")
 
 
 def _shown(subject: Subject) -> list[dict[str, Any]]:
-    rows = zip(subject.images[:IMAGES], subject.names, subject.guesses(IMAGES), strict=False)
-    return [{"source": _address(image), "name": name, "guess": guess} for image, name, guess in rows]
-
-
-def _address(image: Tensor) -> str:
-    buffer = io.BytesIO()
-    kind = "png" if image.shape[-1] <= 64 else "jpeg"
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, kind, quality=88)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    """The images as the explorer's page holds them."""
+    pixels = [Image.fromarray(image) for image in subject.images[:IMAGES].permute(0, 2, 3, 1).numpy()]
+    rows = zip(pixels, subject.names, subject.guesses(IMAGES), strict=False)
+    kind = "png" if subject.images.shape[-1] <= 64 else "jpeg"
+    return [{"source": address(one, kind, quality=88), "name": name, "guess": guess} for one, name, guess in rows]

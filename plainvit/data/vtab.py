@@ -11,8 +11,8 @@ of the ViT paper. Nothing is downloaded. A task is read from the data root, in t
 2. The same folder with the whole set in it, in any form that plainvit reads (parquet, class folders, tars, labels.csv),
    under the task's own labels.
 3. For CLEVR, dSprites, KITTI and smallNORB, DATA_ROOT/SET with raw records: parquet with a column `image`, or
-   annotations.jsonl with `file` and `split`; and the annotations that `Task.columns` names, as TFDS or the set itself
-   has them. The task's rule makes the label.
+   annotations.jsonl with `file` and `split`; and the annotation that `Task.column` names, as TFDS or the set itself has
+   it. The task's rule makes the label.
 
 From a whole set the first 800 of train are taken, as in the original code, and 200 of its validation images, or the
 next 200 of train where it has none. A set that lies class by class is first put into a fixed random order, or the 800
@@ -21,8 +21,8 @@ would be of a few classes. The original code's order is that of TFDS, so only (1
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -99,121 +99,61 @@ def _bin(value: float, edges: tuple[float, ...]) -> int:
 # The tasks ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """One of the 19. Where a flip or a random crop would change the label, it is left out (BiT, arXiv 1912.11370)."""
 
-    title: str  # as in Table 9
     group: Literal["natural", "specialized", "structured"]
+    title: str  # as in Table 9
     classes: int
-    flip: bool = True
-    crop: bool = True
     folders: tuple[str, ...] = ()  # names that copies of VTAB-1k give it
     raw: str = ""  # folder of its raw records
-    columns: tuple[str, ...] = ()  # annotations that the rule reads
+    column: str = ""  # annotation that the rule reads
     rule: Callable[[Record], int] | None = None
+    _: KW_ONLY
+    flip: bool = True
+    crop: bool = True
     # Where its test images are: in test; in val (CLEVR's own test images have no labels); in the second half of test;
     # or, where there is train alone, from this share of it on
     test: Literal["test", "val", "half"] | float = "test"
 
 
-def _natural(title: str, classes: int, *folders: str) -> Task:
-    return Task(title=title, group="natural", classes=classes, folders=folders)
-
-
-def _specialized(title: str, classes: int, *folders: str, test: Literal["test"] | float = "test") -> Task:
-    return Task(title=title, group="specialized", classes=classes, folders=folders, test=test)
-
-
 TASKS: dict[str, Task] = {
-    "caltech101": _natural("Caltech101", 102),
-    "cifar100": _natural("CIFAR-100", 100, "cifar"),
-    "dtd": _natural("DTD", 47),
-    "flowers102": _natural("Flowers102", 102, "oxford_flowers102"),
-    "oxford-pets": _natural("Pets", 37, "oxford_iiit_pet"),
-    "sun397": _natural("Sun397", 397),
-    "svhn": _natural("SVHN", 10),
-    "camelyon": _specialized("Camelyon", 2, "patch_camelyon"),
-    "eurosat": _specialized("EuroSAT", 10, test=0.8),
-    "resisc45": _specialized("Resisc45", 45, test=0.8),
-    "retinopathy": _specialized("Retinopathy", 5, "diabetic_retinopathy"),
+    "caltech101": Task("natural", "Caltech101", 102),
+    "cifar100": Task("natural", "CIFAR-100", 100, ("cifar",)),
+    "dtd": Task("natural", "DTD", 47),
+    "flowers102": Task("natural", "Flowers102", 102, ("oxford_flowers102",)),
+    "oxford-pets": Task("natural", "Pets", 37, ("oxford_iiit_pet",)),
+    "sun397": Task("natural", "Sun397", 397),
+    "svhn": Task("natural", "SVHN", 10),
+    "camelyon": Task("specialized", "Camelyon", 2, ("patch_camelyon",)),
+    "eurosat": Task("specialized", "EuroSAT", 10, test=0.8),
+    "resisc45": Task("specialized", "Resisc45", 45, test=0.8),
+    "retinopathy": Task("specialized", "Retinopathy", 5, ("diabetic_retinopathy",)),
     "clevr-count": Task(
-        title="Clevr-Count",
-        group="structured",
-        classes=8,
-        crop=False,
-        folders=("clevr_count",),
-        raw="clevr",
-        columns=("objects",),
-        rule=count_objects,
-        test="val",
+        "structured", "Clevr-Count", 8, ("clevr_count",), "clevr", "objects", count_objects, crop=False, test="val"
     ),
     "clevr-distance": Task(
-        title="Clevr-Dist",
-        group="structured",
-        classes=6,
-        crop=False,
-        folders=("clevr_dist",),
-        raw="clevr",
-        columns=("objects",),
-        rule=closest_object,
-        test="val",
+        "structured", "Clevr-Dist", 6, ("clevr_dist",), "clevr", "objects", closest_object, crop=False, test="val"
     ),
-    "dmlab": Task(title="DMLab", group="structured", classes=6, crop=False),
+    "dmlab": Task("structured", "DMLab", 6, crop=False),
     "dsprites-location": Task(
-        title="dSpr-Loc",
-        group="structured",
-        classes=16,
-        flip=False,
-        crop=False,
-        folders=("dsprites_loc",),
-        raw="dsprites",
-        columns=("label_x_position",),
-        rule=sprite_place,
-        test=0.9,
+        "structured", "dSpr-Loc", 16, ("dsprites_loc",), "dsprites", "label_x_position", sprite_place,
+        flip=False, crop=False, test=0.9,
     ),
     "dsprites-orientation": Task(
-        title="dSpr-Ori",
-        group="structured",
-        classes=16,
-        flip=False,
-        folders=("dsprites_ori",),
-        raw="dsprites",
-        columns=("label_orientation",),
-        rule=sprite_turn,
-        test=0.9,
+        "structured", "dSpr-Ori", 16, ("dsprites_ori",), "dsprites", "label_orientation", sprite_turn,
+        flip=False, test=0.9,
     ),
-    "kitti-distance": Task(
-        title="KITTI-Dist",
-        group="structured",
-        classes=4,
-        crop=False,
-        raw="kitti",
-        columns=("objects",),
-        rule=closest_vehicle,
-    ),
+    "kitti-distance": Task("structured", "KITTI-Dist", 4, (), "kitti", "objects", closest_vehicle, crop=False),
     "smallnorb-azimuth": Task(
-        title="sNORB-Azim",
-        group="structured",
-        classes=18,
-        flip=False,
-        folders=("smallnorb_azi",),
-        raw="smallnorb",
-        columns=("label_azimuth",),
-        rule=toy_azimuth,
-        test="half",
+        "structured", "sNORB-Azim", 18, ("smallnorb_azi",), "smallnorb", "label_azimuth", toy_azimuth,
+        flip=False, test="half",
     ),
     "smallnorb-elevation": Task(
-        title="sNORB-Elev",
-        group="structured",
-        classes=9,
-        folders=("smallnorb_ele",),
-        raw="smallnorb",
-        columns=("label_elevation",),
-        rule=toy_elevation,
-        test="half",
+        "structured", "sNORB-Elev", 9, ("smallnorb_ele",), "smallnorb", "label_elevation", toy_elevation, test="half"
     ),
-}
+}  # fmt: skip
 GROUPS: dict[str, tuple[str, ...]] = {
     group: tuple(name for name, task in TASKS.items() if task.group == group)
     for group in ("natural", "specialized", "structured")
@@ -235,7 +175,9 @@ def open_task(name: str, split: str, data_root: Path, *, whole: bool = False) ->
     if whole and split == "val":
         raise AbsentSplit(f"{name} trains on all of its 1,000 images: it has no val split")
     if whole and split == "train":
-        return Joined([open_task(name, part, data_root) for part in ("train", "val")])
+        parts = [open_task(name, part, data_root) for part in ("train", "val")]
+        assert parts[0].classes == parts[1].classes
+        return Joined(parts)
     task, home = TASKS[name], _home(name, data_root)
     if any((home / file).is_file() for file in LISTS.values()):
         return _open_list(home / LISTS[split], task)
@@ -351,25 +293,25 @@ class Relabelled(Subset):
 
 
 class Joined(Source):
-    """Several sources one after the other."""
+    """Several sources one after the other, under the classes of the first."""
 
-    def __init__(self, sources: list[Source]) -> None:
-        self.sources, self.classes = sources, sources[0].classes
-        assert all(source.classes == self.classes for source in sources)
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources, self.classes = list(sources), sources[0].classes
         self.labels = np.concatenate([source.labels for source in sources])
-        self._ends = np.cumsum([len(source) for source in sources])
+        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
-    def _place(self, index: int) -> tuple[Source, int]:
+    def place(self, index: int) -> tuple[int, int]:
+        """(number of the source, index in it)."""
         part = int(np.searchsorted(self._ends, index, "right"))
-        return self.sources[part], index - (int(self._ends[part - 1]) if part else 0)
+        return part, index - (int(self._ends[part - 1]) if part else 0)
 
     def read(self, index: int) -> bytes | np.ndarray:
-        source, inside = self._place(index)
-        return source.read(inside)
+        part, inside = self.place(index)
+        return self.sources[part].read(inside)
 
     def name(self, index: int) -> str:
-        source, inside = self._place(index)
-        return source.name(inside)
+        part, inside = self.place(index)
+        return self.sources[part].name(inside)
 
     def files(self) -> Iterator[str]:
         return chain.from_iterable(source.files() for source in self.sources)
@@ -387,20 +329,19 @@ def _open_raw(folder: Path, split: str, task: Task) -> Source:
         raise DataError(f"{folder} has neither annotations.jsonl nor parquet: see the top of plainvit/data/vtab.py")
     source = shards.open_parquet(folder, split)
     assert isinstance(source, shards.Parquet)
-    records = chain.from_iterable(_rows(path, task.columns) for path in source.paths)
+    records = chain.from_iterable(_rows(path, task.column) for path in source.paths)
     return Relabelled(source, _labels(records, task, folder), _numbers(task))
 
 
-def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
+def _rows(path: Path, column: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
-        missing = [name for name in columns if name not in file.schema_arrow.names]
-        if missing:
-            raise DataError(f"{path} lacks the column {missing[0]} that the task's labels are made of")
-        for batch in file.iter_batches(columns=list(columns)):
+        if column not in file.schema_arrow.names:
+            raise DataError(f"{path} lacks the column {column} that the task's labels are made of")
+        for batch in file.iter_batches(columns=[column]):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -78,16 +78,16 @@ class Result:
         pairs = self.labels.astype(np.int64) * self.classes + self.guesses[:, 0]
         return np.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
 
-    def bins(self, count: int = BINS) -> np.ndarray:
-        """[count, 3]: images, mean probability and share of right guesses, by the probability of the first guess.
+    def bins(self) -> np.ndarray:
+        """[BINS, 3]: images, mean probability and share of right guesses, by the probability of the first guess.
 
         Bins are equally wide and include their upper ends.
         """
-        edges = np.linspace(0, 1, count + 1)
+        edges = np.linspace(0, 1, BINS + 1)
         place = np.searchsorted(edges[1:-1], self.probabilities)
-        images = np.bincount(place, minlength=count)
-        sums = [np.bincount(place, weights=values, minlength=count) for values in (self.probabilities, self.right)]
-        means = [np.divide(total, images, out=np.zeros(count), where=images > 0) for total in sums]
+        images = np.bincount(place, minlength=BINS)
+        sums = [np.bincount(place, weights=values, minlength=BINS) for values in (self.probabilities, self.right)]
+        means = [np.divide(total, images, out=np.zeros(BINS), where=images > 0) for total in sums]
         return np.stack([images, *means], 1)
 
     @property
@@ -101,11 +101,7 @@ class Result:
         right, labels, guesses = self.right, self.labels, self.guesses[:, 0]
         images, guessed = (np.bincount(values, minlength=self.classes) for values in (labels, guesses))
         hits = np.bincount(labels[right], minlength=self.classes)
-        shares = {
-            "precision": (hits, guessed),
-            "recall": (hits, images),
-            "f1": (2 * hits, images + guessed),
-        }
+        shares = {"precision": (hits, guessed), "recall": (hits, images), "f1": (2 * hits, images + guessed)}
         divided = {
             name: np.divide(a, b, out=np.zeros(self.classes), where=b > 0, dtype=float)
             for name, (a, b) in shares.items()
@@ -180,12 +176,10 @@ def classify(
     marks = _Marks(labels, prepared.source, predictor.classes)
     training = model.training
     model.eval()
-    rows = [torch.zeros(0, COLUMNS + 2 * min(5, marks.classes), dtype=torch.float64)]
-    unreadable, rounds = 0, 0
+    rows, unreadable, rounds = [marks.nothing], 0, 0
     for batch in prepared.batches():
         rows.append(marks.scored(predictor.logits(batch.images), batch))
-        unreadable += len(batch.bad)
-        rounds += 1
+        unreadable, rounds = unreadable + len(batch.bad), rounds + 1
         if tell:
             tell(batch)
     for _ in range(prepared.rounds - rounds):
@@ -195,11 +189,15 @@ def classify(
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
     if not len(found):
         raise DataError(f"no image of the {prepared.source.split} split can be read")
-    found = found[np.argsort(found[:, 0])]
-    index, truth, several = (found[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
+    return _result(found, len(prepared.source.classes), unreadable)
+
+
+def _result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
+    """The rows of all processes, in the order of the source."""
+    rows = rows[np.argsort(rows[:, 0])]
+    index, truth, several = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
     guesses, hits = np.split(several, 2, axis=1)
-    classes = len(prepared.source.classes)
-    return Result(truth, guesses, found[:, 2], found[:, 3], index, classes, unreadable, hits.astype(bool))
+    return Result(truth, guesses, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
 COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; guesses and hits follow
@@ -212,6 +210,7 @@ class _Marks:
         self.right = torch.from_numpy(source.labels[:, None].astype(np.int64) if labels is None else labels.right)
         self.columns = None if labels is None or labels.columns is None else torch.from_numpy(labels.columns)
         self.classes = classes if self.columns is None else len(self.columns)
+        self.nothing = torch.zeros(0, COLUMNS + 2 * min(5, self.classes), dtype=torch.float64)  # rows of no image
 
     def scored(self, logits: Tensor, batch: Batch) -> Tensor:
         if self.columns is not None:

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from plainvit import __version__
 from plainvit.data.decode import DataError
-from plainvit.data.workers import Evaluate
 from plainvit.data.sources import Source
+from plainvit.data.workers import Evaluate
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import Answered, MemoryFault, Question
 from plainvit.evaluate.predictor import Predictor
@@ -233,7 +233,7 @@ class _Decoding:
 
 def _places(source: Source) -> Iterator[str]:
     """One file of each part that this machine sees: what it does not see itself is no fault of another."""
-    for part in [part for _, part in source.parts] if isinstance(source, Inputs) else [source]:
+    for part in source.sources if isinstance(source, Inputs) else [source]:
         yield from itertools.islice(filter(os.path.exists, part.files()), 1)
 
 

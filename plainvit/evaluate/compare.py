@@ -237,7 +237,7 @@ def table(found: dict[str, Any]) -> Group:
     for row in rows:
         shown.add_column(Text(row["name"]), justify="right")
     for name in (one for one in TITLES if any(one in row["metrics"] for row in rows)):
-        shown.add_row(TITLES[name], *(_value(name, row["metrics"].get(name)) for row in rows))
+        shown.add_row(TITLES[name], *(in_unit(name, row["metrics"].get(name)) for row in rows))
     shown.add_row("images", *(f"{row['images']:,}" for row in rows))
     data = found["data"]
     title = f"{data['spec']} ({data['split']}), right is {data['rule']}"
@@ -250,7 +250,8 @@ def table(found: dict[str, Any]) -> Group:
     return Group(*lines)
 
 
-def _value(name: str, value: Any) -> str:
+def in_unit(name: str, value: Any) -> str:
+    """A metric as it is printed: per cent where it is a share."""
     if not isinstance(value, int | float):
         return "-"
     return f"{100 * value:.2f} %" if name in PERCENT else f"{value:.4f}"

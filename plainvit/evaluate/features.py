@@ -54,12 +54,7 @@ def default_cache() -> Path:
 
 
 def extract(
-    predictor: Predictor,
-    source: Source,
-    *,
-    cache: Path | None = None,
-    workers: int = 0,
-    quiet: bool = False,
+    predictor: Predictor, source: Source, *, cache: Path | None = None, workers: int = 0, quiet: bool = False
 ) -> Features:
     """The features of every image; from the folder `cache` where they are in it, and kept in it otherwise."""
     if cache:  # before the work, not after it

@@ -227,11 +227,7 @@ def _card(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pa
         "n": len(pair.test.labels),
         "unreadable": pair.test.unreadable,
         "classes": pair.classes,
-        "train": {
-            "fingerprint": train.fingerprint(),
-            "n": len(pair.train.labels),
-            "unreadable": pair.train.unreadable,
-        },
+        "train": {"fingerprint": train.fingerprint(), "n": len(pair.train.labels), "unreadable": pair.train.unreadable},
         "cached": pair.train.cached and pair.test.cached,
     }
 

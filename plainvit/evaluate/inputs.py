@@ -31,6 +31,7 @@ from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_parquet
 from plainvit.data.sources import SUFFIXES, Names, Source, image_files, open_source
+from plainvit.data.vtab import Joined
 
 FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
@@ -48,45 +49,40 @@ _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipf
 Part = tuple[str, Source]  # what comes before the names of its images, and the images
 
 
-class Inputs(Source):
-    """Several sources one after another."""
+class Inputs(Joined):
+    """Several sources one after another, whose labels do not count."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
-        self._ends = np.cumsum([len(source) for _, source in parts], dtype=np.int64)
-        self.labels = np.full(int(self._ends[-1]) if len(parts) else 0, -1, np.int32)
-
-    def _at(self, index: int) -> tuple[str, Source, int]:
-        place = int(np.searchsorted(self._ends, index, "right"))
-        return (*self.parts[place], index - int(self._ends[place - 1] if place else 0))
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        _, source, here = self._at(index)
-        return source.read(here)
+        super().__init__([source for _, source in parts])
+        self.labels, self.classes = np.full(len(self.labels), -1, np.int32), ()
+        self.before = [before for before, _ in parts]
 
     def name(self, index: int) -> str:
-        before, source, here = self._at(index)
-        return before + source.name(here)
-
-    def files(self) -> Iterable[str]:
-        return (path for _, source in self.parts for path in source.files())
+        return self.before[self.place(index)[0]] + super().name(index)
 
     def fingerprint(self) -> str:
         """Changes with names, order, and the sizes and times of files."""
         digest = hashlib.sha256()
-        for before, source in self.parts:
+        for before, source in zip(self.before, self.sources, strict=True):
             own = isinstance(source, Listed | Archive | Broken)  # a data set's own knows names and labels alone
             seen = f"{len(source)}\0{source.fingerprint()}\0{'' if own else content_stamp(source)}"
             digest.update(f"{before}\0{seen}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
 
 
-class Listed(Source):
-    """Files by their paths, as they were given."""
+class Named(Source):
+    """Images that have a name each, and no label."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        self.names = Names(paths)
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = Names(names)
         self.labels = np.full(len(self.names), -1, np.int32)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+
+class Listed(Named):
+    """Files by their paths, as they were given."""
 
     def read(self, index: int) -> bytes:
         path = self.names[index]
@@ -99,9 +95,6 @@ class Listed(Source):
         _check_length(status.st_size)
         raise ImageError("it is no file, but a folder, a pipe or a device")
 
-    def name(self, index: int) -> str:
-        return self.names[index]
-
     def files(self) -> Iterable[str]:
         return (self.names[index] for index in range(len(self)))
 
@@ -112,12 +105,12 @@ class Listed(Source):
         return digest.hexdigest()[:16]
 
 
-class Archive(Source):
+class Archive(Named):
     """Images inside one file. Each process and thread opens it for itself: they would move each other's place."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self.path, self.names = path, Names(names)
-        self.labels = np.full(len(names), -1, np.int32)
+        super().__init__(names)
+        self.path = path
         self._files: dict[tuple[int, int], Any] = {}
 
     def _opened(self) -> Any:
@@ -143,9 +136,6 @@ class Archive(Source):
             raise
         except (*_DAMAGE, RuntimeError, NotImplementedError) as error:  # a password; a compression nobody knows
             raise ImageError(_reason(error)) from error
-
-    def name(self, index: int) -> str:
-        return self.names[index]
 
     def files(self) -> Iterable[str]:
         return (str(self.path),)
@@ -204,20 +194,18 @@ class Tar(Archive):
         return data
 
 
-class Broken(Source):
+class Broken(Named):
     """Something that holds no image, in the place where one was expected."""
 
     def __init__(self, name: str, reason: str) -> None:
-        self._name, self._reason, self.labels = name, reason, np.full(1, -1, np.int32)
+        super().__init__([name])
+        self._reason = reason
 
     def read(self, index: int) -> bytes:  # noqa: ARG002
         raise ImageError(self._reason)
 
-    def name(self, index: int) -> str:  # noqa: ARG002
-        return self._name
-
     def fingerprint(self) -> str:
-        return hashlib.sha256(os.fsencode(f"{self._name}\0{self._reason}")).hexdigest()[:16]
+        return hashlib.sha256(os.fsencode(f"{self.names[0]}\0{self._reason}")).hexdigest()[:16]
 
 
 # Finding --------------------------------------------------------------------------------------------------------------

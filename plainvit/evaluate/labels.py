@@ -63,12 +63,10 @@ def imagenet() -> dict[str, Any]:
     return found | {"wnids": found["wnids"].split()}
 
 
-def align(
-    source: Source, classes: int, names: Sequence[str] = (), *, data_root: str | Path | None = None, spec: str = ""
-) -> Labels:
+def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root: str | Path | None = None) -> Labels:
     """What is right for each image of a source, for a model of so many classes with these names, if it has any."""
     check_labels(source)
-    spec = spec or source.spec
+    spec = source.spec
     special = {"imagenet-real": _real, "objectnet": _objectnet} | dict.fromkeys(SUBSETS, _subset)
     if spec not in special or (classes != IMAGENET and classes == len(source.classes)):
         return _plain(source, classes, tuple(names))
@@ -124,12 +122,8 @@ def _by_name(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
             "another place: name the classes alike, or give other data"
         )
     differ = next(at for at, name in enumerate(theirs) if name != names[at])
-    log.warning(
-        "class names differ (%r in the model, %r in %s): taken by their order",
-        names[differ],
-        theirs[differ],
-        source.spec,
-    )
+    apart = names[differ], theirs[differ], source.spec
+    log.warning("class names differ (%r in the model, %r in %s): taken by their order", *apart)
     return None
 
 

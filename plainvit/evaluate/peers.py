@@ -123,12 +123,8 @@ def _preprocess(name: str, config: Any) -> Preprocess:
     """timm's crop_pct, crop_mode and interpolation in our words; what they cannot say is told of."""
     squash = config.crop_mode == "squash"
     if config.crop_mode == "border" or (squash and config.crop_pct < 1):
-        log.warning(
-            "timm:%s crops by %r at %g, which is not ours: taken as near as can be",
-            name,
-            config.crop_mode,
-            config.crop_pct,
-        )
+        how = name, config.crop_mode, config.crop_pct
+        log.warning("timm:%s crops by %r at %g, which is not ours: taken as near as can be", *how)
     return Preprocess(
         resize="squash" if squash else "crop",
         crop=1.0 if squash else config.crop_pct,

@@ -25,7 +25,7 @@ from plainvit import __version__
 from plainvit.config import Checked, to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
-from plainvit.evaluate.parts import FEATURES, ROWS, Parts, check_out, look_over
+from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, look_over
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display

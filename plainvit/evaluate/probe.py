@@ -11,7 +11,7 @@ regression by L-BFGS. Everything runs on the CPU in float64 unless said otherwis
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -302,8 +302,16 @@ def logistic(
         weights.grad += l2 * weights
         return loss + l2 / 2 * weights.square().sum()
 
+    loss, steepest = _minimise(objective, (weights, bias), steps, tolerance)
+    return Logistic(mean, std, weights.detach(), bias.detach(), loss, steepest <= 2 * tolerance)
+
+
+def _minimise(
+    objective: Callable[[], Tensor], over: Sequence[Tensor], steps: int, tolerance: float
+) -> tuple[float, float]:
+    """(what the objective, which fills in the gradients, has come to; the steepest part of its gradient there)."""
     optimiser = torch.optim.LBFGS(
-        [weights, bias],
+        over,
         max_iter=steps,
         max_eval=2 * steps,
         tolerance_grad=tolerance,
@@ -313,10 +321,7 @@ def logistic(
     )
     optimiser.step(objective)  # pyright: ignore[reportArgumentType]
     loss = float(objective())
-    assert weights.grad is not None
-    assert bias.grad is not None
-    steepest = max(float(weights.grad.abs().max()), float(bias.grad.abs().max()))
-    return Logistic(mean, std, weights.detach(), bias.detach(), loss, steepest <= 2 * tolerance)
+    return loss, max(float(one.grad.abs().max()) for one in over if one.grad is not None)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,13 +339,13 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 
 
 def search_logistic(
-    features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2, held_out: float = 0.2
+    features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
 ) -> tuple[Logistic, float, dict[float, float]]:
     """(the probe on all images, its l2, what each l2 gave on a held-out part of the training images).
 
     Each fit starts from that of the next greater l2. Of equals the greatest l2 is taken.
     """
-    inside, outside = _hold_out(labels.numpy(), classes, held_out)
+    inside, outside = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
     fits: dict[float, Logistic] = {}
     last: Logistic | None = None
@@ -351,12 +356,12 @@ def search_logistic(
     return logistic(features, labels, classes, best, start=fits[best]), best, tried
 
 
-def _hold_out(labels: np.ndarray, classes: int, share: float) -> tuple[Tensor, Tensor]:
-    """(rest, held out): the same share of each class, at least one image of it where it has two."""
+def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
+    """(rest, held out): a fifth of each class, at least one image of it where it has two."""
     generator, held = np.random.default_rng(0), []
     for label in range(classes):
         members = generator.permutation(np.flatnonzero(labels == label))
-        held.append(members[: max(min(max(round(share * len(members)), 1), len(members) - 1), 0)])
+        held.append(members[: max(min(max(round(0.2 * len(members)), 1), len(members) - 1), 0)])
     chosen = np.sort(np.concatenate(held))
     if not len(chosen):
         raise ValueError("no class has two training images: none can be held out to choose l2; give one l2 alone")

@@ -73,13 +73,13 @@ def predict(
         force: Begin anew over an existing file, or over parts of another job.
         json: Print JSON for machines: a line a picture or, with --out, a summary.
     """
-    from plainvit.evaluate import parts
+    from plainvit.evaluate import outputs
 
     if top is not None and top < 1:
         raise ValueError(f"top is {top}: at least 1")
-    for path, kinds in ((out, parts.ROWS), (sheet, (".png",))):
+    for path, kinds in ((out, outputs.ROWS), (sheet, (".png",))):
         if path:
-            parts.check_out(path, kinds)
+            outputs.check_out(path, kinds)
     if out:
         with _asked(model, inputs, top, config) as asked:
             summary = _written(*asked, out, sheet, force, json)
@@ -113,9 +113,9 @@ def embed(
         force: Begin anew over an existing file, or over parts of another job.
         json: Print a summary in JSON for machines.
     """
-    from plainvit.evaluate import parts
+    from plainvit.evaluate import outputs
 
-    parts.check_out(out, parts.FEATURES)
+    outputs.check_out(out, outputs.FEATURES)
     with _asked(model, inputs, 0, config) as asked:
         summary = _written(*asked, out, None, force, json)
     _tell(summary, json)
@@ -156,7 +156,7 @@ def _written(
 
     if not sheet:
         return write(question, source, out, engine=run, force=force, quiet=quiet)[0]
-    from plainvit.analyse.sheet import chosen
+    from plainvit.analyse.gallery import chosen
 
     shown = chosen(len(source))
     summary, rows = write(question, source, out, engine=run, force=force, quiet=quiet, keep=shown)
@@ -166,7 +166,7 @@ def _written(
 
 def _draw(source: "Source", shown: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.figures import save
-    from plainvit.analyse.sheet import BYTES, contact_sheet
+    from plainvit.analyse.gallery import BYTES, contact_sheet
 
     save(contact_sheet(source, shown, rows), sheet, BYTES)
 
@@ -175,7 +175,7 @@ def _tell(summary: "Summary", json: bool) -> None:
     """How it ended, then exit code 3 where nothing could be read."""
     from rich.text import Text
 
-    from plainvit.evaluate.parts import refuse_all_bad
+    from plainvit.evaluate.outputs import refuse_all_bad
 
     show(asdict(summary), None if json else Text(summary.line))
     refuse_all_bad(summary.images, summary.unreadable, summary.first_error)
@@ -185,7 +185,7 @@ def _print(
     asking: "contextlib.AbstractContextManager[tuple[Question, Source, Engine]]", sheet: Path | None, json: bool
 ) -> None:
     """A line of JSON a picture as it comes, or a table."""
-    from plainvit.evaluate.parts import refuse_all_bad
+    from plainvit.evaluate.outputs import refuse_all_bad
     from plainvit.evaluate.predict import rows
 
     stdout, kept, bad, first = sys.stdout, [], 0, ""
@@ -209,7 +209,7 @@ def _print(
 
 
 def _sheet(source: "Source", rows: list[dict[str, Any]], sheet: Path) -> None:
-    from plainvit.analyse.sheet import chosen
+    from plainvit.analyse.gallery import chosen
 
     shown = chosen(len(rows))
     _draw(source, shown, [rows[at] for at in shown], sheet)

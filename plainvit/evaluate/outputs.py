@@ -1,4 +1,4 @@
-"""A long job in parts: each is written whole beside the output, and a job that was killed goes on with those it lacks.
+"""The output of a long job, in parts: each is written whole beside it, and a job that was killed makes what it lacks.
 
 parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, steps=157, per_part=16)
 for step in parts.missing(): parts.add(step, table)        # in any order
