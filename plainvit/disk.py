@@ -37,6 +37,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     write_together({path: write})
 
 
+def write_text(path: Path, text: str) -> None:
+    """UTF-8, whole or not at all."""
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
 def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
     """Several files of one folder: all are written beside first, and only then renamed, in the order given."""
     beside = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}

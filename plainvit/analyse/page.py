@@ -21,7 +21,7 @@ from PIL import Image
 
 from plainvit.analyse import figures
 from plainvit.analyse.figures import Figure, printable
-from plainvit.disk import write_atomically
+from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 THUMB = 200  # pixels of the longer side: sharp on a phone, and 48 of them stay below 400 KB
@@ -99,7 +99,7 @@ def write_page(
 ) -> Path:
     """A page of the sections there are as a file, whole or not at all; `above` are the words of the eyebrow."""
     text = page(title, lead, [one for one in sections if one], " · ".join(filter(None, above)), script)
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return path
 
 

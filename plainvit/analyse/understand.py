@@ -25,7 +25,7 @@ from plainvit.analyse.maps import maps
 from plainvit.analyse.page import Html, Section, address, element, inline_svg, join, notice, write_page
 from plainvit.analyse.parts import filters, heads, likeness, outlying, positions, removal, robustness, shifts
 from plainvit.analyse.subject import Drawing, Part, Parts, Subject, gather, images_of
-from plainvit.disk import DiskError, write_atomically
+from plainvit.disk import DiskError, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
@@ -174,7 +174,7 @@ def _write(part: Part, folder: Path) -> Iterator[Path]:
         path = folder / f"{part.name}-{name}.png" if name else folder / f"{part.name}.png"
         save(drawing.figure, path, LARGEST)
         text = json.dumps(finite(drawing.numbers)) + "\n"
-        write_atomically(path.with_suffix(".json"), lambda beside, text=text: beside.write_text(text, encoding="utf-8"))
+        write_text(path.with_suffix(".json"), text)
         yield path
 
 

@@ -19,6 +19,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -136,6 +137,31 @@ class Subset(Source):
         if isinstance(self.source, Files):
             return (f"{self.source.root}/{self.name(index)}" for index in range(len(self)))
         return self.source.files()
+
+
+class Joined(Source):
+    """Several sources one after the other, under the classes of the first."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources, self.classes = list(sources), sources[0].classes
+        self.labels = np.concatenate([source.labels for source in sources])
+        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(number of the source, index in it)."""
+        part = int(np.searchsorted(self._ends, index, "right"))
+        return part, index - (int(self._ends[part - 1]) if part else 0)
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        part, inside = self.place(index)
+        return self.sources[part].read(inside)
+
+    def name(self, index: int) -> str:
+        part, inside = self.place(index)
+        return self.sources[part].name(inside)
+
+    def files(self) -> Iterator[str]:
+        return chain.from_iterable(source.files() for source in self.sources)
 
 
 def open_source(

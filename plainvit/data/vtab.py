@@ -21,7 +21,7 @@ would be of a few classes. The original code's order is that of TFDS, so only (1
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, AbsentSplit, Files, Source, Subset, open_folder
+from plainvit.data.sources import SPLITS, AbsentSplit, Files, Joined, Source, Subset, open_folder
 
 TRAIN, VAL = 800, 200
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}
@@ -290,31 +290,6 @@ class Relabelled(Subset):
     def __init__(self, source: Source, labels: np.ndarray, classes: tuple[str, ...]) -> None:
         super().__init__(source, np.arange(len(source)))
         self.labels, self.classes = labels.astype(np.int32), classes
-
-
-class Joined(Source):
-    """Several sources one after the other, under the classes of the first."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources, self.classes = list(sources), sources[0].classes
-        self.labels = np.concatenate([source.labels for source in sources])
-        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """(number of the source, index in it)."""
-        part = int(np.searchsorted(self._ends, index, "right"))
-        return part, index - (int(self._ends[part - 1]) if part else 0)
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        part, inside = self.place(index)
-        return self.sources[part].read(inside)
-
-    def name(self, index: int) -> str:
-        part, inside = self.place(index)
-        return self.sources[part].name(inside)
-
-    def files(self) -> Iterator[str]:
-        return chain.from_iterable(source.files() for source in self.sources)
 
 
 # Raw records ----------------------------------------------------------------------------------------------------------

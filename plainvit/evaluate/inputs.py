@@ -30,8 +30,7 @@ from plainvit.data import known
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_parquet
-from plainvit.data.sources import SUFFIXES, Names, Source, image_files, open_source
-from plainvit.data.vtab import Joined
+from plainvit.data.sources import SUFFIXES, Joined, Names, Source, image_files, open_source
 
 FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 HEADER_LIMIT = 2**20  # bytes of one header of a tar

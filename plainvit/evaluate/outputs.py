@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from plainvit.data.decode import DataError
-from plainvit.disk import DiskError, read_json, write_atomically
+from plainvit.disk import DiskError, read_json, write_atomically, write_text
 
 FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # how they begin; the last four are = + - @ in full width
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
@@ -90,7 +90,7 @@ class Parts:
 
     def _describe(self) -> None:
         text = json.dumps({**self.job, "replaces": self.replaces}, indent=2) + "\n"
-        write_atomically(self.folder / "job.json", lambda beside: beside.write_text(text, encoding="utf-8"))
+        write_text(self.folder / "job.json", text)
 
     @property
     def count(self) -> int:

@@ -115,7 +115,7 @@ class Predictor:
 
 def _loaded(source: str | Path, image_size: int | None) -> nn.Module:
     if str(source).startswith("timm:"):
-        from plainvit.evaluate.peers import load_timm
+        from plainvit.evaluate.timm_models import load_timm
 
         return load_timm(str(source).removeprefix("timm:"), image_size)
     return load(source, image_size=image_size)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from plainvit import __version__, device
 from plainvit.config import Model, ViTConfig, to_json
-from plainvit.disk import read_json, write_atomically
+from plainvit.disk import read_json, write_text
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.fp8 import in_fp8, why_not
 
@@ -165,7 +165,7 @@ def choose(config: Model, batch: int, place: torch.device, *also: Way) -> Way:
     way = fastest(config, batch, place, *also)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, lambda beside: beside.write_text(json.dumps(asdict(way))))
+        write_text(file, json.dumps(asdict(way)))
     except OSError:  # a home that cannot be written to costs the timing again, nothing else
         pass
     return way

@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from plainvit.disk import DiskError, read_json, sync_folder, write_atomically
+from plainvit.disk import DiskError, read_json, sync_folder, write_text
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import part, whole
 
@@ -105,7 +105,7 @@ class Checkpoints:
             _sync(beside / name)
             said = {"file": name, "sha256": file_hash(beside / name), "rows": rows}
             if not self.world.first:
-                write_atomically(beside / f"{name}.json", lambda path: path.write_text(json.dumps(said)))
+                write_text(beside / f"{name}.json", json.dumps(said))
                 return
             everyone = [said, *self._others(beside)]
             state["files"] = {one["file"]: one["sha256"] for one in everyone}

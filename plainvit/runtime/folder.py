@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from plainvit.device import processor
-from plainvit.disk import DiskError, read_json, write_atomically
+from plainvit.disk import DiskError, read_json, write_text
 
 
 class Folder:
@@ -70,7 +70,7 @@ class Folder:
         if not self.writes:
             return
         text = _json(finite(value)) + "\n"
-        write_atomically(self.path / name, lambda beside: beside.write_text(text, encoding="utf-8"))
+        write_text(self.path / name, text)
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -98,7 +98,7 @@ class Folder:
             return
         kept = [json.dumps(line) for line in metrics(self.path) if line["step"] <= step]
         text = "".join(f"{line}\n" for line in kept)
-        write_atomically(self.path / "metrics.jsonl", lambda beside: beside.write_text(text, encoding="utf-8"))
+        write_text(self.path / "metrics.jsonl", text)
 
 
 def metrics(path: Path) -> Iterator[dict[str, Any]]:

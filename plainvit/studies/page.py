@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data.decode import DataError
-from plainvit.disk import read_json, write_atomically
+from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
 from plainvit.studies.book import FILES
 
@@ -132,7 +132,7 @@ def page_of(out: Path) -> Path:
 def write_page(out: Path) -> Path:
     """The page of all verdicts that there are."""
     path, text = page_of(out), page(out)
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return path
 
 

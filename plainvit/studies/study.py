@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
-from plainvit.disk import read_json, write_atomically
+from plainvit.disk import read_json, write_text
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
 from plainvit.studies.runs import run_all, run_hash
@@ -298,8 +298,8 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
         "environment": {name: made[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _write_text(folder / "verdict.json", json.dumps(finite(said), indent=1) + "\n")
-    _write_text(folder / "table.md", table(study, found, verdict))
+    write_text(folder / "verdict.json", json.dumps(finite(said), indent=1) + "\n")
+    write_text(folder / "table.md", table(study, found, verdict))
     save(study.draw(found), folder / "figure.png")
 
 
@@ -329,7 +329,3 @@ def _cell(found: Found, arm: str) -> str:
     values = [scale * one for one in found.of(arm)]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}"
-
-
-def _write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))

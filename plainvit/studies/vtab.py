@@ -23,7 +23,7 @@ from rich.text import Text
 from plainvit.config import Config, nearest
 from plainvit.data.decode import DataError
 from plainvit.data.vtab import GROUPS, TASKS, AbsentTask, augment_for
-from plainvit.disk import write_atomically
+from plainvit.disk import write_text
 from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
@@ -73,7 +73,7 @@ def run_tasks(
         rows[task] = {"group": TASKS[task].group, **row}
     found = _report(config, rows)
     text = json.dumps(finite(found), indent=1) + "\n"
-    write_atomically(out / "vtab.json", lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_text(out / "vtab.json", text)
     return found
 
 
