@@ -13,15 +13,12 @@ import json
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from plainvit import device as _device
 
@@ -32,18 +29,15 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from bench.measure import ceilings, kernels, machine  # noqa: E402
 from bench.measure import kind_of as kind_of_kernel  # noqa: E402
-from bench.measure import machine  # noqa: E402
+from bench.train import OurStep, forever  # noqa: E402
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
-from plainvit.data.loader import Batch  # noqa: E402
+from plainvit.evaluate.cost import is_small  # noqa: E402
 from plainvit.evaluate.devices import DEVICES, Device  # noqa: E402
 from plainvit.evaluate.memory import GIB, Step, memory  # noqa: E402
 from plainvit.evaluate.speed import ideal, seconds  # noqa: E402
-from plainvit.models import build  # noqa: E402
 from plainvit.names import configure  # noqa: E402
-from plainvit.train import loop  # noqa: E402
-from plainvit.train.objectives import Classify  # noqa: E402
-from plainvit.train.optim import Optimizers  # noqa: E402
 
 # Those that say most come first: a time that runs out takes the last
 ROWS = (
@@ -52,7 +46,13 @@ ROWS = (
 )
 TINY = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(8, 8), image_size=(32, 32), classes=10)
 WARM, TIMED = 5, 20
-PARTS = {"products": "gemm", "attention": "attention", "pointwise": "pointwise", "update": "update"}  # -> the share
+# A part of the plan -> its share of a ceiling
+PARTS = {
+    "products": "gemm",
+    "attention": "short_attention",
+    "pointwise": "pointwise",
+    "update": "update",
+}  # -> the share
 WORDS = {"gemm": "products", "attention": "attention", "optimizer": "update"}  # what is none of these is pointwise
 
 
@@ -63,95 +63,44 @@ class OutOfTimeError(Exception):
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def training(model: Model, batch: int, device: torch.device) -> loop.Training:
-    """All of a run but its data and its folder."""
-    config = Config(model=model, batch=batch, micro_batch=batch, steps=1000, optim=Optim(), device=str(device))
-    torch.manual_seed(0)
-    with device:
-        built = build(model).train()
-    objective = Classify(built, config).to(device)
-    optimizers = Optimizers(built, built.named_parameters(), config.optim)
-    loader = SimpleNamespace(device=device)
-    folder = SimpleNamespace(path=Path(tempfile.gettempdir()))  # nothing is written
-    parts: dict[str, Any] = {"config": config, "objective": objective, "optimizers": optimizers, "average": None}
-    return loop.Training(**parts, loader=cast(Any, loader), folder=cast(Any, folder))
-
-
-def step(run: loop.Training, batch: Batch) -> float:
-    """As the loop makes it, without metrics; the loss."""
-    run.optimizers.set_rate(1e-4)
-    run.progress.micro_batch = run.config.micro_batch
-    found = loop.launch(run, run.objective.prepare(batch, run.progress.step)).read()
-    run.update()
-    run.optimizers.zero()
-    run.progress.step += 1
-    return found[0]
-
-
 def measure(name: str, model: Model, batch: int, device: torch.device) -> dict[str, Any]:
     """One row: the median of the timed steps, the peak of memory, and where the time of one step went."""
-    run = training(model, batch, device)
     images = torch.randint(0, 256, (batch, model.channels, *model.image_size), dtype=torch.uint8, device=device)
-    data = Batch(images, torch.arange(batch, device=device) % model.classes, np.arange(batch))
+    labels = torch.arange(batch, device=device) % model.classes
+    config = Config(model=model, batch=batch, optim=Optim(lr=1e-4, schedule="constant"), device=str(device))
+    step = OurStep(config, forever([(images, labels)]), model.classes)
     started = time.perf_counter()
-    losses = [step(run, data)]
+    losses = [step()]
     compiling = time.perf_counter() - started
-    losses += [step(run, data) for _ in range(WARM)]
+    losses += [step() for _ in range(WARM)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     for _ in range(TIMED):
         started = time.perf_counter()  # each step waits once, for its loss: the steady state of the loop
-        losses.append(step(run, data))
+        losses.append(step())
         times.append(time.perf_counter() - started)
     row = {"what": f"{name}, batch {batch}", "model": to_json(model), "batch": batch, "compiling_s": compiling}
     row |= {"step_s": statistics.median(times), "least_s": min(times), "most_s": max(times), "loss": losses[-1]}
     row["images_per_second"] = batch / row["step_s"]
     if device.type == "cuda":
         row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        row["parts_s"] = kernels(run, data)
+        row["parts_s"] = parts(step, str(device))
+    step.close()
     return row
 
 
-def kernels(run: loop.Training, data: Batch) -> dict[str, float] | None:
-    """Seconds of a step's CUDA kernels by kind; None where the profiler sees none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            step(run, data)
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"  no profile: {error}", file=sys.stderr)
-        return None
+def parts(step: OurStep, device: str) -> dict[str, float] | None:
+    """Seconds of a step's CUDA kernels by the plan's parts; None where the profiler sees none."""
     found = dict.fromkeys(PARTS, 0.0)
-    for event in seen.key_averages():
-        found[kind_of(event.key)] += event.self_device_time_total / 1e6
+    for kernel in kernels(step, device, []):
+        found[kind_of(kernel.name)] += kernel.ms / 1000
     return found if sum(found.values()) else None
 
 
 def kind_of(kernel: str) -> str:
     """A part of the plan."""
     return WORDS.get(kind_of_kernel(kernel), "pointwise")
-
-
-def ceilings() -> dict[str, float]:
-    """TFLOP/s of a large bf16 product, and TB/s of a copy."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    source, target = torch.empty(2, 2**32 // 2, device="cuda", dtype=torch.uint8)
-    product, copied = _timed(lambda: a @ b), _timed(lambda: target.copy_(source))
-    return {"matmul": 2 * 8192**3 / product / 1e12, "copy": 2 * source.numel() / copied / 1e12}
-
-
-def _timed(do: Any, repeats: int = 20) -> float:
-    for _ in range(3):
-        do()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        do()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / repeats
 
 
 @contextmanager
@@ -218,7 +167,9 @@ def planned(row: dict[str, Any], device: Device) -> dict[str, float]:
 
 
 def step_of(row: dict[str, Any]) -> Step:
-    return Step(model=from_json(row["model"]), images=row["batch"])
+    """With the loop's shortcuts, as it was measured."""
+    model = from_json(row["model"])
+    return Step(model=model, images=row["batch"], stream=2, shortcuts=True, graphs=is_small(model, row["batch"]))
 
 
 def show(rows: Sequence[dict[str, Any]], name: str) -> None:
@@ -308,14 +259,6 @@ def show_fit(path: Path, name: str) -> None:
             )
 
 
-def _machine() -> dict[str, Any]:
-    try:
-        return machine()
-    except (PackageNotFoundError, OSError):  # neither the peers nor git need be there
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        return {"torch": torch.__version__, "gpu": gpu}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows and the machine here")
@@ -333,8 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name = device_name(options.on)
     rows = measure_all(options.seconds)
-    saved = {"on": name, "machine": _machine(), "rows": rows}
-    saved["ceilings"] = ceilings() if torch.cuda.is_available() else None
+    saved = {"on": name, "machine": machine(), "rows": rows}
+    top = ceilings("cuda", []) if torch.cuda.is_available() else {}
+    saved["ceilings"] = {name: top[name] for name in ("matmul", "copy") if name in top} or None
     if options.json:
         options.json.write_text(json.dumps(saved, indent=2) + "\n")
         print(f"written: {options.json}")

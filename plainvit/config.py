@@ -234,6 +234,12 @@ class ViTConfig(Checked):
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property
+    def reads_one_token(self) -> bool:
+        """Whether the class token alone is looked at after the last block."""
+        plain = self.norm == "pre" and not self.axial and self.posemb != "relative"
+        return plain and self.pool == "token" and not self.distillation
+
+    @property
     def prefix_rows(self) -> int:
         """Tokens before the patches that have a row in a 1-D position table."""
         return {"none": 0, "class": self.class_token + self.distillation, "all": self.prefix}[self.posemb_prefix]

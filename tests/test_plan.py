@@ -506,7 +506,7 @@ def test_kernels_are_told_apart_by_their_names(bench: ModuleType) -> None:
 
 @pytest.mark.parametrize("parts", [True, False], ids=["profiled", "steps alone"])
 def test_fitting_finds_the_shares_that_made_the_rows(bench: ModuleType, parts: bool) -> None:
-    truth = dataclasses.replace(H200, gemm=0.8, attention=0.25, pointwise=0.5, update=0.7, kept=1.1)
+    truth = dataclasses.replace(H200, gemm=0.8, short_attention=0.25, pointwise=0.5, update=0.7, kept=1.1)
     rows = []
     for name, batch in bench.ROWS:
         row = {"what": name, "model": bench.to_json(configure(name)), "batch": batch}
@@ -520,7 +520,7 @@ def test_fitting_finds_the_shares_that_made_the_rows(bench: ModuleType, parts: b
         assert bench.planned(row, better)["step_s"] == pytest.approx(row["step_s"], rel=0.01)
     if parts:
         assert found["gemm"] == pytest.approx(0.8, rel=0.01)
-        assert found["attention"] == pytest.approx(0.25, rel=0.02)
+        assert found["short_attention"] == pytest.approx(0.25, rel=0.02)
         assert found["update"] == pytest.approx(0.7, rel=0.02)
 
 

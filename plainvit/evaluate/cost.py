@@ -14,6 +14,7 @@ from plainvit.config import Model, ResNetConfig, ViTConfig, pair
 from plainvit.names import configure
 
 JFT_IMAGES = 303_000_000
+SMALL_STEP = 5e13  # FLOPs
 # Table 6: epochs of JFT-300M that the paper pre-trained each model for
 PAPER_EPOCHS: dict[str, tuple[int, ...]] = {
     "ViT-B/32": (7,),
@@ -42,6 +43,14 @@ def parameters(config: Model) -> int:
 def macs(config: Model) -> int:
     """Multiply-adds of one image's forward pass in matrix products, convolutions and attention."""
     return _vit_macs(config) if isinstance(config, ViTConfig) else _resnet_macs(config)
+
+
+def is_small(config: Model, images: int) -> bool:
+    """Whether a host that starts a step's kernels one by one costs much of it: then they are started as CUDA graphs.
+
+    A large GPU is done with such a step in 100 ms at most, of which the host costs 2 or 3.
+    """
+    return 6 * macs(config) * images < SMALL_STEP
 
 
 def training_exaflops(config: Model, images: float) -> float:

@@ -25,14 +25,16 @@ class Device:
     # Shares of the ceilings. Of a B/16 step with batch 256 (64.8 ms: a plain fused ViT, compiled, bf16, AdamW) the
     # products took 36 ms, attention by cuDNN 9.7, GELU + LayerNorm + residual + permutes 18.4, AdamW 0.7
     gemm: float = 0.936  # of matmul
-    # of matmul, on whole tiles: cuDNN reached 0.291 in that step. plainvit runs flash, which took 1.38 ms where cuDNN
-    # took 0.99 (forward and backward of 256 x 12 heads x 197 x 64)
+    # of matmul, on whole tiles: cuDNN reached 0.291 in that step. Flash took 1.38 ms where cuDNN took 0.99 (forward
+    # and backward of 256 x 12 heads x 197 x 64)
     attention: float = 0.209
+    short_attention: float = 0.414  # our own, 0.696 ms for the same
     pointwise: float = 0.544  # of copy
     update: float = 0.81  # of copy
     eager: float = 0.52  # of pointwise, without torch.compile: timm's B/16 made 2,746 images/s in place of 3,528
     kept: float = 1.0  # of the counted activations: the peaks of five steps (B, L, H; two code bases) come within 3 %
     launch: float = 0.265e-3  # seconds of the host for a layer and pass: compiled B/16 takes 3.18 ms for one image
+    captured: float = 0.14e-3  # the least of a layer and pass in a CUDA graph: the recipe cifar10 takes 5.3 ms a step
     # Assumed, not measured here
     convolution: float = 0.1  # of matmul: ResNets are bound by traffic; about ResNet-50's published rates on an H100
     network: float = 0.75  # of inside and between

@@ -27,11 +27,13 @@ class Step:
     micro_batch: int = 0  # of them at once; 0: all
     optim: Optim = field(default_factory=Optim)
     number: int = 2  # bytes of a number in products and attention: 2 in bf16, 4 in fp32
-    stream: int = 4  # bytes of a number in the residual stream, which keeps the weights' fp32 under autocast
+    stream: int = 4  # bytes of a number in the residual stream: the weights' fp32 under autocast, or as the products'
+    shortcuts: bool = False  # our kernels, and of the last block what the class token needs
     pixel: int = 1  # bytes of a number in the images: uint8, or floats once mixed
     average: bool = False
     recompute: bool = False
     eager: bool = False
+    graphs: bool = False  # a step's kernels are started at once
     mode: Mode = "single"
     devices: int = 1
 
@@ -128,7 +130,8 @@ def stored(step: Step) -> float:
         borders = step.number * sum(_stage_outputs(model))
         return stages[0] + (borders if step.recompute else sum(stages[1:])) + 8 * model.classes
     stem = sum(_stored_by_stage(model.stem.replace(image_size=model.image_size), step)) if model.stem else 0
-    blocks = layers_of(model) * (step.stream * model.tokens * model.width if step.recompute else _stored_by_block(step))
+    layers = layers_of(model) - (0.7 if step.shortcuts and model.reads_one_token else 0.0)  # keys and values are left
+    blocks = layers * (step.stream * model.tokens * model.width if step.recompute else _stored_by_block(step))
     return stem + blocks + _stored_outside(model, step)
 
 

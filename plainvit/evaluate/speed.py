@@ -25,13 +25,17 @@ class Product(NamedTuple):
     block: bool = False  # made again where blocks are recomputed
 
 
-def products(c: ViTConfig) -> Iterator[Product]:
-    """All of a ViT but attention."""
+def products(c: ViTConfig, shortcuts: bool = False) -> Iterator[Product]:
+    """All of a ViT but attention; with shortcuts the last block has keys and values of all tokens, the rest of one."""
     (h, w), D, M, N, layers = c.grid, c.width, c.mlp_dim, c.tokens, layers_of(c)
     inputs = (c.stem.width if c.stem else c.channels) * c.patch[0] * c.patch[1]
     yield Product(h * w, inputs, D, passes=3 if c.stem else 2)  # images need no gradient
+    last = shortcuts and c.reads_one_token
     for inner, outer in ((D, 3 * D), (D, D), (D, M), (M, D)):
-        yield Product(N, inner, outer, layers, block=True)
+        yield Product(N, inner, outer, layers - last, block=True)
+    if last:
+        yield Product(N, D, 2 * D, block=True)
+        yield from (Product(1, D, D, 2), Product(1, D, M), Product(1, M, D))
     if c.posemb == "relative":
         yield Product(h * w * c.heads, D // c.heads, 2 * h * w - 1, layers, block=True)
     if c.pool == "attention":
@@ -44,13 +48,23 @@ def products(c: ViTConfig) -> Iterator[Product]:
         yield Product(1, D, c.classes)
 
 
-def attention_flops(c: ViTConfig) -> int:
-    """Forward, for an image, on the whole tiles that FlashAttention-2 computes, heads filled up to 32, 64, 96 ..."""
+def attention_flops(c: ViTConfig, shortcuts: bool = False) -> int:
+    """Forward, for an image, on the whole tiles that FlashAttention-2 computes, heads filled up to 32, 64, 96 ...
+
+    Our own kernel has smaller tiles, and no heads to fill.
+    """
     (h, w), d = c.grid, c.width // c.heads
-    tile = 128, 128 if d <= 64 else 64  # of queries and of keys, on A100 and H100
+    tile, wide = (128, 128 if d <= 64 else 64), _filled(d, 32)  # of queries and of keys, on A100 and H100
+    if shortcuts and is_short(c):
+        tile, wide = (64, 64), d
     sequences = ((h, w), (w, h)) if c.axial else ((1, c.tokens),)
     cells = sum(count * _filled(length, tile[0]) * _filled(length, tile[1]) for count, length in sequences)
-    return c.depth * c.heads * 4 * cells * _filled(d, 32)
+    return (c.depth - (shortcuts and c.reads_one_token)) * c.heads * 4 * cells * wide
+
+
+def is_short(c: ViTConfig) -> bool:
+    """Whether our own attention takes it (models/short_attention.py)."""
+    return c.tokens <= 288 and c.width // c.heads in (32, 64, 80) and c.posemb != "relative" and not c.axial
 
 
 def _filled(length: int, tile: int) -> int:
@@ -65,12 +79,14 @@ def traffic(step: Step) -> float:
     N, D, M = c.tokens, c.width, c.mlp_dim
     forward = 2 * (2 * r + 2 * a) * N * D + 2 * a * N * M  # residual + norm, twice; GELU
     backward = 2 * (a + 3 * r) * N * D + 3 * a * N * M
-    backward += 3 * a * N * D + 6 * a * N * D  # a bias' gradient; q, k and v put together
+    backward += 3 * a * N * D  # a bias' gradient
+    backward += 0 if step.shortcuts and is_short(c) else 6 * a * N * D  # q, k and v put together
     if c.posemb == "relative":
         forward, backward = forward + 2 * a * c.heads * N * N, backward + 4 * a * c.heads * N * N
     masks = 2 * (N * M + 2 * N * D) if c.dropout else 0
     pixels = math.prod(c.image_size) * c.channels
-    blocks = layers_of(c) * (forward * (2 if step.recompute else 1) + backward + masks)
+    layers = layers_of(c) - (0.75 if step.shortcuts and c.reads_one_token else 0.0)  # the first norm is left
+    blocks = layers * (forward * (2 if step.recompute else 1) + backward + masks)
     return blocks + (step.pixel + 2 * a) * pixels + 24 * c.classes
 
 
@@ -82,8 +98,9 @@ def ideal(step: Step, device: Device) -> dict[str, float]:
     passes = 3 + (again if stem is c else 0)  # a hybrid's stem is not made again
     found = {"convolutions": 2 * passes * cost.macs(stem) * step.images / rate if stem else 0.0}
     if isinstance(c, ViTConfig):
-        found["products"] = step.parts * sum(_product_seconds(one, step, device) for one in products(c))
-        found["attention"] = (3.5 + again) * attention_flops(c) * step.images / rate  # backward computes 2.5 times it
+        found["products"] = step.parts * sum(_product_seconds(one, step, device) for one in products(c, step.shortcuts))
+        attention = attention_flops(c, step.shortcuts)
+        found["attention"] = (3.5 + again) * attention * step.images / rate  # backward computes 2.5 times it
     casts = 6 * cost.parameters(c) * step.parts if step.number == 2 else 0  # of the weights, for each micro-batch
     found["pointwise"] = (traffic(step) * step.images + casts) / copy
     found["update"] = _update_bytes(step) / copy + _update_flops(step) / rate
@@ -121,16 +138,18 @@ def _update_flops(step: Step) -> float:
 
 def seconds(step: Step, device: Device) -> dict[str, float]:
     """Of a step by what takes them: their sum is the step. Communication is what computing does not hide."""
+    short = step.shortcuts and isinstance(step.model, ViTConfig) and is_short(step.model)
     share = {
         "products": device.gemm,
-        "attention": device.attention,
+        "attention": device.short_attention if short else device.attention,
         "pointwise": device.pointwise * (device.eager if step.eager else 1),
         "convolutions": device.convolution,
         "update": device.update,
     }
     parts = {name: value / share[name] for name, value in ideal(step, device).items()}
     computing = sum(parts.values()) - parts["update"]
-    parts["host"] = max(_launches(step) * device.launch - computing, 0.0)
+    each = device.captured if step.graphs else device.launch
+    parts["host"] = max(_launches(step) * each - computing, 0.0)
     parts["communication"] = exposed(step, device, computing + parts["host"]) if step.devices > 1 else 0.0
     return parts
 

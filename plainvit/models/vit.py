@@ -429,9 +429,7 @@ class ViT(nn.Module):
 
     def _read(self, trace: Trace | None) -> slice:
         """The tokens that are read after the last block."""
-        c = self.config
-        alone = c.pool == "token" and not c.distillation and c.norm == "pre" and not c.axial and c.posemb != "relative"
-        return slice(0, 1) if self.shortcuts and alone and trace is None else ALL
+        return slice(0, 1) if self.shortcuts and self.config.reads_one_token and trace is None else ALL
 
     def run_block(self, x: Tensor, layer: int, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
         if self.config.posemb_at != "stem":  # Table 8's other columns: one table per layer, or one for all

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plainvit.evaluate.cost import macs
+from plainvit.evaluate.cost import is_small
 
 if TYPE_CHECKING:
     from plainvit.config import Config
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from plainvit.train.optim import Optimizers
 
 WARM = 2  # calls before one is captured: they compile, and give the optimiser its state
-SMALL = 5e13  # FLOPs of a step; a large GPU is done with it in 100 ms, of which a host that starts it costs 2 or 3
 OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on the host
 log = logging.getLogger("plainvit")
 
 
 def graphs_fit(config: "Config", world: "World") -> bool:
     """One GPU, steps so small that the host is the slower of the two, and nothing in them that must ask it."""
-    small = config.model is not None and 6 * macs(config.model) * config.batch < SMALL
+    small = config.model is not None and is_small(config.model, config.batch)
     wanted = config.graphs == "auto" and small and not config.recompute
     return wanted and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
 
