@@ -250,7 +250,8 @@ def _summary(report: dict[str, Any]) -> Table:
     shown.add_row("recipe", report["recipe"] or "none")
     trained = "" if report["trained"] == report["parameters"] else f", {report['trained']:,} of them trained"
     shown.add_row("parameters", f"{report['parameters']:,}{trained}")
-    shown.add_row("an image", f"{flops['forward'] / 1e9:,.1f} GFLOPs forward, {flops['training'] / 1e9:,.1f} trained")
+    each, unit = (1e9, "GFLOPs") if flops["forward"] >= 1e8 else (1e6, "MFLOPs")
+    shown.add_row("an image", f"{flops['forward'] / each:,.1f} {unit} forward, {flops['training'] / each:,.1f} trained")
     if run["steps"]:
         epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
         shown.add_row("run", f"{run['steps']:,} steps of {run['batch']:,}{epochs}")
@@ -281,12 +282,14 @@ def _columns(report: dict[str, Any], title: str) -> Table:
 
 
 def _memory_table(report: dict[str, Any]) -> Table:
-    shown, modes = _columns(report, "memory of a device, GiB"), report["modes"].values()
+    modes = report["modes"].values()
+    each, unit = (GIB, "GiB") if max(mode["memory"]["total"] for mode in modes) >= GIB else (2**20, "MiB")
+    shown = _columns(report, f"memory of a device, {unit}")
     for name in next(iter(modes))["memory"]:
         values = [mode["memory"][name] for mode in modes]
         title = "at most at one time" if name == "total" else name
         if any(values):
-            shown.add_row(title, *(f"{value / GIB:,.2f}" for value in values), style="bold" if name == "total" else "")
+            shown.add_row(title, *(f"{value / each:,.2f}" for value in values), style="bold" if name == "total" else "")
     shown.add_row("images of the batch", *(f"{mode['images']:,}" for mode in modes))
     shown.add_row("at once", *(f"{mode['micro_batch']:,}" for mode in modes))
     if report["on"]:
@@ -310,7 +313,8 @@ def _time_table(report: dict[str, Any]) -> Table:
     shown.add_row("in all", *(f"{1000 * mode.get('step_seconds', 0):,.1f}" for mode in modes), style="bold")
     row("images a second", "images_per_second", _short)
     row("share of matmul", "share_of_matmul", "{:.0%}".format)
-    row("hours", "hours", _short)
+    short = all((mode.get("hours") or 0.0) < 1 for mode in modes)
+    row("minutes" if short else "hours", "hours", (lambda hours: _short(60 * hours)) if short else _short)
     row("device-hours", "device_hours", _short)
     row("bound by", "bound", str)
     return shown
