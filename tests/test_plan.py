@@ -348,7 +348,7 @@ def test_reports_are_json_and_fit_80_columns(name: str, options: dict[str, Any])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert f"{report['parameters']:,}" in text
-    for word in ("parameters", "activations", "GFLOPs"):
+    for word in ("parameters", "activations", "FLOPs"):
         assert word in text
     assert report["chosen"] in report["modes"]
     for mode in report["modes"].values():
