@@ -8,10 +8,12 @@ import os
 import sys
 from collections.abc import Callable
 
+from tyro.conf import DisallowNone
+
 from plainvit import __version__
 from plainvit.config import nearest
 from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
-from plainvit.verbs.words import fail, parsed
+from plainvit.verbs.words import READING, fail, parsed
 
 VERBS: dict[str, Callable[..., object]] = {
     "train": runs.Train,
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         if verb in runs.RUNS:
             runs.run(verb, rest)
         else:
-            parsed(_deferred(VERBS[verb]), prog=f"plainvit {verb}", args=rest)()
+            parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
         if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
             sys.stdout.flush()
             sys.stderr.flush()

@@ -102,9 +102,9 @@ class ResNetConfig(Checked):
 
     blocks: tuple[int, ...]  # units in each stage; () is the root alone
     widen: int = 1  # the k of R50xk
-    classes: int = 1000  # 0: features only
-    image_size: tuple[int, int] = (224, 224)
-    channels: int = 3
+    classes: int = 1000  # 0: in a run as many as the data has, else features only
+    image_size: tuple[int, int] = (224, 224)  # height and width in pixels
+    channels: int = 3  # of the images
     preactivation: bool = True
     padding: Literal["symmetric", "same"] = "symmetric"  # "same" is TensorFlow's: asymmetric under stride 2
     standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"
@@ -134,31 +134,33 @@ class ResNetConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Checked):
-    """A Vision Transformer in the paper's words; every default is the paper's."""
+    """A Vision Transformer in the paper's words."""
 
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
-    mlp_dim: int = 3072
+    # Every default is the paper's
+
+    width: int = 768  # of each token's vector
+    depth: int = 12  # number of blocks
+    heads: int = 12  # of attention in each block; they divide the width
+    mlp_dim: int = 3072  # width of the hidden layer of each block's MLP
     patch: tuple[int, int] = (16, 16)  # in pixels, or in cells of the stem's feature map
-    image_size: tuple[int, int] = (224, 224)
-    channels: int = 3
-    classes: int = 1000  # 0: features only
+    image_size: tuple[int, int] = (224, 224)  # height and width in pixels
+    channels: int = 3  # of the images
+    classes: int = 1000  # 0: in a run as many as the data has, else features only
     representation: int = 0  # width of the pre-training head's hidden tanh layer; 0: a single linear head
-    pool: Literal["token", "average", "attention"] = "token"
-    class_token: bool = True
+    pool: Literal["token", "average", "attention"] = "token"  # what the head reads: class token, mean, a query's
+    class_token: bool = True  # a learned token before the patches
     distillation: bool = False  # DeiT's second token, with a head of its own
-    registers: int = 0
-    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"
+    registers: int = 0  # further learned tokens before the patches
+    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"  # position embedding; sincos2d is fixed
     posemb_at: Literal["stem", "every", "shared"] = "stem"  # once; at every layer; one table at every layer
     posemb_prefix: Literal["none", "class", "all"] = "class"  # which tokens before the patches have a row (1d)
-    norm: Literal["pre", "post"] = "pre"
+    norm: Literal["pre", "post"] = "pre"  # LayerNorm before attention and MLP, or after each is added
     norm_pooled: bool = False  # the final norm acts on the pooled vector (timm's fc_norm), not on all tokens
-    norm_eps: float = 1e-6
-    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"
-    dropout: float = 0.0
+    norm_eps: float = 1e-6  # of LayerNorm
+    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # of the MLPs
+    dropout: float = 0.0  # after the embedding, attention and each layer of an MLP
     stochastic_depth: float = 0.0  # of the last block; grows linearly from 0 at the first
-    layer_scale: float | None = None  # LayerScale's initial value
+    layer_scale: float | None = None  # LayerScale's initial value; None: without
     axial: bool = False  # each block becomes one along rows and one along columns (paper D.6)
     stem: ResNetConfig | None = None  # a hybrid's ResNet
     init: Literal["google", "timm"] = "google"
@@ -251,8 +253,8 @@ class Preprocess(Checked):
 
     resize: Literal["squash", "crop"] = "squash"  # to the size, aspect ignored; or short side, then centre crop
     crop: float = 1.0  # with "crop": the side that is kept, as a share of the resized short side
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
-    antialias: bool = True
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # how pixels are resampled
+    antialias: bool = True  # of an image that becomes smaller
 
     def __post_init__(self) -> None:
         self._check()
@@ -262,24 +264,26 @@ class Preprocess(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """What happens to a training image at random; every default is the paper's pre-training."""
+    """What happens to a training image at random."""
 
-    # inception: 5-100 % of the area, aspect 3/4-4/3, by torchvision's sampling or by TensorFlow's;
-    # random: square resize to `resize`, then a random crop (BiT); pad: a random crop of the image's size from a border
-    # of `pad` zeros (CIFAR), resized where the model's size is another
+    # Every default is the paper's pre-training
+
+    #: inception: a part of the area by torchvision's sampling or by TensorFlow's; random: square resize to `resize`,
+    #: then a random crop (BiT); pad: a random crop of the image's size from a border of `pad` zeros (CIFAR), resized
+    #: where the model's size is another
     crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
-    area: tuple[float, float] = (0.05, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    resize: int = 0
-    pad: int = 4
-    flip: float = 0.5
+    area: tuple[float, float] = (0.05, 1.0)  # inception: least and most share of the image's area
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # inception: least and most width by height
+    resize: int = 0  # random: side of the square that is cropped from
+    pad: int = 4  # pad: pixels of the border
+    flip: float = 0.5  # probability of mirroring left and right
     randaugment: tuple[int, int] = (0, 0)  # operations, magnitude of 30
     three_augment: bool = False  # DeiT III: one of grey, solarise, blur
     colour: float = 0.0  # jitter of brightness, contrast and saturation, each by up to this share
     erase: float = 0.0  # probability of erasing a rectangle
     repeats: int = 1  # repeated augmentation
     mixup: float = 0.0  # alpha of its beta distribution
-    cutmix: float = 0.0
+    cutmix: float = 0.0  # alpha of its beta distribution
     smoothing: float = 0.0  # of the labels
 
     def __post_init__(self) -> None:
@@ -314,7 +318,9 @@ Model = ViTConfig | ResNetConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Optim(Checked):
-    """How the weights move; the defaults are the paper's pre-training."""
+    """How the weights move."""
+
+    # Every default is the paper's pre-training
 
     name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
     lr: float = 1e-3  # at its highest
@@ -326,7 +332,7 @@ class Optim(Checked):
     timescale: float = 10_000.0  # schedule "rsqrt": steps in which it falls by sqrt(2)
     weight_decay: float = 0.0  # of weight matrices only; decoupled and multiplied by lr, for sgd added to the gradient
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw and lamb, and of muon's part for what is no matrix
-    eps: float = 1e-8
+    eps: float = 1e-8  # of adamw, lamb and muon's part
     momentum: float = 0.9  # of sgd and muon
     clip: float = 1.0  # greatest global norm of the gradient; 0: not clipped
     layer_decay: float = 1.0  # each layer's lr is this times that of the layer above it
@@ -354,7 +360,7 @@ class Optim(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(Checked):
-    """What self-supervision hides of an image and asks for in return; every default is the paper's (B.1.2).
+    """What self-supervision hides of an image and asks for in return; the class's defaults are the paper's (B.1.2).
 
     The depth, width and heads are of MAE's decoder, as it was published; the other objectives read a patch's answer
     off its token by one linear layer.
@@ -362,12 +368,12 @@ class Masked(Checked):
 
     ratio: float = 0.5  # share of the patches of each image that is hidden; MAE 0.75, SimMIM 0.6
     unit: int = 1  # side, in patches, of the squares that are hidden together; SimMIM 2
-    # one of 512 colours for the patch's mean, or for each cell of a 4 x 4 grid in it; or all pixels, by L2 (SimMIM: L1)
+    #: one of 512 colours for the patch's mean, or for each cell of a 4 x 4 grid in it; or all pixels, by L2 (SimMIM L1)
     target: Literal["colour", "colours16", "pixels"] = "colour"
     normalise: bool = False  # pixels: each patch by its own mean and std, as MAE does
-    depth: int = 8
-    width: int = 512
-    heads: int = 16
+    depth: int = 8  # of MAE's decoder: number of blocks
+    width: int = 512  # of MAE's decoder
+    heads: int = 16  # of MAE's decoder
 
     def __post_init__(self) -> None:
         self._check(positive=("unit", "depth", "width", "heads"))
@@ -399,9 +405,9 @@ class Config(Checked):
     hours: float = 0.0  # a budget: the run is shortened to fit, its schedule with it; 0: none
     batch: int = 512  # images a step, over all devices
     micro_batch: int = 0  # images at once on a device, gradients accumulated; 0: what fits
-    # labels; or of hidden patches: the paper's masked patch prediction, MAE's, SimMIM's
+    #: labels; or of hidden patches: the paper's masked patch prediction, MAE's, SimMIM's
     objective: Literal["classify", "masked", "mae", "simmim"] = "classify"
-    masked: Masked = Masked()  # what the last three hide and ask for
+    masked: Masked = Masked()  # what the objectives masked, mae and simmim hide of an image and ask for
     loss: Literal["softmax", "sigmoid", "binary"] = "softmax"  # sigmoid: sum over classes; binary: mean, of 0 or 1
     head_bias: float = 0.0  # initial bias of a new head, such as -10 with sigmoid over 21k classes
     class_weights: bool = False  # weigh each class by the inverse of its number of images
@@ -418,14 +424,14 @@ class Config(Checked):
     keep: int = 2  # newest checkpoints that are kept, besides the best
     patience: int = 0  # stop after so many evaluations without a better one, and deliver the best; 0: never
     bad_steps: int = 3  # steps with a loss or gradient that is not finite are skipped, so many; then the run ends
-    seed: int = 0
+    seed: int = 0  # of new weights, the order of the images and their augmentation
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
-    # of the arithmetic, weights stay fp32; auto: bf16 on a GPU; fp8: bf16, and the products of a ViT's blocks in fp8
+    #: of the arithmetic, weights stay fp32; auto: bf16 on a GPU; fp8: bf16, and the products of a ViT's blocks in fp8
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
     graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
     shortcuts: Literal["auto", "off"] = "auto"  # our own kernels, no work that no result needs; off: plain PyTorch
-    workers: int = -1  # processes that decode images; -1: as many as there are cores, at most 8
+    workers: int = -1  # processes that read images; -1: as many as suit the machine
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
     parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each
     recompute: bool = False  # blocks run again in the backward pass, which saves memory and costs a third more

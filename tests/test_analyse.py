@@ -219,7 +219,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, photos = str(folder / "model.safetensors"), ["--images", str(folder / "photos")]
-    assert "--images" in refused([model], capsys, 2)
+    assert "--data" in refused([model], capsys, 2)
     assert "at least 1, got 0" in refused([model, *photos, "--count", "0"], capsys, 2)
     assert "split 'tset' is unknown; nearest: test" in refused([model, *photos, "--split", "tset"], capsys, 2)
     assert "no train split" in refused([model, *photos, "--split", "train"], capsys, 3)

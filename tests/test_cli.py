@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 import plainvit
 from plainvit.cli import VERBS, main
 from plainvit.evaluate import cost
+from plainvit.verbs.runs import RUNS
 
 COMMAND = Path(sys.executable).with_name("plainvit")
 Capture = pytest.CaptureFixture[str]
@@ -194,6 +196,49 @@ def test_wrong_usage_exits_with_2(capsys: Capture, arguments: list[str]) -> None
     assert err
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("probe A B --data digits", "probe takes one MODEL: 'B' is a word too many"),
+        ("convert A B C --format timm", "convert takes one MODEL and one TARGET: 'C' is a word too many"),
+        ("models A B", "models takes one PATTERN: 'B' is a word too many"),
+        ("vtab A --init B --data-root C", "vtab takes flags alone: 'A' is a word too many"),
+        ("train digits other", "train takes one RECIPE: 'other' is a word too many"),
+        ("doctor --json digits", "the recipe comes first: plainvit doctor digits ..."),
+        ("train digits --class-weights True", "--class-weights takes no value, got 'True'"),
+        ("train digits --model.class-token=True", "--model.class-token takes no value, got 'True'"),
+        (
+            "train vit-b16-i1k --model.class-token True",
+            "--model.class-token takes no value; --model.no-class-token turns it off",
+        ),
+        (
+            "train digits --preprocess squash",
+            "unknown flag '--preprocess'; nearest: --preprocess.resize, --preprocess.crop, --preprocess.interpolation",
+        ),
+        ("evaluate A --data B --antialias --no-antialias", "--antialias and --no-antialias contradict each other"),
+        ("evaluate A --data B --workers -2", "--workers is a number of processes, or -1"),
+        ("probe A --data B --workers -2", "--workers is a number of processes, or -1"),
+        ("predict A B --workers -2", "--workers is a number of processes, or -1"),
+        ("weights *nothing*", "no published weights match '*nothing*'"),
+    ],
+)
+def test_a_word_too_many_and_a_flag_misused(capsys: Capture, words: str, line: str) -> None:
+    assert refused(capsys, *words.split()).startswith(f"plainvit: {line}")
+
+
+@pytest.mark.parametrize("columns", ["40", "300"])
+def test_flags_are_found_in_help_of_any_width(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    line = refused(capsys, "train", "digits", "--preprocess.interpolatio", "nearest")
+    assert "; nearest: --preprocess.interpolation, " in line
+
+
+def test_a_flag_like_no_other_is_answered_by_few(capsys: Capture) -> None:
+    line = refused(capsys, "train", "digits", "--zzzzzz")
+    assert "`plainvit train --help` lists them all" in line
+    assert line.count(" --") == 4  # three of them, and --help
+
+
 OPTIONS = {
     "models": ["PATTERN", "--image-size", "--json"],
     "inspect": ["--image", "--image-size", "--seed", "--json"],
@@ -219,6 +264,93 @@ def test_help_of_each_verb(capsys: Capture, verb: str) -> None:
     options = [f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "config"]
     for option in ("--help", *options, *OPTIONS.get(verb, ())):
         assert option in out
+
+
+def told(capsys: Capture, *arguments: str) -> str:
+    """The help without its boxes and line breaks."""
+    return " ".join(word for word in helped(capsys, *arguments, "--help").split() if word != "\u2502")
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "train digits", "train r50x1-jft"])
+def test_help_shows_no_words_of_python(capsys: Capture, verb: str) -> None:
+    out = told(capsys, *verb.split()).replace("--model.layer-scale {None}|FLOAT", "")  # where None is a choice
+    for word in ("{None", "|None", "True,False", "SOURCE", "SPEC", "every default is"):
+        assert word not in out
+    positional = re.search(r"positional arguments (.*?) options ", out)
+    assert not positional or "(default: " not in positional[1]
+    assert "(default: )" not in out or verb.split()[0] in RUNS  # of which some settings are empty lists
+    if "--device STR" in out:
+        assert "--device STR cpu, cuda, cuda:1; auto: a GPU where there is one" in out
+    if "--workers" in out:
+        assert re.search("--workers INT [Pp]rocesses that read images; -1: as many as suit the machine", out)
+
+
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("models", "[PATTERN]"),
+        ("recipes", "[PATTERN]"),
+        ("weights", "[PATTERN]"),
+        ("paper", "[TABLE] [CARD ...]"),
+        ("compare", "CARD ..."),
+        ("train", "[RECIPE]"),
+        ("doctor", "[RECIPE]"),
+        ("inspect", "MODEL"),
+        ("analyse", "MODEL"),
+        ("data info", "DATA"),
+    ],
+)
+def test_usage_tells_what_may_be_left_out(capsys: Capture, verb: str, usage: str) -> None:
+    line = helped(capsys, *verb.split(), "--help").splitlines()[0]
+    assert re.search(rf"(?<!\[){re.escape(usage)}(?!\])", line)
+
+
+@pytest.mark.parametrize("verb", ["train", "finetune", "plan", "doctor"])
+def test_help_of_runs_describes_the_recipe_and_the_model(capsys: Capture, verb: str) -> None:
+    out = told(capsys, verb)
+    assert "[RECIPE] A name from `plainvit recipes`, or FILE.py:FUNCTION" in out
+    assert "--model NAME a model from `plainvit models`" in out
+    assert "--recipe" not in out
+
+
+def test_doctor_lists_only_what_it_reads(capsys: Capture) -> None:
+    flags = set(re.findall(r"--[a-z][\w.-]*(?= [A-Z{[])|--json", told(capsys, "doctor")))
+    assert {"--json", "--batch"} <= flags
+    assert not flags & {"--out", "--devices", "--restarts"}
+    assert "unknown flag '--search'" in refused(capsys, "doctor", "--search")
+
+
+def test_each_setting_is_explained_by_words_of_its_own(capsys: Capture) -> None:
+    names = {
+        "model": ("width", "depth", "heads", "pool", "posemb", "norm", "activation", "classes"),
+        "masked": ("depth", "width", "heads"),
+        "augment": ("crop", "area", "aspect", "resize", "pad", "flip"),
+    }
+    flags = ["--seed", *(f"--{part}.{name}" for part, inner in names.items() for name in inner)]
+    out, said = told(capsys, "train", "digits"), list[str]()
+    for flag in flags:
+        text = re.search(rf"{re.escape(flag)} (?:{{\S+}}|[A-Z]+(?: [A-Z]+)?) ([^(].*?) \(default", out)
+        assert text, flag
+        said.append(text[1])
+    assert [text for text in said if said.count(text) > 1] == ["of MAE's decoder"] * 2
+
+
+def test_weights_by_pattern_and_addresses_in_one_piece(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = json.loads(printed(capsys, "weights", "*mae*", "--json"))
+    assert found
+    assert all("mae" in name for name in found)
+    text = printed(capsys, "weights")
+    for entry in json.loads(printed(capsys, "weights", "--json")).values():
+        assert f" {entry['hub']} " in text
+
+
+def test_convert_as_json(capsys: Capture, tmp_path: Path) -> None:
+    plainvit.save(plainvit.create("ViT-Ti/16", image_size=32, classes=3), tmp_path / "a.safetensors")
+    words = ("convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.npz"), "--format", "google")
+    said = json.loads(printed(capsys, *words, "--json"))
+    assert said == {"path": str(tmp_path / "b.npz"), "format": "google"}
+    assert Path(said["path"]).is_file()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])

@@ -28,8 +28,8 @@ from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source, open_source
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.labels import align, imagenet
-from plainvit.evaluate.timm_models import PeerConfig, load_timm
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.timm_models import PeerConfig, load_timm
 
 Capture = pytest.CaptureFixture[str]
 

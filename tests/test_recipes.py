@@ -373,7 +373,7 @@ def test_every_recipe_says_what_to_expect(name: str) -> None:
     assert said["summary"].endswith(".")
     assert all(len(text) < 120 for text in said.values())
     config, words = recipe(name), said["command"].split()
-    assert words[:3] == ["plainvit", "train", name] or words[:2] == ["plainvit", name]
+    assert words[:3] == ["plainvit", "train" if config.model else "finetune", name] or words[:2] == ["plainvit", name]
     assert ("--init" in words) == (config.model is None)
     assert ("--data" in words) == (config.data == "")
 

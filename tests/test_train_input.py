@@ -388,6 +388,32 @@ def test_results_as_json_and_nothing_else(recipe: str, capsys: Capture) -> None:
     results = json.loads(said)
     assert results["folder"] == "run"
     assert results["test"]["images"] == 360
+    assert "confusion" not in said  # which results.json has
+    assert len(json.loads(Path("run/results.json").read_text())["test"]["confusion"]) == 10
+
+
+def test_preprocessing_by_flags_where_the_recipe_has_none(recipe: str, capsys: Capture) -> None:
+    printed(capsys, "train", recipe, "--out", "run", "--preprocess.resize", "crop", "--preprocess.no-antialias")
+    assert stored("run") == {"resize": "crop", "crop": 1.0, "interpolation": "bilinear", "antialias": False}
+    flags = ("--init", "run", "--data", "digits", "--steps", 1, "--optim.warmup", 0, "--batch", 16, "--hours", 0)
+    printed(capsys, "finetune", *flags, "--out", "same")
+    assert stored("same") == stored("run")
+    printed(capsys, "finetune", *flags, "--out", "other", "--preprocess.crop", 0.5)
+    assert stored("other") == stored("run") | {"crop": 0.5}  # the rest stays that of the weights
+
+
+def stored(folder: str) -> dict[str, object]:
+    """The preprocessing that a run wrote down."""
+    found = json.loads((Path(folder) / "config.json").read_text())["preprocess"]
+    return {name: value for name, value in found.items() if name != "kind"}
+
+
+def test_some_classes_of_a_set_are_data_of_its_recipe(tmp_path: Path, capsys: Capture) -> None:
+    few = ("--steps", 1, "--optim.warmup", 0, "--evaluations", 1)
+    printed(capsys, "train", "digits", "--data", "digits:01234", *few, "--out", tmp_path / "run")
+    line = refused(capsys, "train", "digits", "--data", "shapes", *few, "--out", tmp_path / "shapes")
+    assert "its steps, rates and sizes are not for shapes" in line
+    assert "--force" in line
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

@@ -116,12 +116,12 @@ Parts = Iterator[Part]
 
 
 def images_of(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
-    """Without --images, those that a run held out."""
+    """Without --data, those that a run held out."""
     if images:
         return images, split, data_root
     stored = read_json(Path(model) / "config.json") if Path(model).is_dir() else {}
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("which images? --images takes a folder, an archive, or a set that `plainvit data info` knows")
+        raise ValueError("which images? --data takes a folder, an archive, or a set that `plainvit data info` knows")
     return stored["data"], split, data_root or stored.get("data_root") or ""
 
 

@@ -1,7 +1,7 @@
 """What a model has learned, on one page: the paper's figures 6, 7, 10, 11 and 14, and what lies beyond them.
 
     plainvit analyse runs/photos                              its own held-out images
-    plainvit analyse B_16.npz --images photos/ --against BiT-M-R50x1.npz
+    plainvit analyse B_16.npz --data photos/ --against BiT-M-R50x1.npz
 
 Writes figures/*.png, the numbers of each beside it as JSON, and analysis.html. What does not apply to a model is said
 in a line and left out.

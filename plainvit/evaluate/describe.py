@@ -12,7 +12,6 @@ from rich.table import Table
 from plainvit.config import ViTConfig, to_json
 from plainvit.evaluate import cost
 from plainvit.weights.layout import locate
-from plainvit.weights.published import PUBLISHED
 from plainvit.weights.reading import look
 
 
@@ -62,17 +61,6 @@ def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
     return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def published_table() -> Table:
-    """Every published set of weights that has a name here."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("name", "hub", "licence", "top-1", "ReaL"):
-        shown.add_column(title, justify="right" if title in ("top-1", "ReaL") else "left", overflow="fold")
-    for name, entry in PUBLISHED.items():
-        numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
-        shown.add_row(f"[cyan]{name}[/cyan]", entry.hub, entry.licence, *numbers)
-    return shown
 
 
 def recipes_table(rows: list[dict[str, str]]) -> Table:

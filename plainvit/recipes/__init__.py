@@ -52,7 +52,8 @@ def about(name: str) -> dict[str, str]:
 
 def described(make: Recipe, *, summary: str, source: str, command: str, expected: str, cost: str) -> Recipe:
     """A recipe that comes from a row of a table, with the docstring that one written by hand has."""
-    parts = f"Source: {source}\nCommand: plainvit train {command}\nExpected: {expected}\nCost: {cost}"
+    verb = "finetune" if " --init " in command else "train"
+    parts = f"Source: {source}\nCommand: plainvit {verb} {command}\nExpected: {expected}\nCost: {cost}"
     make.__doc__ = f"{summary}\n\n{parts}\n"
     return make
 

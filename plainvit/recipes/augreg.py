@@ -1,7 +1,7 @@
 """AugReg: how much augmentation and regularisation each size of model wants on ImageNet and on ImageNet-21k.
 
     plainvit train augreg-s16-i1k --data-root DIR
-    plainvit train augreg-ft-imagenet --init runs/augreg-s16-i21k --data-root DIR
+    plainvit finetune augreg-ft-imagenet --init runs/augreg-s16-i21k --data-root DIR
 
 Source: "How to train your ViT?" (arXiv 2106.10270); the choices for ImageNet are those of big_vision's vit_i1k.py,
 those for ImageNet-21k are read off the names of the released weights that have the expected accuracy.
@@ -120,7 +120,7 @@ def finetune_imagenet() -> Config:
     """AugReg's weights fine-tuned on ImageNet at 384 px, 20,000 steps.
 
     Source: AugReg (arXiv 2106.10270); of its two rates, 0.01 is that of most released weights
-    Command: plainvit train augreg-ft-imagenet --init WEIGHTS --data-root DIR
+    Command: plainvit finetune augreg-ft-imagenet --init WEIGHTS --data-root DIR
     Expected: 85.49 % from augreg-b16-i21k, 85.59 % from augreg-l16-i21k
     Cost: 3.41 exaFLOPs for ViT-B/16
     """
@@ -131,7 +131,7 @@ def finetune_other() -> Config:
     """AugReg's weights fine-tuned on a smaller data set at 384 px, 2,500 steps.
 
     Source: AugReg (arXiv 2106.10270); the length is that of VTAB-1k
-    Command: plainvit train augreg-ft-other --init WEIGHTS --data DATA --data-root DIR
+    Command: plainvit finetune augreg-ft-other --init WEIGHTS --data DATA --data-root DIR
     Expected: not reported
     Cost: 0.426 exaFLOPs for ViT-B/16
     """

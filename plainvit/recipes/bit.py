@@ -1,6 +1,6 @@
 """Big Transfer: its rule for fine-tuning by the size of the data set, and the paper's ResNets pre-trained with SGD.
 
-    plainvit train bit-small --init runs/r50x1-jft --data DIR
+    plainvit finetune bit-small --init runs/r50x1-jft --data DIR
 
 Source: BiT (arXiv 1912.11370), section 3.3; ViT (arXiv 2010.11929), Table 7. The ViT paper ran its ResNets with this
 rule and with its own Table 4, and kept the better.

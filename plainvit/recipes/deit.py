@@ -1,7 +1,7 @@
 """DeiT and DeiT III: ViTs trained on ImageNet alone by strong augmentation, the second with a binary loss and LAMB.
 
     plainvit train deit3-b16-i1k --data-root DIR
-    plainvit train deit3-b16-i1k-ft224 --init runs/deit3-b16-i1k --data-root DIR
+    plainvit finetune deit3-b16-i1k-ft224 --init runs/deit3-b16-i1k --data-root DIR
 
 Sources: DeiT (arXiv 2012.12877), DeiT III (arXiv 2204.07118), and the commands of facebookresearch/deit. Both warm up
 from 1e-6, we from 0, and both resize crops by bicubic interpolation, we by bilinear.

@@ -1,7 +1,7 @@
 """The paper's own runs: every row of its Table 3 (pre-training) and Table 4 (fine-tuning), held against it row by row.
 
     plainvit train vit-b16-i21k --data-root DIR
-    plainvit train ft-cifar10 --init runs/vit-b16-i21k --data-root DIR
+    plainvit finetune ft-cifar10 --init runs/vit-b16-i21k --data-root DIR
 
 Source: "An Image is Worth 16x16 Words", arXiv 2010.11929. What it leaves open is taken from the released code
 (google-research: vision_transformer, big_vision) and said so where it is.

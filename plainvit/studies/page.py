@@ -126,7 +126,8 @@ def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
 
 def page_of(out: Path) -> Path:
     """OUT.md, beside the folder."""
-    return out.resolve().with_name(f"{out.resolve().name}.md")
+    named = out if out.name not in ("", "..") else out.resolve()
+    return named.with_name(f"{named.name}.md")
 
 
 def write_page(out: Path) -> Path:

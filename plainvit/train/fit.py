@@ -112,15 +112,16 @@ def _fit_with(
 
 
 def _check_data(config: Config) -> None:
-    """A recipe for one named set is not for another: its steps, rates and sizes were chosen for that one."""
+    """A recipe for one named set, or for classes of it, is not for another: all was chosen for that one."""
     if config.recipe not in list_recipes():
         return
-    meant = recipe(config.recipe).data
+    meant, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is of digits
     named = (*SETS, "digits")
-    if meant in named and config.data != meant and (config.data in named or meant == "digits"):
+    if meant in named and given != meant and (given in named or meant == "digits"):
         others = [name for name in list_recipes() if recipe(name).data == config.data]
         hint = f"take one for it ({', '.join(others[:4])}) or " if others else ""
-        raise ValueError(f"the recipe {config.recipe} is for {meant}, not for {config.data}: {hint}give --force")
+        why = f"the recipe {config.recipe} is for {meant}, its steps, rates and sizes are not for {config.data}"
+        raise ValueError(f"{why}: {hint}give --force")
 
 
 def default_name(config: Config) -> str:

@@ -1,15 +1,18 @@
 """Understanding: analyse."""
 
 from pathlib import Path
+from typing import Annotated
 
-from plainvit.verbs.words import Source, show
+from tyro.conf import arg
+
+from plainvit.verbs.words import Model, show
 
 
 def analyse(
-    source: Source,
+    model: Model,
     /,
     *,
-    images: str = "",
+    data: Annotated[str, arg(aliases=("--images",))] = "",
     out: Path | None = None,
     split: str = "",
     data_root: str = "",
@@ -22,18 +25,18 @@ def analyse(
     """What a model has learned: filters, positions, attention, maps and how far to trust them, on one page.
 
     Writes figures/*.png with the numbers of each as JSON beside it, and analysis.html, which opens offline and lets you
-    click a patch to see where it looks. A run folder needs no --images: its held-out images are taken.
+    click a patch to see where it looks. A run folder needs no --data: its held-out images are taken.
 
     Args:
-        source: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
-        images: A folder, an archive, a glob, or a set that `plainvit data info` knows.
+        model: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
+        data: A folder, an archive, a glob, or a set that `plainvit data info` knows.
         out: Where to write; the run folder itself, or analysis/NAME.
         split: Of a set: train, val or test; without one, test where there is one.
         data_root: Where known sets lie, each in a folder of its name.
         count: Images to look at, spread over the set.
         against: Another model, whose layers and shifts are compared.
         thorough: Spend as many passes as it takes, also on a CPU: more images for maps, and single heads of any model.
-        device: cpu, cuda; auto: a GPU where there is one.
+        device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         json: Print the paths that were written, and what was left out, as JSON.
     """
     from rich.text import Text
@@ -41,8 +44,8 @@ def analyse(
     from plainvit.analyse.understand import understand
 
     written = understand(
-        source,
-        images,
+        model,
+        data,
         out or "",
         split=split,
         data_root=data_root,

@@ -7,28 +7,28 @@ from typing import Annotated
 
 import tyro
 
-from plainvit.verbs.words import Spec, show
+from plainvit.verbs.words import Data, show
 
 Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
 
 
-def info(spec: Spec, /, *, sheet: Path | None = None, data_root: Path | None = None, json: bool = False) -> None:
+def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = None, json: bool = False) -> None:
     """Counts, classes, sizes and fingerprint of each split; with --sheet, a page of thumbnails.
 
     Args:
-        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        data: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
         sheet: Write a contact sheet of the first split to this PNG.
         data_root: Where known sets lie, each in a folder of its name.
         json: Print JSON for machines instead of a table.
     """
     from plainvit.data import check as look
 
-    report = look.info(spec, data_root, sheet)
+    report = look.info(data, data_root, sheet)
     show(report, None if json else look.info_table(report))
 
 
 def check(
-    spec: Spec,
+    data: Data,
     /,
     *,
     save: Path | None = None,
@@ -38,7 +38,7 @@ def check(
     """Corrupt files, duplicates within and across splits, empty classes, odd sizes. Exit code 3 if any is unreadable.
 
     Args:
-        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        data: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
         save: Write the findings to this file, one JSON object a line; it can be given back as a list to exclude.
         data_root: Where known sets lie, each in a folder of its name.
         json: Print JSON for machines instead of a table.
@@ -46,7 +46,7 @@ def check(
     from plainvit.data import check as look
     from plainvit.disk import write_atomically
 
-    findings = look.check(spec, data_root)
+    findings = look.check(data, data_root)
     if save:
         lines = "".join(f"{_json.dumps(finding)}\n" for finding in findings)
         write_atomically(save, lambda beside: beside.write_text(lines, encoding="utf-8"))
@@ -56,7 +56,7 @@ def check(
 
 
 def pack(
-    spec: Spec,
+    data: Data,
     target: Target,
     /,
     *,
@@ -68,7 +68,7 @@ def pack(
     """A faster copy: tar shards (WebDataset) of JPEGs with a short side of --side, and an index for random access.
 
     Args:
-        spec: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
+        data: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
         target: A new folder for the shards.
         side: Short side in pixels; smaller images stay as they are.
         quality: Of the JPEGs, 1 to 100.
@@ -79,7 +79,7 @@ def pack(
 
     from plainvit.data import check as look
 
-    packed = look.pack(spec, target, side, quality, data_root)
+    packed = look.pack(data, target, side, quality, data_root)
     line = (
         f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB, {len(packed['left_out'])} left out: {target}"
     )

@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import show
+from plainvit.verbs.words import Model, chosen_workers, show
 
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-Cards = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CARD")]
+Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="CARD ...", help_behavior_hint="(required)")]
 
 
 def score(
@@ -25,9 +24,10 @@ def score(
     resize: Literal["squash", "crop"] | None = None,
     crop: float | None = None,
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
-    antialias: bool | None = None,
+    antialias: bool = False,
+    no_antialias: bool = False,
     batch: int = 64,
-    workers: int | None = None,
+    workers: int = -1,
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     devices: int = 1,
@@ -49,16 +49,19 @@ def score(
         resize: squash to the size, or the short side and then a centre crop.
         crop: With resize crop, the side that is kept as a share of the resized short side.
         interpolation: How pixels are resampled.
-        antialias: Whether a smaller image is made without aliasing.
+        antialias: Make a smaller image without aliasing.
+        no_antialias: Make it with aliasing.
         batch: Images at a time.
-        workers: Processes that read images; without, as the machine allows.
-        device: cpu, cuda; auto: a GPU where there is one.
+        workers: Processes that read images; -1: as many as suit the machine.
+        device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         precision: Of the arithmetic; auto is bf16 on a GPU.
         devices: Processes on this machine, one a device; on several machines start it with torchrun.
         json: Print the card as JSON instead of a table.
     """
     if devices < 1:
         raise ValueError(f"--devices is at least 1, got {devices}")
+    if antialias and no_antialias:
+        raise ValueError("--antialias and --no-antialias contradict each other: give one of them")
     if devices > 1 and "RANK" not in os.environ:
         from plainvit.runtime.distributed import launch
 
@@ -68,7 +71,8 @@ def score(
     from plainvit.analyse.evaluation import assess, summary_table
     from plainvit.runtime.folder import finite
 
-    settings = {"resize": resize, "crop": crop, "interpolation": interpolation, "antialias": antialias}
+    smooth = True if antialias else False if no_antialias else None
+    settings = {"resize": resize, "crop": crop, "interpolation": interpolation, "antialias": smooth}
     done = assess(
         model,
         data,
@@ -78,7 +82,7 @@ def score(
         preprocess={name: value for name, value in settings.items() if value is not None},
         image_size=image_size,
         batch=batch,
-        workers=workers,
+        workers=chosen_workers(workers),
         device=device,
         precision=precision,
         quiet=json,

@@ -1,13 +1,18 @@
 """Models and their weights: models, inspect, convert, weights."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
+from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import Pattern, Source, show
+from plainvit.verbs.words import UNSAID, Model, Pattern, show
 
-Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from plainvit.weights.published import Published
+
+Target = Annotated[Path, Positional, arg(metavar="TARGET")]
 
 
 def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
@@ -32,7 +37,7 @@ def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = Fal
 
 
 def inspect(
-    source: Source,
+    model: Model,
     /,
     *,
     image: Path | None = None,
@@ -48,7 +53,7 @@ def inspect(
     mean and spread of each: model(images, Trace("block*/attention")).
 
     Args:
-        source: A weights file or folder, hf:org/name, a name from `plainvit weights`, or a model's name.
+        model: A run folder, weights of any library, hf:org/name, a name from `plainvit weights`, or ViT-B/16 and so on.
         image: A photo to run a named model on; without one, a colour gradient.
         image_size: Height and width of the images in pixels.
         heads: Heads of the file's model, where the file cannot say.
@@ -57,32 +62,33 @@ def inspect(
     """
     from plainvit.names import is_model
 
-    if is_model(source):
+    if is_model(model):
         if heads is not None:
             raise ValueError("--heads goes with a weights file; a named model has its own")
         from plainvit.evaluate import forward
 
-        report = forward.report(source, image, 224 if image_size is None else image_size, seed)
+        report = forward.report(model, image, 224 if image_size is None else image_size, seed)
         show(report, None if json else forward.tables(report))
         return
     if image is not None:
         raise ValueError("--image goes with a model's name; a weights file is described, not run")
     from plainvit.evaluate import describe
 
-    described = describe.describe(source, heads=heads, image_size=image_size)
+    described = describe.describe(model, heads=heads, image_size=image_size)
     show(described, None if json else describe.table(described))
 
 
 def convert(
-    source: Source,
+    model: Model,
     target: Target,
     /,
     *,
     format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
-    drop: tuple[str, ...] = (),
+    drop: Annotated[tuple[str, ...], UNSAID] = (),
     heads: int | None = None,
     image_size: int | None = None,
     classes: int | None = None,
+    json: bool = False,
 ) -> None:
     """Weights from any library's format to another's, every number as it was.
 
@@ -91,31 +97,55 @@ def convert(
     its config.json, or a bare file where the name ends in .safetensors or .pth.
 
     Args:
-        source: A weights file or folder, hf:org/name, or a name from `plainvit weights`.
+        model: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
         target: The file or folder to write.
         format: Whose format to write.
         drop: Parts to leave out, by the names that the refusal gives.
-        heads: Heads of the source's model, where the file cannot say.
+        heads: Heads of the model, where the file cannot say.
         image_size: Resample the positions to this size first.
         classes: Replace the head by one of zeros with so many classes first.
+        json: Print JSON for machines instead of the path that was written.
     """
     from plainvit.weights import convert as run
 
-    print(run(source, target, format, drop, heads=heads, image_size=image_size, classes=classes))
+    written = run(model, target, format, drop, heads=heads, image_size=image_size, classes=classes)
+    if json:
+        show({"path": str(written), "format": format}, None)
+    else:
+        print(written)  # on one line, however long
 
 
-def weights(*, json: bool = False) -> None:
+def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
     """Published weights by name, with their hub address, licence and reported accuracy.
 
     Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL are those of timm's results
     files, in per cent; an empty field was not at hand.
 
     Args:
+        pattern: Only names that match, shell-style, such as '*mae*'.
         json: Print JSON for machines instead of a table.
     """
     from dataclasses import asdict
+    from fnmatch import fnmatchcase
 
-    from plainvit.evaluate import describe
+    from plainvit.weights.published import PUBLISHED
 
-    rows = {name: asdict(entry) for name, entry in describe.PUBLISHED.items()}
-    show(rows, None if json else describe.published_table())
+    found = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
+    if not found:
+        raise ValueError(f"no published weights match {pattern!r}; `plainvit weights` lists them all")
+    show({name: asdict(entry) for name, entry in found.items()}, None if json else _published_table(found))
+
+
+def _published_table(found: "dict[str, Published]") -> "Table":
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("name", style="cyan", overflow="fold")
+    shown.add_column("hub", no_wrap=True, overflow="ignore")  # an address is copied whole
+    shown.add_column("licence", overflow="fold")
+    for title in ("top-1", "ReaL"):
+        shown.add_column(title, justify="right")
+    for name, entry in found.items():
+        numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
+        shown.add_row(name, entry.hub, entry.licence, *numbers)
+    return shown

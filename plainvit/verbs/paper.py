@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from tyro.conf import Positional, arg
 
 from plainvit.verbs.words import show
 
-Number = Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="TABLE")]
-Cards = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CARD ...")]
+Number = Annotated[int, Positional, arg(metavar="[TABLE]", help_behavior_hint="")]
+Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="[CARD ...]", help_behavior_hint="")]
 
 
 def paper(table: Number = 0, cards: Cards = (), /, *, json: bool = False) -> None:

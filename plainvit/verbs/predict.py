@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import show
+from plainvit.verbs.words import Model, chosen_workers, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from plainvit.data.sources import Source
     from plainvit.evaluate.predict import Engine, Question, Summary
 
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-Pictures = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
+Pictures = Annotated[tuple[str, ...], Positional, arg(metavar="INPUT ...", help_behavior_hint="(required)")]
 MOST_SHOWN = 200  # pictures whose guesses are printed for people; more belong into a file
 
 
@@ -30,9 +29,9 @@ class How:
 
     batch: int = 64  # Pictures that the model sees at a time
     image_size: int | None = None  # Height and width in pixels at which the model sees them; its own by default
-    device: str = "auto"  # cpu, cuda, cuda:1, or auto
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Of the arithmetic; auto is bf16 on a GPU, else fp32
-    workers: int | None = None  # Processes that read and decode; by default as many as serve
+    workers: int = -1  # Processes that read images; -1: as many as suit the machine
     engine: Literal["local", "ray"] = "local"
     """local is this machine; ray is a cluster, whose machines must all see the inputs under the same paths"""
     address: str | None = None
@@ -41,7 +40,7 @@ class How:
     data_root: Path | None = None  # Where known data sets lie, each in a folder of its name
 
 
-Options = Annotated[How, tyro.conf.arg(name="")]
+Options = Annotated[How, arg(name="")]
 
 
 def predict(
@@ -63,9 +62,8 @@ def predict(
     text that a spreadsheet would take for a formula has an apostrophe before it.
 
     Args:
-        model: A run's folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME.
-        inputs: Files, folders, globs in quotes, archives (.zip, .tar, .tar.gz ...), - for names on standard input, or
-            a known data set.
+        model: A run folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME.
+        inputs: Files, folders, globs in quotes, archives (.zip, .tar ...), a known data set; - reads names from stdin.
         out: Write the rows to this file.
         top: Guesses for each picture: 5, or all classes where there are fewer.
         sheet: Also draw up to 96 of the pictures with their guesses to this PNG.
@@ -105,9 +103,8 @@ def embed(
     is put together in memory, a .parquet file is not. Killed at any time, the same line goes on with what is missing.
 
     Args:
-        model: A run's folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME.
-        inputs: Files, folders, globs in quotes, archives (.zip, .tar, .tar.gz ...), - for names on standard input, or
-            a known data set.
+        model: A run folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME.
+        inputs: Files, folders, globs in quotes, archives (.zip, .tar ...), a known data set; - reads names from stdin.
         out: Write the features to this file.
         config: How they are found and asked about.
         force: Begin anew over an existing file, or over parts of another job.
@@ -126,9 +123,9 @@ def _asked(model: str, inputs: Sequence[str], top: int | None, how: How) -> "Ite
     """The question, the pictures and who answers. The pictures come first: they are the likelier to be missing."""
     if not inputs:
         raise ValueError("no INPUT is given: files, folders, globs, archives, or - for names on standard input")
-    if how.batch < 1 or (how.workers or 0) < 0:
-        wrong = f"batch is {how.batch}: at least 1" if how.batch < 1 else f"workers is {how.workers}: at least 0"
-        raise ValueError(wrong)
+    if how.batch < 1:
+        raise ValueError(f"batch is {how.batch}: at least 1")
+    workers = chosen_workers(how.workers)
     if how.address and how.engine != "ray":
         raise ValueError("--address goes with --engine ray")
     from plainvit.evaluate import inputs as pictures
@@ -136,7 +133,7 @@ def _asked(model: str, inputs: Sequence[str], top: int | None, how: How) -> "Ite
     from plainvit.evaluate.predictor import Predictor
 
     source = pictures.find(inputs, split=how.split, data_root=how.data_root)
-    run: Engine = functools.partial(locally, workers=how.workers)
+    run: Engine = functools.partial(locally, workers=workers)
     device, precision = how.device, how.precision
     with contextlib.ExitStack() as stack:
         if how.engine == "ray":

@@ -1,14 +1,11 @@
 """Frozen features: probe."""
 
 import json as _json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from plainvit.verbs.words import show
-
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+from plainvit.verbs.words import UNSAID, Model, chosen_workers, show
 
 
 def probe(
@@ -21,7 +18,7 @@ def probe(
     seeds: int = 3,
     l2: float = 1024.0,
     sweep: bool = False,
-    k: tuple[int, ...] = (),
+    k: Annotated[tuple[int, ...], UNSAID] = (),
     temperature: float = 0.07,
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
     per_class: int = 0,
@@ -31,7 +28,7 @@ def probe(
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     batch: int = 64,
-    workers: int = 0,
+    workers: int = -1,
     cache: Path | None = None,
     no_cache: bool = False,
     out: Path | None = None,
@@ -43,7 +40,7 @@ def probe(
     --sweep and several data sets, the l2 of each is also chosen on the others, as big_vision once did.
 
     Args:
-        model: A run folder, a weights file or folder, hf:org/name, or a name from `plainvit weights`.
+        model: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
         data: One or more folders, lists, shards, hf:org/dataset, known sets, digits or shapes.
         method: fewshot, knn, linear, or several of them.
         shots: Training images of each class; a class that has fewer gives all.
@@ -60,7 +57,7 @@ def probe(
         device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         precision: Of the model; auto: bf16 on a GPU.
         batch: Images at once.
-        workers: Processes that decode images.
+        workers: Processes that read images; -1: as many as suit the machine.
         cache: Folder of the kept features; $XDG_CACHE_HOME/plainvit/features where not given.
         no_cache: Keep nothing, and read nothing that was kept.
         out: Write the cards to this file too, as JSON.
@@ -72,8 +69,9 @@ def probe(
 
     if no_cache and cache:
         raise ValueError("--cache and --no-cache contradict each other: give one of them")
-    if batch < 1 or workers < 0:
-        raise ValueError(f"--batch is at least 1 and --workers at least 0, got {batch} and {workers}")
+    if batch < 1:
+        raise ValueError(f"--batch is at least 1, got {batch}")
+    processes = chosen_workers(workers)
     if out and not out.parent.is_dir():
         raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
     settings = frozen.Settings(
@@ -88,9 +86,11 @@ def probe(
         per_class=per_class,
     )
     predictor = Predictor(model, device=device, precision=precision, image_size=image_size, batch=batch)
+    if processes is None:  # on a CPU the model needs the cores more than they do
+        processes = 0 if predictor.device == "cpu" else min(os.cpu_count() or 1, 8)
     home = None if no_cache else cache or features.default_cache()
     cards = frozen.probe_sets(
-        predictor, data, settings, split=split, data_root=data_root, cache=home, workers=workers, quiet=json
+        predictor, data, settings, split=split, data_root=data_root, cache=home, workers=processes, quiet=json
     )
     if out:
         text = _json.dumps(cards, indent=2) + "\n"

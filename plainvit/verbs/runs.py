@@ -1,17 +1,34 @@
 """Runs: train, finetune, plan and doctor, whose flags are the fields of a recipe's config; recipes and replay."""
 
-import json as _json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
+from tyro.conf import DisallowNone, Positional, arg
 
-from plainvit.config import Checked, Config, nearest
-from plainvit.verbs.words import Pattern, fail, parsed, show
+from plainvit.config import Config, Preprocess
+from plainvit.verbs.words import Pattern, parsed, refuse, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(Config):
+    """A config as the command names it: the recipe is a word, and a model may be given by its name."""
+
+    recipe: Annotated[str, Positional, arg(metavar="[RECIPE]", help_behavior_hint="")] = ""
+    """A name from `plainvit recipes`, or FILE.py:FUNCTION for one of your own; it comes before the flags."""
+    model_name: Annotated[str, arg(name="model", metavar="NAME", help_behavior_hint="")] = ""
+    """a model from `plainvit models`, such as ViT-S/16, in place of the recipe's"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
+
+    config: Annotated[Config, arg(name="")]
+    json: bool = False  # print JSON for machines instead of tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +39,10 @@ class Train:
     on with an unfinished run. The run folder holds the weights, the metrics and a report.
     """
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path | None = None  # the run folder; runs/RECIPE-HASH where not given
+    config: Annotated[Config, arg(name="")]
+    out: DisallowNone[Path | None] = None  # the run folder; runs/RECIPE-HASH where not given
     search: bool = False  # first try the rates of optim.grid on held-out training images
-    force: bool = False  # go on although the config or the data changed since the run began
+    force: bool = False  # go on although the config or the data changed, or the recipe is for other data
     devices: int = 1  # processes on this machine, one a device; on several machines start it with torchrun
     restarts: int = 0  # how often --devices starts the processes again when one of them dies
     json: bool = False  # print the results as JSON at the end
@@ -41,21 +58,16 @@ class Finetune(Train):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(Train):
-    """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a run will need before it is paid for: memory, images a second, hours, exaFLOPs and TPUv3-core-days.
 
     From a measured model of the device; what was not measured is said to be so. Every setting of the recipe is a flag.
     """
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, arg(name="")]
     on: str = ""  # the device: h200, h100, a100-80; without one, only what does not depend on it
     devices: int = 1  # how many of them
-    images: int | None = None  # training images, where the data is not a known set
+    images: DisallowNone[int | None] = None  # training images, where the data is not a known set
     json: bool = False  # print JSON for machines instead of tables
 
 
@@ -81,7 +93,7 @@ def _train(command: Train) -> None:
     if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all
         return
     if command.json:
-        print(_json.dumps({"folder": str(done.folder), **done.numbers}, indent=2))
+        show({"folder": str(done.folder), **_without_confusion(done.numbers)}, None)
         return
     for split, name in (("val", "validation"), ("test", "test")):
         numbers = done.numbers.get(split, {})
@@ -92,7 +104,15 @@ def _train(command: Train) -> None:
     print(f"report: {done.folder / 'report.html'}")
 
 
-def _doctor(command: Train) -> None:
+def _without_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
+    """results.json has it: a line for each pair of classes is more than anyone reads."""
+    inner = {name: value for name, value in numbers.items() if isinstance(value, dict)}
+    return numbers | {
+        name: {key: one for key, one in value.items() if key != "confusion"} for name, value in inner.items()
+    }
+
+
+def _doctor(command: Doctor) -> None:
     from plainvit.train import doctor
 
     report = doctor.examine(command.config if command.config.recipe else None)
@@ -109,26 +129,40 @@ RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> fla
 
 def run(verb: str, arguments: list[str]) -> None:
     """A verb whose flags are the fields of a recipe's config, with the recipe's values as their defaults."""
-    from plainvit.recipes import recipe
+    from plainvit.recipes import list_recipes, recipe
 
     flags, do, name = RUNS[verb]
-    if arguments and not arguments[0].startswith("-"):
+    named = bool(arguments) and not arguments[0].startswith("-")
+    if named:
         name, arguments = arguments[0], arguments[1:]
     words, arguments = _first_words(arguments)
-    name = words.pop("recipe", name)
     if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
         raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits")
     config = _begun(recipe(name) if name else Config(), words, strict=verb != "doctor")
-    found, unknown = parsed(
-        flags,
-        prog=f"plainvit {verb} [RECIPE]",
-        args=arguments,
-        default=flags(config=config),
-        return_unknown_args=True,
-    )
-    if unknown:
-        fail(f"unknown flag {unknown[0]!r}; {nearest(unknown[0], _flags(found.config))}", 2)
-    do(found)
+    prepared = any(word.startswith("--preprocess.") for word in arguments)
+    shown = config.replace(preprocess=config.preprocess or (_implied(config) if prepared else Preprocess()))
+    default = flags(config=Words(**_values(shown)))
+    found = parsed(flags, verb, arguments, default=default)
+    stray = found.config.recipe
+    if stray != config.recipe:
+        if not named and stray in list_recipes():
+            raise ValueError(f"the recipe comes first: plainvit {verb} {stray} ...")
+        refuse(stray, flags, verb, arguments, default=default)
+    asked = Config(**_values(found.config))
+    do(replace(found, config=asked if prepared else asked.replace(preprocess=config.preprocess)))
+
+
+def _values(config: Config) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(Config)}
+
+
+def _implied(config: Config) -> Preprocess:
+    """What the flags of a recipe without preprocessing change: that of init, or the default."""
+    if not config.init:
+        return Preprocess()
+    from plainvit.train.transfer import starting_model
+
+    return starting_model(config)[1]
 
 
 def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -136,7 +170,7 @@ def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     from argparse import ArgumentError, ArgumentParser
 
     first = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--recipe", "--model", "--init", "--head"):
+    for name in ("--model", "--init", "--head"):
         first.add_argument(name)
     first.add_argument("--image-size", "--image_size", type=int)
     try:
@@ -165,15 +199,6 @@ def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
     return config
 
 
-def _flags(config: Checked, prefix: str = "--") -> list[str]:
-    """Every flag that a config has."""
-    found: list[str] = []
-    for field in fields(config):
-        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
-        found += _flags(value, f"{name}.") if isinstance(value, Checked) else [name]
-    return found
-
-
 def recipes(pattern: Pattern = "*", /, *, json: bool = False) -> None:
     """Table of the recipes: what each trains, what to expect, what it costs.
 
@@ -193,7 +218,7 @@ def recipes(pattern: Pattern = "*", /, *, json: bool = False) -> None:
 
 
 def replay(
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    run: Annotated[Path, Positional, arg(metavar="RUN")],
     /,
     *,
     step: int | None = None,
@@ -207,7 +232,7 @@ def replay(
         run: A run folder.
         step: Counted as in the metrics; a captured one, or one that follows a checkpoint. Without: the last captured.
         data_root: Where known sets lie, if no longer where the run had them.
-        device: cpu, cuda; auto: a GPU where there is one.
+        device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         json: Print JSON for machines instead of a table.
     """
     from plainvit.runtime.folder import finite

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from tyro.conf import Positional, arg
 
 from plainvit.verbs.words import fail, show
 
 if TYPE_CHECKING:
     from plainvit.studies.study import Study
 
-Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")]
+Names = Annotated[tuple[str, ...], Positional, arg(metavar="NAME ...", help_behavior_hint="(required)")]
 Budget = Literal["cpu", "gpu", "paper"]
 
 
@@ -50,8 +50,7 @@ def study(
 
     Args:
         names: Of studies, such as positions; or all.
-        budget: cpu: about two minutes on two cores; gpu: minutes on one large GPU, on Tiny-ImageNet and smaller sets;
-            paper: the paper's own runs, of which only the plan and its cost are printed unless --yes is given.
+        budget: cpu: two minutes on two cores; gpu: minutes on a large GPU; paper: its own runs, planned unless --yes.
         out: Folder of the runs and verdicts.
         seeds: Of each arm; 3 where not given, and fewer decide nothing.
         at_once: Runs side by side; where not given 2 on cpu, 4 on a gpu, 1 of the paper's.
@@ -115,7 +114,7 @@ def _run(chosen: "list[Study]", budget: Budget, out: Path, *, quiet: bool, **set
                 print(f"{one.name}: {_line(error)}", file=sys.stderr)
             continue
         write_page(out)
-        if not quiet:
+        if len(chosen) > 1 and not quiet:  # of a single one the summary says it
             print(f"{one.name}: {verdict.outcome}", file=sys.stderr)
     return failed
 

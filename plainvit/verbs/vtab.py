@@ -2,16 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from plainvit.verbs.words import show
+from plainvit.verbs.words import UNSAID, show
 
 
 def vtab(
     *,
     init: str,
     data_root: Path,
-    tasks: tuple[str, ...] = (),
+    tasks: Annotated[tuple[str, ...], UNSAID] = (),
     setting: Literal["paper", "light"] = "paper",
     steps: int = 0,
     seed: int = 0,

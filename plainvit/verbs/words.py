@@ -1,28 +1,35 @@
 """What the verbs share: kinds of words, how they are read, how an answer is shown."""
 
 import contextlib
+import difflib
+import inspect
 import io
 import json as _json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
+from tyro.conf import Positional, arg
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-Spec = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
-Pattern = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATTERN")]
+Model = Annotated[str, Positional, arg(metavar="MODEL")]
+Data = Annotated[str, Positional, arg(metavar="DATA")]
+Pattern = Annotated[str, Positional, arg(metavar="[PATTERN]", help_behavior_hint="")]
+UNSAID = arg(help_behavior_hint="")  # a default that the help has no word for
+READING = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 
 
-def parsed(what: Callable[..., Any], **options: Any) -> Any:
+def parsed(what: Callable[..., Any], verb: str, args: list[str], **options: Any) -> Any:
     """What the words mean; where they mean nothing, one line in place of the parser's box."""
     said = io.StringIO()
+    options.setdefault("config", READING)
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(what, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands), **options)
+            found, unknown = tyro.cli(what, prog=f"plainvit {verb}", args=args, return_unknown_args=True, **options)
     except SystemExit as end:
         if not end.code:
             raise
@@ -30,6 +37,46 @@ def parsed(what: Callable[..., Any], **options: Any) -> Any:
         rule = next((at for at, line in enumerate(box) if at and line.startswith("\u2500")), len(box))
         words = " ".join(line for line in box[1:rule] if line and line[0] not in "\u256d\u2570")
         fail(words or "the words of this command cannot be read: see --help", 2)
+    if unknown:
+        refuse(unknown[0], what, verb, args, **options)
+    return found
+
+
+def refuse(word: str, what: Callable[..., Any], verb: str, args: list[str], **options: Any) -> NoReturn:
+    """A word that has no place in the command, and what may have been meant."""
+    said = io.StringIO()
+    options.setdefault("config", READING)
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        tyro.cli(what, prog="", args=["--help"], **options)
+    flags = re.findall(r"(?:\u2502 |  |, )(--[a-z][\w.-]*)", said.getvalue())
+    if word.startswith("-"):
+        fail(_unknown_flag(word.partition("=")[0].replace("_", "-"), flags, verb), 2)
+    parts = [part for one in args for part in (one.split("=", 1) if one.startswith("--") else (one,))]
+    before = parts[parts.index(word) - 1] if word in parts[1:] else ""
+    if before in flags:
+        fail(f"{before} takes no value, got {word!r}", 2)
+    named = [one.name for one in inspect.signature(what).parameters.values() if one.kind is one.POSITIONAL_ONLY]
+    takes = " and ".join(f"one {name.upper()}" for name in named or (["recipe"] if "default" in options else []))
+    fail(f"{verb} takes {takes or 'flags alone'}: {word!r} is a word too many", 2)
+
+
+def _unknown_flag(flag: str, known: Iterable[str], verb: str) -> str:
+    """What is near it; of what is on already, how it is turned off."""
+    part, dot, name = flag.rpartition(".")
+    off = f"{part}.no-{name}" if dot else flag.replace("--", "--no-", 1)
+    if off in known:
+        return f"{flag} takes no value; {off} turns it off"
+    others = [one for one in known if one != flag]
+    near = [one for one in others if one.startswith(f"{flag}.")][:3] or difflib.get_close_matches(flag, others, 3, 0.5)
+    said = ", ".join(near or difflib.get_close_matches(flag, others, 3, 0))
+    return f"unknown flag {flag!r}; nearest: {said}{'' if near else f'; `plainvit {verb} --help` lists them all'}"
+
+
+def chosen_workers(workers: int) -> int | None:
+    """-1 leaves it to the machine, which the rooms call None."""
+    if workers < -1:
+        raise ValueError(f"--workers is a number of processes, or -1 for as many as suit the machine, got {workers}")
+    return None if workers < 0 else workers
 
 
 def fail(line: str, code: int) -> NoReturn:

@@ -128,6 +128,8 @@ def _without(
         weights = _drop_weights(part, config, weights)
         config = _dropped(part, config, format)
         log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
+    for part in set(drop) - {part for part, _ in lacking}:
+        log.warning("%s was not dropped: none stands in the way of format %r", part, format)
     return config, weights
 
 
