@@ -339,11 +339,14 @@ def test_a_cpu_is_refused() -> None:
         short_attention(qkv, 1)
 
 
-def test_small_ones_are_left_to_pytorch_unless_compiled() -> None:
-    small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192, 1, 192, device="meta")
-    assert (pays(small), pays(large)) == (False, False)
-    assert pays(torch.empty(LARGE // 192 + 1, 1, 192, device="meta"))
-    assert torch.compile(lambda x: x + pays(x), backend="eager", fullgraph=True)(torch.zeros(1, 1, 3)).sum() == 3
+def test_small_ones_are_left_to_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "fits", lambda *_: True)  # as on a GPU
+    small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192 + 1, 1, 192, device="meta")
+    assert (pays(small, 1), pays(large, 1)) == (False, True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert pays(small, 1)
+    monkeypatch.undo()
+    assert not pays(large, 1)
 
 
 def test_importing_wants_no_triton() -> None:

@@ -634,7 +634,7 @@ def test_stochastic_depth_that_skips_the_work() -> None:
     torch.manual_seed(0)
     for residual in (block.residual1, block.residual2):
         for _ in range(500):
-            found.append(residual.train().added(x, lambda some: block.mlp(block.norm2(some)), None, "") - x)
+            found.append(residual.train().plus_some(x, lambda some: block.mlp(block.norm2(some))) - x)
             dropped.append((found[-1] == 0).flatten(1).all(1))
             assert int(dropped[-1].sum()) == 3
             kept = found[-1][~dropped[-1]]

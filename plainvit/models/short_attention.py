@@ -1,6 +1,6 @@
 """Attention for short sequences on NVIDIA GPUs, in Triton: packed qkv in, tokens ready for the out-projection out.
 
-    if pays(qkv) and fits(qkv, heads):                  # bf16 or fp16, N <= 288, heads of 32, 64 or 80
+    if pays(qkv, heads):                                # bf16 or fp16, N <= 288, heads of 32, 64 or 80
         tokens = short_attention(qkv, heads)            # [B, N, 3D] -> [B, N, D]
 
     python -m bench.attention --sweep                   # times the candidates of TILES on the GPU at hand
@@ -132,12 +132,12 @@ def fits(qkv: Tensor, heads: int) -> bool:
     return unfit(qkv, heads) is None
 
 
-def pays(qkv: Tensor) -> bool:
-    """Whether it is faster than PyTorch's kernels: Python needs longer to start one of Triton's than one of theirs.
+def pays(qkv: Tensor, heads: int) -> bool:
+    """Whether it fits and is faster than PyTorch's: Python needs longer to start a kernel of Triton's than of theirs.
 
     Compiled code, and the CUDA graphs that are made of it, lose nothing there; otherwise small ones are left to them.
     """
-    return torch.compiler.is_compiling() or qkv.numel() >= LARGE
+    return (torch.compiler.is_compiling() or qkv.numel() >= LARGE) and fits(qkv, heads)
 
 
 def unfit(qkv: Tensor, heads: int) -> str | None:

@@ -1,13 +1,14 @@
 """The Vision Transformer of "An Image is Worth 16x16 Words" (arXiv 2010.11929), whole.
 
     model = plainvit.create("ViT-B/16")
-    logits = model(images)                    # images [B, C, H, W]: uint8, or floats in [0, 1]
+    logits = model(images)                    # images [B, C, height, width]: uint8, or floats in [0, 1]
 
     trace = Trace("block*/attention")         # records named intermediates; see ViT.trace_names
     model(images, trace)
 
-Letters: B batch, C channels, P patch, h x w grid of patches, N tokens, D width, H heads, d head width, M mlp_dim,
-K classes. Equations are the paper's; what it leaves open follows Google's code, and says so.
+Letters: B batch, C channels, P x Q patch, h x w grid of patches, n = h w patches, of which k are chosen, N tokens, D
+width, H heads, d head width, M mlp_dim, K classes. Equations are the paper's; what it leaves open follows Google's
+code, and says so. An image's way: embed_patches, place, blocks, represent, head.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ from plainvit.models.gelu_linear import gelu_linear
 from plainvit.models.gelu_linear import pays as gelu_linear_pays
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
-from plainvit.models.short_attention import fits, pays, short_attention
+from plainvit.models.short_attention import pays as short_attention_pays
+from plainvit.models.short_attention import short_attention
 from plainvit.models.trace import Trace, note
 
 
@@ -44,7 +46,7 @@ ACTIVATIONS = {
 
 
 ALL = slice(None)  # tokens
-SKIPPED = 0.2  # of the images, from where it pays to take the others out and put them back
+SKIPPED = 0.2  # the least rate of stochastic depth at which not to compute is faster than to compute and drop
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -72,14 +74,14 @@ class Attention(nn.Module):
         self.relative = RelativePositions(config) if config.posemb == "relative" else None
 
     def forward(self, x: Tensor, trace: Trace | None, name: str, keep: slice = ALL) -> Tensor:
-        """Of all tokens, or of those alone whose results are wanted."""
+        """Every token looks at all; with `keep`, which is for the last block, only those look that are read later."""
         if keep != ALL:
             return self._of_some(x, keep)
         B, N, D = x.shape
         qkv = self.qkv(x)  # [B, N, 3D]
-        q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
+        q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]; views, so free
         bias = self.relative(q) if self.relative else None  # [B, H, N, N]
-        if self.short and bias is None and pays(qkv) and fits(qkv, self.heads):
+        if self.short and bias is None and short_attention_pays(qkv, self.heads):
             heads = short_attention(qkv, self.heads).view(B, N, self.heads, -1).transpose(1, 2)  # [B, H, N, d]
         else:
             heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]
@@ -185,7 +187,8 @@ def sincos2d(h: int, w: int, D: int, temperature: float = 10_000.0, *, closed: b
     Frequencies fall from 1 to 1/temperature, that last one included; where not closed, it is left out as in MAE.
     """
     y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
-    frequency = temperature ** -(torch.arange(D // 4, dtype=torch.float64) / (D // 4 - closed))
+    last = D // 4 - 1 if closed else D // 4
+    frequency = temperature ** -(torch.arange(D // 4, dtype=torch.float64) / last)
     x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency  # [h*w, D/4]
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)  # [h*w, D]
 
@@ -197,11 +200,11 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
         self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
-        self.fused = False  # in training, by our kernel where it fits
+        self.fused = False  # in training: GELU's backward pass by our kernel, where it fits
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self._fits(x):
-            x = F.linear(x, self.fc1.weight, self.fc1.bias.detach())  # whose gradient comes with GELU's
+            x = F.linear(x, self.fc1.weight, self.fc1.bias.detach())  # gelu_linear gives this bias its gradient
             return gelu_linear(x, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.kind == "gelu_tanh")
         return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
 
@@ -230,12 +233,15 @@ class Residual(nn.Module):
         x = self.dropout(x)
         return x if self.scale is None else x * self.scale
 
-    def added(self, x: Tensor, branch: Callable[[Tensor], Tensor], trace: Trace | None, name: str) -> Tensor:
-        """x + branch(x). With shortcuts a branch is computed only for images that keep it, as many in every batch."""
+    def skipping(self, images: int) -> bool:
+        """Whether a branch is to be computed only for the images that keep it."""
+        wanted = self.skips and self.training and self.rate >= SKIPPED
+        return wanted and 0 < round(images * (1 - self.rate)) < images
+
+    def plus_some(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + branch(x) for a share of the images that is the same in every batch, chosen anew; x for the others."""
         images = x.shape[0]
         count = round(images * (1 - self.rate))
-        if trace is not None or not (self.skips and self.training and self.rate >= SKIPPED and 0 < count < images):
-            return x + note(trace, name, self(branch(x)))
         kept = torch.rand(images, device=x.device).argsort()[:count]
         some = x.index_select(0, kept)
         return x.index_copy(0, kept, some + (self.scaled(branch(some)) * (images / count)).to(x.dtype))
@@ -259,18 +265,24 @@ class Block(nn.Module):
     def forward(self, x: Tensor, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
         """`keep`: nobody will look at other tokens, so they are not computed (of a block with pre-norm, not axial)."""
         if keep != ALL:
-            assert self.pre
-            assert self.axis is None
-            x = x[:, keep] + self.residual1(self.attention(self.norm1(x), None, self.name, keep))
-            return x + self.residual2(self.mlp(self.norm2(x)))  # [B, n, D]
-        msa, mlp = f"{self.name}/msa", f"{self.name}/mlp"
+            return self._of_some(x, keep)
+        if self.pre and trace is None and self.residual1.skipping(len(x)):
+            x = self.residual1.plus_some(x, lambda some: self.attend(self.norm1(some), None))
+            return self.residual2.plus_some(x, lambda some: self.mlp(self.norm2(some)))
         if self.pre:
-            x = self.residual1.added(x, lambda some: self.attend(self.norm1(some), trace), trace, msa)
-            x = self.residual2.added(x, lambda some: self.mlp(self.norm2(some)), trace, mlp)
+            x = x + note(trace, f"{self.name}/msa", self.residual1(self.attend(self.norm1(x), trace)))  # eq. 2
+            x = x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(self.norm2(x))))  # eq. 3
         else:
-            x = self.norm1(self.residual1.added(x, lambda some: self.attend(some, trace), trace, msa))
-            x = self.norm2(self.residual2.added(x, self.mlp, trace, mlp))
+            x = self.norm1(x + note(trace, f"{self.name}/msa", self.residual1(self.attend(x, trace))))
+            x = self.norm2(x + note(trace, f"{self.name}/mlp", self.residual2(self.mlp(x))))
         return note(trace, f"{self.name}/tokens", x)  # [B, N, D]
+
+    def _of_some(self, x: Tensor, keep: slice) -> Tensor:
+        """Eqs. 2 and 3 for some of the tokens: [B, n, D]."""
+        assert self.pre
+        assert self.axis is None
+        x = x[:, keep] + self.residual1(self.attention(self.norm1(x), None, self.name, keep))
+        return x + self.residual2(self.mlp(self.norm2(x)))
 
     def attend(self, x: Tensor, trace: Trace | None) -> Tensor:
         if self.axis is None:
@@ -323,8 +335,9 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         device.choose_attention_backend()
-        self._cpu_bf16_refused = device.cpu_bf16_refused()
-        self.config, self.about, self.recompute = config, About(), False  # blocks again in the backward pass
+        self._cpu_bf16_refused = device.cpu_bf16_refused()  # on some CPUs it kills the process
+        self.config, self.about = config, About()
+        self.recompute = False  # gradient checkpointing: blocks are computed again in the backward pass
         self.shortcuts = False  # see take_shortcuts
         D, layers = config.width, config.depth * (2 if config.axial else 1)
         self.normalise = Normalise(config.mean, config.std)
@@ -355,7 +368,7 @@ class ViT(nn.Module):
         """Logits [B, K]. A model with a distillation token gives both heads' logits in training, else their mean."""
         if trace is not None:
             trace.check(self.trace_names(), self.config.heads)
-        x = self.encode_tokens(self.embed(images, trace), trace, self._read(trace))  # [B, N, D]
+        x = self.encode_tokens(self.embed(images, trace), trace, self._wanted_tokens(trace))  # [B, N, D]
         representation = note(trace, "representation", self.represent(x, trace))
         if self.head is None:
             return representation
@@ -387,9 +400,9 @@ class ViT(nn.Module):
         kept: dict[int, Tensor] = {}
         x = self.embed(images)
         for layer in range(max(wanted) + 1):
-            x = kept[layer] = self.run_block(x, layer)
-            if layer not in wanted:
-                del kept[layer]
+            x = self.run_block(x, layer)
+            if layer in wanted:
+                kept[layer] = x
         return [kept[layer] for layer in wanted]
 
     def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
@@ -427,8 +440,8 @@ class ViT(nn.Module):
             x = self.positions[0](x, places)
         return note(trace, "embedded", self.dropout(x))
 
-    def _read(self, trace: Trace | None) -> slice:
-        """The tokens that are read after the last block."""
+    def _wanted_tokens(self, trace: Trace | None) -> slice:
+        """Those that are read after the last block."""
         return slice(0, 1) if self.shortcuts and self.config.reads_one_token and trace is None else ALL
 
     def run_block(self, x: Tensor, layer: int, trace: Trace | None = None, keep: slice = ALL) -> Tensor:
