@@ -266,7 +266,7 @@ class Block(nn.Module):
         """`keep`: nobody will look at other tokens, so they are not computed (of a block with pre-norm, not axial)."""
         if keep != ALL:
             return self._of_some(x, keep)
-        if self.pre and trace is None and self.residual1.skipping(len(x)):
+        if self.pre and trace is None and self.residual1.skipping(x.shape[0]):
             x = self.residual1.plus_some(x, lambda some: self.attend(self.norm1(some), None))
             return self.residual2.plus_some(x, lambda some: self.mlp(self.norm2(some)))
         if self.pre:
