@@ -65,7 +65,7 @@ from plainvit.runtime.distributed import World, choose_device
 from plainvit.runtime.folder import Folder
 from plainvit.train import loop
 from plainvit.train.fit import prepare
-from plainvit.train.splits import Splits
+from plainvit.data.splits import Splits
 
 MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images a step on a GPU
 BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing

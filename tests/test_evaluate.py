@@ -419,7 +419,40 @@ def test_wrong_data_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty" / "test").mkdir(parents=True)
     refused(capsys, "evaluate", model, "--data", str(tmp_path / "empty"))
     plant_classes(tmp_path / "photos", {"ant": 1})
-    assert "--split" in refused(capsys, "evaluate", model, "--data", str(tmp_path / "photos"))
+    assert "--split" in refused(capsys, "evaluate", model, "--data", str(tmp_path / "photos"), "--split", "test")
+
+
+# Which images ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_class_folders_is_evaluated_whole(tmp_path: Path) -> None:
+    """By weights that know nothing of it; where it has validation images, these."""
+    model = saved(tmp_path / "model.safetensors", ("ant", "bee"), classes=2)
+    plant_classes(tmp_path / "photos", {"ant": 3, "bee": 4})
+    done = assess(model, str(tmp_path / "photos"), out=tmp_path / "flat", device="cpu", quiet=True)
+    assert done is not None
+    assert (len(done.result.index), done.card.data["split"]) == (7, "train")
+    for split, count in (("train", 3), ("val", 2)):
+        plant_classes(tmp_path / "both" / split, {"ant": count, "bee": count}, start=10 * count)
+    done = assess(model, str(tmp_path / "both"), out=tmp_path / "val", device="cpu", quiet=True)
+    assert done is not None
+    assert (len(done.result.index), done.card.data["split"]) == (4, "val")
+    named = assess(model, str(tmp_path / "both"), split="validation", out=tmp_path / "named", device="cpu", quiet=True)
+    assert named is not None
+    assert named.card.data["split"] == "val"
+
+
+def test_a_run_is_evaluated_on_what_it_held_out_of_its_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    photos = plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
+    config = small_runs.config(data=str(photos), holdout=0.2, steps=2, batch=4)
+    run = plainvit.fit(config, tmp_path / "run", quiet=True)
+    done = assess(tmp_path / "run", str(photos), out=tmp_path / "own", device="cpu", quiet=True)
+    assert done is not None
+    assert "4 that the run held out" in caplog.text
+    assert len(done.result.index) == 4
+    assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
+    assess(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
+    assert "trained on these images" in caplog.text
 
 
 def test_wrong_words_are_one_line(tmp_path: Path, capsys: Capture) -> None:

@@ -14,6 +14,7 @@ from test_train_resume import stopped_run, undisturbed
 import plainvit
 from plainvit import cli
 from plainvit.config import Augment, Config, Masked, Optim, ResNetConfig, ViTConfig
+from plainvit.data.splits import open_splits
 from plainvit.evaluate.plan import plan
 from plainvit.models import ViT, build
 from plainvit.recipes import about, recipe
@@ -24,7 +25,6 @@ from plainvit.train.loop import train
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import score
 from plainvit.train.replay import replay
-from plainvit.train.splits import open_splits
 from plainvit.train.transfer import resolve
 
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 import plainvit
 from plainvit.config import differences
+from plainvit.data.splits import open_splits
 from plainvit.evaluate.cost import macs
 from plainvit.models import build
 from plainvit.studies import data_size, pooling, positions, regularisation
@@ -19,7 +20,6 @@ from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash
 from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition, stages
 from plainvit.train.fit import fit
-from plainvit.train.splits import open_splits
 
 DATA_SIZE, OVERFITTING, MODEL_SIZE = data_size.STUDIES
 ALL = [*positions.STUDIES, *data_size.STUDIES, *regularisation.STUDIES, *pooling.STUDIES]

@@ -13,11 +13,11 @@ import plainvit
 from plainvit.analyse.figures import save
 from plainvit.config import Config, ResNetConfig, ViTConfig, differences
 from plainvit.data.generated import shapes
+from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.studies import learned, rollout
 from plainvit.studies.bases import base
 from plainvit.studies.study import BUDGETS, Found, Study, definition
-from plainvit.train.splits import open_splits
 from plainvit.train.transfer import initial_model, resolve
 
 POSITIONS, FILTERS, ATTENTION, HYBRID = learned.STUDIES

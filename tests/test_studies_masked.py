@@ -14,6 +14,7 @@ import plainvit
 from plainvit.analyse.figures import save
 from plainvit.config import Config, ViTConfig, differences
 from plainvit.data.sources import Source
+from plainvit.data.splits import open_splits
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import draw_shots
 from plainvit.models import build
@@ -21,7 +22,6 @@ from plainvit.models.masked import check_maskable
 from plainvit.studies import averaging, few_shot, masked
 from plainvit.studies.bases import pretrained
 from plainvit.studies.study import BUDGETS, Found, Study, definition, stages
-from plainvit.train.splits import open_splits
 
 MASKED, STEPS = masked.STUDIES
 ALL = (MASKED, STEPS, few_shot.STUDY, averaging.STUDY)

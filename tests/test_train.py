@@ -17,6 +17,7 @@ from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, Vi
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
+from plainvit.data.splits import hold_out, open_splits, risks
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
@@ -25,7 +26,6 @@ from plainvit.runtime.folder import Folder, metrics
 from plainvit.train.fit import fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
-from plainvit.train.splits import hold_out, open_splits, risks
 from plainvit.train.transfer import resolve
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"

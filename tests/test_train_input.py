@@ -17,11 +17,11 @@ from small_runs import outcome, status
 
 from plainvit.cli import main
 from plainvit.config import Config, Optim
+from plainvit.data.splits import open_splits
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train.fit import fit
-from plainvit.train.splits import open_splits
 
 Capture = pytest.CaptureFixture[str]
 

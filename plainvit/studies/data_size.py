@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from plainvit.config import Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import Subset
+from plainvit.data.splits import open_splits
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.cost import macs, parameters
 from plainvit.evaluate.predictor import Predictor
@@ -39,7 +40,6 @@ from plainvit.studies.study import (
     rank_correlation,
     settle,
 )
-from plainvit.train.splits import open_splits
 
 VIT, RESNET = "ViT", "ResNet"
 SHARES: dict[Budget, tuple[float, ...]] = {

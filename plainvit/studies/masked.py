@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, Masked, Optim
 from plainvit.data.sources import Source, Subset
+from plainvit.data.splits import open_splits
 from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
@@ -27,7 +28,6 @@ from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
 from plainvit.studies.learned import model_of, untrained
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, held_out, settle
 from plainvit.studies.transfer import at_rate, rates, scratch_model
-from plainvit.train.splits import open_splits
 
 SHOTS, DRAWS = 5, 10
 SUPPORT, JUDGED = 50, 2000  # images a class that shots are drawn from; held-out images that are judged, at most

@@ -26,11 +26,11 @@ from matplotlib.figure import Figure
 from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
+from plainvit.data.splits import open_splits
 from plainvit.disk import read_json, write_text
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
 from plainvit.studies.runs import run_all, run_hash
-from plainvit.train.splits import open_splits
 from plainvit.weights import save as save_weights
 
 Budget = Literal["cpu", "gpu", "paper"]

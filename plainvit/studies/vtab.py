@@ -22,6 +22,7 @@ from rich.text import Text
 
 from plainvit.config import Config, nearest
 from plainvit.data.decode import DataError
+from plainvit.data.splits import open_splits
 from plainvit.data.vtab import GROUPS, TASKS, AbsentTask, augment_for
 from plainvit.disk import write_text
 from plainvit.evaluate import paper
@@ -29,7 +30,6 @@ from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
 from plainvit.train.fit import fit
 from plainvit.train.guards import DivergedError
-from plainvit.train.splits import open_splits
 from plainvit.train.transfer import starting_model
 
 Setting = Literal["paper", "light"]

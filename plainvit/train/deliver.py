@@ -6,6 +6,7 @@ from plainvit.analyse.evaluation import choose_samples
 from plainvit.analyse.report import Sample, write_report
 from plainvit.config import Config
 from plainvit.data.sources import Source
+from plainvit.data.splits import Splits
 from plainvit.evaluate.card import make_card, write_card
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.labels import align
@@ -17,7 +18,6 @@ from plainvit.train.held_out import judge
 from plainvit.train.loop import Training, averaged
 from plainvit.train.masked import PredictPatches
 from plainvit.train.optim import add_lora, merge_lora
-from plainvit.train.splits import Splits
 from plainvit.weights import save
 
 

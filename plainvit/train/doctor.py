@@ -18,12 +18,12 @@ from rich.table import Table
 
 from plainvit import __version__, device
 from plainvit.config import Config, ViTConfig
+from plainvit.data.splits import open_splits
+from plainvit.data.splits import risks as data_risks
 from plainvit.device import processor
 from plainvit.models import build
 from plainvit.runtime.distributed import choose_device
 from plainvit.train.optim import freeze
-from plainvit.train.splits import open_splits
-from plainvit.train.splits import risks as data_risks
 from plainvit.train.transfer import resolve, starting_model
 
 PARTS = ("torch", "torchvision", "numpy", "pillow", "simplejpeg", "pyarrow", "safetensors", "huggingface_hub", "rich")

@@ -21,6 +21,7 @@ from plainvit.config import Config, ResNetConfig, differences, from_json, to_jso
 from plainvit.data.decode import DataError
 from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
+from plainvit.data.splits import Splits, open_splits, risks
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
@@ -44,7 +45,6 @@ from plainvit.train.loop import Training, launch, train
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
-from plainvit.train.splits import Splits, open_splits, risks
 from plainvit.train.transfer import init_hash, initial_model, load_teacher, resolve
 from plainvit.weights import load
 

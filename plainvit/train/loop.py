@@ -1,7 +1,13 @@
 """The training loop, the only one: pre-training, fine-tuning and self-supervision differ in what is passed to it.
 
-Everything random in a step follows from (seed, step): the batch, its augmentation, dropout. So a run that goes on from
-a checkpoint is, bit for bit, the run that was never stopped, and any step can be made again.
+Everything random in a step follows from (seed, step): the batch, its augmentation (data/order.py), dropout. So a run
+that goes on from a checkpoint is, bit for bit, the run that was never stopped, and any step can be made again.
+
+    step        the next batch from `Supply`, made while the device was at work on the last one
+      launch      seeds dropout, then run.gradients, the function below or a CUDA graph of it:
+        gradients   for each micro-batch: loss = objective(*tensors), loss.backward(); then clip
+      read        loss and norm come back to the host: the one place where it waits for the device
+      update      the optimisers' step, where both are finite; then the averaged weights (EMA)
 """
 
 import contextlib
@@ -58,7 +64,7 @@ class Training:
     config: Config
     objective: Classify | PredictPatches
     optimizers: Optimizers
-    average: Average | None
+    average: Average | None  # of the weights, exponentially (EMA)
     loader: Loader
     folder: Folder
     track: Callable[[dict[str, Any]], None] = lambda _: None
@@ -186,7 +192,10 @@ class Supply:
         self.failure: Exception | None = None
 
     def make(self) -> float:
-        """The next one, unless it is there or the run ends before it: seconds that it took. A failure can wait."""
+        """The next one, unless it is there or the run ends before it: seconds that it took.
+
+        A failure is kept until its step has come: the one before may still end the run in its own way.
+        """
         started = time.perf_counter()
         if self.made is None and self.step < self.run.steps:
             try:
@@ -211,7 +220,8 @@ class Launched:
     def __init__(self, run: Training, values: Tensor) -> None:
         size = run.world.size
         signal_ = values.new_full((1,), run.signals[0] if run.signals else 0.0)
-        # The norm is that of all processes already, and the loss a mean: each brings its share of them
+        # Loss, images right, norm, signal. The norm is that of all processes already, the loss and a signal are means
+        # (of which `read` takes the next whole number): each process brings its share of them
         shares = torch.cat((values, signal_)) / values.new_tensor((size, 1, size, size)) if size > 1 else None
         self.values = torch.cat((values, signal_)) if shares is None else run.world.sum(shares)
         self.values = self.values.to("cpu", non_blocking=True)
@@ -243,7 +253,7 @@ def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any
             display.tell(f"{run.progress.micro_batch} images at once fit into the device's memory")
     launched = launch(run, tensors)
     made = supply.make()  # meanwhile
-    waited += made if launched.done() else 0.0
+    waited += made if launched.done() else 0.0  # if the device is done already, it has waited for this
     loss, correct, norm, stop = launched.read()
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
@@ -286,10 +296,10 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
     for number, part in enumerate(parts, 1):
         with run.exchange(last=number == len(parts)):
             with run.cast():
-                one, right = forward(*part)
-            one = one * (len(part[0]) / total)
-            one.backward()
-        loss, correct = loss + one.detach(), correct + right
+                part_loss, part_correct = forward(*part)
+            part_loss = part_loss * (len(part[0]) / total)
+            part_loss.backward()
+        loss, correct = loss + part_loss.detach(), correct + part_correct
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
     if run.config.optim.clip:  # by a norm of 0, that is not at all, where it is not finite: the culprits stay known
         finite = norm.nan_to_num(0.0, 0.0, 0.0)

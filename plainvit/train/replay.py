@@ -15,12 +15,12 @@ from rich.table import Table
 from torch import Tensor
 
 from plainvit.config import Config, from_json
+from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import Folder
 from plainvit.train.fit import prepare
 from plainvit.train.loop import Training, gradients, launch
-from plainvit.train.splits import open_splits
 
 
 def replay(path: str | Path, step: int | None = None, data_root: str = "", device: str = "auto") -> dict[str, Any]:

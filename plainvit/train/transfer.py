@@ -10,10 +10,10 @@ from torch import nn
 
 from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, pair
 from plainvit.data.decode import DataError
+from plainvit.data.splits import Splits
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
 from plainvit.runtime.checkpoint import file_hash
-from plainvit.train.splits import Splits
 from plainvit.weights import load, look
 from plainvit.weights.reading import resolve as weights_path
 

@@ -17,7 +17,7 @@ def score(
     /,
     *,
     data: str,
-    split: str = "test",
+    split: str = "",
     data_root: Path | None = None,
     out: Path | None = None,
     image_size: int | None = None,
@@ -42,7 +42,7 @@ def score(
     Args:
         model: A run folder, weights of any library, hf:org/name, a name from `plainvit weights`, or timm:NAME[@FILE].
         data: A folder, a list (labels.csv), shards, hf:org/dataset, a known set, digits or shapes.
-        split: train, val or test.
+        split: train, val or test; where not given test, or what the run held out, or all that there is.
         data_root: Where known sets lie, each in a folder of its name.
         out: Where the results go; evaluations/MODEL-DATA-SPLIT-HASH where not given.
         image_size: Height and width in pixels, in place of the model's own; positions are resampled.
