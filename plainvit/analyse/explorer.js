@@ -160,7 +160,7 @@
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
     const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
     const most = head === null ? ` At the brightest place: ${(data.largest[image][layer][query] / 10).toFixed(1)} % of its ` +
-      `attention; spread evenly it would be ${(100 / (data.keys[0] * data.keys[1])).toFixed(1)} %.` : "";
+      `attention; spread evenly it would be ${(100 * patches / (data.keys[0] * data.keys[1] * data.tokens)).toFixed(1)} %.` : "";
     words.textContent = `${who}: where ${where} looks.${most}` + (guess ? ` The model says: ${guess}.` : "");
     main.setAttribute("aria-label", words.textContent);
   }

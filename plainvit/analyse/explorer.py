@@ -120,6 +120,7 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
         "images": [one | {"width": width, "height": height} for one in shown[: wanted.images]],
         "grid": model.config.grid,
         "keys": wanted.keys,
+        "tokens": model.config.tokens,
         "headKeys": wanted.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
         "heads": wanted.heads,

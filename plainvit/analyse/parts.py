@@ -17,6 +17,7 @@ from torch import Tensor
 from plainvit.analyse import attention, drawings, embeddings, robust, tokens
 from plainvit.analyse.page import element, picture
 from plainvit.analyse.subject import LEAST, Drawing, Part, Parts, Subject
+from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 
@@ -222,14 +223,14 @@ def robustness(subject: Subject) -> Parts:
     drawn = drawings.draw_lines([100 * s for s in SHARES], {"": hidden}, "Accuracy, %", "patches hidden, %")
     pieces = [a * b for a, b in grids]
     again = drawings.draw_lines(pieces, {"": mixed}, "Accuracy, %", "pieces that are shuffled")
-    spread = 100 * 1.96 * math.sqrt(hidden[0] * (1 - hidden[0]) / count)
+    low, high = wilson(hidden[0] * count, count)
     yield Part(
         "hidden-patches",
         "Hidden and shuffled patches",
         f"Accuracy over {count} images when a random share of the patches is replaced by the image's mean colour; and "
         "when the image is cut into a grid and its pieces are put back in a random order. A model that falls late at "
         "the first sees the whole; one that stays high at the second looks at texture rather than shape. So many "
-        f"images tell the accuracy within {spread:.0f} points.",
+        f"images tell the accuracy within {50 * (high - low):.0f} points.",
         {
             "": Drawing(drawn, {"images": count, "shares": SHARES, "accuracy": hidden}),
             "shuffled": Drawing(again, {"images": count, "grids": grids, "accuracy": mixed}),
