@@ -58,6 +58,7 @@ from bench.peers import MODES, PEERS, RATE, PeerStep, cudnn_attention
 from plainvit.config import Config, Optim, Preprocess, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
+from plainvit.data.splits import Splits
 from plainvit.evaluate.cost import parameters
 from plainvit.names import configure
 from plainvit.runtime.display import Display
@@ -65,7 +66,6 @@ from plainvit.runtime.distributed import World, choose_device
 from plainvit.runtime.folder import Folder
 from plainvit.train import loop
 from plainvit.train.fit import prepare
-from plainvit.data.splits import Splits
 
 MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images a step on a GPU
 BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
