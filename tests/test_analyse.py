@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from pictures import plant, plant_classes, png, real_data
 from PIL import Image
@@ -61,7 +62,7 @@ def resnet() -> ResNet:
     return filled(config.replace(blocks=(1,), image_size=(32, 48)), torch.float32)
 
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 2))
 
 
 def predictor(model: Any) -> Predictor:

@@ -103,6 +103,7 @@ def test_a_peer_that_learns_otherwise_is_told_of(
     assert "timm, tuned: losses differ by more than 0.001" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_missing_peer_is_left_out_with_its_line(
     train: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:

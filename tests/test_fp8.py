@@ -200,6 +200,7 @@ def test_sizes_that_do_not_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["fp8: 4 of 8 matrices stay bf16, a side of theirs is no multiple of 16"]
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_piece() -> None:
     """With its gradients, by the class token's shortcut, and with blocks run again."""
     model = use_fp8(tiny.vit(torch.float32), torch.float32).take_shortcuts()

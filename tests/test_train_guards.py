@@ -387,7 +387,7 @@ def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: d
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
     out = tmp_path / "run"
-    child = command(tmp_path, runs.config(), pace=0.5)
+    child = command(tmp_path, runs.config(), pace=0.25)
     child.wait_for(lambda: any(metrics(out)))
     line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=2, capsys=capsys)
     assert str(out) in line

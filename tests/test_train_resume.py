@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import safetensors.torch
 import small_runs as runs
+import tiny
 import torch
 from safetensors.torch import load_file
 from small_runs import Child, litter, marker, outcome, stalled, status
@@ -127,6 +128,7 @@ def test_a_run_killed_before_it_began_can_begin(tmp_path: Path, whole_streamed: 
     assert outcome(tmp_path / "run") == whole_streamed
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_ends_the_same(tmp_path: Path) -> None:
     made = runs.streamed(steps=36, evaluations=4)
     kill_at_random(3, made, tmp_path / "run", seed=1)
@@ -198,7 +200,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("changes", tiny.mostly_slow(VARIANTS.values(), 3), ids=VARIANTS)
 def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
     made = runs.config(**changes)
     fit(made, tmp_path / "whole", quiet=True)
