@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -25,8 +26,8 @@ from plainvit.evaluate.devices import DEVICES, H200
 from plainvit.evaluate.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
 from plainvit.evaluate.plan import plan, table
 from plainvit.evaluate.ranks import sharded
-from plainvit.evaluate.speed import RING, exposed, products, seconds
-from plainvit.models import ResNet, ViT, build
+from plainvit.evaluate.speed import RING, exposed, is_short, products, seconds
+from plainvit.models import ResNet, ViT, build, short_attention
 from plainvit.names import configure, list_models
 from plainvit.recipes import recipe
 from plainvit.recipes.paper import PRETRAINING
@@ -548,3 +549,11 @@ def test_resnets_and_hybrids_have_no_gap() -> None:
         assert mode["fits"], name
         assert isinstance(config.model, ViTConfig | ResNetConfig)
         assert mode["images_per_second"] > 0
+
+
+def test_what_is_short_is_what_the_kernel_takes() -> None:
+    """The plan is made without torch, so it has these numbers a second time."""
+    for width, tokens in itertools.product((32, 48, 64, 80, 96), (287, 288, 289)):
+        model = ViTConfig(width=2 * width, heads=2, patch=(1, 1), image_size=(1, tokens - 1))
+        fits = tokens <= short_attention.MOST_TOKENS and width in short_attention.HEAD_WIDTHS
+        assert is_short(model) == fits

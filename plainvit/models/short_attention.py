@@ -165,9 +165,13 @@ def device_ready(index: int) -> bool:
 
 def _check(qkv: Tensor, heads: int) -> None:
     reason = unfit(qkv, heads)
-    interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # tests, on any machine
-    if reason and not interpreted:
+    if reason and not interpreted(qkv):
         raise ValueError(reason)
+
+
+def interpreted(x: Tensor) -> bool:
+    """Whether Triton's interpreter stands in for a GPU, as in tests on any machine."""
+    return not x.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

@@ -236,12 +236,15 @@ class Residual(nn.Module):
     def skipping(self, images: int) -> bool:
         """Whether a branch is to be computed only for the images that keep it."""
         wanted = self.skips and self.training and self.rate >= SKIPPED
-        return wanted and 0 < round(images * (1 - self.rate)) < images
+        return wanted and 0 < self.keeping(images) < images
+
+    def keeping(self, images: int) -> int:
+        return round(images * (1 - self.rate))
 
     def plus_some(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """x + branch(x) for a share of the images that is the same in every batch, chosen anew; x for the others."""
         images = x.shape[0]
-        count = round(images * (1 - self.rate))
+        count = self.keeping(images)
         kept = torch.rand(images, device=x.device).argsort()[:count]
         some = x.index_select(0, kept)
         return x.index_copy(0, kept, some + (self.scaled(branch(some)) * (images / count)).to(x.dtype))
