@@ -12,6 +12,7 @@ from scipy.stats import spearmanr, ttest_rel
 
 from plainvit.data.decode import DataError
 from plainvit.studies import positions
+from plainvit.studies.runs import Workers
 from plainvit.studies.study import (
     Arm,
     Found,
@@ -111,23 +112,23 @@ def transfer(steps: int = 3) -> Study:
 
 @pytest.mark.slow
 def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
-    verdict = run_study(transfer(), "cpu", tmp_path, seeds=2, at_once=2, quiet=True)
+    verdict = run_study(transfer(), "cpu", tmp_path, Workers(2), seeds=2, quiet=True)
     assert verdict.why == "['scratch', 'transferred']"
     assert {file.name for file in (tmp_path / "transfer").iterdir()} == {"figure.png", "table.md", "verdict.json"}
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
-    assert run_study(transfer(), "cpu", tmp_path, seeds=2, quiet=True) == verdict
+    assert run_study(transfer(), "cpu", tmp_path, Workers(), seeds=2, quiet=True) == verdict
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert after == before, "nothing is run again"
     with pytest.raises(ValueError, match="verdict on other runs than transfer has now: give another --out"):
-        run_study(transfer(steps=4), "cpu", tmp_path, seeds=2, quiet=True)
+        run_study(transfer(steps=4), "cpu", tmp_path, Workers(), seeds=2, quiet=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_budget_without_its_device_or_data(tmp_path: Path) -> None:
     with pytest.raises(NoDeviceError, match="needs a CUDA GPU, and there is none: --budget cpu"):
-        run_study(positions.STUDY, "gpu", tmp_path)
+        run_study(positions.STUDY, "gpu", tmp_path, Workers())
     absent = replace(transfer(), arms=lambda _: {"a": Arm(runs.config(data=str(tmp_path / "nowhere")))})
     with pytest.raises(DataError, match="nowhere"):
-        run_study(absent, "cpu", tmp_path, quiet=True)
+        run_study(absent, "cpu", tmp_path, Workers(), quiet=True)
     assert not list(tmp_path.iterdir())

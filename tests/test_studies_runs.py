@@ -6,7 +6,7 @@ import pytest
 import small_runs as runs
 
 from plainvit.disk import read_json
-from plainvit.studies.runs import FailedRunsError, run_all, run_hash
+from plainvit.studies.runs import FailedRunsError, Workers, run_all, run_hash
 from plainvit.train.fit import fit
 
 
@@ -14,7 +14,7 @@ from plainvit.train.fit import fit
 def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
     configs = {f"seed {seed}": runs.config(seed=seed, steps=4, evaluations=1) for seed in (2, 0, 1)}
     configs["seed 0 again"] = configs["seed 0"]
-    found = run_all(configs, tmp_path / "many", at_once=2, quiet=True)
+    found = run_all(configs, tmp_path / "many", Workers(2), quiet=True)
     assert list(found) == list(configs)
     for name, config in configs.items():
         numbers = read_json(found[name] / "results.json")
@@ -24,7 +24,7 @@ def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
         assert numbers["val"]["nll"] == pytest.approx(alone["val"]["nll"], rel=1e-7)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "many").rglob("model.safetensors")}
     assert len(before) == 3
-    assert run_all(configs, tmp_path / "many", quiet=True) == found
+    assert run_all(configs, tmp_path / "many", Workers(), quiet=True) == found
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
@@ -32,7 +32,7 @@ def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
 def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
     with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
-        run_all({"bad": bad, "good": good}, tmp_path, quiet=True)
+        run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
     assert (tmp_path / run_hash(good) / "results.json").is_file()
 
 

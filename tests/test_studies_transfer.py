@@ -18,7 +18,7 @@ from plainvit.models import ViT, build
 from plainvit.studies import transfer
 from plainvit.studies.bases import DOWNSTREAM, base, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_arms
-from plainvit.studies.runs import run_hash
+from plainvit.studies.runs import Workers, run_hash
 from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, definition, run_study, stages
 from plainvit.train.fit import fit
 
@@ -227,12 +227,12 @@ def test_a_study_with_edited_weights(tmp_path: Path) -> None:
         decide=lambda found: Verdict("not decided", str(sorted(found.values))),
         draw=lambda found: draw_arms(found, "", {}, ""),
     )
-    assert run_study(study, "cpu", tmp_path, seeds=1, at_once=2, quiet=True).why == "['kept', 'new']"
+    assert run_study(study, "cpu", tmp_path, Workers(2), seeds=1, quiet=True).why == "['kept', 'new']"
     folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     assert len(folders) == 4
     assert sum("redraw_positions" in path.name for path in folders) == 1
     assert definition(study.arms("cpu")) != definition({**study.arms("cpu"), "new": Arm(after, after="before")})
-    run_study(study, "cpu", tmp_path, seeds=1, quiet=True)
+    run_study(study, "cpu", tmp_path, Workers(), seeds=1, quiet=True)
     assert len([path for path in (tmp_path / "runs").iterdir() if path.is_dir()]) == 4, "nothing is made again"
 
 

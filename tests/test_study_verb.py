@@ -23,6 +23,7 @@ from plainvit.recipes import recipe
 from plainvit.studies import page, positions
 from plainvit.studies.bill import bill
 from plainvit.studies.book import studies
+from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Study, Verdict, run_study
 
 Capture = pytest.CaptureFixture[str]
@@ -223,7 +224,7 @@ def test_one_that_fails_does_not_stop_the_others(
 def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
     plant(tmp_path, "tiny", 90, budget="gpu")
     with pytest.raises(ValueError, match="holds a verdict at budget gpu, above cpu: give another --out"):
-        run_study(tiny("tiny"), "cpu", tmp_path, quiet=True)
+        run_study(tiny("tiny"), "cpu", tmp_path, Workers(), quiet=True)
 
 
 # The bill -------------------------------------------------------------------------------------------------------------

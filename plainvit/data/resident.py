@@ -52,15 +52,15 @@ def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
     if len(source) > 2_000_000:
         return None
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] * SHARE
-    else:
-        free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * SHARE, 4e9)
+        side, free = 256, torch.cuda.mem_get_info(device)[0] * SHARE
+    else:  # where cutting a small image out of a large canvas takes longer than decoding it again
+        side, free = 160, min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * SHARE, 4e9)
     extents = np.empty((0, 2), int)
     few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
     for chosen in (few, np.arange(len(source))):
         extents = _extents(source, chosen)
-        height, width = (int(side) for side in extents.max(0))
-        if height * width > 160 * 160 or len(source) * height * width * 3 > free:
+        height, width = (int(one) for one in extents.max(0))
+        if height * width > side * side or len(source) * height * width * 3 > free:
             return None
     return extents
 
@@ -141,7 +141,7 @@ def decode_all(
     """Every image as uint8 [N, 3, H, W] with its size [N, 2]; threads, since the decoder lets go of the interpreter."""
     count, threads = len(source), threads or os.cpu_count() or 1
     extents = _extents(source, np.arange(count)) if extents is None else extents
-    height, width = (int(side) for side in extents.max(0))
+    height, width = (int(one) for one in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
     canvas = images.numpy()
 

@@ -1,9 +1,12 @@
 """Many runs, a few at a time, on one machine; each finished one is kept by the hash of its config and not run again.
 
-    folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), at_once=4)
+    with Workers(4) as workers:
+        folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), workers)
     read_json(folders["seed 0"] / "results.json")["val"]["top1"]
 
-Small models leave most of a large GPU free, so several runs side by side finish sooner than one after the other.
+Small models leave most of a large GPU free, so several runs side by side finish sooner than one after the other. Most
+of a short run is the start of a process and compilation: a worker is started once, and keeps what it compiled for runs
+of one kind.
 """
 
 import contextlib
@@ -19,11 +22,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from plainvit.config import Config, from_json, to_json
+from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display
 from plainvit.train.fit import fit
@@ -37,18 +40,17 @@ class FailedRunsError(ValueError):
     exit_code = 4
 
 
-def run_all(configs: Mapping[str, Config], folder: Path, *, at_once: int = 1, quiet: bool = False) -> dict[str, Path]:
+def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, quiet: bool = False) -> dict[str, Path]:
     """The folder of each run by its name; equal configs are one run. Test images are not read.
 
     An error comes once all others are done.
     """
-    assert at_once > 0
     found = {name: folder / run_hash(config) for name, config in configs.items()}
     names = {path: name for name, path in found.items() if not is_done(path)}  # of equal ones the last name stands
     total = len(set(found.values()))
     failed: dict[str, str] = {}
     with Display("runs", total, total - len(names), quiet=quiet) as display:
-        for path, future in _finished({path: configs[name] for path, name in names.items()}, at_once):
+        for path, future in workers.finished({path: configs[name] for path, name in names.items()}):
             error = future.exception()
             if error:
                 failed[names[path]] = (str(error).splitlines() or [type(error).__name__])[0]
@@ -73,37 +75,61 @@ def is_done(path: Path) -> bool:
     return (path / "status.json").is_file() and read_json(path / "status.json").get("state") == "done"
 
 
-def _finished(configs: Mapping[Path, Config], at_once: int) -> Iterator[tuple[Path, Future]]:
-    """As they finish. A process that dies takes its pool with it, so each worker is a pool of its own."""
-    rest, threads = list(configs), max((os.cpu_count() or 1) // at_once, 1)
-    free = [_worker() for _ in range(min(at_once, len(rest)))]
-    running: dict[Future, tuple[Path, ProcessPoolExecutor]] = {}
-    others = multiprocessing.active_children()
-    try:
-        while rest or running:
-            while rest and free:
-                path, pool = rest.pop(0), free.pop()
-                with _unheard():
-                    running[pool.submit(_run, to_json(configs[path]), path, threads)] = path, pool
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                path, pool = running.pop(future)
-                if isinstance(future.exception(), BrokenProcessPool):
-                    pool.shutdown()
-                    pool = _worker()
-                free.append(pool)
-                yield path, future
-    except BaseException:  # ctrl-C: each run saves where it is, and the same call goes on from there
-        for child in multiprocessing.active_children():
-            if child not in others:
+def kind(config: Config) -> Config:
+    """What compiled code depends on, and a little more; the model that a run begins from is not looked at."""
+    return config.replace(seed=0, optim=Optim(), init="")
+
+
+class Worker:
+    """A process that makes one run after the other; it is started with the first."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.kind = threads, None
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+
+    def begin(self, config: Config, out: Path) -> Future:
+        known, self.kind = self.kind == kind(config), kind(config)
+        with _unheard():
+            return self.pool.submit(_run, to_json(config), out, self.threads, known)
+
+
+class Workers:
+    """A few at a time. A process that dies takes its pool with it, so each worker is a pool of its own."""
+
+    def __init__(self, at_once: int = 1) -> None:
+        assert at_once > 0
+        self.threads = max((os.cpu_count() or 1) // at_once, 1)
+        self.free = [Worker(self.threads) for _ in range(at_once)]
+        self.running: dict[Future, tuple[Path, Worker]] = {}
+        self.others = multiprocessing.active_children()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """After ctrl-C each run saves where it is, and the same call goes on from there."""
+        for child in multiprocessing.active_children() if error else ():
+            if child not in self.others:
                 child.terminate()
-        raise
-    finally:
-        for pool in [*free, *(pool for _, pool in running.values())]:
-            pool.shutdown(cancel_futures=True)
+        for worker in (*self.free, *(worker for _, worker in self.running.values())):
+            worker.pool.shutdown(cancel_futures=True)
 
-
-def _worker() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+    def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
+        """Of each run, as they finish; a worker goes on with runs of its kind first."""
+        rest = list(configs)
+        while rest or self.running:
+            while rest and self.free:
+                worker = self.free.pop()
+                path = next((path for path in rest if kind(configs[path]) == worker.kind), rest[0])
+                rest.remove(path)
+                self.running[worker.begin(configs[path], path)] = path, worker
+            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+                path, worker = self.running.pop(future)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    worker.pool.shutdown()
+                    worker = Worker(self.threads)
+                self.free.append(worker)
+                yield path, future
 
 
 @contextlib.contextmanager
@@ -131,9 +157,11 @@ def _end_with_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _run(config: dict[str, Any], out: Path, threads: int) -> None:
+def _run(config: dict[str, Any], out: Path, threads: int, known: bool) -> None:
+    """In a worker. Code for other shapes, from the runs before, would come to a limit and end compilation."""
     torch.set_num_threads(threads)
-    torch.compiler.reset()  # code of other shapes, from the run before
+    if not known:
+        torch.compiler.reset()
     made = from_json(config, ("run",))
     assert isinstance(made, Config)
     try:

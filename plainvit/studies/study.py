@@ -30,7 +30,7 @@ from plainvit.data.splits import open_splits
 from plainvit.disk import read_json, write_text
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
-from plainvit.studies.runs import run_all, run_hash
+from plainvit.studies.runs import Workers, run_all, run_hash
 from plainvit.weights import save as save_weights
 
 Budget = Literal["cpu", "gpu", "paper"]
@@ -165,9 +165,9 @@ def run_study(
     study: Study,
     budget: Budget,
     out: Path,
+    workers: Workers,
     *,
     seeds: int = 0,
-    at_once: int = 1,
     data_root: str = "",
     quiet: bool = False,
 ) -> Verdict:
@@ -180,7 +180,7 @@ def run_study(
     }
     _check_definition(study, budget, arms, out / study.name)
     _check_data(arms)
-    configs = run_arms(arms, out / "runs", seeds, at_once, quiet)
+    configs = run_arms(arms, out / "runs", seeds, workers, quiet)
     values = {
         arm: [study.measure(config, out / "runs" / run_hash(config)) for config in configs[arm]]
         for arm in arms
@@ -199,14 +199,14 @@ def run_study(
     return verdict
 
 
-def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, at_once: int, quiet: bool) -> dict[str, list[Config]]:
+def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, workers: Workers, quiet: bool) -> dict[str, list[Config]]:
     """The config of each arm and seed, all of them run, each after the one that it begins from."""
     configs: dict[str, list[Config]] = {}
     for stage in stages(arms):
         for arm in stage:
             configs[arm] = [_config(arms[arm], seed, configs, runs) for seed in range(seeds)]
         due = {f"{arm}, seed {seed}": configs[arm][seed] for arm in stage for seed in range(seeds) if arms[arm].trained}
-        run_all(due, runs, at_once=at_once, quiet=quiet)
+        run_all(due, runs, workers, quiet=quiet)
     return configs
 
 

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 from plainvit.verbs.words import fail, show
 
 if TYPE_CHECKING:
+    from plainvit.studies.runs import Workers
     from plainvit.studies.study import Study
 
 Names = Annotated[tuple[str, ...], Positional, arg(metavar="NAME ...", help_behavior_hint="(required)")]
@@ -67,9 +68,12 @@ def study(
         found = bill.bill(chosen, budget, seeds)
         show(found, None if json else bill.table(found))
         return
+    from plainvit.studies.runs import Workers
+
     runs = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4, "paper": 1}[budget]
     try:
-        failed = _run(chosen, budget, out, quiet=json, seeds=seeds, at_once=runs, data_root=data_root)
+        with Workers(runs) as workers:
+            failed = _run(chosen, budget, out, workers, quiet=json, seeds=seeds, data_root=data_root)
     except KeyboardInterrupt:
         fail(f"interrupted; the same command goes on with what {out / 'runs'} has", 130)
     _tell(chosen, out, json)
@@ -95,7 +99,9 @@ def _chosen(names: tuple[str, ...]) -> "list[Study]":
     return [one for name, one in studies().items() if name in names or "all" in names]
 
 
-def _run(chosen: "list[Study]", budget: Budget, out: Path, *, quiet: bool, **settings: Any) -> dict[str, Exception]:
+def _run(
+    chosen: "list[Study]", budget: Budget, out: Path, workers: "Workers", *, quiet: bool, **settings: Any
+) -> dict[str, Exception]:
     """One after the other, the page after each; what failed, which does not keep the others from running."""
     from plainvit.studies.page import write_page
     from plainvit.studies.study import NoDeviceError, run_study
@@ -105,7 +111,7 @@ def _run(chosen: "list[Study]", budget: Budget, out: Path, *, quiet: bool, **set
         if not quiet:
             print(f"{one.name}, {number} of {len(chosen)}: {one.claim}", file=sys.stderr)
         try:
-            verdict = run_study(one, budget, out, quiet=quiet, **settings)
+            verdict = run_study(one, budget, out, workers, quiet=quiet, **settings)
         except NoDeviceError:  # the others would say the same
             raise
         except (ValueError, OSError) as error:
