@@ -121,14 +121,14 @@ def at_most(limit: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measure_all(budget: float) -> list[dict[str, Any]]:
-    """The rows that the time allows; one that fails says why, and the others go on."""
+def measured(budget: float) -> Iterator[dict[str, Any]]:
+    """The rows that the time allows, one by one; one that fails says why, and the others go on."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [(name, configure(name), batch) for name, batch in ROWS]
     if device.type == "cpu":
         print("no GPU: a tiny model stands in, to try the script", file=sys.stderr)
         rows = [("tiny ViT", TINY, 16)]
-    end, found, a_layer = time.monotonic() + budget, [], 0.0
+    end, a_layer = time.monotonic() + budget, 0.0
     for name, model, batch in rows:
         what, left, layers = f"{name}, batch {batch}", end - time.monotonic(), getattr(model, "depth", 1)
         print(f"  {what}: {left:.0f} s left", file=sys.stderr, flush=True)
@@ -136,16 +136,16 @@ def measure_all(budget: float) -> list[dict[str, Any]]:
             if left < 1.2 * a_layer * layers:  # the backward pass is compiled in a thread that no signal stops
                 raise OutOfTimeError
             with at_most(left):
-                found.append(measure(name, model, batch, device))
-            a_layer = max(a_layer, found[-1]["compiling_s"] / layers)
+                row = measure(name, model, batch, device)
+            a_layer = max(a_layer, row["compiling_s"] / layers)
         except (OutOfTimeError, RuntimeError) as error:
             why = "no time was left" if isinstance(error, OutOfTimeError) else str(error).splitlines()[0]
-            found.append({"what": what, "left_out": why})
+            row = {"what": what, "left_out": why}
+        yield row
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return found
 
 
 # Beside the plan ------------------------------------------------------------------------------------------------------
@@ -275,14 +275,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(str(error))
         return
     name = device_name(options.on)
-    rows = measure_all(options.seconds)
-    saved = {"on": name, "machine": machine(), "rows": rows}
     top = ceilings("cuda", []) if torch.cuda.is_available() else {}
-    saved["ceilings"] = {name: top[name] for name in ("matmul", "copy") if name in top} or None
-    if options.json:
-        options.json.write_text(json.dumps(saved, indent=2) + "\n")
-        print(f"written: {options.json}")
+    top = {word: top[word] for word in ("matmul", "copy") if word in top}
+    rows: list[dict[str, Any]] = []
+    for row in measured(options.seconds):
+        rows.append(row)
+        if options.json:  # after each, so that none is lost
+            saved = {"on": name, "machine": machine(), "rows": rows, "ceilings": top or None}
+            options.json.write_text(json.dumps(saved, indent=2) + "\n")
     show(rows, name)
+    if options.json:
+        print(f"written: {options.json}")
 
 
 if __name__ == "__main__":

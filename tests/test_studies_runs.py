@@ -6,7 +6,7 @@ import pytest
 import small_runs as runs
 
 from plainvit.disk import read_json
-from plainvit.studies.runs import FailedRunsError, Workers, run_all, run_hash
+from plainvit.studies.runs import FailedRunsError, Workers, kind, run_all, run_hash
 from plainvit.train.fit import fit
 
 
@@ -29,11 +29,30 @@ def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_code_compiled_for_one_run_serves_the_next(tmp_path: Path) -> None:
+    """One worker makes both; the second must not differ from the same run in a process of its own."""
+    first, second = (runs.config(seed=seed, steps=4, evaluations=1, compile="on") for seed in (0, 1))
+    with Workers() as workers:
+        together = run_all({"first": first, "second": second}, tmp_path / "one", workers, quiet=True)
+    with Workers() as workers:
+        alone = run_all({"second": second}, tmp_path / "other", workers, quiet=True)
+    both = [read_json(found["second"] / "results.json")["val"] for found in (together, alone)]
+    assert both[0]["nll"] == both[1]["nll"]
+    assert both[0]["confusion"] == both[1]["confusion"]
+
+
+@pytest.mark.slow
 def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
     with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
         run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
     assert (tmp_path / run_hash(good) / "results.json").is_file()
+
+
+def test_runs_of_one_kind_share_compiled_code() -> None:
+    config = runs.config()
+    assert kind(config) == kind(config.replace(seed=3, init="a/1f", optim=config.optim.replace(lr=0.5)))
+    assert kind(config) != kind(config.replace(batch=2 * config.batch))
 
 
 def test_a_run_is_known_by_what_decides_its_result() -> None:

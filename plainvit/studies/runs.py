@@ -115,13 +115,14 @@ class Workers:
             worker.pool.shutdown(cancel_futures=True)
 
     def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
-        """Of each run, as they finish; a worker goes on with runs of its kind first."""
-        rest = list(configs)
+        """Of each run, as they finish; a worker goes on with runs of its kind, or begins one that no other is at."""
+        rest = {path: kind(config) for path, config in configs.items()}
         while rest or self.running:
             while rest and self.free:
                 worker = self.free.pop()
-                path = next((path for path in rest if kind(configs[path]) == worker.kind), rest[0])
-                rest.remove(path)
+                taken = [other.kind for _, other in self.running.values()]
+                path = min(rest, key=lambda path: (rest[path] != worker.kind, rest[path] in taken))
+                del rest[path]
                 self.running[worker.begin(configs[path], path)] = path, worker
             for future in wait(self.running, return_when=FIRST_COMPLETED).done:
                 path, worker = self.running.pop(future)
