@@ -21,7 +21,18 @@ from plainvit import cli
 from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
 from plainvit.data.generated import digits
 from plainvit.models import ViT, build, fp8, optimise
-from plainvit.models.fp8 import E4M3, Fp8Answer, Fp8Linear, Product, emulated, in_fp8, product, quantise, use_fp8
+from plainvit.models.fp8 import (
+    E4M3,
+    Fp8Answer,
+    Fp8Linear,
+    Product,
+    emulated,
+    in_fp8,
+    product,
+    quantise,
+    scaled_product,
+    use_fp8,
+)
 from plainvit.models.optimise import FP8, PLAIN, Optimised, choose
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
@@ -151,6 +162,21 @@ def test_the_emulation_is_pytorchs_own_product_on_a_cpu() -> None:
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
     torch.testing.assert_close(emulated(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_the_operator_is_one_piece_of_compiled_code() -> None:
+    """With operands that the compiler made, of a matrix that lies the other way round; on a CPU that has the product."""
+
+    def both(x: Tensor, weight: Tensor) -> Tensor:
+        (a, rows), (b, columns) = quantise(x), quantise(weight.t())
+        return scaled_product(a, b, rows, columns, None, False)
+
+    x, weight = draw(24, 64), draw(64, 32, seed=1)
+    try:
+        eager = both(x, weight)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
+    assert torch.equal(torch.compile(both, fullgraph=True)(x, weight), eager)
 
 
 @pytest.mark.parametrize("M", [1, 40, 256])

@@ -39,10 +39,18 @@ def product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | 
     """a [M, K] times b [N, K] transposed, both as `quantise` gives them: [M, N], bf16 on a GPU."""
     if not a.is_cuda:
         return emulated(a, b, scales, bias)
-    low = None if bias is None else bias.bfloat16()
+    return scaled_product(a, b, *scales, None if bias is None else bias.bfloat16(), fast)
+
+
+def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a, b.t(), scales[0], scales[1].t(), bias=low, out_dtype=torch.bfloat16, use_fast_accum=fast
+        a, b.t(), rows, columns.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
+
+
+# An operator of its own: of the bare call the compiler tries dozens of kernels for every shape, for minutes.
+scaled_product = torch.library.custom_op("plainvit::scaled_product", _scaled_product, mutates_args=())
+scaled_product.register_fake(_scaled_product)
 
 
 def emulated(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
