@@ -165,7 +165,7 @@ def test_the_emulation_is_pytorchs_own_product_on_a_cpu() -> None:
 
 
 def test_the_operator_is_one_piece_of_compiled_code() -> None:
-    """With operands that the compiler made, of a matrix that lies the other way round; on a CPU that has the product."""
+    """With operands that the compiler made, of a matrix that lies the other way; on a CPU that has the product."""
 
     def both(x: Tensor, weight: Tensor) -> Tensor:
         (a, rows), (b, columns) = quantise(x), quantise(weight.t())
