@@ -235,6 +235,24 @@ def test_a_shortened_run_keeps_its_length(tmp_path: Path, monkeypatch: pytest.Mo
     assert outcome(tmp_path / "run")["step"] == 10
 
 
+def test_a_run_that_was_shortened_on_the_way_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At step 6 a look at the clock leaves 8 steps of 12; what looks no more, or is stopped before, ends the same."""
+
+    def shorten(watch: loop.Stopwatch, _: object) -> None:
+        watch.run.progress.cut = 4 * (watch.run.progress.step >= 6)
+
+    monkeypatch.setattr(loop.Stopwatch, "shorten", shorten)
+    made = runs.config(evaluations=6, save_every=1, hours=1.0)
+    fit(made, tmp_path / "whole", quiet=True)
+    for step in (5, 7):
+        stopped_run(made, tmp_path / f"run-{step}", step)
+        if step > 6:
+            monkeypatch.setattr(loop.Stopwatch, "shorten", lambda *_: None)
+        fit(made.replace(hours=0.0) if step > 6 else made, tmp_path / f"run-{step}", quiet=True)
+        assert outcome(tmp_path / f"run-{step}") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "whole")["step"] == 8
+
+
 def test_a_search_goes_on(tmp_path: Path) -> None:
     made = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
     fit(made, tmp_path / "whole", search=True, quiet=True)

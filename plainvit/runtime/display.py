@@ -34,7 +34,7 @@ class Display:
     def advance(self, done: int, words: str) -> None:
         self.done = done
         if self._bar:
-            self._bar.update(self._task, completed=done, words=words)
+            self._bar.update(self._task, completed=done, total=self.total, words=words)
         elif time.monotonic() - self._last > EVERY or done == self.total:
             self._last = time.monotonic()
             self.console.print(f"{self.title} {done}/{self.total}  {words}  {self._left()}", markup=False)

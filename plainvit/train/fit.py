@@ -9,8 +9,10 @@ The same call again goes on with an unfinished run, and does nothing to a finish
 import hashlib
 import json
 import logging
+import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +329,8 @@ def _train(run: Training) -> None:
     """With the time that it took added to what environment.json has of earlier parts of the run."""
     started = time.monotonic()
     try:
+        if run.config.hours:
+            run.ends = started + 3600 * run.config.hours - run.folder.read("environment.json").get("seconds", 0.0)
         if run.config.hours and not run.checkpoints.steps():
             _shorten(run)
         train(run)
@@ -358,16 +362,18 @@ def _shorten(run: Training) -> None:
 
 
 def _time_a_step(run: Training) -> float:
-    """Seconds, data included, without the first ones, which compile and warm up; a tenth more for the update."""
+    """Seconds, data included, without the first ones, which compile and warm up; a tenth more for the update.
+
+    The median: a moment of other work on the machine must not cut the run, which is shortened later if need be.
+    """
     times: list[float] = []
-    started = time.perf_counter()
     for batch in run.loader.batches(0, WARM + 6):
         tensors = run.objective.prepare(batch, 0)
         run.progress.micro_batch = run.progress.micro_batch or choose_micro_batch(run, tensors)
         launch(run, tensors).read()
         run.optimizers.zero()
-        times.append(time.perf_counter() - started)
-    return 1.1 * (times[-1] - times[WARM]) / (len(times) - 1 - WARM)
+        times.append(time.perf_counter())
+    return 1.1 * statistics.median(after - before for before, after in pairwise(times[WARM:]))
 
 
 def _time_an_evaluation(run: Training) -> float:

@@ -55,6 +55,7 @@ class Progress:
     best_step: int | None = None
     worse: int = 0  # evaluations since the best
     micro_batch: int = 0
+    cut: int = 0  # steps that --hours had no time for after all
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.signals: list[int] = []
+        self.ends = math.inf  # when --hours are over, by time.monotonic
         self.quiet = self.quiet or not self.world.first
         config, device = self.config, self.loader.device.type
         self.fsdp = self.world.size > 1 and config.parallel == "fsdp"
@@ -95,7 +97,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        return self.config.steps
+        return self.config.steps - self.progress.cut
 
     def exchange(self, last: bool) -> AbstractContextManager:
         """Gradients go to the other processes with the last of the micro-batches only."""
@@ -138,7 +140,7 @@ def train(run: Training) -> Progress:
     """From wherever the run stands to its end: `progress` then says how it went."""
     _resume(run)
     progress, config = run.progress, run.config
-    every = math.ceil(run.steps / config.evaluations)
+    every = math.ceil(config.steps / config.evaluations)
     run.objective.train()
     with (
         run.checkpoints.settled(),
@@ -147,7 +149,7 @@ def train(run: Training) -> Progress:
         interruptions() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
-        supply = Supply(run, batches)
+        supply, watch = Supply(run, batches), Stopwatch(run)
         while progress.step < run.steps and not _patience_is_out(run):
             watchdog.at(progress.step)
             line, stop = step(run, supply, display)
@@ -160,6 +162,8 @@ def train(run: Training) -> Progress:
             if due and run.evaluate:
                 with watchdog.paused():
                     _validate(run, display)
+            if due:
+                watch.shorten(display)
             if due or stop or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
             if stop and progress.step < run.steps:
@@ -167,6 +171,30 @@ def train(run: Training) -> Progress:
                 raise InterruptedRunError(stop, progress.step)
         run.checkpoints.wait()
     return progress
+
+
+class Stopwatch:
+    """Shortens a run that would not end within --hours at the pace since the last look.
+
+    It looks where a checkpoint follows, which keeps the new length: so a run that goes on goes on exactly. The first
+    interval of each process is not judged by, as it has the compiling in it.
+    """
+
+    def __init__(self, run: Training) -> None:
+        self.run, self.last = run, (0, 0.0)
+
+    def shorten(self, display: Display) -> None:
+        run, (step, then), now = self.run, self.last, time.monotonic()
+        self.last = run.progress.step, now
+        if run.ends == math.inf or not then:
+            return
+        times = torch.tensor([now - then, run.ends - now], dtype=torch.float64, device=run.loader.device)
+        spent, left = (run.world.sum(times) / run.world.size).tolist()  # the same in all processes
+        steps = run.progress.step + max(int(left * (run.progress.step - step) / spent), 0)
+        if steps < run.steps:
+            display.tell(f"slower than at the start: {run.config.hours:g} hours allow {steps} of {run.steps} steps")
+            run.progress.cut += run.steps - steps
+            display.total = steps
 
 
 def _resume(run: Training) -> None:
