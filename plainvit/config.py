@@ -28,11 +28,15 @@ STEM_NUMERICS: dict[str, dict[str, Any]] = {  # the hybrids' ResNet is other cod
 }
 
 
+MOST_NAMED = 24  # names that an error lists whole
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The end of an error message about an unknown name: what the user may have meant."""
     known = list(known)
     by_lower = {word.lower(): word for word in known}
-    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
+    cutoff = 0.5 if len(known) <= MOST_NAMED else 0.0  # of very many, the nearest however far
+    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, count, cutoff)]
     return f"nearest: {', '.join(close)}" if close else f"one of: {', '.join(known)}"
 
 
@@ -402,7 +406,7 @@ class Config(Checked):
     search_holdout: float = 0.1  # the same while --search tries the rates of optim.grid
     epochs: float = 0.0  # length of the run
     steps: int = 0  # length of the run in place of epochs
-    hours: float = 0.0  # a budget: the run is shortened to fit, its schedule with it; 0: none
+    hours: float = 0.0  # to train for: steps and schedule are shortened to fit, again if the machine slows down; 0: any
     batch: int = 512  # images a step, over all devices
     micro_batch: int = 0  # images at once on a device, gradients accumulated; 0: what fits
     #: labels; or of hidden patches: the paper's masked patch prediction, MAE's, SimMIM's

@@ -15,6 +15,7 @@ import plainvit
 from plainvit.cli import VERBS, main
 from plainvit.evaluate import cost
 from plainvit.verbs.runs import RUNS
+from plainvit.weights.published import TO_START
 
 COMMAND = Path(sys.executable).with_name("plainvit")
 Capture = pytest.CaptureFixture[str]
@@ -335,14 +336,18 @@ def test_each_setting_is_explained_by_words_of_its_own(capsys: Capture) -> None:
     assert [text for text in said if said.count(text) > 1] == ["of MAE's decoder"] * 2
 
 
-def test_weights_by_pattern_and_addresses_in_one_piece(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_by_pattern_and_names_in_one_piece(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = json.loads(printed(capsys, "weights", "*mae*", "--json"))
     assert found
     assert all("mae" in name for name in found)
-    text = printed(capsys, "weights")
-    for entry in json.loads(printed(capsys, "weights", "--json")).values():
-        assert f" {entry['hub']} " in text
+    lines = printed(capsys, "weights").splitlines()
+    for name, entry in json.loads(printed(capsys, "weights", "--json")).items():
+        (row,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert f" {entry['parameters'] / 1e6:.1f}M " in row
+        assert row.split()[-1] == entry["licence"].split()[-1]
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[-1] for line in lines[-2:]] == list(TO_START.values())
 
 
 def test_convert_as_json(capsys: Capture, tmp_path: Path) -> None:

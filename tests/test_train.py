@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.folder import Folder, metrics
+from plainvit.train import loop
 from plainvit.train.fit import fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
 from plainvit.train.transfer import resolve
+from plainvit.weights.published import TO_START
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 DATA = os.environ.get("PLAINVIT_DATA")
@@ -268,8 +271,29 @@ def test_hours_shorten_the_run_and_its_schedule(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "config.json").read_text())
     assert 1 <= stored["steps"] < 5000
     assert stored["optim"]["warmup"] == pytest.approx(stored["steps"] / 10)
-    assert len(losses(tmp_path)) == stored["steps"]
+    assert len(losses(tmp_path)) == json.loads((tmp_path / "status.json").read_text())["steps"] <= stored["steps"]
     fit(config, tmp_path, quiet=True)  # the same command: the length that was found stays
+
+
+def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step was measured to take 10 ms, and takes 40: the time is kept, the rate still ends near 0."""
+    made = loop.launch
+
+    def slow(run: loop.Training, tensors: tuple[torch.Tensor, ...]) -> loop.Launched:
+        time.sleep(0.04)
+        return made(run, tensors)
+
+    monkeypatch.setattr(loop, "launch", slow)
+    monkeypatch.setattr("plainvit.train.fit._time_a_step", lambda _: 0.01)
+    monkeypatch.setattr("plainvit.train.fit._time_an_evaluation", lambda _: 0.0)
+    config = tiny(steps=1000, hours=2 / 3600, holdout=0.0, evaluations=20)
+    run = fit(config, tmp_path, quiet=True, bare=True).folder
+    seconds = json.loads((run / "environment.json").read_text())["seconds"]
+    lines = [line for line in metrics(run) if "lr" in line]
+    assert json.loads((run / "config.json").read_text())["steps"] == 190
+    assert len(lines) <= 50
+    assert seconds < 4  # 190 steps would take 8
+    assert lines[-1]["lr"] < 0.02 * max(line["lr"] for line in lines)
 
 
 def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path) -> None:
@@ -375,3 +399,7 @@ def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "unicorn").rmdir()
     longer = config.replace(batch=1, steps=500)
     assert dict(risks(longer, open_splits(longer))) == {}
+    for device, machine in {"cpu": "CPU", "cuda:0": "GPU"}.items():
+        new = longer.replace(init="", model=TINY, device=device)
+        ((_, mend),) = risks(new, open_splits(new))
+        assert f"--init {TO_START[machine]} " in mend

@@ -750,6 +750,7 @@ def test_published_weights_are_understood_from_their_shapes(tmp_path: Path, name
     published = timm.models.get_pretrained_cfg(model).to_dict()
     described = {"architecture": published["architecture"], "pretrained_cfg": published}
     (tmp_path / "config.json").write_text(json.dumps(described))
+    assert PUBLISHED[name].parameters == sum(weight.numel() for weight in peer.parameters())
     config = look(tmp_path)[0].config
     assert config.image_size == tuple(published["input_size"][1:])
     assert (config.mean, config.std) == (tuple(published["mean"]), tuple(published["std"]))

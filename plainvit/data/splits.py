@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from plainvit.config import Config, ViTConfig
 from plainvit.data.decode import DataError
@@ -69,8 +70,14 @@ def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
     if not config.init and vit and images < 5000 and "digits" not in config.data:
         yield (
             f"{images} images are few to train a ViT from scratch",
-            "start from published weights: plainvit finetune --init vit_b16_augreg_i21k_224 (`plainvit weights`)",
+            f"start from published weights: plainvit finetune --init {_suited(config)} --data {config.data}",
         )
+
+
+def _suited(config: Config) -> str:
+    """Weights that the machine can fine-tune in reasonable time (weights/published.py)."""
+    gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    return "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"
 
 
 def _open(config: Config, split: str) -> Source | None:

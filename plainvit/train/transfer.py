@@ -39,7 +39,9 @@ def resolve(config: Config, splits: Splits) -> Config:
         implied, preprocess = starting_model(config)
         model = model or implied
     if model is None:
-        raise ValueError("there is no model to train: give --init WEIGHTS, or --model NAME")
+        raise ValueError(
+            "there is no model to train: give --init WEIGHTS (`plainvit weights` lists some), or --model NAME"
+        )
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)

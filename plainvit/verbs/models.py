@@ -8,7 +8,7 @@ from tyro.conf import Positional, arg
 from plainvit.verbs.words import UNSAID, Model, Pattern, show
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from plainvit.weights.published import Published
 
@@ -116,10 +116,10 @@ def convert(
 
 
 def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
-    """Published weights by name, with their hub address, licence and reported accuracy.
+    """Published weights by name, with their size, licence and reported accuracy, and which to start from.
 
     Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL are those of timm's results
-    files, in per cent; an empty field was not at hand.
+    files, in per cent; an empty field was not at hand. --json has the hub addresses too.
 
     Args:
         pattern: Only names that match, shell-style, such as '*mae*'.
@@ -136,16 +136,20 @@ def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
     show({name: asdict(entry) for name, entry in found.items()}, None if json else _published_table(found))
 
 
-def _published_table(found: "dict[str, Published]") -> "Table":
+def _published_table(found: "dict[str, Published]") -> "Group":
+    from rich.console import Group
     from rich.table import Table
 
+    from plainvit.weights.published import TO_START
+
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("name", style="cyan", overflow="fold")
-    shown.add_column("hub", no_wrap=True, overflow="ignore")  # an address is copied whole
+    shown.add_column("name", style="cyan", no_wrap=True)
+    for title in ("params", "MB", "top-1", "ReaL"):
+        shown.add_column(title, justify="right", no_wrap=True)
     shown.add_column("licence", overflow="fold")
-    for title in ("top-1", "ReaL"):
-        shown.add_column(title, justify="right")
     for name, entry in found.items():
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
-        shown.add_row(name, entry.hub, entry.licence, *numbers)
-    return shown
+        millions = entry.parameters / 1e6
+        shown.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, entry.licence)
+    start = [f"to fine-tune with a {machine}: {name}" for machine, name in TO_START.items()]
+    return Group(shown, "\nMB: of the file, in fp32; hub addresses: --json", *start)

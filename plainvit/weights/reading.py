@@ -18,6 +18,7 @@ from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.optimise import Optimised
 from plainvit.models.resample import resize
+from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
@@ -25,6 +26,7 @@ from plainvit.weights.layout import Found, fill, some
 from plainvit.weights.published import PUBLISHED
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
+ALL = "`plainvit weights` lists them all"
 log = logging.getLogger("plainvit")
 
 
@@ -99,6 +101,11 @@ def look(
     """What a source holds, by its headers alone: nothing is loaded yet."""
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
+    unfinished = _unfinished(path)
+    if unfinished and not (path / "model.safetensors").is_file():
+        raise ValueError(
+            f"{unfinished}, and has no weights yet: its `plainvit train` command once more goes on with it"
+        )
     if path.is_dir():
         tensors, beside = open_folder(path, safe_only=_from_hub(source)), path
     elif path.is_file():
@@ -106,7 +113,9 @@ def look(
     else:
         raise ValueError(f"there is no file or folder {path}")
     try:
-        return _find(tensors, path, beside, hints)
+        found, tensors = _find(tensors, path, beside, hints)
+        found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
+        return found, tensors
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values no format writes
         raise ValueError(f"{path} is not a sound model: {type(error).__name__}, {error}".replace("\n", " ")) from error
 
@@ -128,6 +137,17 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
     raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
 
 
+def _unfinished(folder: Path) -> str:
+    """How far a run has come that has not ended; nothing of any other folder or file."""
+    said = read_json(folder / "status.json") if folder.is_dir() else {}
+    if said.get("state") in (None, "done"):
+        return ""
+    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+    if said["state"] == "running":  # or killed: then it could not say so
+        return f"{folder} is a run whose last checkpoint is of step {max(kept, default=0)} of {said.get('steps')}"
+    return f"{folder} is a run that stopped at step {said.get('step')} of {said.get('steps')} ({said['state']})"
+
+
 def _from_hub(source: str | Path) -> bool:
     return isinstance(source, str) and not Path(source).exists()
 
@@ -140,10 +160,11 @@ def resolve(source: str | Path) -> Path:
         return hub.fetch(source.removeprefix("hf:"), HUB_FILES)
     if source in PUBLISHED:
         return hub.fetch(PUBLISHED[source].hub, HUB_FILES)
-    if re.fullmatch(r"\w+", source):
-        raise ValueError(
-            f"there is no file {source!r}, nor published weights of that name; {nearest(source, PUBLISHED)}"
-        )
+    if "/" in source and is_model(source):
+        raise ValueError(f"{source!r} names a model, not weights; {nearest(source, PUBLISHED)}; {ALL}")
+    if re.fullmatch(r"[\w-]+", source):
+        words = f"there is no file {source!r}, nor published weights of that name"
+        raise ValueError(f"{words}; {nearest(source, PUBLISHED)}; {ALL}")
     return Path(source)
 
 
