@@ -251,7 +251,7 @@ def summary_table(done: Assessed) -> Group:
     for title in ("value", "95 % interval"):
         shown.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
-        if name in card.metrics:
+        if name in card.metrics and (name != "top5" or done.result.classes > 5):
             ends = card.intervals.get(name)
             between = " to ".join(in_unit(name, end) for end in ends) if ends else ""
             shown.add_row(TITLES[name], in_unit(name, card.metrics[name]), between)

@@ -108,7 +108,7 @@ def _command() -> dict[str, str]:
 
 
 def _metrics(result: Result, labels: Labels) -> dict[str, float]:
-    found = result.numbers() | {"ece": result.calibration_error}
+    found = {"top1": result.top1, "top5": result.top5, "nll": float(result.nll.mean()), "ece": result.calibration_error}
     if not labels.single:
         return found
     table = result.by_class()

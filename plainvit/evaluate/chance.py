@@ -1,6 +1,7 @@
 """How much of a number is chance: intervals for one proportion, for two, and for two models on the same images.
 
 wilson(970, 1000)                    95 % of a proportion (Wilson 1927)
+in_words(970, 1000, 0.1)             the same for someone who has never heard of it
 newcombe(970, 1000, 955, 1000)       95 % of the difference of two (Newcombe 1998, method 10)
 mcnemar(30, 12)                      how often a difference as large arises between two equal models, exactly
 
@@ -21,6 +22,19 @@ def wilson(right: float, images: int) -> tuple[float, float]:
     centre, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
     low, high = (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
     return max(low, 0.0), min(high, 1.0)  # rounding may lead beyond
+
+
+def in_words(right: int, images: int, guessing: float | None = None) -> list[str]:
+    """An accuracy for people, beside what naming one class always gets; a second line where that is as good."""
+    low, high = wilson(right, images)
+    said = f"{right:,} of {images:,} right: top-1 {100 * right / images:.2f} %"
+    said += f", 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
+    if guessing is None:
+        return [said]
+    lines = [f"{said}; guessing would get {100 * guessing:.1f} %"]
+    if low <= guessing:
+        lines.append(f"this is no better than guessing, as far as {images:,} images can tell")
+    return lines
 
 
 def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:

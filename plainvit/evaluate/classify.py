@@ -67,6 +67,12 @@ class Result:
         return wilson(int(self.right.sum()), len(self.labels))
 
     @property
+    def guessing(self) -> float | None:
+        """What naming the most frequent class each time would get; None where more than the label counts as right."""
+        plain = np.array_equal(self.hits, self.guesses == self.labels[:, None])
+        return float(np.bincount(self.labels).max() / len(self.labels)) if plain else None
+
+    @property
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % of what has one."""
         top5 = wilson(int(self.hits.any(1).sum()), len(self.labels))
@@ -109,8 +115,9 @@ class Result:
         return {"images": images, "guessed": guessed, **divided}
 
     def numbers(self) -> dict[str, float]:
-        """What is worth a line while training."""
-        return {"top1": self.top1, "top5": self.top5, "nll": float(self.nll.mean())}
+        """What is worth a line while training; of five classes, five guesses always have the right one."""
+        top5 = {"top5": self.top5} if self.classes > 5 else {}
+        return {"top1": self.top1, **top5, "nll": float(self.nll.mean())}
 
     def summary(self) -> dict[str, Any]:
         """As JSON for results.json."""
@@ -119,6 +126,7 @@ class Result:
             **self.numbers(),
             "ece": self.calibration_error,
             "interval": list(self.interval),
+            "guessing": self.guessing,
             "unreadable": self.unreadable,
             **({"confusion": self.confusion.tolist()} if self.classes <= MOST_CONFUSED else {}),
         }

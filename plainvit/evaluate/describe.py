@@ -46,7 +46,7 @@ def table(described: dict[str, Any]) -> Group:
     for title, style in (("setting", "cyan"), ("value", ""), ("learned from", "dim")):
         shown.add_column(title, style=style)
     for key, value in described["settings"].items():
-        shown.add_row(key, _plain(value), described["sources"][key])
+        shown.add_row(key, _plain(value, key), described["sources"][key])
     prepared = ", ".join(f"{key} {value}" for key, value in described["preprocess"].items())
     shown.add_row("preprocess", prepared, described["sources"]["preprocess"])
     names = described["class_names"]
@@ -57,9 +57,13 @@ def table(described: dict[str, Any]) -> Group:
     )
 
 
-def _plain(value: object) -> str:
+def _plain(value: object, key: str = "") -> str:
+    """Sizes with a cross; what has a value for each channel says so, or that they are equal."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+        return ", ".join(f"{name} {_plain(inner, name)}" for name, inner in value.items())
+    if key in ("mean", "std") and isinstance(value, list):
+        same = len(set(value)) == 1
+        return f"{value[0]} of each channel" if same else f"{', '.join(map(str, value))} of red, green, blue"
     return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -3,11 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from plainvit.verbs.words import Model, chosen_workers, show
+
+if TYPE_CHECKING:
+    from plainvit.evaluate.classify import Result
 
 Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="CARD ...", help_behavior_hint="(required)")]
 
@@ -68,6 +71,9 @@ def score(
         sys.exit(launch(sys.argv[1:], devices, 0, device))
     from dataclasses import asdict
 
+    from rich.console import Group
+    from rich.text import Text
+
     from plainvit.analyse.evaluation import assess, summary_table
     from plainvit.runtime.folder import finite
 
@@ -89,7 +95,13 @@ def score(
     )
     if done:  # the first of several processes speaks for all
         said = {"folder": str(done.folder), **asdict(done.card)}
-        show(finite(said), None if json else summary_table(done))
+        show(finite(said), None if json else Group(summary_table(done), *map(Text, _in_words(done.result))))
+
+
+def _in_words(result: "Result") -> list[str]:
+    from plainvit.evaluate.chance import in_words
+
+    return in_words(int(result.right.sum()), len(result.labels), result.guessing)
 
 
 def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None:

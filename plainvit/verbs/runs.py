@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,13 +95,23 @@ def _train(command: Train) -> None:
     if command.json:
         show({"folder": str(done.folder), **_without_confusion(done.numbers)}, None)
         return
-    for split, name in (("val", "validation"), ("test", "test")):
-        numbers = done.numbers.get(split, {})
-        if "top1" in numbers:
-            print(f"{name} top-1 {100 * numbers['top1']:.2f} %")
-        elif "loss" in numbers:
-            print(f"{name} loss {numbers['loss']:.4f}")
+    for line in _in_words(done.numbers):
+        print(line)
     print(f"report: {done.folder / 'report.html'}")
+
+
+def _in_words(results: dict[str, Any]) -> Iterator[str]:
+    """What the run came to, of images that it has not learned from."""
+    from plainvit.evaluate.chance import in_words
+
+    for split, name in (("val", "validation"), ("test", "test")):
+        found = results.get(split, {})
+        if "top1" in found:
+            right = round(found["top1"] * found["images"])
+            said, *warning = in_words(right, found["images"], found.get("guessing"))
+            yield from (f"{name}: {said}", *warning)
+        elif "loss" in found:
+            yield f"{name} loss {found['loss']:.4f}"
 
 
 def _without_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +128,8 @@ def _doctor(command: Doctor) -> None:
     report = doctor.examine(command.config if command.config.recipe else None)
     show(report, None if command.json else doctor.table(report))
 
+
+OWN = "for images of your own: plainvit finetune --init WEIGHTS --data photos/"
 
 RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> flags, what to do, default recipe
     "train": (Train, _train, ""),
@@ -137,7 +149,7 @@ def run(verb: str, arguments: list[str]) -> None:
         name, arguments = arguments[0], arguments[1:]
     words, arguments = _first_words(arguments)
     if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
-        raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits")
+        raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits; {OWN}")
     config = _begun(recipe(name) if name else Config(), words, strict=verb != "doctor")
     prepared = any(word.startswith("--preprocess.") for word in arguments)
     shown = config.replace(preprocess=config.preprocess or (_implied(config) if prepared else Preprocess()))
