@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,18 @@ Capture = pytest.CaptureFixture[str]
 
 
 # Chance ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 10), (3, 10), (115, 1000), (125, 1000), (970, 1000)])
+def test_a_result_in_words(right: int, images: int) -> None:
+    """Better than guessing is where all of SciPy's interval is above it."""
+    ends = stats.binomtest(right, images).proportion_ci(method="wilson")
+    said, *warning = chance.in_words(right, images, 0.1)
+    assert said.startswith(f"{right:,} of {images:,} right: ")
+    low, high = (float(end) for end in re.findall(r"interval (\S+) to (\S+) %", said)[0])
+    assert (low, high) == pytest.approx((100 * ends.low, 100 * ends.high), abs=0.06)
+    assert said.endswith("guessing would get 10.0 %")
+    assert bool(warning) == (ends.low <= 0.1)
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (1, 10), (970, 1000), (50_000, 50_000)])

@@ -133,6 +133,8 @@ WRONG: list[tuple[str, int, str]] = [
     ("--head zeros", 2, "nearest: zero"),
     ("--init no/such.npz", 2, "no/such.npz"),
     ("--init vit_b16_augreg_i21k_225", 2, "nearest: vit_b16_augreg_i21k_224"),
+    ("--init qqq", 2, "`plainvit weights` lists them all"),
+    ("--init ViT-B/16", 2, "names a model, not weights"),
     ("--search", 2, "--optim.grid"),
 ]
 
@@ -290,6 +292,25 @@ def begun(out: Path, **changes: Any) -> Path:
         with pytest.raises(ZeroDivisionError):
             fit(made(**{"recipe": "mine.py:recipe"} | changes), out, quiet=True)
     return out
+
+
+def test_an_unfinished_run_says_where_it_stopped(tmp_path: Path, capsys: Capture) -> None:
+    begun(tmp_path / "run")
+    for words in (("inspect", "run"), ("predict", "run", "digits"), ("evaluate", "run", "--data", "digits")):
+        said = refused(capsys, *words)
+        assert "stopped at step 3 of 4 (failed), and has no weights yet" in said
+
+
+def test_a_run_made_longer_has_the_weights_from_before(
+    recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed(capsys, "train", recipe, "--out", "run", "--steps", 3)
+    monkeypatch.setattr(loop, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", recipe, "--out", "run", "--force"])
+    capsys.readouterr()
+    said = " ".join(printed(capsys, "inspect", "run").split())
+    assert "stopped at step 3 of 4 (failed): these are the weights from before it was made longer" in said
 
 
 def contents(folder: Path) -> dict[str, bytes]:
