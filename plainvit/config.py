@@ -35,9 +35,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The end of an error message about an unknown name: what the user may have meant."""
     known = list(known)
     by_lower = {word.lower(): word for word in known}
-    cutoff = 0.5 if len(known) <= MOST_NAMED else 0.0  # of very many, the nearest however far
-    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, count, cutoff)]
-    return f"nearest: {', '.join(close)}" if close else f"one of: {', '.join(known)}"
+    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
+    if close:
+        return f"nearest: {', '.join(close)}"
+    few = known[:count] if len(known) > MOST_NAMED else known
+    return f"{'one of' if few == known else 'such as'}: {', '.join(few)}"
 
 
 def pair(size: int | Iterable[int]) -> tuple[int, int]:

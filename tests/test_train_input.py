@@ -160,6 +160,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
         ("finetune --data digits", "--init"),
         ("finetune", "--data"),
         ("finetune --init vit_b16_augreg_i21k_224 --data digits", "hf download timm/vit_base_patch16_224"),
+        ("finetune --init vit_b16_augreg_i21k_224 --data digits", "plainvit train photos --data"),
         ("train digits --data cifar10", "the recipe digits is for digits"),
         ("doctor digitts", "nearest: digits"),
         ("doctor digits --batchh 3", "nearest: --batch"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plainvit.config import Config, ViTConfig
+from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
@@ -66,10 +66,9 @@ def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < FEW_STEPS:
         yield f"a fine-tuning of {config.steps} steps is short", f"--steps {FEW_STEPS} or more"
-    vit = isinstance(config.model, ViTConfig)
-    if not config.init and vit and images < 5000 and "digits" not in config.data:
+    if not config.init and images < 5000 and "digits" not in config.data:
         yield (
-            f"{images} images are few to train a ViT from scratch",
+            f"{images} images are few to learn from alone",
             f"start from published weights: plainvit finetune --init {_suited(config)} --data {config.data}",
         )
 

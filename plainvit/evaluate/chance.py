@@ -27,11 +27,11 @@ def wilson(right: float, images: int) -> tuple[float, float]:
 def in_words(right: int, images: int, guessing: float | None = None) -> list[str]:
     """An accuracy for people, beside what naming one class always gets; a second line where that is as good."""
     low, high = wilson(right, images)
-    said = f"{right:,} of {images:,} right: top-1 {100 * right / images:.2f} %"
-    said += f", 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
+    ends = (f"{100 * end:.{0 if images < 1000 else 1}f}" for end in (low, high))
+    said = f"{right:,} of {images:,} right, {100 * right / images:.2f} % (95 % interval {'-'.join(ends)} %)"
     if guessing is None:
         return [said]
-    lines = [f"{said}; guessing would get {100 * guessing:.1f} %"]
+    lines = [f"{said}; guessing would get {100 * guessing:.3g} %"]
     if low <= guessing:
         lines.append(f"this is no better than guessing, as far as {images:,} images can tell")
     return lines

@@ -3,6 +3,7 @@
 from typing import Any
 
 from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.names import configure
 from plainvit.recipes import Recipe
 
 
@@ -111,9 +112,30 @@ def finetune() -> Config:
     )
 
 
+def photos() -> Config:
+    """A BiT ResNet learns the classes of a folder of photos from nothing, where no weights are to be had.
+
+    Source: plainvit; a ResNet, since it learns more from few images than a ViT (ViT, 4.3)
+    Command: plainvit train photos --data photos/
+    Expected: 43.6 % of 987 new photos after learning from 204 (6 breeds of oxford-pets, one seed); guessing 20.3 %
+    Cost: 318 steps of 0.5 s on two cores for 204 photos; it grows with their number
+    """
+    return Config(
+        model=configure("BiT-R26x1", classes=0, image_size=64),
+        holdout=0.15,
+        epochs=50,
+        batch=32,
+        optim=Optim(lr=1e-3, warmup=0.05, weight_decay=0.1),
+        augment=Augment(crop="inception", area=(0.25, 1.0), colour=0.2, mixup=0.2),
+        ema_window=0.05,
+        evaluations=10,
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "digits": digits,
     "cifar10": cifar10,
     "tiny-imagenet": tiny_imagenet,
     "finetune": finetune,
+    "photos": photos,
 }

@@ -129,7 +129,7 @@ def _doctor(command: Doctor) -> None:
     show(report, None if command.json else doctor.table(report))
 
 
-OWN = "for images of your own: plainvit finetune --init WEIGHTS --data photos/"
+OWN = "for your own photos: plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
 
 RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> flags, what to do, default recipe
     "train": (Train, _train, ""),
@@ -201,11 +201,14 @@ def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
         words["model"] = configure(words["model"], 0, size)
     config = config.replace(**words)
     if config.init and config.model is None:
+        from plainvit.hub import UnreachableError
         from plainvit.train.transfer import starting_model
 
         try:
             config = config.replace(model=starting_model(config)[0])
-        except (ValueError, OSError):
+        except (ValueError, OSError) as error:
+            if strict and isinstance(error, UnreachableError):
+                raise ValueError(f"{error}; or learn without weights: plainvit train photos --data DATA") from error
             if strict:
                 raise
     return config
