@@ -64,23 +64,29 @@ def decode(data: str) -> np.ndarray:
 @pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"pool": "average", "class_token": False}])
 def test_the_data_is_the_models_attention(changes: dict[str, Any]) -> None:
     model = vit(**changes).float()
-    shown = pixels(model)
-    body, _ = explorer(model, shown, described(2), plan(model, 2))
+    images = pixels(model)
+    body, _ = explorer(model, images, described(2), plan(model, 2))
     data = embedded(body)
     trace = Trace("block*/attention")
     with torch.no_grad():
-        model(shown, trace)
+        model(images, trace)
     prefix = model.config.prefix
     for layer in range(3):
         attention = trace[f"block{layer}/attention"][1]  # of the second image, [H, N, N]
         rows = torch.cat((attention[:, prefix:, prefix:], attention[:, :1, prefix:]), 1) if prefix else attention
         mean = rows.mean(0)
         scaled = 255 * mean / mean.amax(1, keepdim=True)
-        assert abs(decode(data["means"][1][layer]) - scaled.numpy()).max() <= 0.51
+        shown = decode(data["means"][1][layer])
+        assert abs(shown[:, : scaled.shape[1]] - scaled.numpy()).max() <= 0.51
+        assert shown.shape[1] == scaled.shape[1] + (prefix > 0)
+        if prefix:  # the class token's own share, of patches and of itself
+            token = torch.cat((attention[:, prefix:, 0], attention[:, :1, 0]), 1).mean(0)
+            assert abs(shown[:, -1] - 255 * token.numpy()).max() <= 0.51
         assert abs(np.array(data["largest"][1][layer]) - 1000 * mean.amax(1).numpy()).max() <= 0.51
         for head in range(4):
             scaled = 255 * rows[head] / rows[head].amax(1, keepdim=True)
-            assert abs(decode(data["singles"][1][4 * layer + head]) - scaled.numpy()).max() <= 0.51
+            shown = decode(data["singles"][1][4 * layer + head])[:, : scaled.shape[1]]
+            assert abs(shown - scaled.numpy()).max() <= 0.51
     assert data["token"] == ("class token" if prefix else "")
 
 
@@ -93,8 +99,8 @@ def test_pooled_keys_keep_their_sum() -> None:
         model(pixels(model, 1), trace)
     rows = trace["block2/attention"][0].mean(0)[1:, 1:].view(16, 2, 2, 2, 2).sum((2, 4)).flatten(1)  # [16, 4]
     assert abs(found.largest[2][:16] - 1000 * rows.amax(1).numpy()).max() <= 0.51
-    assert abs(found.means[2][:16] - 255 * (rows / rows.amax(1, keepdim=True)).numpy()).max() <= 0.51
-    assert [view.shape for view in found.singles] == [(17, 16)]
+    assert abs(found.means[2][:16, :4] - 255 * (rows / rows.amax(1, keepdim=True)).numpy()).max() <= 0.51
+    assert [view.shape for view in found.singles] == [(17, 16 + 1)]
 
 
 # How large it grows ---------------------------------------------------------------------------------------------------
@@ -109,9 +115,9 @@ def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int)
     model = meta(name, image_size=size)
     found = plan(model, 128)
     h, w = model.config.grid
-    means = len(found.heads) * found.keys[0] * found.keys[1]
-    single = sum(map(len, found.heads)) * found.head_keys[0] * found.head_keys[1]
-    assert found.images * (h * w + 1) * (means + single) <= BUDGET  # 8 MB as base64, were it incompressible
+    means = len(found.heads) * (found.keys[0] * found.keys[1] + 1)
+    single = sum(map(len, found.heads)) * (found.head_keys[0] * found.head_keys[1] + 1)
+    assert found.images * (h * w + 1) * (means + single) <= BUDGET  # 8.2 MB as base64, were it incompressible
     assert found.images == images
     assert sum(map(bool, found.heads)) == heads
     assert min(found.head_keys) >= min(COARSEST, h)
@@ -284,9 +290,39 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.page.get_by_role("button", name="the class token").click()
     visit.settled()
     assert "the class token looks" in visit.words()
+    cell = visit.page.locator("button.token")
+    assert re.fullmatch(r"class token\s+\d+ %", cell.inner_text())  # of all attention; the test above has which
+    filled = visit.page.locator("button.token i").bounding_box()["height"] / cell.bounding_box()["height"]
+    assert abs(100 * filled - int(cell.inner_text().split()[-2])) < 5
     visit.page.locator(".choose button").nth(1).click()
     visit.settled()
     assert visit.page.title() == "What <b onclick=alert(1)> has learned"  # no name has run
+    visit.leave()
+
+
+def test_heat_maps_show_what_dark_places_hide(browser: Any, tmp_path: Path) -> None:
+    """On black images a map by shade is black all over; as heat it is not, here and in the section on maps."""
+    model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)
+    plainvit.save(model, tmp_path / "model.safetensors")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "black.png").write_bytes(encode(np.zeros((32, 32, 3), np.uint8)))
+    page = understand(tmp_path / "model.safetensors", str(tmp_path / "photos"), device="cpu", quiet=True, out=tmp_path)
+    visit = Visit(browser, page.page)
+
+    def brightest() -> int:
+        with Image.open(io.BytesIO(base64.b64decode(visit.canvases()[0].partition(",")[2]))) as image:
+            return int(np.array(image.convert("RGB")).max())
+
+    visit.page.get_by_role("button", name="the class token").click()  # no patch is framed
+    visit.settled()
+    assert brightest() == 0
+    visit.page.get_by_label("heat map", exact=True).check()
+    visit.settled()
+    assert brightest() > 100
+    assert not visit.page.locator(".maps .heated").first.is_visible()
+    visit.page.locator("#as-heat-maps").check()
+    assert visit.page.locator(".maps .heated").first.is_visible()
+    assert not visit.page.locator(".maps .dimmed").first.is_visible()
     visit.leave()
 
 

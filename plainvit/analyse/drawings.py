@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colorbar import Colorbar
@@ -163,14 +164,24 @@ def draw_histogram(values: np.ndarray, title: str, label: str, mark: float, word
 # Maps -----------------------------------------------------------------------------------------------------------------
 
 
-def heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+def dimmed(image: np.ndarray, values: np.ndarray) -> np.ndarray:
     """A map [h, w] over an image [H, W, 3]: bright where it is high, dark where it is low (Figure 6)."""
+    return (image * (0.15 + 0.85 * _grown(values, image)[..., None])).round().astype(np.uint8)
+
+
+def heated(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The same as colours over the image in grey: dark places of the image hide nothing."""
+    grey = image.mean(2, keepdims=True)
+    return (0.25 * grey + 0.75 * 255 * colormaps["plasma"](_grown(values, image))[..., :3]).round().astype(np.uint8)
+
+
+def _grown(values: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """[h, w] -> [H, W] in [0, 1], from its least to its largest."""
     height, width = image.shape[:2]
     low, high = float(values.min()), float(values.max())
     scaled = (values - low) / (high - low) if high > low else np.zeros_like(values)
     grown = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    weight = np.asarray(grown, np.float32)[..., None] / 255
-    return (image * (0.15 + 0.85 * weight)).round().astype(np.uint8)
+    return np.asarray(grown, np.float32) / 255
 
 
 @styled()
@@ -182,7 +193,7 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
     for row, (image, name) in enumerate(zip(images, names, strict=True)):
         y = row * tall
-        for x, picture in enumerate([image, *(heat(image, values[row]) for values in maps.values())]):
+        for x, picture in enumerate([image, *(dimmed(image, values[row]) for values in maps.values())]):
             one.imshow(picture, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
         below = {"fontsize": 6, "va": "top", "color": COLOURS["muted"], "parse_math": False}
         one.text(0, y + 0.94 * ratio + 0.02, printable(name, 60), **below)

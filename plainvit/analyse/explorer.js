@@ -2,7 +2,7 @@
    The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
    token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
    largest: [image][layer][query] in per mille}. A png is a grey picture with a row for each query (patches in reading
-   order, then the token) and a column for each key; a row is scaled to its own largest value. */
+   order, then the token) and a column for each key, scaled to the row's largest; a last column has the token's share. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
@@ -10,7 +10,7 @@
   const [rows, columns] = data.grid, patches = rows * columns, ratio = data.images[0].height / data.images[0].width;
   const layers = data.heads.length, singlesBefore = [];
   data.heads.reduce((sum, heads, layer) => (singlesBefore[layer] = sum) + heads.length, 0);
-  const state = { image: 0, query: (rows >> 1) * columns + (columns >> 1), layer: layers - 1, head: null };
+  const state = { image: 0, query: (rows >> 1) * columns + (columns >> 1), layer: layers - 1, head: null, heat: false };
   const decoded = new Map(), pictures = new Map();
 
   function make(name, parent, settings = {}, attributes = {}) {
@@ -43,7 +43,7 @@
     return decoded.get(key);
   }
 
-  // The image, dark where the patch does not look; the patch itself is framed
+  // The image, dark where the patch does not look, or grey under a heat map; the patch itself is framed
   async function paint(canvas, view) {
     busy(1);
     try { await shade(canvas, view); } finally { busy(-1); }
@@ -57,16 +57,33 @@
     const picture = await load(data.images[image].source), grey = await values(image, view);
     if (ticket !== canvas.ticket) return; // another one has been asked for meanwhile
     const context = canvas.getContext("2d"), [down, across] = view.keys, size = down * across;
-    const { width, height } = canvas;
+    const { width, height } = canvas, first = query * (size + (data.token ? 1 : 0));
     context.imageSmoothingEnabled = true;
+    context.filter = state.heat ? "grayscale(1)" : "none";
     context.drawImage(picture, 0, 0, width, height);
+    context.filter = "none";
     const small = Object.assign(document.createElement("canvas"), { width: across, height: down });
-    const dark = small.getContext("2d").createImageData(across, down);
-    for (let i = 0; i < size; i++) dark.data[4 * i + 3] = 215 * (1 - grey[query * size + i] / 255);
-    small.getContext("2d").putImageData(dark, 0, 0);
+    const over = small.getContext("2d").createImageData(across, down);
+    for (let i = 0; i < size; i++) over.data.set((state.heat ? hot : dimmed)(grey[first + i] / 255), 4 * i);
+    small.getContext("2d").putImageData(over, 0, 0);
     context.imageSmoothingEnabled = false;
     context.drawImage(small, 0, 0, width, height);
     if (query < patches) frame(context, query, width, height);
+    if (canvas === main && token) showToken(grey[first + size] / 255);
+  }
+
+  // What lies over a place of the image, [red, green, blue, alpha], by its share of the largest: shade, or a colour
+  const dimmed = (share) => [0, 0, 0, 215 * (1 - share)];
+  const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
+  function hot(share) {
+    const at = share * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);
+    return [...COLOURS[low].map((from, i) => from + (at - low) * (COLOURS[low + 1][i] - from)), 190];
+  }
+
+  function showToken(share) {
+    token.style.setProperty("--share", `${100 * share}%`);
+    tokenShare.textContent = `${(100 * share).toFixed(0)} %`;
+    token.setAttribute("aria-label", `the ${data.token}: ${tokenShare.textContent} of the attention`);
   }
 
   function frame(context, query, width, height) {
@@ -78,15 +95,25 @@
 
   // The parts of the stage
   const left = make("div", root, { className: "stage" }), right = make("div", root, { className: "views" });
-  const main = make("canvas", left, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
+  const beside = make("div", left, { className: data.token ? "beside-token" : "" });
+  const token = data.token && make("button", beside, { type: "button", className: "token" },
+    { title: `the ${data.token}: its share of the attention; click to see where it looks` });
+  if (token) {
+    make("i", token);
+    make("span", token, { textContent: data.token });
+    token.onclick = () => change({ query: patches });
+  }
+  const tokenShare = token && make("b", token);
+  const main = make("canvas", beside, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
     { role: "application", "aria-describedby": "explorer-words" });
-  const ramp = make("p", left, { className: "note scale" });
-  ramp.append("none ");
-  make("span", ramp, { className: "ramp" });
-  ramp.append(" most attention of this map");
+  const scale = make("p", left, { className: "note scale" });
+  scale.append("none ");
+  const ramp = make("span", scale, { className: "ramp" });
+  scale.append(" most attention of this map ");
+  const heat = make("label", scale);
+  make("input", heat, { type: "checkbox", onchange: (event) => change({ heat: event.target.checked }) });
+  heat.append(" heat map");
   const words = make("p", left, { id: "explorer-words", className: "words" }, { "aria-live": "polite" });
-  const token = data.token && make("button", left, { type: "button", textContent: "the " + data.token, className: "token" });
-  if (token) token.onclick = () => change({ query: patches });
 
   const choose = make("div", right, { className: "choose" }, { role: "group", "aria-label": "Image" });
   const imageButtons = data.images.map((image, number) => {
@@ -170,6 +197,7 @@
     layHeads();
     imageButtons.forEach((button, number) => button.setAttribute("aria-pressed", number === image));
     if (token) token.setAttribute("aria-pressed", query === patches);
+    ramp.classList.toggle("heat", state.heat);
     layerTiles.forEach(({ button, canvas }, number) => {
       button.setAttribute("aria-pressed", number === layer);
       paint(canvas, mean(number));

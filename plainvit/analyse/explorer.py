@@ -1,6 +1,7 @@
 """The explorer: a page in which one clicks a patch and sees where it looks, layer by layer and head by head.
 
 Attention is in the page as small grey pictures, one for each image and view (a layer's mean over heads, or one head).
+The class token, which has no place in the image, has a column of its own there and a cell of its own beside the image.
 What would make the page too large is pooled or left out, and the page says so.
 """
 
@@ -22,7 +23,7 @@ from plainvit.analyse.attention import Reduced, whole
 from plainvit.analyse.page import Html, element
 from plainvit.models import ViT
 
-BUDGET = 6_000_000  # bytes of attention before it is compressed: as base64 8 MB at worst, and the page stays below 10
+BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst, and the page stays below 10
 IMAGES = 6
 COARSEST = 6  # keys along a side: below, a map of a head says nothing
 
@@ -39,7 +40,7 @@ class Plan:
     def size(self, queries: int) -> int:
         """Bytes before compression."""
         means, single = len(self.heads), sum(map(len, self.heads))
-        cells = means * self.keys[0] * self.keys[1] + single * self.head_keys[0] * self.head_keys[1]
+        cells = means * (self.keys[0] * self.keys[1] + 1) + single * (self.head_keys[0] * self.head_keys[1] + 1)
         return self.images * queries * cells
 
 
@@ -77,7 +78,7 @@ def _queries(model: ViT) -> int:
 
 @dataclass
 class Views:
-    """Of one image: matrices [queries, keys] as uint8, each row to its own largest; and that of the means' rows."""
+    """Of one image: matrices as `_matrix` makes them, and the largest of each of the means' rows."""
 
     means: list[np.ndarray]
     largest: list[np.ndarray]  # [queries] of each layer: the share of attention at the brightest place, in per mille
@@ -100,15 +101,20 @@ def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
 
 
 def _matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """[N, N] -> [patches (+ 1 for the class token), keys], and each row's largest in per mille."""
+    """[N, N] -> uint8 [patches, keys], each row to its own largest; and that in per mille.
+
+    With a class token there is a row for it, the last, and a column: its share of all attention, 255 for the whole.
+    """
     prefix, grid = model.config.prefix, model.config.grid
     rows = [attention[prefix:, prefix:], attention[:1, prefix:]] if prefix else [attention]
     found = torch.cat(rows).float()  # [queries, n]
+    token = torch.cat((attention[prefix:, :1], attention[:1, :1])).float() if prefix else found[:, :0]  # [queries, 1]
     if keys != grid:
         found = F.adaptive_avg_pool2d(found.view(-1, 1, *grid), keys).flatten(1)
         found = found * (grid[0] * grid[1] / (keys[0] * keys[1]))  # the attention of all patches of a place
     largest = found.amax(1, keepdim=True)
-    shown = (255 * found / largest.clamp(min=torch.finfo(found.dtype).tiny)).round().to(torch.uint8)
+    shares = torch.cat((found / largest.clamp(min=torch.finfo(found.dtype).tiny), token), 1)
+    shown = (255 * shares).round().to(torch.uint8)  # [queries, keys (+ 1)]
     return shown.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy()
 
 

@@ -56,7 +56,7 @@ def _overlaid(subject: Subject, made: dict[str, Tensor]) -> Part:
 
 def _every_head(subject: Subject, looks: np.ndarray) -> Part:
     who = "the class token looks" if subject.model.config.pool == "token" else "all patches together look"
-    drawn = drawings.draw_looks(looks, f"Where {who}, on the first image")
+    drawn = drawings.draw_looks(looks, f"Where {who}")
     return Part(
         "every-head",
         "Every head",
@@ -75,10 +75,22 @@ def _map_table(images: np.ndarray, maps: dict[str, np.ndarray], captions: list[s
     rows = []
     for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
         shown = [picture(image, caption)]
-        shown += [picture(drawings.heat(image, one[place]), f"{name} of {caption}") for name, one in maps.items()]
+        shown += [_both_ways(image, one[place], f"{name} of {caption}") for name, one in maps.items()]
         rows.append(join((element("div", *shown, class_="row"), element("p", caption, class_="note"))))
     ramp = element("p", "least ", element("span", class_="ramp"), " most of each map", class_="note")
-    return element("div", head, *rows, ramp, class_="maps", style=f"--columns:{len(maps) + 1}")
+    switch = element("input", type="checkbox", class_="switch", id="as-heat-maps")
+    label = element("label", " as heat maps, in which dark places of the image hide nothing", for_="as-heat-maps")
+    pictures = element("div", head, *rows, ramp, class_="maps", style=f"--columns:{len(maps) + 1}")
+    return element("div", switch, label, pictures)
+
+
+def _both_ways(image: np.ndarray, values: np.ndarray, words: str) -> Html:
+    """A map as shade and as heat; the page shows the one that its switch says."""
+    return element(
+        "div",
+        element("div", picture(drawings.dimmed(image, values), words), class_="dimmed"),
+        element("div", picture(drawings.heated(image, values), words), class_="heated"),
+    )
 
 
 # Faithfulness ---------------------------------------------------------------------------------------------------------
@@ -97,10 +109,11 @@ def faithful(subject: Subject, made: dict[str, Tensor]) -> Part:
     return Part(
         "faithfulness",
         "Faithfulness of the maps",
-        f"Patches of {count} images are hidden in the order of each map, the most important first: the faster the "
-        "probability of the answer falls, the truer the map. In the second figure they come back in that order: the "
-        "faster it rises, the truer. A map that is no better than a random order explains nothing: the table has the "
-        "mean distance from the random curve in points of probability, with its 95 % interval; below 0 it is worse.",
+        f"What was done: patches of {count} images became the image's mean colour in the order of each map, the most "
+        "important first: the faster the probability of the answer falls, the truer the map. In the second figure they "
+        "come back in that order: the faster it rises, the truer. A map that is no better than a random order explains "
+        "nothing: the table has the mean distance from the random curve in points of probability, with its 95 % "
+        "interval; below 0 it is worse.",
         {
             "": _curves(found, "deletion", "go", "patches hidden, %", falls),
             "insertion": _curves(found, "insertion", "come", "patches shown, %", rises),

@@ -63,7 +63,7 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; an attribute of None is left out."""
     there = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     opening = "".join((f"<{name}", *(f' {key}="{escape(value)}"' for key, value in there.items()), ">"))
-    return Html(opening if name in ("img", "meta") else f"{opening}{join(children)}</{name}>")
+    return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
 
 
 def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", script: str = "") -> str:
