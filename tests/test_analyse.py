@@ -4,6 +4,7 @@ The maps' claim is held against known masks: on `shapes` a trained model's rollo
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from pictures import plant, plant_classes, png, real_data
+from pictures import encode, photo, plant, plant_classes, png, real_data
 from PIL import Image
 from scipy.stats import wilcoxon
 from small_runs import without_figures
@@ -25,7 +26,7 @@ from plainvit.analyse.explorer import explorer, plan
 from plainvit.analyse.maps import gain
 from plainvit.analyse.parts import filters, removal
 from plainvit.analyse.subject import WORK, Subject, gather, opened
-from plainvit.analyse.understand import PARTS, name_of, understand
+from plainvit.analyse.understand import PARTS, name_of, trained_accuracy, understand, warnings_of
 from plainvit.cli import main
 from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
@@ -198,6 +199,46 @@ def test_a_run_folder_needs_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert written.page == tmp_path / "numerals" / "analysis.html"
     assert "What numerals has learned" in written.page.read_text()
     assert not written.notes
+
+
+# What a reader is warned of -------------------------------------------------------------------------------------------
+
+
+def answering(right: int, count: int = 40) -> Subject:
+    """A model of seven classes that gets so many of the images right."""
+    looked = subject(vit(), count)
+    own = looked.answers.argmax(-1)
+    looked.labels = torch.where(torch.arange(count) < right, own, (own + 1) % 7)
+    return looked
+
+
+def test_a_model_at_chance_or_one_that_knows_its_images_by_heart_is_called_so() -> None:
+    (said,) = warnings_of(answering(6), math.nan)
+    assert said.startswith("This model gets 15 % of these 40 images right, guessing 14 %: its maps show")
+    assert warnings_of(answering(30), math.nan) == []
+    assert warnings_of(answering(30), 0.9) == []
+    (said,) = warnings_of(answering(20), 0.99)
+    assert said.startswith("This model gets 50 % of these 40 images right, and 99 % of its training images")
+    assert warnings_of(answering(1, 8), math.nan) == []  # of so few images nothing can be said
+    unlabelled = answering(0)
+    unlabelled.labels = None
+    assert warnings_of(unlabelled, math.nan) == []
+
+
+def test_the_training_accuracy_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    assert math.isnan(trained_accuracy(tmp_path))
+    lines = [{"step": step, "loss": 1.0, "accuracy": 1.0 if step > 18 else 0.0} for step in range(1, 21)]
+    text = "\n".join(map(json.dumps, [*lines, {"step": 20, "val": {"top1": 0.1}}]))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert trained_accuracy(tmp_path) == 1
+
+
+def test_photos_made_tiny_are_said_to_be(tmp_path: Path) -> None:
+    plant(tmp_path, {"a.png": encode(photo(120, 90, 1)), "b.png": encode(photo(200, 100, 2))})
+    (said,) = (note for note in gather(predictor(vit()), str(tmp_path), "", "", 8).notes if "shrunk" in note)
+    assert "from 95 pixels along the shorter side (median) to 40 x 24 pixels" in said
+    plant(tmp_path / "small", {"a.png": encode(photo(60, 60, 1))})
+    assert not [note for note in gather(predictor(vit()), str(tmp_path / "small"), "", "", 8).notes if "shrunk" in note]
 
 
 def test_names() -> None:

@@ -6,11 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
+from scipy.stats import kstest, spearmanr
 from sklearn.decomposition import PCA
 from tiny import bit, hybrid, vit
 
-from plainvit.analyse.embeddings import as_pictures, filters, position_vectors, similarity, structure
+from plainvit.analyse.embeddings import (
+    as_pictures,
+    chance_of,
+    cosines,
+    filters,
+    position_vectors,
+    similarity,
+    structure,
+)
 
 
 def test_filters_are_the_principal_components() -> None:
@@ -112,6 +120,19 @@ def test_structure_of_planted_similarities() -> None:
     others = ~np.eye(h * w, dtype=bool)
     assert structure(noise).nearness == pytest.approx(spearmanr(-apart[others], flat[others]).statistic)
     assert structure(np.ones((1, 1, 1, 1))).contrast == 0
+
+
+def test_the_chance_of_planted_similarities() -> None:
+    """Of a grid's own positions as small as so many shuffles can tell; of noise, evenly spread over [0, 1]."""
+    h, w = 4, 5
+    y, x = np.divmod(np.arange(h * w), w)
+    aligned = ((y[:, None] == y) | (x[:, None] == x)).astype(float).reshape(h, w, h, w)
+    assert chance_of(aligned) == 1 / 200
+    assert chance_of(-aligned) == 1
+    random = np.random.default_rng(0)
+    noise = [random.normal(size=(h * w, 8)) for _ in range(60)]
+    found = [chance_of(cosines(torch.from_numpy(vectors)).reshape(h, w, h, w)) for vectors in noise]
+    assert kstest(found, "uniform").pvalue > 0.01
 
 
 def test_bad_questions() -> None:

@@ -123,6 +123,17 @@ def structure(similar: np.ndarray) -> Structure:
     )
 
 
+def chance_of(similar: np.ndarray, shuffles: int = 199) -> float:
+    """How often rows and columns of a random order of places are as alike within: a permutation test."""
+    h, w = similar.shape[:2]
+    flat, random = similar.reshape(h * w, h * w), np.random.default_rng(0)
+    y, x = np.divmod(np.arange(h * w), w)
+    i, j = np.nonzero((y[:, None] == y) != (x[:, None] == x))  # of one row or one column, and not the same place
+    orders = [np.arange(h * w), *(random.permutation(h * w) for _ in range(shuffles))]
+    found = np.array([flat[order[i], order[j]].sum() for order in orders])
+    return float((found >= found[0] - 1e-9).mean())
+
+
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else 0.0
 

@@ -58,7 +58,8 @@ def positions(subject: Subject) -> Parts:
     model = attention.check(subject.model)
     similar, (h, w) = embeddings.similarity(model), model.config.grid
     found = embeddings.structure(similar)
-    numbers = {"grid": (h, w), **_structured(found), "similarity": similar.round(4).tolist()}
+    chance = embeddings.chance_of(similar)
+    numbers = {"grid": (h, w), **_structured(found), "chance": chance, "similarity": similar.round(4).tolist()}
     made = {"": Drawing(drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches"), numbers)}
     words = ""
     if model.config.posemb != "relative":
@@ -71,12 +72,23 @@ def positions(subject: Subject) -> Parts:
     yield Part(
         "positions",
         "Position similarity",
-        "Each tile belongs to one patch of the image, and shows how alike its position's vector is to those of all "
-        "patches. A bright spot where the tile itself lies, with a bright row and column through it, means that the "
-        f"model knows where a patch is. Mean cosine within a row {found.row:.2f}, within a column {found.column:.2f}, "
-        f"elsewhere {found.elsewhere:.2f}; rank correlation of similarity with nearness {found.nearness:.2f} (1: the "
-        f"nearer is always the more alike).{words}",
+        "Each tile belongs to one patch of the image, and shows how alike the vector of its place is to those of all "
+        f"places (cosine: 1 the same, 0 nothing in common). {_verdict(found, chance)}{words}",
         made,
+    )
+
+
+def _verdict(found: embeddings.Structure, chance: float) -> str:
+    """Whether the grid of patches can be read off their positions, with the numbers that say so."""
+    means = f"{found.row:.2f} within a row, {found.column:.2f} within a column, {found.elsewhere:.2f} elsewhere"
+    if chance >= SURE:
+        return (
+            f"These do not show the grid: {means} is no more than places in a random order would show (p {chance:.2f})."
+        )
+    return (
+        f"These show the grid, places of one row or column being more alike than others: {means} (means; places in a "
+        f"random order would show as much with p {chance:.3f}). Likeness goes with nearness by {found.nearness:.2f} "
+        "(rank correlation; 1: the nearer is always the more alike, 0: no relation)."
     )
 
 
@@ -191,8 +203,9 @@ def removal(subject: Subject) -> Parts:
     yield Part(
         "removal",
         "What each part is worth",
-        f"Accuracy over {len(images)} images when a head or a whole layer is taken out; {100 * found.whole:.1f} % with "
-        f"all. {words} Layers that matter beyond chance: {', '.join(told) or 'none'} (McNemar's exact test, "
+        "What was done: one head's output was set to nought, or one layer was passed over, its tokens going on as "
+        f"they came; nothing was trained anew. Accuracy over {len(images)} images, {100 * found.whole:.1f} % with all "
+        f"parts. {words} Layers that matter beyond chance: {', '.join(told) or 'none'} (McNemar's exact test, "
         f"p < {SURE:g} divided by the number of parts).",
         made,
     )
@@ -227,10 +240,10 @@ def robustness(subject: Subject) -> Parts:
     yield Part(
         "hidden-patches",
         "Hidden and shuffled patches",
-        f"Accuracy over {count} images when a random share of the patches is replaced by the image's mean colour; and "
-        "when the image is cut into a grid and its pieces are put back in a random order. A model that falls late at "
-        "the first sees the whole; one that stays high at the second looks at texture rather than shape. So many "
-        f"images tell the accuracy within {50 * (high - low):.0f} points.",
+        "What was done, to the images and not to the model: first a random share of the patches became the image's "
+        "mean colour; then the image was cut into a grid and its pieces were put back in a random order. A model that "
+        "falls late at the first sees the whole; one that stays high at the second looks at texture rather than shape. "
+        f"Accuracy over {count} images, which tell it within {50 * (high - low):.0f} points.",
         {
             "": Drawing(drawn, {"images": count, "shares": SHARES, "accuracy": hidden}),
             "shuffled": Drawing(again, {"images": count, "grids": grids, "accuracy": mixed}),
@@ -260,8 +273,9 @@ def shifts(subject: Subject) -> Parts:
     yield Part(
         "shifts",
         "Shifted images",
-        f"The image moves down and to the right by up to {patch} pixels, over {len(images)} images. A convolution's "
-        "features move with the image and stay alike; a ViT cuts other patches until the shift is a whole one. "
+        f"What was done: {len(images)} images were moved down and to the right by up to {patch} pixels, the border "
+        "filled with their mirror image. A convolution's features move with the image and stay alike; a ViT cuts other "
+        "patches until the shift is a whole one. "
         + ("" if subject.against else "Another model stands beside it where one is named (option against)."),
         made,
     )

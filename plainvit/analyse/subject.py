@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plainvit.analyse import robust
 from plainvit.analyse.page import Html
-from plainvit.data.decode import DataError, ImageError
+from plainvit.data.decode import DataError, ImageError, size
 from plainvit.data.sources import AbsentSplit, Source, open_source
 from plainvit.disk import read_json
 from plainvit.evaluate.cost import macs
@@ -29,6 +29,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 
 LEAST = 16  # images below which accuracy says nothing
+TINY, SHRUNK = 64, 3  # pixels along a side, and how many times smaller, at which little of a photo is left
 WORK = {"cpu": 7e11, "cuda": 2e14}  # multiply-adds of a part that takes many passes: some ten seconds
 
 
@@ -129,10 +130,13 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     """Images spread evenly over the source, as the model sees them; those that cannot be read are passed over."""
     source = opened(spec, split, data_root)
     rows: list[tuple[Tensor, str, int]] = []
+    sides: list[int] = []  # the shorter one of each image, as it lies there
     broken: list[str] = []
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
         try:
-            rows.append((predictor.prepare(source.read(index)), source.name(index), int(source.labels[index])))
+            pixels = source.read(index)
+            rows.append((predictor.prepare(pixels), source.name(index), int(source.labels[index])))
+            sides.append(min(size(pixels)))
         except (ImageError, OSError) as error:
             broken.append(f"{source.name(index)}: {error}")
     if not rows:
@@ -144,11 +148,21 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
     if broken:
         subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read; {broken[0]}.")
+    subject.notes += _shrunk(int(np.median(sides)), predictor.size)
     if not fits:
         subject.labels = None
         said = "The images have no labels that the model knows: accuracy is agreement with its answers."
         subject.notes += [said] if predictor.classes else []
     return subject
+
+
+def _shrunk(side: int, wanted: tuple[int, int]) -> list[str]:
+    """That photos were made so small that a reader must not expect to recognise much."""
+    height, width = wanted
+    if min(wanted) > TINY or side < SHRUNK * min(wanted):
+        return []
+    seen = f"{width} x {height} pixels, which is all that this model sees"
+    return [f"The images were shrunk, from {side} pixels along the shorter side (median) to {seen}."]
 
 
 def _fits(predictor: Predictor, source: Source) -> bool:

@@ -9,6 +9,7 @@ in a line and left out.
 
 import contextlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
+from plainvit.analyse.curves import read_metrics
 from plainvit.analyse.explorer import IMAGES, explorer, omissions, plan
 from plainvit.analyse.figures import save
 from plainvit.analyse.maps import maps
 from plainvit.analyse.page import Html, Section, address, element, inline_svg, join, notice, write_page
 from plainvit.analyse.parts import filters, heads, likeness, outlying, positions, removal, robustness, shifts
-from plainvit.analyse.subject import Drawing, Part, Parts, Subject, gather, images_of
+from plainvit.analyse.subject import LEAST, Drawing, Part, Parts, Subject, gather, images_of
 from plainvit.disk import DiskError, write_text
+from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
@@ -33,6 +37,7 @@ from plainvit.runtime.folder import finite
 
 SCALE = 6.7  # rem of the page for an inch of a figure: two panels fit side by side
 LARGEST = 1_000_000  # bytes of a PNG: photographs under maps keep their colours
+MEMORISED = 0.2  # accuracy on training images beyond what chance allows on others: they are known by heart
 BROAD = 5.0  # inches above which a figure scrolls on a phone rather than shrinks
 # The parts of an analysis in the order of the page, by what they are called where they do not apply
 PARTS: dict[str, Callable[[Subject], Parts]] = {
@@ -78,6 +83,7 @@ def understand(
     other = _other(against, device) if against else None
     subject = gather(predictor, *wanted, count)
     subject.against, subject.other, subject.thorough = other, name_of(against), thorough
+    subject.notes[:0] = warnings_of(subject, math.nan if images else trained_accuracy(Path(model)))
     folder = Path(out) if out else _beside(Path(model))
     _check_folder(folder)
     with Display("analysis", len(PARTS) + 1, quiet=quiet) as display, _threads(predictor.device) as settle:
@@ -165,6 +171,34 @@ def _check_folder(folder: Path) -> None:
         raise DiskError(f"cannot write to {folder}: {error.strerror}; --out names another folder") from error
 
 
+def warnings_of(subject: Subject, trained: float) -> list[str]:
+    """What a reader must know before any map: that the model is at chance, or far better on its training images."""
+    classes, count = subject.predictor.classes, len(subject.images)
+    if subject.labels is None or count < LEAST or classes < 2:
+        return []
+    right = int((subject.answers.argmax(-1) == subject.labels).sum())
+    share, (low, high) = 100 * right / count, wilson(right, count)
+    said = f"This model gets {share:.0f} % of these {count} images right"
+    if low <= 1 / classes:
+        return [f"{said}, guessing {100 / classes:.0f} %: its maps show a model that cannot tell them apart."]
+    if trained > high + MEMORISED:
+        return [
+            f"{said}, and {100 * trained:.0f} % of its training images: it knows many of those by heart, and its maps "
+            "show that as well."
+        ]
+    return []
+
+
+def trained_accuracy(run: Path) -> float:
+    """On training images, in the last tenth of a run's steps; NaN where that is not known."""
+    try:
+        seen = read_metrics(run / "metrics.jsonl")["accuracy"]
+    except OSError:
+        return math.nan
+    seen = seen[np.isfinite(seen)]
+    return float(seen[-max(len(seen) // 10, 1) :].mean()) if len(seen) else math.nan
+
+
 # The page -------------------------------------------------------------------------------------------------------------
 
 
@@ -193,8 +227,13 @@ def _explorer(subject: Subject) -> tuple[Section, str]:
     body, script = explorer(subject.model, subject.images, _shown(subject), wanted)
     words = (
         "Click a patch, or move with the arrow keys, and see where it looks; choose a layer (or Page Up and Page Down) "
-        "and a head to see them large. "
+        "and a head to see them large. Dark places of a photo hide what lies on them: the heat map does not. "
     )
+    if subject.model.config.class_token:
+        words += (
+            "The class token has no place in the image: the cell beside it shows how much of the attention it gets, "
+            "and a click there where it looks itself. "
+        )
     left_out = omissions(wanted, subject.model, len(subject.images))
     return Section("Explorer", join((element("p", words, left_out), body))), script
 
