@@ -18,7 +18,7 @@ from scipy import stats
 import plainvit
 from plainvit.analyse.evaluation import Assessed, assess, default_name
 from plainvit.cli import main
-from plainvit.config import About, Preprocess, to_json
+from plainvit.config import About, Config, Optim, Preprocess, to_json
 from plainvit.data.decode import DataError
 from plainvit.evaluate import chance
 from plainvit.evaluate.card import Card, read_card, read_rows, write_card
@@ -294,6 +294,24 @@ def test_the_same_card_twice_is_no_difference(both: tuple[Assessed, Assessed], c
         "only_this": 0,
     }
     assert row["remarks"] == ["the weights are the same"]
+
+
+def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture) -> None:
+    """Of runs all that bear on the result; of cards without a run those of the model."""
+    runs = tmp_path / "a", tmp_path / "b"
+    for folder, changes in zip(runs, ({}, {"seed": 1, "workers": 4, "recipe": "other"}), strict=True):
+        write_card(both[0].card, folder)
+        config = Config(optim=Optim(lr=1e-3 + changes.get("seed", 0)), **changes)
+        (folder / "config.json").write_text(json.dumps(to_json(config)))
+    main(["compare", *map(str, runs)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "settings that differ: optim.lr 0.001 -> 1.001, seed 0 -> 1" in out
+    assert compare(runs)["cards"][1]["settings"] == {"optim.lr": [0.001, 1.001], "seed": [0, 1]}
+    model = both[0].card.model
+    other = replace(both[0].card, model=model | {"config": model["config"] | {"posemb": "none"}})
+    write_card(other, tmp_path / "c")
+    assert compare([runs[0], tmp_path / "c"])["cards"][1]["settings"] == {"model.posemb": ["1d", "none"]}
+    assert compare([runs[0], runs[0]])["cards"][1]["settings"] == {}
 
 
 def test_one_card_is_not_a_comparison(both: tuple[Assessed, Assessed]) -> None:

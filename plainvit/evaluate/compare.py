@@ -4,6 +4,7 @@
 
 Image by image where both have results of the same images (McNemar's exact test, a paired bootstrap interval), else as
 two samples (Newcombe's interval, the z-test). Cards of other images, splits or rules are refused: it says what differs.
+Where the cards lie in the folders of their runs, the settings that differ are named.
 """
 
 import math
@@ -16,7 +17,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from plainvit.config import Config
 from plainvit.data.known import official_split
+from plainvit.disk import read_json
 from plainvit.evaluate import chance, paper
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows
 from plainvit.weights.published import PUBLISHED
@@ -32,6 +35,9 @@ ALIKE = {
     "rule": "what counts as right",
     "labels": "the right answers",
 }
+
+UNTOLD = Config.OPERATIONAL | {"recipe"}  # settings that change no result
+MOST = 12  # settings that are named before the rest is counted
 
 PRETRAINED = ("ImageNet", "ImageNet-21k", "JFT-300M")
 OBJECTNET = {"ViT-H/14 (JFT-300M)": 61.7}  # D.9
@@ -63,6 +69,7 @@ def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
     rows = [_row(name, one) for name, one in zip(names, cards, strict=True)]
     for row, one in zip(rows[1:], cards[1:], strict=True):
         row["difference"] = difference(first, one)
+        row["settings"] = settings_apart(first, one)
         row["remarks"] = remarks(first.card, one.card)
     return {"data": first.card.data, "images": first.card.images, "unlike": faults, "cards": rows}
 
@@ -118,6 +125,31 @@ def remarks(a: Card, b: Card) -> list[str]:
     versions = [card.environment.get("plainvit") for card in (a, b)]
     if versions[0] != versions[1]:
         found.append(f"plainvit differs: {versions[0]} and {versions[1]}")
+    return found
+
+
+def settings_apart(a: Read, b: Read) -> dict[str, list[Any]]:
+    """{"model.posemb": ["1d", "none"]}: of the runs where both cards lie in one's folder, else of the models alone."""
+    runs = [_config(one.path) for one in (a, b)]
+    both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
+    ours, theirs = (_flat(settings) for settings in both)
+    told = [key for key in ours | theirs if key.partition(".")[0] not in UNTOLD]
+    return {key: [ours.get(key), theirs.get(key)] for key in told if ours.get(key) != theirs.get(key)}
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The settings of the run in whose folder a card lies; {} where it lies elsewhere."""
+    try:
+        return read_json((path if path.is_dir() else path.parent) / "config.json")
+    except ValueError:
+        return {}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 0.001}} as {"optim.lr": 0.001}, the names that the flags have."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 
@@ -269,7 +301,15 @@ def _words(row: dict[str, Any], first: str) -> list[Text]:
         counts = f"; {one['only_this']} only right here, {one['only_first']} only there" if "only_this" in one else ""
         words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
         lines.append(Text(f"{words}{_chance(one['p'])}{counts}"))
+    told = [f"{key} {_setting(a)} -> {_setting(b)}" for key, (a, b) in row["settings"].items()]
+    if told:
+        more = f", and {len(told) - MOST} more (--json)" if len(told) > MOST else ""
+        lines.append(Text(f"  settings that differ: {', '.join(told[:MOST])}{more}"))
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
+
+
+def _setting(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else "none" if value in (None, "") else str(value)
 
 
 def _chance(p: float) -> str:

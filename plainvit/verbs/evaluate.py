@@ -108,7 +108,8 @@ def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None
     """Cards side by side, with the difference from the first and how much of it may be chance.
 
     Image by image where both have results of the same images, else as two samples; beside the paper's or another
-    published number where one is known. Cards of other images, another split or another rule are refused.
+    published number where one is known. Of run folders, the settings that differ are named; of other cards, those of
+    the models. Cards of other images, another split or another rule are refused.
 
     Args:
         cards: Folders that `plainvit evaluate` wrote, or their card.json; the others are held against the first.
