@@ -38,6 +38,24 @@ def digits() -> Config:
     )
 
 
+def pixels() -> Config:
+    """The digits with a token for every pixel and a class token: attention on 8 x 8 places, to look at.
+
+    Source: plainvit; with the optimiser, initial weights and mixing of `digits` 80.8 % in as many steps (one seed)
+    Command: plainvit train pixels
+    Expected: 95.9 % test top-1, mean of 3 seeds (95.3 to 96.7)
+    Cost: a minute on one core
+    """
+    base = digits()
+    assert isinstance(base.model, ViTConfig)
+    return base.replace(
+        model=base.model.replace(patch=(1, 1), pool="token", class_token=True, init="timm"),
+        epochs=40,
+        optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.1, weight_decay=0.1),
+        augment=base.augment.replace(mixup=0.0),
+    )
+
+
 def cifar10() -> Config:
     """A plain ViT of 8 million parameters with 4-pixel patches learns CIFAR-10 from scratch.
 
@@ -134,6 +152,7 @@ def photos() -> Config:
 
 RECIPES: dict[str, Recipe] = {
     "digits": digits,
+    "pixels": pixels,
     "cifar10": cifar10,
     "tiny-imagenet": tiny_imagenet,
     "finetune": finetune,
