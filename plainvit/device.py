@@ -32,6 +32,14 @@ def prepare() -> None:
         os.environ[ISA_VARIABLE] = ISA_BELOW_AMX
 
 
+def busy(load: float | None = None, cores: int | None = None) -> str:
+    """A line for people where other work is on the cores: threads wait for each other, and then wait for long."""
+    load, cores = os.getloadavg()[0] if load is None else load, cores or os.cpu_count() or 1
+    if load < cores or os.environ.get("OMP_NUM_THREADS") == "1":
+        return ""
+    return f"other work is on the {cores} cores (load {load:.1f}): OMP_NUM_THREADS=1 may make small models much faster"
+
+
 @functools.cache
 def cpu_bf16_refused() -> bool:
     """Whether bf16 on this CPU would kill the process, torch having been loaded before the cap could be set."""

@@ -236,3 +236,11 @@ def test_creating_a_model_leaves_cudnn_attention_off() -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_other_work_on_the_cores_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "load 5.2" in device.busy(load=5.2, cores=2)
+    assert device.busy(load=1.9, cores=2) == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert device.busy(load=5.2, cores=2) == ""

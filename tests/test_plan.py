@@ -20,7 +20,9 @@ from rich.console import Console
 from test_cost import TABLE_6
 from torch import Tensor, nn
 
+from plainvit import cli
 from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig
+from plainvit.data.splits import open_splits
 from plainvit.evaluate import cost
 from plainvit.evaluate.devices import DEVICES, H200
 from plainvit.evaluate.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
@@ -29,10 +31,11 @@ from plainvit.evaluate.ranks import sharded
 from plainvit.evaluate.speed import RING, exposed, is_short, products, seconds
 from plainvit.models import ResNet, ViT, build, short_attention
 from plainvit.names import configure, list_models
-from plainvit.recipes import recipe
+from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
+from plainvit.train.transfer import resolve
 
 ROOT = Path(__file__).parent.parent
 SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_size=(32, 24), classes=10)
@@ -557,3 +560,19 @@ def test_what_is_short_is_what_the_kernel_takes() -> None:
         model = ViTConfig(width=2 * width, heads=2, patch=(1, 1), image_size=(1, tokens - 1))
         fits = tokens <= short_attention.MOST_TOKENS and width in short_attention.HEAD_WIDTHS
         assert is_short(model) == fits
+
+
+@pytest.mark.parametrize("name", ["ft-imagenet", "ft-pets"])
+def test_a_fine_tuning_is_planned_at_its_own_size(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As its line of costs says, which is for 384 pixels, and the model's name alone would mean 224."""
+    cli.main(["plan", name, "--model", "ViT-B/16", "--on", "h200", "--json"])
+    said = float(about(name)["cost"].split()[0])
+    assert json.loads(capsys.readouterr().out)["run"]["exaflops"] == pytest.approx(said, rel=0.01)
+
+
+def test_a_recipes_model_takes_another_size(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", "digits", "--image-size", "16", "--on", "h200", "--json"])
+    assert json.loads(capsys.readouterr().out)["tokens"] == 64
+    config = recipe("digits")
+    with pytest.raises(ValueError, match="image_size 16 is for init's model, and there is none: this has 8 x 8"):
+        resolve(config.replace(image_size=16), open_splits(config))

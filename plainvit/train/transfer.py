@@ -42,6 +42,9 @@ def resolve(config: Config, splits: Splits) -> Config:
         raise ValueError(
             "there is no model to train: give --init WEIGHTS (`plainvit weights` lists some), or --model NAME"
         )
+    if config.image_size and not config.init and pair(config.image_size) != model.image_size:
+        size = " x ".join(map(str, model.image_size))
+        raise ValueError(f"image_size {config.image_size} is for init's model, and there is none: this has {size}")
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)

@@ -196,9 +196,13 @@ def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
     """The recipe's config with another model by its name, or with that of the weights to start from."""
     from plainvit.names import configure
 
+    size = words.get("image_size") or config.image_size
     if "model" in words:
-        size = words.pop("image_size", 0) or (config.model.image_size if config.model else 224)
-        words["model"] = configure(words["model"], 0, size)
+        words["model"] = configure(words["model"], 0, size or (config.model.image_size if config.model else 224))
+    elif size and config.model:
+        words["model"] = config.model.replace(image_size=(size, size))
+    if "model" in words and not words.get("init", config.init):
+        words["image_size"] = 0  # the model has it now
     config = config.replace(**words)
     if config.init and config.model is None:
         from plainvit.hub import UnreachableError
