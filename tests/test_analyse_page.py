@@ -300,6 +300,7 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.leave()
 
 
+@pytest.mark.slow
 def test_heat_maps_show_what_dark_places_hide(browser: Any, tmp_path: Path) -> None:
     """On black images a map by shade is black all over; as heat it is not, here and in the section on maps."""
     model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)

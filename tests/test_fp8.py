@@ -164,6 +164,7 @@ def test_the_emulation_is_pytorchs_own_product_on_a_cpu() -> None:
     torch.testing.assert_close(emulated(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_operator_is_one_piece_of_compiled_code() -> None:
     """With operands that the compiler made, of a matrix that lies the other way; on a CPU that has the product."""
 
