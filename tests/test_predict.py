@@ -383,6 +383,7 @@ def test_rows_are_the_predictors_own_answers(predictor: Predictor, photos: Path)
             [g.probability for g in guesses], rel=1e-5
         )
         assert sum(guess["probability"] for guess in row["guesses"]) == pytest.approx(1, abs=1e-5)
+    assert [len(guesses) for guesses in predictor(good)] == [5] * len(good)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tgz"])
@@ -508,6 +509,11 @@ def test_a_table_for_people_and_lines_for_machines(weights: Path, photos: Path, 
     main(["predict", str(weights), str(photos), "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(line["guesses"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
+
+
+def test_how_fast_it_goes_is_said_on_the_way(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    main(["predict", str(weights), str(photos), "--out", str(tmp_path / "r.csv")])
+    assert re.search(r"^images 7/7  \d[\d,]*/s ", capsys.readouterr().err, re.M)
 
 
 def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:

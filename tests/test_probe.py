@@ -464,6 +464,9 @@ def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) 
     told = card["results"]["fewshot"]["3"]
     assert f"{100 * told['top1']:.2f} ± {100 * told['sd']:.2f}" in table
     assert f"{100 * card['results']['linear']['top1']:.2f}" in table
+    for votes, by_k in card["results"]["knn"].items():
+        (line,) = (line for line in table.splitlines() if votes in line.split())
+        assert line.split()[-3:] == [f"{100 * share:.2f}" for share in by_k.values()]
     assert json.loads(said(capsys, *words, "--json"))[0]["cached"]
 
 

@@ -40,9 +40,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import plainvit
-from plainvit.models import ViT
+from plainvit.config import ResNetConfig
+from plainvit.models import ViT, build
 from plainvit.names import configure
 from plainvit.weights import look
+from plainvit.weights.timm import RESNETS
 
 transformers_logging.disable_progress_bar()
 EXACT, CLOSE = 1e-10, 1e-5
@@ -611,9 +613,9 @@ def test_l16_of_torchvision_is_resized_to_242(tmp_path: Path) -> None:
     """Its transforms resize to 256 for the other sizes; by headers alone, so the weights are a hole in the file."""
     from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights, vit_b_16, vit_l_16
 
-    for build, published in ((vit_b_16, ViT_B_16_Weights), (vit_l_16, ViT_L_16_Weights)):
+    for make, published in ((vit_b_16, ViT_B_16_Weights), (vit_l_16, ViT_L_16_Weights)):
         with torch.device("meta"):
-            state = build().state_dict()
+            state = make().state_dict()
         found, _ = look(hollow(state, tmp_path / "hollow.safetensors"))
         short = published.IMAGENET1K_V1.transforms().resize_size[0]
         assert round(224 / found.about["preprocess"]["crop"]) == short
@@ -630,3 +632,11 @@ def hollow(state: State, path: Path) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     return path
+
+
+@pytest.mark.parametrize(("blocks", "widen"), RESNETS)
+def test_a_resnets_name_at_timm_is_that_of_the_same_network(blocks: tuple[int, ...], widen: int) -> None:
+    with torch.device("meta"):
+        ours = build(ResNetConfig(blocks=blocks, widen=widen, classes=1000))
+        theirs = timm.create_model(RESNETS[blocks, widen])
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
