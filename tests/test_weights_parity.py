@@ -28,6 +28,7 @@ from timm.models.vision_transformer_hybrid import _resnetv2
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer as TorchvisionViT
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     DeiTConfig,
     DeiTForImageClassification,
@@ -509,6 +510,8 @@ def test_transformers_loads_our_folder(
     peer, notes = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert peer.dtype is dtype
+    said = AutoConfig.from_pretrained(folder)  # by which the library chooses the class itself
+    assert (type(said), said.architectures) == (kind.config_class, [kind.__name__])
     assert gap(model, peer) < (EXACT if dtype is torch.float64 else CLOSE)
 
 
