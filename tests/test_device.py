@@ -238,9 +238,18 @@ def test_creating_a_model_leaves_cudnn_attention_off() -> None:
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
-def test_other_work_on_the_cores_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "load 5.2" in device.busy(load=5.2, cores=2)
-    assert device.busy(load=1.9, cores=2) == ""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert device.busy(load=5.2, cores=2) == ""
+@pytest.mark.parametrize(
+    ("load", "given", "expected"), [(0.4, None, None), (3.0, None, "passive"), (3.0, "active", "active")]
+)
+def test_threads_sleep_where_other_work_is_on_the_cores(load: float, given: str | None, expected: str | None) -> None:
+    code = f"""
+import os
+os.getloadavg = lambda: ({load}, 0.0, 0.0)
+from plainvit import device
+device.prepare()
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(expected)

@@ -63,6 +63,7 @@ def _machine() -> dict[str, Any]:
         "cpu": processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
+        "waiting": "sleep" if os.environ.get(device.WAIT_VARIABLE, "").lower() == "passive" else "spin",
         "memory_gib": round(memory, 1),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "bf16_on_cpu": "would kill the process: capped below AMX" if device.cpu_bf16_kills() else "safe",
@@ -183,7 +184,7 @@ def table(report: dict[str, Any]) -> RenderableType:
     shown.add_column()
     machine = report["machine"]
     shown.add_row("cpu", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB")
-    shown.add_row("load", f"{machine['load']} {device.busy()}")
+    shown.add_row("load", f"{machine['load']}, while they wait threads {machine['waiting']}")
     shown.add_row("gpu", "\n".join(machine["gpus"]) or "none")
     shown.add_row("bf16 on the cpu", machine["bf16_on_cpu"])
     attention = report["attention"]

@@ -24,7 +24,6 @@ from plainvit.data.decode import DataError
 from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits, open_splits, risks
-from plainvit.device import busy
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
@@ -145,8 +144,6 @@ def _fit_in(
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
     for risk, mend in () if quiet or not world.first else risks(config, splits):
         log.warning("%s: %s", risk, mend)
-    if not quiet and world.first and world.device == "cpu" and busy():
-        log.warning(busy())
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
     folder.write("data.json", splits.described | ({"init": init_hash(config)} if config.init else {}))
     folder.write("config.json", to_json(config))
