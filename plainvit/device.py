@@ -25,7 +25,7 @@ ISA_VARIABLE, ISA_BELOW_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 
 # Threads of PyTorch that have done their part spin until the others have: the fastest way on free cores. Where other
 # work has a core, its thread waits to be let on, and all spin meanwhile: a step of the recipe digits then took 480 to
-# 540 ms (two cores, load 7 to 9), and 24 to 40 with threads that sleep. On free cores it takes 15, and 28 if they sleep.
+# 540 ms (two cores, load 7 to 9), and 24 to 40 with threads that sleep; on free cores 15, and 28 if they sleep.
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 _PROBE = "import torch; torch.nn.Linear(64, 64).bfloat16()(torch.ones(64, 64).bfloat16())"
