@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,7 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     try:
         for path, write in writers.items():
-            write(beside[path])
-            beside[path].chmod(0o666 & ~_umask())  # safetensors leaves 0600
-            with beside[path].open("rb") as file:
-                os.fsync(file.fileno())
+            write_synced(beside[path], write)
         for path in writers:
             beside[path].replace(path)
         sync_folder(path.parent)
@@ -68,10 +66,14 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
                 one.unlink(missing_ok=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def write_synced(path: Path, write: Callable[[Path], object]) -> None:
+    """On the disk, and open to others as any new file here is: safetensors would leave 0600."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # after the umask, which cannot be read without changing it for a moment
+    write(path)
+    path.chmod(mode)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

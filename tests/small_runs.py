@@ -24,7 +24,7 @@ from plainvit.runtime.folder import metrics
 CHILDREN = multiprocessing.get_context("forkserver")  # forks of one process that has loaded torch, and nothing else
 CHILDREN.set_forkserver_preload(["plainvit.train.fit", "plainvit.cli"])
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
-TIMING = ("seconds", "waiting")  # the fields of metrics that no two runs share
+TIMING = ("seconds", "waiting", "time")  # the fields of metrics that no two runs share
 
 
 def config(**changes: Any) -> Config:

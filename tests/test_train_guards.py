@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -390,7 +391,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[
     child = command(tmp_path, runs.config(), pace=0.25)
     child.wait_for(lambda: any(metrics(out)))
     line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=2, capsys=capsys)
-    assert str(out) in line
+    assert f"process {child.process.pid} on {platform.node()} is training in {out}" in line
     assert child.process.is_alive()
     assert child.wait() == 0, child.said
     assert outcome(out) == whole

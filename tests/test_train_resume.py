@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import platform
 import random
 import shutil
 import signal
@@ -19,9 +21,11 @@ import torch
 from safetensors.torch import load_file
 from small_runs import Child, litter, marker, outcome, stalled, status
 
+from plainvit.analyse.curves import read_metrics
 from plainvit.config import Augment, Config, Optim
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
+from plainvit.studies.runs import is_done
 from plainvit.train import deliver, loop
 from plainvit.train import fit as fitting
 from plainvit.train.fit import fit
@@ -360,7 +364,7 @@ def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(tmp_path: Path, w
         file.write(end)
     fit(runs.config(), tmp_path / "run", quiet=True)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 16  # 12 steps, 3 validations, and that the run went on
     assert outcome(tmp_path / "run") == whole
 
 
@@ -371,6 +375,68 @@ def test_bytes_that_are_no_text_in_the_metrics_are_dropped(tmp_path: Path, whole
         file.write(b'{"step": 11, "loss\xff\xfe\x80')
     fit(runs.config(), tmp_path / "run", quiet=True)
     assert outcome(tmp_path / "run") == whole
+
+
+def test_the_status_of_a_run_that_lives_says_where_it_is(tmp_path: Path) -> None:
+    """And of one that was killed, where it was last saved: it has no exit code, as it never said that it ended."""
+    out = tmp_path / "run"
+    with stalled(Child(runs.train, runs.config(), out, "recorded:8", log=tmp_path / "log"), out):
+        said = status(out)  # in step 7, the validation of step 4 being a line too
+    assert (said["state"], said["step"], said["steps"], said["exit_code"]) == ("running", 6, 12, None)
+    assert said["host"] == platform.node()
+    with pytest.raises(ValueError, match="last checkpoint is of step 6 of 12"):
+        load(out)
+    assert not is_done(out)
+    fit(runs.config(), out, quiet=True)
+    assert (status(out)["state"], status(out)["exit_code"]) == ("done", 0)
+
+
+def test_metrics_have_times_and_tell_when_a_run_went_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, began = tmp_path / "run", time.time()
+    stopped_run(runs.config(), out, 8)
+    fit(runs.config(), out)
+    assert capsys.readouterr().err.splitlines()[0] == "going on from step 6"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)
+    assert began - 1 < times[0] < times[-1] < time.time() + 1
+    (event,) = [line for line in lines if "event" in line]
+    assert {name: event[name] for name in event if name != "time"} == {"event": "resumed", "step": 6, "processes": 1}
+    assert lines[lines.index(event) + 1]["step"] == 7
+    assert not any("event" in line for line in metrics(out))
+    assert read_metrics(out / "metrics.jsonl")["step"].tolist() == list(range(1, 13))
+
+
+@pytest.mark.parametrize(("name", "value"), [("torch", "1.13"), ("device", "abacus, 3 threads"), ("processes", 8)])
+def test_another_machine_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
+    out = tmp_path / "run"
+    stopped_run(runs.config(), out, 8)
+    known = json.loads((out / "environment.json").read_text())
+    (out / "environment.json").write_text(json.dumps(known | {name: value}))
+    fit(runs.config(), out)
+    (said,) = [line for line in caplog.messages if "bits" in line]
+    assert said == f"{name} {value} -> {known[name]} since the run began: the same samples, not the same bits"
+    assert json.loads((out / "environment.json").read_text())[name] == value, "of the beginning"
+
+
+def test_the_same_machine_is_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopped_run(runs.config(), tmp_path / "run", 8)
+    fit(runs.config(), tmp_path / "run")
+    assert not any("bits" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_checkpoints_are_as_open_to_others_as_the_umask_leaves_them(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        kept = Checkpoints(tmp_path / "checkpoints", 1)
+        kept.save(1, {"a": torch.zeros(3)}, {})
+        kept.wait()
+    finally:
+        os.umask(before)
+    files = sorted((tmp_path / "checkpoints").glob("*/*"))
+    assert [path.name for path in files] == [STATE, TENSORS]
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 # Damaged checkpoints --------------------------------------------------------------------------------------------------

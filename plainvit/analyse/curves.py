@@ -50,7 +50,7 @@ def tabulate(metrics: Iterable[Mapping[str, Any]]) -> Table:
     columns = {name: array("d") for name in ("step", *TRAINING, *VALIDATION)}
     for line in metrics:
         step = number(line.get("step"))
-        if math.isnan(step):
+        if math.isnan(step) or "event" in line:
             continue
         row = rows.setdefault(step, len(rows))
         if row == len(columns["step"]):

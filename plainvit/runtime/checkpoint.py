@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -27,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from plainvit.disk import DiskError, read_json, sync_folder, write_text
+from plainvit.disk import DiskError, read_json, sync_folder, write_synced, write_text
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import part, whole
 
@@ -101,8 +100,7 @@ class Checkpoints:
             name = TENSORS
             if self.sharded:
                 name = f"tensors-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
-            safetensors.torch.save_file(tensors, beside / name)
-            _sync(beside / name)
+            write_synced(beside / name, lambda path: safetensors.torch.save_file(tensors, path))
             said = {"file": name, "sha256": file_hash(beside / name), "rows": rows}
             if not self.world.first:
                 write_text(beside / f"{name}.json", json.dumps(said))
@@ -111,8 +109,8 @@ class Checkpoints:
             state["files"] = {one["file"]: one["sha256"] for one in everyone}
             if self.sharded:
                 state["rows"] = {one["file"]: one["rows"] for one in everyone}
-            (beside / STATE).write_text(json.dumps(state | {"sha256": _state_hash(state)}))
-            _sync(beside / STATE)
+            text = json.dumps(state | {"sha256": _state_hash(state)})
+            write_synced(beside / STATE, lambda path: path.write_text(text))
             self._put(beside, self.folder / f"step-{step:08d}")
             self._prune(best)
         except Exception as error:  # raised in the main thread, by the next save
@@ -200,11 +198,6 @@ def _joined(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
         key: found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in sorted(found, key=lambda one: one[0])])
         for key, found in pieces.items()
     }
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _state_hash(state: dict[str, Any]) -> str:

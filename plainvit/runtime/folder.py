@@ -40,7 +40,7 @@ class Folder:
         path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / ".lock").open("w")
+            self._lock = (path / ".lock").open("a+")
         except OSError as error:
             raise DiskError(f"cannot write into {path}: {error.strerror}") from error
         try:
@@ -48,10 +48,15 @@ class Folder:
                 self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
             )  # not inherited by data workers, which may outlive us
         except OSError as error:
+            self._lock.seek(0)
+            holder = self._lock.read(200).strip() or "another process"
             self._lock.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
-            raise ValueError(f"another process is training in {path}: wait for it, or give another --out") from error
+            raise ValueError(f"{holder} is training in {path}: wait for it, or give another --out") from error
+        with contextlib.suppress(OSError):  # of a full disk whatever follows will tell
+            self._lock.truncate(0)
+            os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         for litter in (*path.glob(".*.tmp"), *path.glob("figures/.*.tmp"), *path.glob("captures/.tmp-*")):
             shutil.rmtree(litter) if litter.is_dir() else litter.unlink(missing_ok=True)  # of a process that was killed
 
@@ -76,18 +81,20 @@ class Folder:
         return read_json(self.path / name)
 
     def say(self, state: str, step: int, steps: int, reason: str = "", exit_code: int = 0) -> None:
-        """status.json: running, done, interrupted, diverged or failed."""
-        said = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": exit_code}
-        self.write("status.json", said | {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        """status.json: running, done, interrupted, diverged or failed; what runs has no exit code yet."""
+        code = None if state == "running" else exit_code
+        said = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
+        where = {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        self.write("status.json", said | where)
 
     def record(self, line: dict[str, Any]) -> None:
-        """One line of metrics. It is in the system's hands at once, so that killing the process cannot lose it."""
+        """One line of metrics, and when. It is in the system's hands at once: killing the process cannot lose it."""
         if not self.writes:
             return
         try:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._metrics.write(json.dumps(finite(line)) + "\n")
+            self._metrics.write(json.dumps(finite(line | {"time": round(time.time(), 3)})) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
@@ -96,13 +103,17 @@ class Folder:
         """Drops the metrics of steps after this one, and a line that was cut off."""
         if not self.writes:
             return
-        kept = [json.dumps(line) for line in metrics(self.path) if line["step"] <= step]
+        kept = [json.dumps(line) for line in _lines(self.path) if line["step"] <= step]
         text = "".join(f"{line}\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
 
 
 def metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics, in order."""
+    """The lines of a run's metrics, in order: steps and validations, not the events between them."""
+    return (line for line in _lines(path) if "event" not in line)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     file = path / "metrics.jsonl"
     if not file.is_file():
         return
@@ -150,6 +161,12 @@ def environment(device: str) -> dict[str, Any]:
         "command": shlex.join(["plainvit", *sys.argv[1:]]) if Path(sys.argv[0]).name == "plainvit" else "",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def other_bits(begun: dict[str, Any], now: dict[str, Any]) -> str:
+    """In what the machine differs from that of a run's first step, where sums are added up in another order."""
+    names = [name for name in ("torch", "device", "processes") if name in begun and begun[name] != now[name]]
+    return ", ".join(f"{name} {begun[name]} -> {now[name]}" for name in names)
 
 
 def _commit(folder: Path) -> str | None:

@@ -30,7 +30,7 @@ from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, choose_device, is_lost, join
-from plainvit.runtime.folder import Folder, environment
+from plainvit.runtime.folder import Folder, environment, other_bits
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set, predictor_of
@@ -147,8 +147,10 @@ def _fit_in(
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
     folder.write("data.json", splits.described | ({"init": init_hash(config)} if config.init else {}))
     folder.write("config.json", to_json(config))
-    if not (folder.path / "environment.json").is_file():
-        folder.write("environment.json", environment(world.device) | {"processes": world.size})
+    begun, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
+    folder.write("environment.json", begun or now)
+    if run.checkpoints.steps() and (other := other_bits(begun, now)) and not run.quiet:
+        log.warning("%s since the run began: the same samples, not the same bits", other)
     folder.say("running", folder.read("status.json").get("step", 0), config.steps)
     try:
         _train(run)

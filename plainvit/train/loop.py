@@ -149,6 +149,8 @@ def train(run: Training) -> Progress:
         interruptions() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
+        if progress.step:
+            display.tell(f"going on from step {progress.step}")
         supply, watch = Supply(run, batches), Stopwatch(run)
         while progress.step < run.steps and not _patience_is_out(run):
             watchdog.at(progress.step)
@@ -166,6 +168,7 @@ def train(run: Training) -> Progress:
                 watch.shorten(display)
             if due or stop or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
+                run.folder.say("running", progress.step, run.steps)
             if stop and progress.step < run.steps:
                 run.checkpoints.wait()
                 raise InterruptedRunError(stop, progress.step)
@@ -209,6 +212,8 @@ def _resume(run: Training) -> None:
     if run.world.first:
         run.checkpoints.set_aside(run.progress.step)
     run.folder.rewind(run.progress.step)
+    if found:
+        run.folder.record({"event": "resumed", "step": run.progress.step, "processes": run.world.size})
 
 
 class Supply:
