@@ -15,6 +15,7 @@ import torch
 
 import plainvit
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -201,6 +202,62 @@ def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) 
     assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
     assert Checkpoints(folder / "checkpoints", 9).newest()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
+    """SIGKILL, which it cannot pass on: its processes save and end, and the run can go on."""
+    folder = tmp_path / "run"
+    agent = subprocess.Popen(
+        command(folder, "--devices", "2", steps=3000), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    workers, deadline = workers_of(agent.pid), time.monotonic() + 30
+    assert len(workers) == 2
+    agent.kill()
+    _, err = agent.communicate(timeout=30)  # whose end is that of the last process
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "processes outlive the launcher"
+        time.sleep(0.1)
+    said = json.loads((folder / "status.json").read_text())
+    assert (said["state"], said["exit_code"]) == ("interrupted", 143)
+    assert Checkpoints(folder / "checkpoints", 9).steps() == [said["step"]]
+    assert f"saved at step {said['step']}" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_the_rank_that_died_is_named_and_what_follows(tmp_path: Path, restarts: int) -> None:
+    folder = tmp_path / "run"
+    line = command(folder, "--devices", "2", "--restarts", str(restarts), steps=300, save=2)
+    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    dead = next(pid for pid in workers_of(agent.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(dead, signal.SIGKILL)
+    _, err = agent.communicate(timeout=120)
+    (said,) = [line for line in lines(err) if "rank 1" in line]
+    follows = "all start again from the last checkpoint, restart 1 of 1" if restarts else "the same command goes on"
+    assert said.startswith(f"plainvit: rank 1 was ended by SIGKILL; {follows}")
+    assert agent.returncode == (0 if restarts else 128 + signal.SIGKILL), err
+    assert ("going on from step" in err) == bool(restarts)
+    assert "/" not in "".join(lines(err)), "no path of PyTorch's source"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("[/w/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711", None),
+        ("NCCL error in: /w/ProcessGroupNCCL.cpp:3356, remote process exited", "NCCL error in: remote process exited"),
+    ],
+)
+def test_a_loss_is_told_without_the_place_in_the_source(error: str, reason: str | None) -> None:
+    with pytest.raises(LostError) as caught, losses_told(World(2, 4)):
+        raise RuntimeError(error)
+    told = f"rank 2 lost another process of the run: {reason or 'Connection closed by peer [10.0.0.7]:4711'}; "
+    assert str(caught.value) == told + "the same command goes on from the last checkpoint"
 
 
 @pytest.mark.slow

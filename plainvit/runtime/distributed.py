@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
+GRACE = 60.0  # seconds to save a run in, once its agent is gone
 
 
 class DisagreementError(ValueError):
@@ -120,6 +122,8 @@ def join(device: str, timeout: float) -> World:
             f"the environment of torchrun is not whole: {error}; start with torchrun or --devices"
         ) from error
     device = choose_device(device, local, beside)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_agent()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -133,6 +137,21 @@ def join(device: str, timeout: float) -> World:
         raise ValueError(f"rank {rank} cannot meet the others at {where}: {reason}") from error
     word = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
     return World(rank, size, device, word)
+
+
+def _end_with_agent() -> None:
+    """An agent that is killed cannot stop its processes, which would hold the devices and the folder for ever."""
+    name, agent = "agent", os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
+        time.sleep(GRACE)
+        os._exit(128 + signal.SIGTERM)
+
+    if not any(thread.name == name for thread in threading.enumerate()):
+        threading.Thread(target=watch, name=name, daemon=True).start()
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> PrefixStore:
@@ -153,6 +172,48 @@ def is_lost(error: RuntimeError) -> bool:
     """Whether an error of the backend says that a peer is gone; there is no type for it."""
     words = ("connection reset", "connection closed", "timed out", "broken pipe", "connection refused", "nccl")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+
+
+@contextlib.contextmanager
+def losses_told(world: World) -> Iterator[None]:
+    """The backend's error at the death of a peer as a line for people, without the place in PyTorch's source."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost(error):
+            raise
+        reason = re.sub(r"\[?/\S+:\d+\]?,? *", "", str(error).splitlines()[0])
+        raise LostError(f"rank {world.rank} lost another process of the run: {reason}; {_what_follows()}") from error
+
+
+def _what_follows() -> str:
+    made, allowed = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    again = f"all start again from the last checkpoint, restart {made + 1} of {allowed}"
+    return again if made < allowed else "the same command goes on from the last checkpoint"
+
+
+def let_the_agent_speak() -> None:
+    """It knows who died, if that was on this machine, and ends this process, which knows less, in this time."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(1)
+
+
+class Deaths(logging.Handler):
+    """Names the process that a signal ended; torchrun's agent, which alone knows, says it in its log only."""
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__(logging.ERROR)
+        self.allowed, self.made = restarts, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        code, rank, *_ = record.args if isinstance(record.args, tuple) and len(record.args) > 1 else (0, 0)
+        if "exitcode" not in record.msg or not isinstance(code, int):
+            return
+        self.made += 1
+        if code < 0:  # any other has told of itself
+            again = f"all start again from the last checkpoint, restart {self.made} of {self.allowed}"
+            follows = again if self.made <= self.allowed else "the same command goes on from the last checkpoint"
+            print(f"plainvit: rank {rank} was ended by {signal.Signals(-code).name}; {follows}", file=sys.stderr)
 
 
 def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
@@ -185,6 +246,10 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
 
     choose_device(device, 0, processes)  # a clear word before anything is started
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    log_of_deaths = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    log_of_deaths.setLevel(logging.ERROR)
+    log_of_deaths.propagate = False
+    log_of_deaths.handlers = [Deaths(restarts)]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -200,7 +265,8 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
     try:
         elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        code = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

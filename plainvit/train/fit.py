@@ -29,7 +29,7 @@ from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.distributed import LostError, World, choose_device, is_lost, join
+from plainvit.runtime.distributed import LostError, World, choose_device, join, let_the_agent_speak, losses_told
 from plainvit.runtime.folder import Folder, environment, other_bits
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
@@ -79,11 +79,11 @@ def fit(
     """
     world = join(config.device, config.timeout)
     try:
-        return _fit_with(world, config, out, force, search, quiet, bare)
-    except RuntimeError as error:
-        if world.size == 1 or not is_lost(error):
-            raise
-        raise LostError(f"rank {world.rank} lost the others: {str(error).splitlines()[0]}") from error
+        with losses_told(world):
+            return _fit_with(world, config, out, force, search, quiet, bare)
+    except LostError:
+        let_the_agent_speak()
+        raise
     finally:
         world.leave()
 
@@ -153,8 +153,9 @@ def _fit_in(
         log.warning("%s since the run began: the same samples, not the same bits", other)
     folder.say("running", folder.read("status.json").get("step", 0), config.steps)
     try:
-        _train(run)
-        model, numbers = deliver(run, splits, report=not bare)
+        with losses_told(world):
+            _train(run)
+            model, numbers = deliver(run, splits, report=not bare)
     except BaseException as error:
         _tell(run, error, report=not bare)
         raise
