@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import small_runs
 import tiny
 import torch
 import torch.distributed as dist
@@ -21,8 +23,9 @@ from test_cost import TABLE_6
 from torch import Tensor, nn
 
 from plainvit import cli
-from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig
+from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig, from_json
 from plainvit.data.splits import open_splits
+from plainvit.disk import read_json
 from plainvit.evaluate import cost
 from plainvit.evaluate.devices import DEVICES, H200
 from plainvit.evaluate.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
@@ -33,6 +36,8 @@ from plainvit.models import ResNet, ViT, build, short_attention
 from plainvit.names import configure, list_models
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
+from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.train.fit import fit
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
 from plainvit.train.transfer import resolve
@@ -430,6 +435,57 @@ def test_muon_is_not_sharded() -> None:
 def test_a_budget_is_held_against_the_hours() -> None:
     config = recipe("vit-l16-i21k").replace(hours=1.0)
     assert any("hours allow about" in note for note in plan(config, on="h200")["notes"])
+
+
+def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> None:
+    config = small_runs.config(steps=1, evaluations=1, recipe="mine")
+    fit(config, tmp_path, quiet=True, bare=True)
+    made = from_json(read_json(tmp_path / "config.json"), ("run",))
+    assert isinstance(made, Config)
+    tensors, _ = Checkpoints(tmp_path / "checkpoints", 1).read(1)
+    real = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert plan(made)["checkpoint_bytes"] == pytest.approx(real, rel=0.02)
+    assert plan(made.replace(ema=0.0))["checkpoint_bytes"] == pytest.approx(0.75 * real, rel=0.02)
+
+
+def test_the_table_says_what_to_read_what_links_and_which_way() -> None:
+    report = plan(recipe("vit-h14-jft"), on="h200", devices=64, images=303_000_000, simulate=False)
+    text = " ".join(shown(report).split())
+    modes = report["modes"]
+    assert f"{modes['ddp']['images_per_second'] / 64:,.0f} {modes['fsdp']['images_per_second'] / 64:,.0f}" in text
+    assert "ddp* fsdp" in text
+    assert "* as the config has it: --parallel ddp" in text
+    faster = modes["fsdp"]["images_per_second"] / modes["ddp"]["images_per_second"] - 1
+    assert f"--parallel fsdp is planned {faster:.0%} faster" in text
+    assert "450 GB/s between the devices of a node of 8 and 50 GB/s of each to other nodes, at 75%" in text
+    assert "what computing does not hide" in text
+    inside = plan(recipe("vit-h14-jft"), on="a100", devices=8, simulate=False)
+    assert inside["on"] == "a100-80"
+    assert "300 GB/s" in " ".join(inside["notes"])
+    assert "other nodes" not in " ".join(inside["notes"])
+    assert not any("GB/s" in note for note in plan(recipe("vit-h14-jft"), devices=8, simulate=False)["notes"])
+
+
+def test_the_way_that_fits_is_named() -> None:
+    config = recipe("vit-h14-jft").replace(batch=8 * 388, micro_batch=388)
+    report = plan(config, on="h200", devices=8, simulate=False)
+    assert [mode["fits"] for mode in report["modes"].values()] == [False, True]
+    assert "ddp does not fit, fsdp does: --parallel fsdp" in report["notes"]
+
+
+def test_rare_checkpoints_are_told_of() -> None:
+    """ViT-H on 64 devices: 36 hours with 20 evaluations, 1.8 hours apart."""
+    config, options = recipe("vit-h14-jft"), {"on": "h200", "devices": 64, "images": 303_000_000, "simulate": False}
+    report = plan(config, **options)
+    (note,) = [note for note in report["notes"] if "--save-every" in note]
+    assert f"every {report['modes']['ddp']['hours'] / 20:.3g} hours" in note
+    found = re.search(r"--save-every (\d+)", note)
+    assert found
+    each = int(found[1]) * report["modes"]["ddp"]["step_seconds"]
+    assert each == pytest.approx(1800, rel=0.05)
+    saved = plan(config.replace(save_every=int(found[1])), **options)
+    assert not any("--save-every" in note for note in saved["notes"])
+    assert not any("--save-every" in note for note in plan(recipe("cifar10"), on="h200")["notes"])
 
 
 def test_scaled_devices_say_so() -> None:

@@ -73,6 +73,12 @@ def memory(step: Step, kept: float = 1.0) -> dict[str, int]:
     return {name: round(value) for name, value in (found | {"total": total}).items()}
 
 
+def checkpoint_bytes(step: Step) -> int:
+    """Weights, averaged weights and the optimiser, as fp32: what a run goes on from."""
+    count, (trained, matrices) = cost.parameters(step.model), trained_numbers(step.model, step.optim)
+    return 4 * count * (2 if step.average else 1) + optimiser_bytes(step.optim, trained, matrices)
+
+
 def largest_micro_batch(step: Step, device: Device) -> int:
     """Images at once that the device has room for, gradients of earlier ones beside them; 0: not one."""
     one = memory(replace(step, images=max(step.images, 2), micro_batch=1), device.kept)

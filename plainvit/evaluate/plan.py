@@ -6,6 +6,7 @@ All of it is arithmetic on the config: `cost` counts compute, `memory` bytes, `s
 `ranks` builds and shards the real model for as many ranks. `python -m bench.plan` holds the plan against real steps.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ from rich.table import Table
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig, nearest
 from plainvit.data.known import SETS
 from plainvit.evaluate import cost
-from plainvit.evaluate.devices import DEVICES, H200, Device
-from plainvit.evaluate.memory import GIB, Step, largest_micro_batch, memory, trained_numbers
+from plainvit.evaluate.devices import DEVICES, Device
+from plainvit.evaluate.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory, trained_numbers
 from plainvit.evaluate.ranks import simulated
 from plainvit.evaluate.speed import seconds
 
@@ -35,6 +36,7 @@ IMAGES = {
     "digits": 1_437,
 }
 CLASSES = {"jft": 18_291, "digits": 10} | {name: known.classes for name, known in SETS.items()}
+SAVE_HOURS = 0.5  # between checkpoints, is suggested where they are rarer than twice that
 # Table 2's TPUv3-core-days beside exaFLOPs: Table 6's for the first two, our count of 90 epochs for the third
 CORE_DAYS = {
     "ViT-H/14, JFT, 14 epochs": (4262, 2500),
@@ -52,8 +54,9 @@ def plan(
     and sharded for so many ranks, in a child process, unless `simulate` is False.
     """
     model = _resolved(config)
-    _check(config, on, devices, images)
-    device = DEVICES[on.lower()] if on else None
+    on = _known_device(on)
+    _check(config, devices, images)
+    device = DEVICES[on] if on else None
     count, trained = cost.parameters(model), trained_numbers(model, config.optim)[0]
     run = _length(config, model, images)
     modes = _modes(config, model, devices)
@@ -66,7 +69,9 @@ def plan(
         "tokens": model.tokens if isinstance(model, ViTConfig) else None,
         "flops": {"forward": 2 * cost.macs(model), "training": 6 * cost.macs(model)},  # an image
         "run": run,
-        "on": on.lower(),
+        "checkpoint_bytes": checkpoint_bytes(modes[0]),
+        "kept": config.keep,
+        "on": on,
         "origin": device.origin if device else "",
         "devices": devices,
         "modes": {step.mode: _mode(step, config, device, run["steps"]) for step in modes},
@@ -85,9 +90,17 @@ def _resolved(config: Config) -> Model:
     return config.model.replace(classes=config.model.classes or CLASSES.get(config.data, 0))
 
 
-def _check(config: Config, on: str, devices: int, images: int | None) -> None:
-    if on and on.lower() not in DEVICES:
+def _known_device(on: str) -> str:
+    """By its name; a100 will do for a100-80, of which alone the rates are known."""
+    for name in DEVICES:
+        if on.lower() in (name, name.partition("-")[0]):
+            return name
+    if on:
         raise ValueError(f"no rates of a device {on!r} are known; {nearest(on, DEVICES)}")
+    return ""
+
+
+def _check(config: Config, devices: int, images: int | None) -> None:
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a whole number of at least 1, got {devices}")
     if config.batch % devices:
@@ -185,6 +198,7 @@ def _mode(step: Step, config: Config, device: Device | None, steps: int | None) 
         "seconds": parts,
         "step_seconds": each,
         "images_per_second": rate,
+        "images_per_second_of_a_device": rate / step.devices,
         "share_of_matmul": reached,
         "hours": hours,
         "device_hours": hours * step.devices if hours else None,
@@ -219,13 +233,45 @@ def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str
         yield "the teacher's memory and time are left out"
     if config.optim.frozen or config.optim.lora:
         yield "activations and time are those of training every weight: an upper bound"
-    if report["devices"] > 1:
-        yield f"links are assumed at {H200.network:.0%} of their data sheet, latencies are those of NCCL's own model"
+    if report["devices"] > 1 and report["on"]:
+        yield _links(DEVICES[report["on"]], report["devices"])
     if report["devices"] > 1 and "fsdp" not in report["modes"]:
         yield "muon and lora need whole matrices: no fsdp"
+    yield from _other_mode(report)
     hours = report["modes"][report["chosen"]].get("hours")
     if config.hours and hours and hours > config.hours:
         yield f"{config.hours:g} hours allow about {int(report['run']['steps'] * config.hours / hours):,} of the steps"
+    elif hours:
+        yield from _at_stake(config, report["run"]["steps"], hours)
+
+
+def _links(device: Device, devices: int) -> str:
+    """What the time of communication takes for granted."""
+    between = f" and {device.between:g} GB/s of each to other nodes" if devices > device.per_node else ""
+    links = f"{device.inside:g} GB/s between the devices of a node of {device.per_node}{between}"
+    words = "communication is what computing does not hide, not measured:"
+    return f"{words} {links}, at {device.network:.0%} of these data sheets, with the latencies of NCCL's own model"
+
+
+def _other_mode(report: dict[str, Any]) -> Iterator[str]:
+    """A way to run that is planned to be better than the one that the config takes."""
+    chosen, modes = report["chosen"], report["modes"]
+    for name, mode in modes.items():
+        if not mode["fits"] or name == chosen:
+            continue
+        if not modes[chosen]["fits"]:
+            yield f"{chosen} does not fit, {name} does: --parallel {name}"
+        elif (gain := modes[chosen]["step_seconds"] / mode["step_seconds"] - 1) > 0.01:
+            yield f"the run takes {chosen}, as it is configured; --parallel {name} is planned {gain:.0%} faster"
+
+
+def _at_stake(config: Config, steps: int, hours: float) -> Iterator[str]:
+    """What a machine that dies would cost."""
+    each = hours * min(math.ceil(steps / config.evaluations), config.save_every or steps) / steps
+    if each > 2 * SAVE_HOURS:
+        due = float(f"{SAVE_HOURS * steps / hours:.2g}")
+        words = f"a checkpoint comes every {_short(each)} hours, which is what a machine that dies would cost"
+        yield f"{words}: --save-every {due:.0f} saves about every {60 * SAVE_HOURS:.0f} minutes"
 
 
 # For people -----------------------------------------------------------------------------------------------------------
@@ -236,6 +282,8 @@ def table(report: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [_summary(report), "", _memory_table(report)]
     if any("seconds" in mode for mode in report["modes"].values()):
         parts += ["", _time_table(report)]
+    if len(report["modes"]) > 1:
+        parts += [f"* as the config has it: --parallel {report['chosen']}"]
     if report["simulation"]:
         parts += ["", _simulation_line(report["simulation"])]
     parts += ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
@@ -263,6 +311,8 @@ def _summary(report: dict[str, Any]) -> Table:
             f"{_short(days['estimate'])} ({_short(days['low'])} to {_short(days['high'])}: the paper's runs made "
             f"{rate['low']:.1f} to {rate['high']:.1f} exaFLOPs a core-day)",
         )
+    kept = "the newest is kept" if report["kept"] == 1 else f"the newest {report['kept']} are kept"
+    shown.add_row("a checkpoint", f"{_size(report['checkpoint_bytes'])}; {kept}, and the best")
     if report["on"]:
         shown.add_row("device", f"{report['devices']:,} x {report['on']}: {report['origin']}")
     return shown
@@ -273,11 +323,16 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def _size(count: int) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
 def _columns(report: dict[str, Any], title: str) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column(title, no_wrap=True)
     for name in report["modes"]:
-        shown.add_column(name, justify="right", no_wrap=True)
+        mark = "*" if len(report["modes"]) > 1 and name == report["chosen"] else ""
+        shown.add_column(f"{name}{mark}", justify="right", no_wrap=True)
     return shown
 
 
@@ -311,7 +366,9 @@ def _time_table(report: dict[str, Any]) -> Table:
         if any(values):
             shown.add_row(name, *(f"{1000 * value:,.1f}" for value in values))
     shown.add_row("in all", *(f"{1000 * mode.get('step_seconds', 0):,.1f}" for mode in modes), style="bold")
-    row("images a second", "images_per_second", _short)
+    row("images to read a second", "images_per_second", _short)
+    if report["devices"] > 1:
+        row("  for each device", "images_per_second_of_a_device", _short)
     row("share of matmul", "share_of_matmul", "{:.0%}".format)
     short = all((mode.get("hours") or 0.0) < 1 for mode in modes)
     row("minutes" if short else "hours", "hours", (lambda hours: _short(60 * hours)) if short else _short)
