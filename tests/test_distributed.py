@@ -228,6 +228,22 @@ def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_ends_all_and_is_called_by_its_name(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    agent = subprocess.Popen(
+        command(folder, "--devices", "2", steps=3000), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    os.kill(workers_of(agent.pid)[1], number)
+    _, err = agent.communicate(timeout=60)
+    assert f"plainvit: {number.name}: saved at step" in err
+    said = json.loads((folder / "status.json").read_text())
+    assert (said["state"], said["exit_code"], agent.returncode) == ("interrupted", 128 + number, 128 + number)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_the_rank_that_died_is_named_and_what_follows(tmp_path: Path, restarts: int) -> None:
     folder = tmp_path / "run"

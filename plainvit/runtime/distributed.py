@@ -145,7 +145,7 @@ def _end_with_agent() -> None:
 
     def watch() -> None:
         while os.getppid() == agent:
-            time.sleep(0.5)
+            time.sleep(0.05)  # all of them at about the same time
         os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
         time.sleep(GRACE)
         os._exit(128 + signal.SIGTERM)

@@ -13,6 +13,7 @@ that goes on from a checkpoint is, bit for bit, the run that was never stopped, 
 import contextlib
 import hashlib
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -251,11 +252,12 @@ class Launched:
     """What became of a step: numbers that the device may still be at work on. They are those of all processes."""
 
     def __init__(self, run: Training, values: Tensor) -> None:
-        size = run.world.size
-        signal_ = values.new_full((1,), run.signals[0] if run.signals else 0.0)
-        # Loss, images right, norm, signal. The norm is that of all processes already, the loss and a signal are means
-        # (of which `read` takes the next whole number): each process brings its share of them
-        shares = torch.cat((values, signal_)) / values.new_tensor((size, 1, size, size)) if size > 1 else None
+        self.size = size = run.world.size
+        weight = 0 if not run.signals else 1 if run.signals[0] == signal.SIGINT else size + 1
+        signal_ = values.new_full((1,), weight)  # so that the sum over all tells whether any of them is a SIGTERM
+        # Loss, images right, norm, signal. The norm is that of all processes already, the loss is a mean: each process
+        # brings its share of them
+        shares = torch.cat((values, signal_)) / values.new_tensor((size, 1, size, 1)) if size > 1 else None
         self.values = torch.cat((values, signal_)) if shares is None else run.world.sum(shares)
         self.values = self.values.to("cpu", non_blocking=True)
         self.event = torch.cuda.Event() if values.is_cuda else None
@@ -269,8 +271,8 @@ class Launched:
         """(loss, images right, norm of the gradient before it is clipped, signal): the one place where a step waits."""
         if self.event:
             self.event.synchronize()
-        loss, correct, norm, signal_ = self.values.tolist()
-        return loss, correct, norm, math.ceil(signal_)
+        loss, correct, norm, weight = self.values.tolist()
+        return loss, correct, norm, 0 if not weight else signal.SIGINT if weight <= self.size else signal.SIGTERM
 
 
 def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any], int]:
