@@ -91,7 +91,9 @@ def _overview(arguments: list[str]) -> None:
         return
     verbs = [verb for verb in VERBS if word in ("-h", "--help") or verb.split()[0] == word]
     if not verbs or not set(arguments[1:]) <= {"-h", "--help"}:
-        fail(f"there is no verb {' '.join(arguments[:2])!r}; {nearest(' '.join(arguments[:2]), VERBS)}", 2)
+        words = " ".join(arguments[:2])
+        hint = "docs/production.md shows how to go without" if word in ("export", "serve") else nearest(words, VERBS)
+        fail(f"there is no verb {words!r}; {hint}", 2)
     print("plainvit: Vision Transformers, from raw images to an answer.\n")
     for verb in verbs:
         print(f"  plainvit {verb:12} {(VERBS[verb].__doc__ or '').splitlines()[0]}")

@@ -258,6 +258,12 @@ def helped(capsys: Capture, *arguments: str) -> str:
     return out
 
 
+@pytest.mark.parametrize("word", ["export", "serve"])
+def test_what_is_no_verb_but_a_page(capsys: Capture, word: str) -> None:
+    assert "docs/production.md" in refused(capsys, word)
+    assert (Path(__file__).parent.parent / "docs" / "production.md").is_file()
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb(capsys: Capture, verb: str) -> None:
     out = helped(capsys, *verb.split(), "--help")

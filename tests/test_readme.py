@@ -80,7 +80,7 @@ def test_code_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert model.config.image_size == (256, 256)
 
 
-@pytest.mark.parametrize("name", ["data", "python", "questions", "weights"])
+@pytest.mark.parametrize("name", ["data", "production", "python", "questions", "weights"])
 def test_code_of_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These pages assert what they say."""
     monkeypatch.chdir(tmp_path)
