@@ -82,6 +82,12 @@ def test_a_means_interval_is_that_of_the_normal_distribution() -> None:
     assert chance.mean_interval(values) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 10, 99])
+def test_students_t_equals_scipys(freedom: int) -> None:
+    assert chance.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-9)
+    assert chance.t_within(1.3, freedom) == pytest.approx(1 - 2 * stats.t.sf(1.3, freedom), abs=1e-12)
+
+
 # Cards ----------------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +318,43 @@ def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_pat
     write_card(other, tmp_path / "c")
     assert compare([runs[0], tmp_path / "c"])["cards"][1]["settings"] == {"model.posemb": ["1d", "none"]}
     assert compare([runs[0], runs[0]])["cards"][1]["settings"] == {}
+
+
+def plant_run(folder: Path, card: Card, seed: int, right: int, lr: float) -> Path:
+    right_too = {"metrics": card.metrics | {"top1": right / 360, "top5": 1.0}, "counts": {"top1": right, "top5": 360}}
+    write_card(replace(card, **right_too), folder)
+    (folder / "config.json").write_text(json.dumps(to_json(Config(seed=seed, optim=Optim(lr=lr)))))
+    return folder
+
+
+def test_runs_that_differ_in_the_seed_alone_are_groups(
+    both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+) -> None:
+    """Given in another order of the seeds, which are what pairs them; held against SciPy's paired t-test."""
+    low, high = {0: 290, 1: 306, 2: 288}, {2: 295, 1: 304, 0: 310}
+    rows = [("low", 1e-3, low), ("high", 1e-2, high)]
+    runs = [
+        plant_run(tmp_path / f"{name}-{seed}", both[0].card, seed, right, lr)
+        for name, lr, values in rows
+        for seed, right in values.items()
+    ]
+    first, second = compare([*runs, runs[0]])["groups"]
+    assert (first["name"], first["seeds"]) == (str(tmp_path / "low"), [0, 1, 2])
+    assert first["mean"]["top1"] == pytest.approx(884 / 3 / 360)
+    assert first["std"]["top1"] == pytest.approx(np.std(list(low.values()), ddof=1) / 360)
+    expected = stats.ttest_rel([high[seed] / 360 for seed in low], [right / 360 for right in low.values()])
+    apart = second["difference"]["top1"]
+    assert apart["difference"] == pytest.approx(25 / 3 / 360)
+    assert apart["interval"] == pytest.approx(list(expected.confidence_interval(0.95)), abs=1e-9)
+    main(["compare", *map(str, runs)])
+    out = " ".join(capsys.readouterr().out.split())
+    low_end, high_end = (f"{100 * end:+.2f}" for end in apart["interval"])
+    assert f"+2.31 points of top-1, 95 % {low_end} to {high_end} over 3 seeds" in out
+    assert "mean ± standard deviation over seeds" in out
+    other = plant_run(tmp_path / "other", both[0].card, 7, 180, 1.0)
+    assert compare([*runs[:2], other])["groups"][1]["difference"] is None, "no seed in common"
+    assert compare([runs[0], runs[3], other])["groups"] == [], "no two differ in the seed alone"
+    assert compare([done.folder for done in both])["groups"] == []
 
 
 def test_one_card_is_not_a_comparison(both: tuple[Assessed, Assessed]) -> None:

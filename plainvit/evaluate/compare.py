@@ -4,7 +4,8 @@
 
 Image by image where both have results of the same images (McNemar's exact test, a paired bootstrap interval), else as
 two samples (Newcombe's interval, the z-test). Cards of other images, splits or rules are refused: it says what differs.
-Where the cards lie in the folders of their runs, the settings that differ are named.
+Where the runs of the cards are there, the settings that differ are named, and runs that differ in the seed alone are
+compared as groups too (seeds.py).
 """
 
 import math
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from plainvit.config import Config
 from plainvit.data.known import official_split
 from plainvit.disk import read_json
-from plainvit.evaluate import chance, paper
+from plainvit.evaluate import chance, paper, seeds
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows
 from plainvit.weights.published import PUBLISHED
 
@@ -71,7 +72,18 @@ def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
         row["difference"] = difference(first, one)
         row["settings"] = settings_apart(first, one)
         row["remarks"] = remarks(first.card, one.card)
-    return {"data": first.card.data, "images": first.card.images, "unlike": faults, "cards": rows}
+    told = {"data": first.card.data, "images": first.card.images, "unlike": faults, "cards": rows}
+    return told | {
+        "groups": seeds.groups([run for name, one in zip(names, cards, strict=True) for run in _run(name, one)])
+    }
+
+
+def _run(name: str, one: Read) -> list[seeds.Run]:
+    """One, where the run's settings are known; how its images were prepared counts among them."""
+    settings = {key: value for key, value in _flat(_config(one)).items() if key.partition(".")[0] not in UNTOLD}
+    prepared = {"preprocess": one.card.preprocess["hash"], "precision": one.card.precision}
+    metrics = {metric: _number(one.card.metrics.get(metric)) for metric in seeds.METRICS}
+    return [seeds.Run(name, settings | prepared, metrics)] if settings else []
 
 
 def _read(path: Path) -> Read:
@@ -129,20 +141,23 @@ def remarks(a: Card, b: Card) -> list[str]:
 
 
 def settings_apart(a: Read, b: Read) -> dict[str, list[Any]]:
-    """{"model.posemb": ["1d", "none"]}: of the runs where both cards lie in one's folder, else of the models alone."""
-    runs = [_config(one.path) for one in (a, b)]
+    """{"model.posemb": ["1d", "none"]}: of the runs where both are there, else of the models alone."""
+    runs = [_config(one) for one in (a, b)]
     both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
     ours, theirs = (_flat(settings) for settings in both)
     told = [key for key in ours | theirs if key.partition(".")[0] not in UNTOLD]
     return {key: [ours.get(key), theirs.get(key)] for key in told if ours.get(key) != theirs.get(key)}
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """The settings of the run in whose folder a card lies; {} where it lies elsewhere."""
-    try:
-        return read_json((path if path.is_dir() else path.parent) / "config.json")
-    except ValueError:
-        return {}
+def _config(one: Read) -> dict[str, Any]:
+    """The settings of the run in whose folder a card lies, or whose folder was evaluated; {} where there is none."""
+    beside, model = one.path if one.path.is_dir() else one.path.parent, Path(one.card.name)
+    for folder in (beside, *([model] if (model / "status.json").is_file() else [])):
+        try:
+            return read_json(folder / "config.json")
+        except ValueError:
+            continue
+    return {}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -273,12 +288,14 @@ def table(found: dict[str, Any]) -> Group:
     shown.add_row("images", *(f"{row['images']:,}" for row in rows))
     data = found["data"]
     title = f"{data['spec']} ({data['split']}), right is {data['rule']}"
-    lines = [Text(title, style="bold"), shown, Text("")]
+    lines: list[RenderableType] = [Text(title, style="bold"), shown, Text("")]
     lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
     for row in rows[1:]:
         lines += _words(row, rows[0]["name"])
     for row in rows:
         lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
+    if found["groups"]:
+        lines += [Text(""), seeds.table(found["groups"]), *map(Text, seeds.words(found["groups"]))]
     return Group(*lines)
 
 

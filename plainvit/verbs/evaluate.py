@@ -108,11 +108,13 @@ def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None
     """Cards side by side, with the difference from the first and how much of it may be chance.
 
     Image by image where both have results of the same images, else as two samples; beside the paper's or another
-    published number where one is known. Of run folders, the settings that differ are named; of other cards, those of
-    the models. Cards of other images, another split or another rule are refused.
+    published number where one is known. Of runs, the settings that differ are named; of other cards, those of the
+    models. Runs that differ in the seed alone are also taken together: mean and standard deviation, and the difference
+    from the first such group with its interval over seeds. Cards of other images, another split or another rule are
+    refused.
 
     Args:
-        cards: Folders that `plainvit evaluate` wrote, or their card.json; the others are held against the first.
+        cards: Folders of runs or those that `plainvit evaluate` wrote; the others are held against the first.
         force: Compare although they are not alike, and say what differs.
         json: Print JSON for machines instead of a table.
     """
