@@ -22,9 +22,9 @@ from plainvit.evaluate.plan import IMAGES
 from plainvit.recipes import recipe
 from plainvit.studies import page, positions
 from plainvit.studies.bill import bill
-from plainvit.studies.book import studies
+from plainvit.studies.book import own_study, studies
 from plainvit.studies.runs import Workers
-from plainvit.studies.study import Arm, Study, Verdict, run_study
+from plainvit.studies.study import Arm, Found, Study, Verdict, run_study
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")
@@ -225,6 +225,52 @@ def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path)
     plant(tmp_path, "tiny", 90, budget="gpu")
     with pytest.raises(ValueError, match="holds a verdict at budget gpu, above cpu: give another --out"):
         run_study(tiny("tiny"), "cpu", tmp_path, Workers(), quiet=True)
+
+
+# One's own ------------------------------------------------------------------------------------------------------------
+
+
+def shown_in_docs() -> str:
+    text = (Path(__file__).parent.parent / "docs" / "analyse.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "STUDY" in block)
+    return code
+
+
+@pytest.mark.slow
+def test_the_study_that_the_docs_show_runs(tmp_path: Path, capsys: Capture) -> None:
+    file, out = tmp_path / "rate.py", tmp_path / "out"
+    file.write_text(shown_in_docs().replace("steps=300", "steps=2"))
+    main(["study", f"{file}:STUDY", "--out", str(out), "--seeds", "1", "--at-once", "1", "--json"])
+    (said,) = json.loads(capsys.readouterr().out)
+    assert (said["study"], said["outcome"], said["runs"]["count"]) == ("rate", "not decided", 2)
+    assert said["command"] == f"plainvit study {file}:STUDY --budget cpu --seeds 1"
+    text = page.page_of(out).read_text()
+    assert "\n## rate\n" in text
+    assert "[rate](#rate)" in text
+
+
+def test_the_study_that_the_docs_show_decides(tmp_path: Path) -> None:
+    file = tmp_path / "rate.py"
+    file.write_text(shown_in_docs())
+    made = own_study(f"{file}:STUDY")
+    arms = made.arms("cpu")
+    for high, outcome in ((0.9, "reproduced"), (0.7, "not reproduced")):
+        values = {"0.001": [{"top1": 0.8 + 0.01 * seed} for seed in range(3)], "0.004": [{"top1": high}] * 3}
+        assert made.decide(Found(arms, values)).outcome == outcome
+    assert {arm.config.optim.lr for arm in arms.values()} == {0.001, 0.004}
+
+
+def test_what_is_no_study_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "rate.py"
+    file.write_text(shown_in_docs())
+    assert f"there is no file {tmp_path}/no.py" in refused(capsys, f"{tmp_path}/no.py:STUDY")
+    assert "is a file of studies: name the one too; it has STUDY" in refused(capsys, str(file))
+    assert "has no study 'base'; it has STUDY" in refused(capsys, f"{file}:base")
+    for name in ("positions", "runs", "../rate"):
+        file.write_text(shown_in_docs().replace('name="rate"', f'name="{name}"'))
+        assert f"cannot be named '{name}'" in refused(capsys, f"{file}:STUDY")
+    file.write_text("1 / 0")
+    assert "cannot be loaded: ZeroDivisionError" in refused(capsys, f"{file}:STUDY")
 
 
 # The bill -------------------------------------------------------------------------------------------------------------

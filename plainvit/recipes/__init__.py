@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import ModuleType
 
 from plainvit.config import Config, nearest
 
@@ -27,7 +28,7 @@ def list_recipes(pattern: str = "*") -> list[str]:
 def recipe(name: str) -> Config:
     """The config of a named recipe, or of FILE.py:FUNCTION; its `recipe` field is the word that was given."""
     make = _find(name)
-    if not _is_file(name):
+    if not in_file(name):
         return make().replace(recipe=name)
     try:
         config = make()
@@ -70,7 +71,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def _find(name: str) -> Recipe:
-    if _is_file(name):
+    if in_file(name):
         return _load(name)
     known = _recipes()
     if name not in known:
@@ -78,19 +79,31 @@ def _find(name: str) -> Recipe:
     return known[name]
 
 
-def _is_file(name: str) -> bool:
+def in_file(name: str) -> bool:
+    """Whether a name is of something in a file of the user's, FILE.py:NAME."""
     return name.endswith(".py") or name.rpartition(":")[0].endswith(".py")
 
 
 def _load(name: str) -> Recipe:
-    """The function of FILE.py:FUNCTION. The file is run, as any Python file that one imports."""
+    """The function of FILE.py:FUNCTION."""
     file, _, function = (name + ":" if name.endswith(".py") else name).rpartition(":")
     path = Path(file)
     if not function:
         raise ValueError(f"{file} is a file of recipes: name the function too, {file}:FUNCTION")
     if not path.is_file():
         raise ValueError(f"there is no file {file}, which the recipe {name} names")
-    module_name = f"plainvit_recipe_{path.stem}"
+    module = run_file(path)
+    make: Recipe | None = getattr(module, function, None)
+    if not callable(make):
+        own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        hint = nearest(function, own) if own else "it defines none"
+        raise ValueError(f"{file} has no function {function!r}; {hint}; a recipe of your own is FILE.py:FUNCTION")
+    return make
+
+
+def run_file(path: Path) -> ModuleType:
+    """A file of the user's as a module. It is run, as any Python file that one imports."""
+    module_name = f"plainvit_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -100,13 +113,8 @@ def _load(name: str) -> Recipe:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"{file} cannot be loaded: {_one_line(error)}") from error
-    make: Recipe | None = getattr(module, function, None)
-    if not callable(make):
-        own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        hint = nearest(function, own) if own else "it defines none"
-        raise ValueError(f"{file} has no function {function!r}; {hint}; a recipe of your own is FILE.py:FUNCTION")
-    return make
+        raise ValueError(f"{path} cannot be loaded: {_one_line(error)}") from error
+    return module
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ Names and claims are read from the files of the studies without running them, so
 
 import ast
 import importlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,9 +64,9 @@ def _title(words: Mapping[str, object]) -> Title | None:
 
 
 def verdicts(out: Path) -> dict[str, dict[str, Any]]:
-    """Every verdict.json below a folder, by the study's name."""
+    """Every verdict.json below a folder, by the study's name; those of the user's own, without a number, last."""
     found = [read_verdict(file) for file in sorted(out.glob("*/verdict.json"))]
-    return {one["study"]: one for one in sorted(found, key=lambda one: one["number"])}
+    return {one["study"]: one for one in sorted(found, key=lambda one: one["number"] or math.inf)}
 
 
 def read_verdict(file: Path) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def _overview(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if not found:
         return []
     rows = [
-        f"| {said['number']} | {_cell(said['claim'])} | {_outcome(said)} | {said['budget']} | "
+        f"| {said['number'] or ''} | {_cell(said['claim'])} | {_outcome(said)} | {said['budget']} | "
         f"[{said['study']}](#{_anchor(said)}) |"
         for said in found.values()
     ]
@@ -218,12 +219,12 @@ def _outcome(said: Mapping[str, Any]) -> str:
 
 
 def _heading(said: Mapping[str, Any]) -> str:
-    return f"{said['number']}. {said['study']}"
+    return f"{said['number']}. {said['study']}" if said["number"] else said["study"]
 
 
 def _anchor(said: Mapping[str, Any]) -> str:
     """As GitHub makes it of the heading."""
-    return f"{said['number']}-{said['study']}"
+    return f"{said['number']}-{said['study']}" if said["number"] else said["study"].lower()
 
 
 def _cell(words: str) -> str:

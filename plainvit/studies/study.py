@@ -75,6 +75,7 @@ class Study:
     number: int = 0  # of the claim in the list that the page follows
     paper: str = ""  # what the paper found, in numbers
     metric: str = "top1"  # the one in the table
+    given: str = ""  # FILE.py:STUDY, where it is one of the user's
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def run_study(
     how = {
         "seconds": round(time.monotonic() - started, 1),
         "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
-        "command": f"plainvit study {study.name} --budget {budget}"
+        "command": f"plainvit study {study.given or study.name} --budget {budget}"
         + f" --seeds {seeds}" * (seeds != SEEDS[budget])
         + " --data-root DIR" * bool(data_root),
     }

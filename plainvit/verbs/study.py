@@ -50,7 +50,7 @@ def study(
     command. Exit code 4 if runs failed.
 
     Args:
-        names: Of studies, such as positions; or all.
+        names: Of studies, such as positions; or all; or FILE.py:STUDY, one of your own in a file that you trust.
         budget: cpu: two minutes on two cores; gpu: minutes on a large GPU; paper: its own runs, planned unless --yes.
         out: Folder of the runs and verdicts.
         seeds: Of each arm; 3 where not given, and fewer decide nothing.
@@ -86,17 +86,20 @@ def study(
 def _chosen(names: tuple[str, ...]) -> "list[Study]":
     """By their names; an unknown one is told of before anything heavy is loaded."""
     from plainvit.config import nearest
+    from plainvit.recipes import in_file
     from plainvit.studies.page import titles
 
     if not names:
         raise ValueError("which study? `plainvit study list` names them: plainvit study positions")
     known = [title.name for title in titles()]
-    for name in names:
+    ours = [name for name in names if not in_file(name)]
+    for name in ours:
         if name not in (*known, "all"):
             raise ValueError(f"there is no study {name!r}; {nearest(name, known)}; `plainvit study list` has them all")
-    from plainvit.studies.book import studies
+    from plainvit.studies.book import own_study, studies
 
-    return [one for name, one in studies().items() if name in names or "all" in names]
+    own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
+    return [one for name, one in studies().items() if name in ours or "all" in ours] + own
 
 
 def _run(
