@@ -6,7 +6,7 @@ import pytest
 import small_runs as runs
 
 from plainvit.disk import read_json
-from plainvit.studies.runs import FailedRunsError, Workers, kind, run_all, run_hash
+from plainvit.studies.runs import FailedRunsError, Pace, Workers, kind, run_all, run_hash
 from plainvit.train.fit import fit
 
 
@@ -47,6 +47,22 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
         run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
     assert (tmp_path / run_hash(good) / "results.json").is_file()
+
+
+def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
+    """100 seconds each, three to go and two at a time; nothing is said before one is done, nor after the last."""
+    paths = [tmp_path / str(at) for at in range(5)]
+    for path in paths[:3]:
+        path.mkdir()
+        (path / "status.json").write_text('{"state": "done"}')
+        (path / "environment.json").write_text('{"seconds": 100.0}')
+    assert Pace(set(paths), set(paths), 2, quiet=True)._left() == ""
+    display = Pace(set(paths), set(paths[1:]), 2, quiet=True)
+    assert display._left() == "3m20s left", "runs of an earlier call count"
+    display.finish(paths[1], "second")
+    assert display._left() == "2m30s left"
+    display.finish(paths[3], "one that failed")
+    assert display._left() == "1m40s left"
 
 
 def test_runs_of_one_kind_share_compiled_code() -> None:

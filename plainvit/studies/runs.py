@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ import torch
 
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
-from plainvit.runtime.display import Display
+from plainvit.runtime.display import Display, readable
 from plainvit.train.fit import fit
 
 GRACE = 60.0  # seconds to save a run in, once nobody waits for it any more
@@ -47,21 +48,41 @@ def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, 
     """
     found = {name: folder / run_hash(config) for name, config in configs.items()}
     names = {path: name for name, path in found.items() if not is_done(path)}  # of equal ones the last name stands
-    total = len(set(found.values()))
     failed: dict[str, str] = {}
-    with Display("runs", total, total - len(names), quiet=quiet) as display:
+    with Pace(set(found.values()), set(names), len(workers.free), quiet=quiet) as display:
         for path, future in workers.finished({path: configs[name] for path, name in names.items()}):
             error = future.exception()
             if error:
                 failed[names[path]] = (str(error).splitlines() or [type(error).__name__])[0]
                 display.tell(f"{names[path]}: {failed[names[path]]}")
-            display.advance(display.done + 1, names[path])
+            display.finish(path, names[path])
     if failed:
         first = next(iter(failed))
         raise FailedRunsError(
             f"{len(failed)} of {len(configs)} runs failed, the first of them {first}: {failed[first]}"
         )
     return found
+
+
+class Pace(Display):
+    """Progress of many runs. Time is left by what finished ones took, not by the clock, which began with processes."""
+
+    def __init__(self, paths: set[Path], due: set[Path], at_once: int, *, quiet: bool) -> None:
+        super().__init__("runs", len(paths), len(paths) - len(due), quiet=quiet)
+        self.at_once, self.took = at_once, [seconds for path in paths - due for seconds in _took(path)]
+
+    def finish(self, path: Path, name: str) -> None:
+        self.took += _took(path)
+        self.advance(self.done + 1, name)
+
+    def _left(self) -> str:
+        seconds = statistics.fmean(self.took) * (self.total - self.done) / self.at_once if self.took else 0
+        return f"{readable(seconds)} left" if seconds else ""
+
+
+def _took(path: Path) -> list[float]:
+    """The seconds of a run that is done."""
+    return [read_json(path / "environment.json").get("seconds", 0.0)] if is_done(path) else []
 
 
 def run_hash(config: Config) -> str:
