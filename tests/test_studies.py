@@ -1,5 +1,6 @@
 """Studies: rules on planted results, both ways; differences against SciPy; runs in order; old runs are not mixed in."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from scipy.stats import spearmanr, ttest_rel
 
 from plainvit.data.decode import DataError
-from plainvit.studies import positions
+from plainvit.studies import page, positions
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import (
     Arm,
@@ -19,6 +20,8 @@ from plainvit.studies.study import (
     NoDeviceError,
     Study,
     Verdict,
+    _write,
+    decide_again,
     gap,
     rank_correlation,
     run_study,
@@ -122,6 +125,27 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert after == before, "nothing is run again"
     with pytest.raises(ValueError, match="verdict on other runs than transfer has now: give another --out"):
         run_study(transfer(steps=4), "cpu", tmp_path, Workers(), seeds=2, quiet=True)
+
+
+def test_stored_values_are_decided_again_by_a_rule_that_changed(tmp_path: Path) -> None:
+    """The values stay, and the rule that the runs were made for is told with what it decided."""
+    means = {"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.705}
+    found, study = planted(positions.STUDY, means), positions.STUDY
+    before = replace(study, rule="another", decide=lambda _: Verdict("not decided", "so"))
+    _write(before, "cpu", tmp_path / study.name, found, before.decide(found), {"command": "c", "seconds": 1.0})
+    file = tmp_path / study.name / "verdict.json"
+    was = json.loads(file.read_text())
+    for _ in range(2):
+        assert decide_again(study, file.parent) == study.decide(found)
+        said = json.loads(file.read_text())
+        assert said["before"] == {"rule": "another", "outcome": "not decided"}
+    assert (said["outcome"], said["rule"]) == ("reproduced", study.rule)
+    kept = was.keys() - {"rule", "outcome", "why"}
+    assert {name: said[name] for name in kept} == {name: was[name] for name in kept}
+    assert "by which they were not decided: another." in page.page(tmp_path)
+    assert "**reproduced**" in (file.parent / "table.md").read_text()
+    with pytest.raises(ValueError, match="other runs than"):
+        decide_again(replace(study, arms=lambda _: {"none": Arm(runs.config())}), file.parent)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

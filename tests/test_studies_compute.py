@@ -16,7 +16,7 @@ from plainvit.models import build
 from plainvit.studies import axial, compute, optimisers, scaling, speed
 from plainvit.studies.bases import DOWNSTREAM, base
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition, gap, no_worse, stages, table
+from plainvit.studies.study import BUDGETS, Budget, Found, Study, alike, definition, gap, no_worse, stages, table
 
 STUDIES = [
     study for file in (compute, scaling, optimisers, axial, speed) for study in file.STUDIES
@@ -81,6 +81,14 @@ def test_no_worse_wants_a_loss_above_the_margin_to_be_ruled_out() -> None:
     assert no_worse(gap([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
     assert no_worse(gap([0.5, 0.5, 0.5], [0.48, 0.481, 0.482])) == -1
     assert no_worse(gap([0.5, 0.5], [0.6, 0.6])) == 0
+
+
+def test_alike_wants_a_difference_above_the_margin_to_be_ruled_out() -> None:
+    assert alike(gap([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
+    assert alike(gap([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, "near each other, but too noisy to say"
+    assert alike(gap([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
+    assert alike(gap([0.5, 0.5, 0.5], [0.488, 0.491, 0.487])) == -1
+    assert alike(gap([0.5, 0.5], [0.5, 0.5])) == 0
 
 
 # Compute --------------------------------------------------------------------------------------------------------------

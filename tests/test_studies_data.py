@@ -113,6 +113,9 @@ def test_pooling() -> None:
     unsure = planted(study, pooled((0.7, 0.8, 0.6), (0.8, 0.7, 0.6)))
     unsure.values[f"average, {pooling.rates('cpu')[0]:.1e}"] = [{"top1": one} for one in (0.95, 0.80, 0.75)]
     assert study.decide(unsure).outcome == "not decided"
+    near = planted(study, pooled((0.7, 0.8, 0.6), (0.8, 0.7, 0.6)))
+    near.values[f"average, {pooling.rates('cpu')[0]:.1e}"] = [{"top1": one} for one in (0.815, 0.80, 0.785)]
+    assert study.decide(near).outcome == "not decided"  # the means are equal, and 1.7 points are left open
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Names and claims are read from the files of the studies without running them, so
 import ast
 import importlib
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ OUTCOMES = ("reproduced", "not reproduced", "not decided")
 BUDGETS = ("cpu", "gpu", "paper")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "command", "seconds", "environment")
 PAPER = "[An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
+
+PLUS_MINUS = (
+    "± in a table is the standard deviation over seeds; in a verdict it is the standard error over seeds, of the "
+    "difference paired by seed where there are two. Two standard errors with three seeds are about 82 %, not 95 %."
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
     for said in found:
         colour = {"reproduced": "green", "not reproduced": "red"}.get(said["outcome"], "yellow")
         lines += [Text.assemble((f"{said['study']}: ", "bold"), (said["outcome"], colour)), Text(f"  {said['why']}")]
-    return Group(*lines, Text(f"page: {page_of(out)}"))
+    signs = [Text(PLUS_MINUS, style="dim")] if any("±" in said["why"] for said in found) else []
+    return Group(*lines, *signs, Text(f"page: {page_of(out)}"))
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -156,8 +163,10 @@ def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
         f"Claims of {PAPER},",
         "and three of later years about the same models, each tested by runs that differ in one thing. Every arm has",
         "several seeds and is compared on held-out training images; test images are not read. The rule that decides",
-        "was written before the runs. What does not hold at this scale is said so: a claim about 300 million images",
-        "need not show on 80,000. Fewer than three seeds decide nothing.",
+        "was written before the runs; where it was changed afterwards, both are told. What does not hold at this scale",
+        "is said so: a claim about 300 million images need not show on 80,000. Fewer than three seeds decide nothing.",
+        "",
+        *textwrap.wrap(PLUS_MINUS, 110),
         "",
         "`plainvit study list` names the studies, `plainvit study NAME --budget cpu|gpu|paper` runs one: on a laptop",
         "in two minutes, on one large GPU, or, with its cost told first, as in the paper. It writes this page.",
@@ -183,6 +192,9 @@ def _section(said: Mapping[str, Any], out: Path) -> Iterator[str]:
     name, folder = said["study"], out / said["study"]
     yield from (f"## {_heading(said)}", "", f"{said['claim']} *{said['source']}.* {said.get('paper', '')}".rstrip(), "")
     yield from (f"{_outcome(said)}: {said['why'].rstrip('.')}.", "", f"Rule: {said['rule'].rstrip('.')}.", "")
+    if before := said.get("before"):
+        old = f"This rule was written after the runs. The one before it, by which they were {before['outcome']}"
+        yield from (f"{old}: {before['rule'].rstrip('.')}.", "")
     yield from (*_table_of(folder / "table.md"), "")
     if (folder / "figure.png").is_file():
         yield from (f"![{name}: {_cell(said['claim'])}]({out.resolve().name}/{name}/figure.png)", "")

@@ -262,7 +262,7 @@ def draw(found: Found) -> Figure:
 STUDY = Study(
     number=28,
     name="speed",
-    claim="ViTs are about as fast as comparable ResNets and take less memory; large images slow both down alike.",
+    claim="ViTs take no more memory than comparable ResNets, and slow down by less than the side's fourth power.",
     source="ViT, D.5 and Figure 12",
     paper="There, on TPUv3 at 64 to 512 pixels, the cost of attention hardly shows but in the largest models, and "
     "large ViTs fit larger batches; no table.",

@@ -30,6 +30,7 @@ from plainvit.data.splits import open_splits
 from plainvit.disk import read_json, write_text
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
+from plainvit.studies.page import PLUS_MINUS
 from plainvit.studies.runs import Workers, run_all, run_hash
 from plainvit.weights import save as save_weights
 
@@ -141,6 +142,15 @@ def no_worse(found: Gap, margin: float = 0.01) -> int:
     if found.seeds < FEWEST or found.sign < 0:
         return found.sign
     return int(found.mean - 2 * found.error > -margin)
+
+
+def alike(found: Gap, margin: float = 0.01) -> int:
+    """The sign of "b is as good as a": 1 where no difference above the margin is left open, -1 where there is one."""
+    if found.seeds < FEWEST:
+        return 0
+    if abs(found.mean) + 2 * found.error < margin:
+        return 1
+    return -1 if found.sign and abs(found.mean) >= margin else 0
 
 
 def settle(signs: Sequence[int], why: str) -> Verdict:
@@ -304,6 +314,29 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
     save(study.draw(found), folder / "figure.png")
 
 
+def decide_again(study: Study, folder: Path) -> Verdict:
+    """What the stored values of a verdict say by the rule as it is now; the one that the runs were made for is kept."""
+    said = read_json(folder / "verdict.json")
+    arms = study.arms(said["budget"])
+    if said["definition"] != definition(arms):
+        raise ValueError(f"{folder} holds a verdict on other runs than {study.name} has now: run it again")
+    values = {arm: [_restored(one) for one in rows] for arm, rows in said["values"].items()}
+    found = Found({arm: arms[arm] for arm in values}, values, study.metric)
+    verdict = study.decide(found)
+    if said["rule"] != study.rule:
+        said.setdefault("before", {"rule": said["rule"], "outcome": said["outcome"]})
+    said |= {name: getattr(study, name) for name in ("claim", "source", "paper", "rule")}
+    said |= {"outcome": verdict.outcome, "why": verdict.why}
+    write_text(folder / "verdict.json", json.dumps(said, indent=1) + "\n")
+    write_text(folder / "table.md", table(study, found, verdict))
+    return verdict
+
+
+def _restored(one: Mapping[str, Any]) -> dict[str, float]:
+    """JSON has no number for what is not finite."""
+    return {name: math.nan if value is None else value for name, value in one.items()}
+
+
 def table(study: Study, found: Found, verdict: Verdict) -> str:
     """For people: the claim, a row for each arm, the rule and what it decides."""
     rows = [f"| {arm} | {_cell(found, arm)} | {len(found.values[arm])} |" for arm in found.values]
@@ -320,6 +353,8 @@ def table(study: Study, found: Found, verdict: Verdict) -> str:
             f"Rule: {study.rule}",
             "",
             f"**{verdict.outcome}**: {verdict.why}",
+            "",
+            PLUS_MINUS,
             "",
         ]
     )

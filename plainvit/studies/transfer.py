@@ -218,10 +218,10 @@ def decide_head(found: Found) -> Verdict:
 
 
 def as_good(apart: Gap) -> int:
-    """1 where the mean is at least -0.2 points, -1 where it is below by more than two standard errors of 0."""
+    """1 where no loss above 0.2 points is left open, -1 where there is one, by more than two standard errors."""
     if apart.seeds < FEWEST:
         return 0
-    return 1 if apart.mean >= -WORSE else apart.sign
+    return 1 if apart.mean - 2 * apart.error > -WORSE else min(apart.sign, 0) * (apart.mean < -WORSE)
 
 
 def draw_heads(found: Found) -> Figure:
@@ -263,9 +263,9 @@ STUDIES = (
         claim="A single new head of zeros is at least as good as the old head with its last layer drawn anew.",
         source="ViT, B.1.1",
         paper="There, a head of zeros in place of both layers is called a little more robust; no numbers.",
-        rule="averaged over three rates, the head of zeros is not more than 0.2 points below, and its spread over the "
-        "rates is smaller by more than two standard errors; not reproduced where it is further below or its spread is "
-        "larger, by more than two",
+        rule="averaged over three rates, no loss above 0.2 points by the head of zeros is left open by two standard "
+        "errors, and its spread over the rates is smaller by more than two; not reproduced where it is further below "
+        "or its spread is larger, by more than two",
         arms=head_arms,
         decide=decide_head,
         draw=draw_heads,
