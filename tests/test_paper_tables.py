@@ -3,6 +3,7 @@
 import io
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.data.vtab import TASKS
 from plainvit.evaluate import cost, paper
+from plainvit.evaluate.card import read_card
+from plainvit.evaluate.departures import BATCH, PIXELS, STEPS, VTAB_STEPS, departures
 from plainvit.evaluate.paper import Row, table, with_cards
+from plainvit.recipes import list_recipes, recipe
 from plainvit.recipes.paper import REPORTED
 
 Capture = pytest.CaptureFixture[str]
@@ -105,6 +109,15 @@ def test_the_recipes_expect_these_numbers() -> None:
             assert float(REPORTED[f"vit-{size}-{name}"][0]) == table(5).value(model, "ImageNet")
 
 
+def test_the_recipes_are_table_4_as_departures_know_it() -> None:
+    found = {name: recipe(name) for name in list_recipes("ft-*") if "-imagenet-5" not in name}
+    known = {**STEPS, "": VTAB_STEPS}
+    assert {one.data: one.steps for one in found.values()} == {
+        spec: steps for spec, steps in known.items() if spec != "imagenet-real"
+    }
+    assert {(one.batch, (one.image_size,)) for one in found.values()} == {(BATCH, PIXELS)}
+
+
 def test_columns_are_known_by_the_names_of_their_sets() -> None:
     assert list(table(9).columns.items())[:-1] == [(task.title, f"vtab1000/{name}") for name, task in TASKS.items()]
 
@@ -145,8 +158,39 @@ def test_cards_stand_below_in_their_columns(tmp_path: Path, capsys: Capture) -> 
     assert (mine["name"], mine["whose"]) == ("mine", "yours")
     assert mine["cells"] == [{"value": pytest.approx(97.1), "std": None}, *[None] * 5]
     main(["paper", "5", str(one / "card.json")])
-    last = capsys.readouterr().out.splitlines()[-3]
+    printed = capsys.readouterr().out
+    last = next(line for line in printed.splitlines() if line.startswith("yours"))
     assert last.split() == ["yours:", "mine", "97.10", *["-"] * 5]
+    assert mine["notes"] == [
+        "one run a number, so without ±",
+        "cifar10: 1,000 images, where the official test set has 10,000; how it was trained is not known, as its run is "
+        "not there",
+    ]
+    assert all(f"- yours: {note}" in " ".join(printed.split()) for note in mine["notes"])
+
+
+def test_what_departs_from_the_papers_way_is_noted(tmp_path: Path) -> None:
+    """Table 4: 500 steps of 512 for Pets, at 384 pixels. In Table 2 ImageNet is at 512 or 518, in Table 5 at 384."""
+
+    def note(number: int, spec: str, run: dict[str, Any], size: int, images: int) -> str:
+        folder = plant_card(tmp_path / f"{len(list(tmp_path.iterdir()))}", spec, 900)
+        card = read_card(folder)
+        prepared = replace(card, images=images, preprocess={"hash": "p", "image_size": [size, size]})
+        return departures(number, spec, prepared, run)
+
+    theirs = {"init": "b16", "steps": 500, "batch": 512}
+    assert note(5, "oxford-pets", theirs, 384, 3669) == ""
+    assert note(5, "oxford-pets", theirs | {"steps": 1000, "batch": 64}, 384, 3669) == (
+        "oxford-pets: 1,000 steps of batches of 64, the paper's 500 steps of 512"
+    )
+    assert note(5, "oxford-pets", theirs | {"steps": 0, "epochs": 2.5}, 224, 3669) == (
+        "oxford-pets: at 224x224 pixels, the paper's at 384; 2.5 epochs of batches of 512, the paper's 500 steps of 512"
+    )
+    assert "trained from scratch" in note(5, "oxford-pets", {"init": "", "steps": 500}, 384, 3669)
+    whole = {"init": "l16", "steps": 20_000, "batch": 512}
+    assert note(2, "imagenet", whole, 512, 50_000) == note(5, "imagenet", whole, 384, 50_000) == ""
+    assert "at 384x384 pixels, the paper's at 512 or 518" in note(2, "imagenet", whole, 384, 50_000)
+    assert note(9, "vtab1000/dtd", theirs | {"steps": 2500}, 384, 7) == ""
 
 
 def test_runs_from_the_same_weights_share_a_row_with_mean_and_spread(tmp_path: Path) -> None:
@@ -158,6 +202,7 @@ def test_runs_from_the_same_weights_share_a_row_with_mean_and_spread(tmp_path: P
     assert [row.name for row in mine] == ["b16, fine-tuned", "scratch"]
     pets, flowers, average = mine[0].cells[3:]
     assert pets
+    assert mine[0].notes[0] == "1 or 2 runs a number, ± is their standard deviation"
     assert (pets.value, pets.spread) == pytest.approx((92.0, statistics.stdev((90, 94))))
     assert flowers == paper.Cell(99.0)
     assert average is None, "an average of five needs five"

@@ -5,7 +5,7 @@
 
 Source: arXiv 2010.11929; paper.json holds the numbers. Rows are models and columns data sets in all of them, though the
 paper prints some the other way round. Cards of weights that were fine-tuned from the same weights share a row; several
-of one data set are its mean and standard deviation, as in the paper.
+of one data set are its mean and standard deviation, as in the paper. What was made otherwise is noted (departures.py).
 """
 
 import functools
@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -25,6 +25,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import read_json
 from plainvit.evaluate.card import Card, read_card
+from plainvit.evaluate.departures import departures
 
 FILES = ("card.json", "vtab.json", "verdict.json")  # what holds numbers of the user's, in a folder
 ON_ITS_SIDE = (2, 9)  # printed with data sets below each other: they have too many for a terminal
@@ -46,6 +47,7 @@ class Row:
     name: str
     cells: tuple[Cell | None, ...]
     whose: Literal["paper", "yours"] = "paper"
+    notes: tuple[str, ...] = ()  # of the user's, in what it departs from the paper's
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,21 @@ def _cell(said: Any) -> Cell | None:
 
 @dataclass
 class Yours:
-    """A row in the making: shares by data set, one for each card."""
+    """A row in the making: shares by data set, one for each card, and each note once."""
 
     name: str
     values: dict[str, list[float]] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
 
-    def add(self, spec: str, value: float) -> None:
-        self.values.setdefault(spec, []).append(value)
+    def add(self, number: "Number") -> None:
+        self.values.setdefault(number.spec, []).append(number.value)
+        self.notes |= dict.fromkeys([number.note] if number.note else [])
+
+    def said(self) -> tuple[str, ...]:
+        """How many runs a number is of, and the notes."""
+        counts = sorted({len(values) for values in self.values.values()})
+        several = f"{' or '.join(map(str, counts))} runs a number, ± is their standard deviation"
+        return ("one run a number, so without ±" if counts == [1] else several, *self.notes)
 
 
 def with_cards(one: PaperTable, paths: Sequence[Path]) -> PaperTable:
@@ -130,15 +140,24 @@ def with_cards(one: PaperTable, paths: Sequence[Path]) -> PaperTable:
     rows: dict[str, Yours] = {}
     seen: set[str] = set()
     for path in paths:
-        for key, name, identity, spec, value in _numbers(one, path):
-            if (identity + spec) not in seen:  # a card that is given twice is one card
-                rows.setdefault(key, Yours(name)).add(spec, value)
-            seen.add(identity + spec)
-    yours = tuple(Row(row.name, tuple(_cells(one, row.values)), "yours") for row in rows.values())
+        for number in _numbers(one, path):
+            known = number.identity + number.spec
+            if known not in seen:  # a card that is given twice is one card
+                rows.setdefault(number.key, Yours(number.name)).add(number)
+            seen.add(known)
+    yours = tuple(Row(row.name, tuple(_cells(one, row.values)), "yours", row.said()) for row in rows.values())
     return replace(one, rows=one.rows + yours)
 
 
-Number = tuple[str, str, str, str, float]  # key of the row, its name, what it is known by, data set, share
+class Number(NamedTuple):
+    """One of the user's."""
+
+    key: str  # of its row
+    name: str  # of its row
+    identity: str  # what it is known by
+    spec: str  # data set
+    value: float  # a share
+    note: str = ""
 
 
 def _numbers(one: PaperTable, path: Path) -> Iterator[Number]:
@@ -157,19 +176,21 @@ def _of_card(one: PaperTable, file: Path) -> Iterator[Number]:
         raise ValueError(f"{file} is of {spec or 'no known set'}, and Table {one.number} {_sets(one)}")
     if card.data["split"] not in ("test", official_split(spec, "test")):
         raise ValueError(f"{file} is of the split {card.data['split']}, and the paper's numbers are of test images")
-    begun = _init(file, card)
+    run = _run(file, card)
+    begun = str(run.get("init") or "")
     config = {name: value for name, value in card.model.get("config", {}).items() if name != "classes"}
     key = json.dumps([begun or card.model["weights"], config], sort_keys=True)
     name = f"{Path(begun).name}, fine-tuned" if begun else Path(card.name).name or card.name
-    yield key, name, card.identity(), spec, card.metrics["top1"]
+    note = departures(one.number, spec, card, run)
+    yield Number(key, name, card.identity(), spec, card.metrics["top1"], note)
 
 
-def _init(file: Path, card: Card) -> str:
-    """What the card's weights were fine-tuned from, where their run folder is there to say it."""
+def _run(file: Path, card: Card) -> dict[str, Any]:
+    """The settings of the run that made the card's weights, where its folder is there to say them."""
     for folder in (file.parent, Path(card.name)):
         if (folder / "config.json").is_file() and (folder / "status.json").is_file():
-            return str(read_json(folder / "config.json").get("init") or "")
-    return ""
+            return read_json(folder / "config.json")
+    return {}
 
 
 def _of_vtab(one: PaperTable, file: Path) -> Iterator[Number]:
@@ -182,7 +203,7 @@ def _of_vtab(one: PaperTable, file: Path) -> Iterator[Number]:
         raise ValueError(f"{file} is of VTAB-1k, and Table {one.number} {lack}")
     begun = str(said["setting"].get("init", ""))
     for spec, value in there.items():
-        yield json.dumps([begun, "vtab"]), f"{Path(begun).name}, fine-tuned", str(file.resolve()), spec, value
+        yield Number(json.dumps([begun, "vtab"]), f"{Path(begun).name}, fine-tuned", str(file.resolve()), spec, value)
 
 
 def _of_study(one: PaperTable, file: Path) -> Iterator[Number]:
@@ -190,10 +211,11 @@ def _of_study(one: PaperTable, file: Path) -> Iterator[Number]:
     column = STUDIES.get(said["study"], "")
     if one.number != 8 or not column:
         raise ValueError(f"{file} is of the study {said['study']}: only Table 8 takes a study, {', '.join(STUDIES)}")
+    note = f"held-out top-1 of the study at budget {said['budget']}, the paper's 5-shot ImageNet of ViT-B/16"
     for arm, values in said["values"].items():
         for seed, value in enumerate(values):
             identity = f"{file.resolve()}, seed {seed} of {arm}, "
-            yield arm, f"{arm}, held-out top-1", identity, column, value[said["metric"]]
+            yield Number(arm, f"{arm}, held-out top-1", identity, column, value[said["metric"]], note)
 
 
 def _told(file: Path, *needed: str) -> dict[str, Any]:
@@ -237,7 +259,13 @@ def as_json(one: PaperTable) -> dict[str, Any]:
         "columns": list(one.columns),
         "data": list(one.columns.values()),
         "rows": [
-            {"name": row.name, "whose": row.whose, "cells": [_plain(cell) for cell in row.cells]} for row in one.rows
+            {
+                "name": row.name,
+                "whose": row.whose,
+                "cells": [_plain(cell) for cell in row.cells],
+                **({"notes": list(row.notes)} if row.whose == "yours" else {}),
+            }
+            for row in one.rows
         ],
         "notes": list(one.notes),
         "source": _stored()["source"],
@@ -279,8 +307,16 @@ def shown(one: PaperTable) -> Group:
         yours = not wide and one.rows[at].whose == "yours"
         made.add_row(*map(Text, line), style="green" if yours else "")
     title = Text(f"Table {one.number}: {one.title}", style="bold")
-    notes = [Text(""), *(Text(f"- {note}", style="dim") for note in one.notes)] if one.notes else []
-    return Group(title, Text(f"{one.caption}\n"), made, *notes)
+    told = {}  # rows with the same notes are told of once
+    for row in one.rows:
+        for note in row.notes:
+            told.setdefault(note, []).append(row.name)
+    notes = [Text(f"- {note}", style="dim") for note in one.notes]
+    mine = [row.name for row in one.rows if row.whose == "yours"]
+    for note, names in told.items():
+        whose = "yours" if names == mine else f"yours, {'; '.join(names)}"
+        notes.append(Text(f"- {whose}: {note}", style="green"))
+    return Group(title, Text(f"{one.caption}\n"), made, *([Text(""), *notes] if notes else []))
 
 
 def _name(row: Row) -> str:
