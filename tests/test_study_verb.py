@@ -76,6 +76,14 @@ def test_the_list_is_that_of_the_studies_themselves() -> None:
     assert len({name for _, name, _ in found}) == len(found)
 
 
+def test_the_list_says_whose_verdicts_it_has_and_which_number_is_missing(tmp_path: Path, capsys: Capture) -> None:
+    assert set(range(1, 33)) - {title.number for title in page.titles()} == {29}
+    main(["study", "list", "--out", str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the ones that come with plainvit are in docs/studies.md of its source" in out
+    assert "Number 29, how VTAB divides (Figure 2), has no rule" in out
+
+
 def test_a_title_that_is_not_written_out_is_found_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_title", lambda words: None)  # noqa: ARG005
     assert [title.name for title in page._in_file("positions")] == [study.name for study in positions.STUDIES]

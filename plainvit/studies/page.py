@@ -30,6 +30,7 @@ BUDGETS = ("cpu", "gpu", "paper")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "command", "seconds", "environment")
 PAPER = "[An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
 
+UNNUMBERED = "Number 29, how VTAB divides (Figure 2), has no rule to decide by: `plainvit vtab` reports it."
 PLUS_MINUS = (
     "± in a table is the standard deviation over seeds; in a verdict it is the standard error over seeds, of the "
     "difference paired by seed where there are two. Two standard errors with three seeds are about 82 %, not 95 %."
@@ -106,8 +107,8 @@ def listed(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The list for people."""
+def table(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
+    """The list for people, and whose verdicts these are."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("", justify="right", no_wrap=True)
     shown.add_column("study", style="cyan", no_wrap=True)
@@ -116,7 +117,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         there = [f"{outcome} ({budget})" for budget, outcome in row["verdicts"].items() if outcome]
         shown.add_row(str(row["number"]), row["name"], Text(row["claim"]), ", ".join(there) or "-")
-    return shown
+    verdicts = f"Verdicts are those below {out}; the ones that come with plainvit are in docs/studies.md of its source."
+    return Group(shown, Text(f"\n{verdicts} {UNNUMBERED}", style="dim"))
 
 
 def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
@@ -171,7 +173,7 @@ def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
         "`plainvit study list` names the studies, `plainvit study NAME --budget cpu|gpu|paper` runs one: on a laptop",
         "in two minutes, on one large GPU, or, with its cost told first, as in the paper. It writes this page.",
         "",
-        f"**{len(found)} of {known} studies have a verdict{': ' + of if of else ''}.**",
+        f"**{len(found)} of {known} studies have a verdict{': ' + of if of else ''}.** {UNNUMBERED}",
         "",
     ]
 

@@ -27,7 +27,7 @@ def listing(*, out: Path = Path("studies"), json: bool = False) -> None:
     from plainvit.studies import page
 
     rows = page.listed(out)
-    show(rows, None if json else page.table(rows))
+    show(rows, None if json else page.table(rows, out))
 
 
 def study(
