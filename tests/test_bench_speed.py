@@ -49,6 +49,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_runs_side_by_side(train: ModuleType, tmp_path: Path, capsys: Any) -> None:
     train.main([*TINY, *STEPS, "--json", str(tmp_path / "rows.json"), "--kernels"])
     found = json.loads((tmp_path / "rows.json").read_text())

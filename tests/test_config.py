@@ -205,7 +205,7 @@ TIMM_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", TIMM_NAMES)
+@pytest.mark.parametrize("name", tiny.mostly_slow(TIMM_NAMES, 4))
 def test_named_models_have_the_shape_of_timms(name: str) -> None:
     """Every weight of timm's model has its counterpart of the same shape, none is left over; and heads agree."""
     with torch.device("meta"):

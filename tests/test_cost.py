@@ -4,7 +4,6 @@ The tables are those of facts/paper.md and facts/weights.md, which come from the
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -105,13 +104,7 @@ def test_parameters_to_the_last_digit(name: str) -> None:
         assert cost.parameters(config) == headless == counted(config)[0]
 
 
-def slow_if_large(names: Iterable[str]) -> list[Any]:
-    """The deepest ResNets take seconds to build; they differ from the others in their numbers alone."""
-    large = ("R101", "R152", "R200")
-    return [pytest.param(name, marks=pytest.mark.slow if any(one in name for one in large) else ()) for name in names]
-
-
-@pytest.mark.parametrize("name", slow_if_large(list_models()))
+@pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 3))
 def test_arithmetic_equals_the_built_model(name: str) -> None:
     config = configure(name)
     assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)

@@ -312,7 +312,7 @@ FOLDERS = {  # known set -> three of its folders and their classes in ImageNet, 
 }
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", tiny.mostly_slow(FOLDERS, 4))
 def test_parts_of_imagenet_are_scored_by_a_model_of_all(name: str, tmp_path: Path, capsys: Capture) -> None:
     chosen, listed = FOLDERS[name]
     every = listed if isinstance(listed, list) else info(listed or "imagenet_synsets.txt")

@@ -90,6 +90,7 @@ def in_a_model() -> list[float]:
     return errors(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_gradients_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     found = json.loads(in_child("import test_gelu_linear as t; t.child()", TRITON_INTERPRET="1"))

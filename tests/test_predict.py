@@ -620,6 +620,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant(tmp_path_factory.mktemp("many"), {**files, "333.png": b"broken"})
 
 
+@pytest.mark.slow
 def test_killed_three_times_every_image_is_there_once(weights: Path, many: Path, tmp_path: Path) -> None:
     out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
     for more in (3, 2, 5):

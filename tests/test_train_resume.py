@@ -118,6 +118,7 @@ def steps_so_far(out: Path) -> int:
     return max((line["step"] for line in metrics(out)), default=0)
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_any_two_writes_ends_the_same(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
     out = tmp_path / "run"
     kill_at(EVERYWHERE, runs.streamed(), out)

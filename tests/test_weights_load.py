@@ -740,7 +740,7 @@ def hollow(state: State, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", OF_TIMM)
+@pytest.mark.parametrize("name", tiny.mostly_slow(OF_TIMM, 4))
 def test_published_weights_are_understood_from_their_shapes(tmp_path: Path, name: str) -> None:
     """timm's own model of that name, without its values, beside a config.json as the hub has it."""
     model = PUBLISHED[name].hub.removeprefix("timm/")
