@@ -200,6 +200,23 @@ def test_measured_steps_are_met(name: str, batch: int, stream: int, rate: float,
     assert batch / sum(seconds(step, cudnn).values()) == pytest.approx(rate, rel=0.05)
 
 
+OURS = [  # `python -m bench.plan` on an H200 (docs/results.md): our own step, without the shortcuts of since
+    ("ViT-B/16", 256, 3434, 17.3),
+    ("ViT-B/16", 128, 3164, 9.2),
+    ("ViT-L/16", 256, 1162, 46.3),
+    ("ViT-L/16", 64, 1011, 14.6),
+    ("ViT-H/14", 128, 418, 54.1),
+    ("ViT-H/14", 32, 359, 19.8),
+]
+
+
+@pytest.mark.parametrize(("name", "batch", "rate", "gib"), OURS)
+def test_our_own_steps_are_met(name: str, batch: int, rate: float, gib: float) -> None:
+    step = Step(model=configure(name), images=batch)
+    assert memory(step, H200.kept)["total"] / GIB == pytest.approx(gib, rel=0.1)
+    assert batch / sum(seconds(step, H200).values()) == pytest.approx(rate, rel=0.15)
+
+
 def test_the_largest_micro_batch_just_fits() -> None:
     room = H200.memory * H200.usable * GIB
     for again in (False, True):
