@@ -239,13 +239,25 @@ def test_creating_a_model_leaves_cudnn_attention_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "given", "expected"), [(0.4, None, None), (3.0, None, "passive"), (3.0, "active", "active")]
+    ("load", "running", "given", "expected"),
+    [
+        (0.4, "4/99", None, None),
+        (3.0, "4/99", None, "passive"),
+        (3.0, "1/99", None, None),  # it was busy a moment ago
+        (3.0, "", None, "passive"),  # where the moment cannot be seen
+        (3.0, "4/99", "active", "active"),
+    ],
 )
-def test_threads_sleep_where_other_work_is_on_the_cores(load: float, given: str | None, expected: str | None) -> None:
+def test_threads_sleep_where_other_work_is_on_the_cores(
+    load: float, running: str, given: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    if running:
+        (tmp_path / "loadavg").write_text(f"{load} 0.0 0.0 {running} 1")
     code = f"""
-import os
+import functools, os, pathlib
 os.getloadavg = lambda: ({load}, 0.0, 0.0)
 from plainvit import device
+device.crowded = functools.partial(device.crowded, pathlib.Path({str(tmp_path / "loadavg")!r}))
 device.prepare()
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
