@@ -385,7 +385,7 @@ def test_the_status_of_a_run_that_lives_says_where_it_is(tmp_path: Path) -> None
         said = status(out)  # in step 7, the validation of step 4 being a line too
     assert (said["state"], said["step"], said["steps"], said["exit_code"]) == ("running", 6, 12, None)
     assert said["host"] == platform.node()
-    with pytest.raises(ValueError, match="last checkpoint is of step [46] of 12"):  # that of 6 may still be written
+    with pytest.raises(ValueError, match=r"last checkpoint is of step [46] of 12"):  # that of 6 may still be written
         load(out)
     assert not is_done(out)
     fit(runs.config(), out, quiet=True)
