@@ -88,6 +88,13 @@ def test_it_only_answers() -> None:
     assert not fast.eval().training
 
 
+def test_it_moves_as_a_whole_and_chooses_anew() -> None:
+    model = Optimised(tiny.vit(torch.float32))
+    model.ways = {"forward": PLAIN}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {weight.dtype for weight in model.double().parameters()} == {torch.float64}
+    assert model.ways == {}
+
+
 @pytest.mark.usefixtures("eagerly")
 def test_by_load_and_through_a_predictor(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32)
