@@ -88,6 +88,16 @@ def test_it_only_answers() -> None:
     assert not fast.eval().training
 
 
+@pytest.mark.parametrize(("supported", "refused"), [(True, False), (True, True), (False, False), (False, True)])
+def test_bf16_is_tried_only_on_a_cpu_that_has_it_and_survives_it(
+    supported: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    monkeypatch.setattr(optimise.device, "cpu_bf16_refused", lambda: refused)
+    tried = any(way.precision == "bf16" for way in optimise.ways_on(CPU))
+    assert tried == (supported and not refused)
+
+
 def test_it_moves_as_a_whole_and_chooses_anew() -> None:
     model = Optimised(tiny.vit(torch.float32))
     model.ways = {"forward": PLAIN}  # pyright: ignore[reportAttributeAccessIssue]
