@@ -56,13 +56,13 @@ def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
         path.mkdir()
         (path / "status.json").write_text('{"state": "done"}')
         (path / "environment.json").write_text('{"seconds": 100.0}')
-    assert Pace(set(paths), set(paths), 2, quiet=True)._left() == ""
+    assert Pace(set(paths), set(paths), 2, quiet=True).left() == ""
     display = Pace(set(paths), set(paths[1:]), 2, quiet=True)
-    assert display._left() == "3m20s left", "runs of an earlier call count"
+    assert display.left() == "3m20s left", "runs of an earlier call count"
     display.finish(paths[1], "second")
-    assert display._left() == "2m30s left"
+    assert display.left() == "2m30s left"
     display.finish(paths[3], "one that failed")
-    assert display._left() == "1m40s left"
+    assert display.left() == "1m40s left"
 
 
 def test_runs_of_one_kind_share_compiled_code() -> None:

@@ -37,12 +37,12 @@ class Display:
             self._bar.update(self._task, completed=done, total=self.total, words=words)
         elif time.monotonic() - self._last > EVERY or done == self.total:
             self._last = time.monotonic()
-            self.console.print(f"{self.title} {done}/{self.total}  {words}  {self._left()}", markup=False)
+            self.console.print(f"{self.title} {done}/{self.total}  {words}  {self.left()}", markup=False)
 
     def tell(self, words: str) -> None:
         self.console.print(words, markup=False)
 
-    def _left(self) -> str:
+    def left(self) -> str:
         """Time left at the pace so far."""
         if self.done <= self._first:
             return ""

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
-GRACE = 60.0  # seconds to save a run in, once its agent is gone
+GRACE = 60.0  # seconds to save a run in, once nobody waits for it any more
 
 
 class DisagreementError(ValueError):
@@ -140,12 +140,21 @@ def join(device: str, timeout: float) -> World:
 
 
 def _end_with_agent() -> None:
-    """An agent that is killed cannot stop its processes, which would hold the devices and the folder for ever."""
-    name, agent = "agent", os.getppid()
+    agent = os.getppid()
 
-    def watch() -> None:
+    def gone() -> None:
         while os.getppid() == agent:
             time.sleep(0.05)  # all of them at about the same time
+
+    end_after(gone)
+
+
+def end_after(gone: Callable[[], object]) -> None:
+    """Ends this process once `gone` returns: who is killed cannot stop what it began, which would hold the device."""
+    name = "ends with its parent"
+
+    def watch() -> None:
+        gone()
         os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
         time.sleep(GRACE)
         os._exit(128 + signal.SIGTERM)
@@ -183,13 +192,14 @@ def losses_told(world: World) -> Iterator[None]:
         if world.size == 1 or not is_lost(error):
             raise
         reason = re.sub(r"\[?/\S+:\d+\]?,? *", "", str(error).splitlines()[0])
-        raise LostError(f"rank {world.rank} lost another process of the run: {reason}; {_what_follows()}") from error
+        made, allowed = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        follows = _what_follows(made + 1, allowed)
+        raise LostError(f"rank {world.rank} lost another process of the run: {reason}; {follows}") from error
 
 
-def _what_follows() -> str:
-    made, allowed = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    again = f"all start again from the last checkpoint, restart {made + 1} of {allowed}"
-    return again if made < allowed else "the same command goes on from the last checkpoint"
+def _what_follows(restart: int, allowed: int) -> str:
+    again = f"all start again from the last checkpoint, restart {restart} of {allowed}"
+    return again if restart <= allowed else "the same command goes on from the last checkpoint"
 
 
 def let_the_agent_speak() -> None:
@@ -211,8 +221,7 @@ class Deaths(logging.Handler):
             return
         self.made += 1
         if code < 0:  # any other has told of itself
-            again = f"all start again from the last checkpoint, restart {self.made} of {self.allowed}"
-            follows = again if self.made <= self.allowed else "the same command goes on from the last checkpoint"
+            follows = _what_follows(self.made, self.allowed)
             print(f"plainvit: rank {rank} was ended by {signal.Signals(-code).name}; {follows}", file=sys.stderr)
 
 

@@ -16,8 +16,6 @@ import multiprocessing
 import os
 import signal
 import statistics
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -30,9 +28,8 @@ import torch
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
+from plainvit.runtime.distributed import end_after
 from plainvit.train.fit import fit
-
-GRACE = 60.0  # seconds to save a run in, once nobody waits for it any more
 
 
 class FailedRunsError(ValueError):
@@ -75,7 +72,7 @@ class Pace(Display):
         self.took += _took(path)
         self.advance(self.done + 1, name)
 
-    def _left(self) -> str:
+    def left(self) -> str:
         seconds = statistics.fmean(self.took) * (self.total - self.done) / self.at_once if self.took else 0
         return f"{readable(seconds)} left" if seconds else ""
 
@@ -166,17 +163,10 @@ def _unheard() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """In a worker: a parent that is killed cannot stop it, and it would hold the device for ever."""
+    """In a worker."""
     parent = multiprocessing.parent_process()
     assert parent
-
-    def end() -> None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE)
-        os._exit(143)
-
-    threading.Thread(target=end, daemon=True).start()
+    end_after(lambda: connection.wait([parent.sentinel]))
 
 
 def _run(config: dict[str, Any], out: Path, threads: int, known: bool) -> None:
