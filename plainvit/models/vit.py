@@ -23,8 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
-from plainvit.models.gelu_linear import gelu_linear
-from plainvit.models.gelu_linear import pays as gelu_linear_pays
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
 from plainvit.models.short_attention import pays as short_attention_pays
@@ -198,19 +196,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
-        self.fused = False  # in training: GELU's backward pass by our kernel, where it fits
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self._fits(x):
-            x = F.linear(x, self.fc1.weight, self.fc1.bias.detach())  # gelu_linear gives this bias its gradient
-            return gelu_linear(x, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.kind == "gelu_tanh")
         return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
-
-    def _fits(self, x: Tensor) -> bool:
-        plain = type(self.fc1) is type(self.fc2) is nn.Linear and self.kind in ("gelu", "gelu_tanh")
-        return self.fused and plain and not self.dropout.p and gelu_linear_pays(x)
 
 
 class Residual(nn.Module):
@@ -299,12 +289,10 @@ class Block(nn.Module):
 
 
 def shorten(part: nn.Module, wanted: bool = True) -> None:
-    """Our own kernels, and no work for what is dropped, in all blocks of a model."""
+    """Our own attention, and no work for what is dropped, in all blocks of a model."""
     for module in part.modules():
         if isinstance(module, Attention):
             module.short = wanted
-        if isinstance(module, Mlp):
-            module.fused = wanted
         if isinstance(module, Residual):
             module.skips = wanted
 
