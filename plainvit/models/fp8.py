@@ -12,6 +12,7 @@ Elsewhere the same arithmetic is emulated in fp32, slowly, for tests. Letters: M
 
 import copy
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,26 +61,44 @@ def emulated(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor |
         return found if bias is None else found + bias.float()
 
 
-class Product(torch.autograd.Function):
-    """x [M, K], weight [N, K], bias [N] -> [M, N] in x's precision.
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N] in x's precision, with gradients.
 
     The gradient of the input is a product in fp8 too, and of e4m3: e5m2's wider range serves gradients that share one
     scale, and where each row has its own the third bit of mantissa is worth more. That of the weight, a sum over all
     tokens, is in x's precision: both operands would have to be quantised again along the tokens, and transposed.
     """
+    return learned_product(x, weight, bias, *quantise(x.detach()), *quantise(weight.detach()))
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x, weight, bias)
-        (a, rows), (b, columns) = quantise(x), quantise(weight)
-        return product(a, b, (rows, columns), bias, fast=FAST_FORWARD).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias = ctx.saved_tensors
-        (a, rows), (b, columns) = quantise(grad), quantise(weight.t())
-        of_x = product(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
-        return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype)
+def _learned_product(
+    x: Tensor,
+    weight: Tensor,  # noqa: ARG001, see below
+    bias: Tensor,
+    a: Tensor,
+    rows: Tensor,
+    b: Tensor,
+    columns: Tensor,
+) -> Tensor:
+    return product(a, b, (rows, columns), bias, fast=FAST_FORWARD).to(x.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    (a, rows), (b, columns) = quantise(grad), quantise(weight.t())
+    of_x = product(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
+    return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
+
+
+# x, weight and bias are there for their gradients. Not an autograd.Function: of one that calls an operator PyTorch
+# 2.11 compiles the answer and no gradient, without a word.
+learned_product = torch.library.custom_op("plainvit::learned_product", _learned_product, mutates_args=())
+learned_product.register_fake(_learned_product)
+learned_product.register_autograd(_gradients, setup_context=_keep)
 
 
 class Fp8Linear(nn.Linear):
@@ -89,7 +108,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = x.to(self.low).flatten(0, -2)  # [M, K]: as autocast does, whatever the residual stream is in
-        return Product.apply(rows, self.weight, self.bias).unflatten(0, x.shape[:-1])  # pyright: ignore
+        return linear(rows, self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 
 class Fp8Answer(nn.Module):
