@@ -1,8 +1,10 @@
 """Several processes on loopback against one: the same samples, losses and weights; deaths, restarts, other layouts."""
 
+import html
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,6 +102,9 @@ def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> No
     assert numbers(tmp_path / "run")["test"]["images"] == 360
     assert numbers(tmp_path / "run")["test"]["nll"] == pytest.approx(numbers(alone)["test"]["nll"], rel=1e-4)
     assert done.stdout.count("test: ") == 1
+    said = json.loads((tmp_path / "run" / "environment.json").read_text())["command"]
+    assert said == shlex.join(["plainvit", *done.args[3:]])
+    assert html.escape(said) in (tmp_path / "run" / "report.html").read_text()
     model = plainvit.load(tmp_path / "run")
     assert model.config.classes == 10
 

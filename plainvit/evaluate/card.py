@@ -15,8 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,15 +94,8 @@ def make_card(predictor: Predictor, labels: Labels, result: Result, world: World
         model=_model(predictor),
         preprocess=_preprocess(predictor),
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
-        environment=environment(world.device) | _command() | {"processes": world.size, "libraries": _versions()},
+        environment=environment(world.device) | {"processes": world.size, "libraries": _versions()},
     )
-
-
-def _command() -> dict[str, str]:
-    """Also of a process that was started as `python -m plainvit`, as several processes are."""
-    path = Path(sys.argv[0])
-    ours = path.name == "plainvit" or path.parts[-2:] == ("plainvit", "__main__.py")
-    return {"command": shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""}
 
 
 def _metrics(result: Result, labels: Labels) -> dict[str, float]:

@@ -158,9 +158,16 @@ def environment(device: str) -> dict[str, Any]:
         "device": gpu or f"{processor()}, {torch.get_num_threads()} threads",
         "cores": os.cpu_count(),
         "system": platform.platform(),
-        "command": shlex.join(["plainvit", *sys.argv[1:]]) if Path(sys.argv[0]).name == "plainvit" else "",
+        "command": command(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def command() -> str:
+    """That of this process, also where it was started as `python -m plainvit`, as several are; "" within a program."""
+    path = Path(sys.argv[0])
+    ours = path.name == "plainvit" or path.parts[-2:] == ("plainvit", "__main__.py")
+    return shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""
 
 
 def other_bits(begun: dict[str, Any], now: dict[str, Any]) -> str:
