@@ -120,6 +120,16 @@ def test_fifty_steps_of_two_processes_equal_one(parallel: str, tmp_path: Path) -
     assert two == pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.slow
+def test_two_processes_agree_on_what_the_hours_allow(tmp_path: Path) -> None:
+    """Each measures a step by its own clock; runs of different lengths would wait for each other for ever."""
+    done = train(tmp_path / "run", "--devices", "2", "--hours", "0.001", "--timeout", "15", steps=100_000)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"0.001 hours allow \d+ of 100000 steps", done.stderr)) == 1
+    said = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (said["state"], said["step"]) == ("done", len(losses(tmp_path / "run")))
+
+
 def stop_at(folder: Path, step: int, *flags: str, steps: int = 12) -> None:
     """A run that is told to end once it has come to a step; it saves there or a little later."""
     child = subprocess.Popen(command(folder, *flags, steps=steps, save=1), env=ENVIRONMENT, stderr=subprocess.PIPE)

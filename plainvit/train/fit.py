@@ -350,11 +350,13 @@ def _train(run: Training) -> None:
 def _shorten(run: Training) -> None:
     """Fewer steps where --hours are too few for all, warm-up and cooldown in proportion. Measured, not guessed."""
     config = run.config
-    step, evaluation = _time_a_step(run), _time_an_evaluation(run)
+    times = torch.tensor([_time_a_step(run), _time_an_evaluation(run)], dtype=torch.float64, device=run.world.device)
+    step, evaluation = (run.world.sum(times) / run.world.size).tolist()  # the same in all processes
     steps = max(int((config.hours * 3600 * 0.95 - evaluation * config.evaluations) / step), 1)
     if steps >= run.steps:
         return
-    log.warning("%g hours allow %d of %d steps, at %.3f s a step", config.hours, steps, run.steps, step)
+    if run.world.first:
+        log.warning("%g hours allow %d of %d steps, at %.3f s a step", config.hours, steps, run.steps, step)
     share = steps / run.steps
     parts = {name: getattr(config.optim, name) for name in ("warmup", "cooldown")}
     parts = {name: value * share if value >= 1 else value for name, value in parts.items()}
