@@ -179,14 +179,31 @@ def test_a_killed_run_can_be_started_again_at_once(
 
 def test_the_run_by_the_command_line_ends_as_the_one_from_python(tmp_path: Path) -> None:
     recipe, out = runs.recipe_file(tmp_path, runs.streamed()), tmp_path / "run"
-    child = Child(runs.command, ("train", recipe), out, "recorded:8", log=tmp_path / "log")
+    child = Child(runs.command, ("train", recipe), out, "recorded:8", 0.2, log=tmp_path / "log")
     with stalled(child, out):
-        pass
+        times = [line["time"] for line in metrics(out)]
     child = Child(runs.command, ("train", recipe, "--workers", "1"), out, log=tmp_path / "log")
     assert child.wait() == 0, child.said
     assert str(out / "report.html") in child.said
+    second = [line["time"] for line in metrics(out) if line["step"] > 6]
+    seconds = json.loads((out / "environment.json").read_text())["seconds"]
+    assert seconds > times[-1] - times[0] + second[-1] - second[0], "the time of the killed part counts"
     fit(runs.streamed(recipe=recipe), tmp_path / "whole", quiet=True)
     assert outcome(out) == outcome(tmp_path / "whole")
+
+
+def test_the_hours_of_a_killed_part_are_over(tmp_path: Path) -> None:
+    """As if an hour had passed from its beginning to its last line of metrics: the rest is cut, and the sum is told."""
+    made = runs.config(steps=40, evaluations=20, hours=1.0)
+    stopped_run(made, tmp_path, 8)
+    known, lines = json.loads((tmp_path / "environment.json").read_text()), list(metrics(tmp_path))
+    killed = known | {"seconds": 10.0, "running_since": lines[-1]["time"] - 3600}
+    (tmp_path / "environment.json").write_text(json.dumps(killed))
+    fit(made, tmp_path, quiet=True)
+    assert status(tmp_path)["step"] == status(tmp_path)["steps"] == 10  # the second look after step 6
+    known = json.loads((tmp_path / "environment.json").read_text())
+    assert 3610 <= known["seconds"] < 3670
+    assert "running_since" not in known
 
 
 # Stopped by an error --------------------------------------------------------------------------------------------------

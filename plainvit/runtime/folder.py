@@ -87,6 +87,22 @@ class Folder:
         where = {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         self.write("status.json", said | where)
 
+    def begin_part(self) -> float:
+        """The seconds of the run's earlier parts; of one that was killed, up to its last line of metrics."""
+        known = self.read("environment.json")
+        spent, since = known.get("seconds", 0.0), known.get("running_since")
+        if since is not None:
+            last = max((line.get("time", 0.0) for line in _lines(self.path)), default=0.0)
+            spent += max(last - since, 0.0)
+        self.write("environment.json", known | {"seconds": round(spent, 1), "running_since": round(time.time(), 3)})
+        return spent
+
+    def end_part(self, seconds: float) -> None:
+        """Of all parts together."""
+        known = self.read("environment.json")
+        known.pop("running_since", None)
+        self.write("environment.json", known | {"seconds": round(seconds, 1)})
+
     def record(self, line: dict[str, Any]) -> None:
         """One line of metrics, and when. It is in the system's hands at once: killing the process cannot lose it."""
         if not self.writes:

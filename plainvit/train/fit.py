@@ -329,30 +329,28 @@ def _trained(objective: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]
 
 
 def _train(run: Training) -> None:
-    """With the time that it took added to what environment.json has of earlier parts of the run."""
-    started = time.monotonic()
+    """With the time that it took added to that of earlier parts of the run."""
+    started, spent = time.monotonic(), run.folder.begin_part()
     try:
         if run.config.hours:
-            run.ends = started + 3600 * run.config.hours - run.folder.read("environment.json").get("seconds", 0.0)
+            run.ends = started + 3600 * run.config.hours - spent
         if run.config.hours and not run.checkpoints.steps():
-            _shorten(run)
+            _shorten(run, 3600 * run.config.hours - spent)
         train(run)
     except RuntimeError as error:  # beyond the gradients: in the optimiser's first step, in a validation
         if not is_out_of_memory(error):
             raise
         raise short_of_memory(run, None, 0) from error
     finally:
-        known = run.folder.read("environment.json")
-        seconds = known.get("seconds", 0.0) + time.monotonic() - started
-        run.folder.write("environment.json", known | {"seconds": round(seconds, 1)})
+        run.folder.end_part(spent + time.monotonic() - started)
 
 
-def _shorten(run: Training) -> None:
+def _shorten(run: Training, left: float) -> None:
     """Fewer steps where --hours are too few for all, warm-up and cooldown in proportion. Measured, not guessed."""
     config = run.config
     times = torch.tensor([_time_a_step(run), _time_an_evaluation(run)], dtype=torch.float64, device=run.world.device)
     step, evaluation = (run.world.sum(times) / run.world.size).tolist()  # the same in all processes
-    steps = max(int((config.hours * 3600 * 0.95 - evaluation * config.evaluations) / step), 1)
+    steps = max(int((left * 0.95 - evaluation * config.evaluations) / step), 1)
     if steps >= run.steps:
         return
     if run.world.first:
@@ -364,6 +362,7 @@ def _shorten(run: Training) -> None:
     if run.average:
         run.average.decay = run.config.decay(steps)
     run.folder.write("config.json", to_json(run.config))
+    run.folder.say("running", run.progress.step, run.steps)
 
 
 def _time_a_step(run: Training) -> float:
