@@ -383,6 +383,54 @@ def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: d
     assert outcome(out) == whole
 
 
+# Nobody listens -------------------------------------------------------------------------------------------------------
+
+
+def unheard(out: Path, terminal: bool) -> None:
+    """In a child: a run whose standard error is closed by its reader before step 3."""
+    runs._prepare(out, "")
+    mine, theirs = os.openpty() if terminal else os.pipe()
+    os.dup2(theirs, 2)
+    os.close(theirs)
+    step = loop.step
+
+    def closing(run: Training, *rest: Any) -> Any:
+        if run.progress.step == 2:
+            os.close(mine)
+        return step(run, *rest)
+
+    loop.step = closing
+    fit(runs.config(evaluations=6), out)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path, terminal: bool) -> None:
+    child = Child(unheard, tmp_path / "run", terminal, log=tmp_path / "log")
+    assert child.wait() == 0, child.said
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(1), "SystemExit: 1"),
+        (KeyError(3), "KeyError: 3"),
+        (RuntimeError(), "RuntimeError"),
+        (ValueError("a bad value\nof it"), "a bad value"),
+    ],
+)
+def test_the_reason_is_never_a_bare_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "step", fail)
+    with pytest.raises(type(error)):
+        fit(runs.config(), tmp_path, quiet=True)
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", reason)
+
+
 # Two processes --------------------------------------------------------------------------------------------------------
 
 

@@ -229,7 +229,7 @@ def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, c
     stopped_run(made, tmp_path / "run", 2)
     stopped_run(made, tmp_path / "run", 8)
     said = status(tmp_path / "run")
-    assert (said["state"], said["step"], said["reason"]) == ("failed", 7, "stopped")
+    assert (said["state"], said["step"], said["reason"]) == ("failed", 7, "StoppedError: stopped")
     fit(made, tmp_path / "run", quiet=True)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     assert status(tmp_path / "run")["state"] == "done"

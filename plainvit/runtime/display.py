@@ -1,7 +1,11 @@
 """What a person sees of a long job: a live line in a terminal, a plain line now and then elsewhere."""
 
+import errno
+import os
+import sys
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -9,11 +13,36 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 EVERY = 10.0  # seconds between plain lines
 
 
+class StandardError:
+    """While somebody reads it: work goes on when a pipe or a terminal is closed, and says no more."""
+
+    def __init__(self) -> None:
+        self._file = sys.stderr
+
+    def write(self, text: str) -> int:
+        self._unless_closed(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_closed(self._file.flush)
+
+    def _unless_closed(self, do: Callable[[], object]) -> None:
+        try:
+            do()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for good: what is printed later, by whomever, is dropped too
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Display:
     """Progress of one job; `tell` adds a line that stays."""
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        file = cast(IO[str], StandardError())
+        self.console = Console(file=file, quiet=quiet, highlight=False, soft_wrap=True)
         self.title, self.total, self.done = title, total, done
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None

@@ -167,7 +167,8 @@ def _tell(run: Training, error: BaseException, report: bool) -> None:
     stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
     state = "interrupted" if stopped else "diverged" if isinstance(error, DivergedError) else "failed"
     usual = 130 if stopped else 2 if isinstance(error, ValueError | OSError) else 1
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    words, kind = str(error).partition("\n")[0], type(error).__name__
+    reason = words if words and isinstance(error, ValueError | OSError) else f"{kind}: {words}".removesuffix(": ")
     run.folder.say(state, run.progress.step, run.steps, reason, getattr(error, "exit_code", usual))
     if run.world.first and report and state != "failed":
         write_report(run.folder.path)
