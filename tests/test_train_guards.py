@@ -369,16 +369,23 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
     assert (code, status(out)["state"]) in {(0, "done"), (143, "interrupted")}
 
 
-@pytest.mark.parametrize("stall", ["delivering", "reporting"])
-def test_an_interrupt_after_the_last_step_is_called_one(tmp_path: Path, whole: dict[str, Any], stall: str) -> None:
+@pytest.mark.parametrize(
+    ("stall", "number", "code"),
+    [("delivering", signal.SIGTERM, 143), ("reporting", signal.SIGTERM, 143), ("reporting", signal.SIGINT, 130)],
+)
+def test_a_signal_after_the_last_step_is_called_one(
+    tmp_path: Path, whole: dict[str, Any], stall: str, number: int, code: int
+) -> None:
+    """A run is done when its report is there, and not before."""
     out = tmp_path / "run"
     child = command(tmp_path, runs.config(), stall=stall)
     with stalled(child, out):
-        child.send(signal.SIGINT)
-        assert child.wait(60) == 130
+        assert status(out)["state"] == "running"
+        child.send(number)
+        assert child.wait(60) == code
     assert "Traceback" not in child.said
     said = status(out)
-    assert (said["state"], said["exit_code"]) == ("interrupted", 130)
+    assert (said["state"], said["exit_code"]) == ("interrupted", code)
     fit(runs.config(recipe=f"{tmp_path / 'mine.py'}:recipe"), out, quiet=True)
     assert outcome(out) == whole
 

@@ -45,9 +45,14 @@ from plainvit.config import Config, to_json
 TIMES = "\u00a0\u00d7\u00a0"  # no line breaks at it
 
 
-def write_report(folder: Path, samples: Sequence[Sample] = ()) -> Path:
-    """Writes report.html and figures/ into the folder of a run, from what is there."""
+def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") -> Path:
+    """Writes report.html and figures/ into the folder of a run, from what is there.
+
+    `state` is that of a run whose status.json does not say it yet: done is said once the report is there.
+    """
     run = read_run(folder)
+    if state:
+        run.status["state"] = state
     (folder / "figures").mkdir(exist_ok=True)
     sections = [
         learning_curves(run.curves, folder),

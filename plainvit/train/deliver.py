@@ -35,9 +35,9 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
     run.folder.write("results.json", numbers)
     if first:  # that of an interruption must not pass for the last one
         (run.folder.path / "report.html").unlink(missing_ok=True)
-    run.folder.say("done", run.progress.step, run.steps)
     if first and report:
-        write_report(run.folder.path, samples)
+        write_report(run.folder.path, samples, state="done")
+    run.folder.say("done", run.progress.step, run.steps)
     return model, numbers
 
 

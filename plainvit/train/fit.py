@@ -38,9 +38,11 @@ from plainvit.train.graphs import WARM, graphs_fit
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
+    Terminated,
     choose_micro_batch,
     is_out_of_memory,
     short_of_memory,
+    termination,
 )
 from plainvit.train.held_out import validate
 from plainvit.train.loop import Training, launch, train
@@ -153,7 +155,7 @@ def _fit_in(
         log.warning("%s since the run began: the same samples, not the same bits", other)
     folder.say("running", folder.read("status.json").get("step", 0), config.steps)
     try:
-        with losses_told(world):
+        with losses_told(world), termination():
             _train(run)
             model, numbers = deliver(run, splits, report=not bare)
     except BaseException as error:
@@ -164,11 +166,12 @@ def _fit_in(
 
 def _tell(run: Training, error: BaseException, report: bool) -> None:
     """status.json, and a report of what there is where it is worth one."""
-    stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+    stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
     state = "interrupted" if stopped else "diverged" if isinstance(error, DivergedError) else "failed"
     usual = 130 if stopped else 2 if isinstance(error, ValueError | OSError) else 1
     words, kind = str(error).partition("\n")[0], type(error).__name__
-    reason = words if words and isinstance(error, ValueError | OSError) else f"{kind}: {words}".removesuffix(": ")
+    plain = words and isinstance(error, ValueError | OSError | Terminated)
+    reason = words if plain else f"{kind}: {words}".removesuffix(": ")
     run.folder.say(state, run.progress.step, run.steps, reason, getattr(error, "exit_code", usual))
     if run.world.first and report and state != "failed":
         write_report(run.folder.path)

@@ -59,6 +59,35 @@ def interruptions() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+class Terminated(SystemExit):
+    """SIGTERM outside of the loop; like ctrl-C it is none of the errors that others may catch on its way."""
+
+    def __init__(self, exit_code: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return "SIGTERM: the same command goes on from the last checkpoint"
+
+
+@contextlib.contextmanager
+def termination() -> Iterator[None]:
+    """SIGTERM ends what is inside by an exception, so that its end can be told of."""
+
+    def handle(*_: object) -> None:
+        raise Terminated
+
+    try:
+        old = signal.signal(signal.SIGTERM, handle)
+    except ValueError:  # not in the main thread: somebody else minds the signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
