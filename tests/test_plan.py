@@ -22,7 +22,7 @@ from rich.console import Console
 from test_cost import TABLE_6
 from torch import Tensor, nn
 
-from plainvit import cli
+from plainvit import cli, hub
 from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
@@ -31,6 +31,7 @@ from plainvit.evaluate.devices import DEVICES, H200
 from plainvit.evaluate.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
 from plainvit.evaluate.plan import plan, table
 from plainvit.evaluate.ranks import sharded
+from plainvit.evaluate.shapes import shape
 from plainvit.evaluate.speed import RING, exposed, is_short, products, seconds
 from plainvit.models import ResNet, ViT, build, short_attention
 from plainvit.names import configure, list_models
@@ -41,6 +42,7 @@ from plainvit.train.fit import fit
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
 from plainvit.train.transfer import resolve
+from plainvit.weights.published import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_size=(32, 24), classes=10)
@@ -641,6 +643,32 @@ def test_a_fine_tuning_is_planned_at_its_own_size(name: str, capsys: pytest.Capt
     cli.main(["plan", name, "--model", "ViT-B/16", "--on", "h200", "--json"])
     said = float(about(name)["cost"].split()[0])
     assert json.loads(capsys.readouterr().out)["run"]["exaflops"] == pytest.approx(said, rel=0.01)
+
+
+def test_published_names_say_their_shape() -> None:
+    """All of them: the table's counts are those of the files."""
+    for name, entry in PUBLISHED.items():
+        assert cost.parameters(shape(name)) == entry.parameters, name
+
+
+def test_a_plan_fetches_no_published_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan as for a model of that shape; an address that the table does not have is asked for."""
+
+    def away(address: str, *_: object) -> Path:
+        raise hub.UnreachableError(f"{address} cannot be reached")
+
+    monkeypatch.setattr(hub, "fetch", away)
+    for start in ("--model ViT-B/16", "--init vit_b16_orig_i21k_224", "--init vit_b16_augreg_i21k_i1k_384"):
+        cli.main(["plan", "ft-cifar10", *start.split(), "--preprocess.crop", "0.9", "--json"])
+    ours, *theirs = capsys.readouterr().out.replace("}\n{", "}\0{").split("\0")
+    assert [json.loads(one) for one in theirs] == [json.loads(ours)] * 2
+    assert plan(recipe("ft-cifar10").replace(init="vit_b16_orig_i21k_224")) == json.loads(ours)
+    for verb, hint in (("plan", "; or plan without it: --model NAME, of the same shape"), ("finetune", "")):
+        with pytest.raises(SystemExit):
+            cli.main([verb, "ft-cifar10", "--init", "hf:org/name"])
+        assert capsys.readouterr().err == f"plainvit: org/name cannot be reached{hint}\n"
 
 
 def test_a_recipes_model_takes_another_size(capsys: pytest.CaptureFixture[str]) -> None:

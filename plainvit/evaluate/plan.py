@@ -20,6 +20,7 @@ from plainvit.evaluate import cost
 from plainvit.evaluate.devices import DEVICES, Device
 from plainvit.evaluate.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory, trained_numbers
 from plainvit.evaluate.ranks import simulated
+from plainvit.evaluate.shapes import published_model
 from plainvit.evaluate.speed import seconds
 
 # Training images of the sets that have a name, as their authors publish them: ILSVRC-2012; ImageNet's release of 2011;
@@ -83,11 +84,12 @@ def plan(
 
 def _resolved(config: Config) -> Model:
     """The model, with the classes of its data where those are known."""
-    if config.model is None and config.init:
+    model = config.model or (published_model(config) if config.init else None)
+    if model is None and config.init:
         raise ValueError(f"the model of {config.init} is not in the config: fill it in from the weights first")
-    if config.model is None:
+    if model is None:
         raise ValueError("there is no model to plan for: give --model NAME, or --init WEIGHTS")
-    return config.model.replace(classes=config.model.classes or CLASSES.get(config.data, 0))
+    return model.replace(classes=model.classes or CLASSES.get(config.data, 0))
 
 
 def _known_device(on: str) -> str:

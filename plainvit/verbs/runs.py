@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from tyro.conf import DisallowNone, Positional, arg
 
-from plainvit.config import Config, Preprocess
+from plainvit.config import Config, Model, Preprocess
 from plainvit.verbs.words import Pattern, parsed, refuse, show
 
 
@@ -150,9 +150,10 @@ def run(verb: str, arguments: list[str]) -> None:
     words, arguments = _first_words(arguments)
     if not name and verb in ("train", "plan") and not set(arguments) & {"-h", "--help"}:
         raise ValueError(f"which recipe? `plainvit recipes` lists them: plainvit {verb} digits; {OWN}")
-    config = _begun(recipe(name) if name else Config(), words, strict=verb != "doctor")
+    config = _begun(recipe(name) if name else Config(), words, verb)
     prepared = any(word.startswith("--preprocess.") for word in arguments)
-    shown = config.replace(preprocess=config.preprocess or (_implied(config) if prepared else Preprocess()))
+    implied = _implied(config) if prepared and verb != "plan" else Preprocess()  # which costs a plan nothing
+    shown = config.replace(preprocess=config.preprocess or implied)
     default = flags(config=Words(**_values(shown)))
     found = parsed(flags, verb, arguments, default=default)
     stray = found.config.recipe
@@ -192,7 +193,7 @@ def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in vars(words).items() if value is not None}, rest
 
 
-def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
+def _begun(config: Config, words: dict[str, Any], verb: str) -> Config:
     """The recipe's config with another model by its name, or with that of the weights to start from."""
     from plainvit.names import configure
 
@@ -204,18 +205,35 @@ def _begun(config: Config, words: dict[str, Any], *, strict: bool) -> Config:
     if "model" in words and not words.get("init", config.init):
         words["image_size"] = 0  # the model has it now
     config = config.replace(**words)
-    if config.init and config.model is None:
-        from plainvit.hub import UnreachableError
-        from plainvit.train.transfer import starting_model
+    return config.replace(model=_of_init(config, verb)) if config.init and config.model is None else config
 
-        try:
-            config = config.replace(model=starting_model(config)[0])
-        except (ValueError, OSError) as error:
-            if strict and isinstance(error, UnreachableError):
-                raise ValueError(f"{error}; or learn without weights: plainvit train photos --data DATA") from error
-            if strict:
-                raise
-    return config
+
+def _of_init(config: Config, verb: str) -> Model | None:
+    """The model of the weights to start from: a plan reads it off a published name, the others off the weights."""
+    if verb == "plan":
+        from plainvit.evaluate.shapes import published_model
+
+        if model := published_model(config):
+            return model
+    from plainvit.hub import UnreachableError
+    from plainvit.train.transfer import starting_model
+
+    try:
+        return starting_model(config)[0]
+    except (ValueError, OSError) as error:
+        if verb == "doctor":
+            return None
+        if not isinstance(error, UnreachableError):
+            raise
+        raise ValueError(f"{error}{_without(config, verb)}") from error
+
+
+def _without(config: Config, verb: str) -> str:
+    """What can be done without the weights."""
+    if verb == "plan":
+        return "; or plan without it: --model NAME, of the same shape"
+    photos = verb == "finetune" and config.recipe == "finetune"  # which is for images of the user's own
+    return "; or learn without weights: plainvit train photos --data DATA" if photos else ""
 
 
 def recipes(pattern: Pattern = "*", /, *, json: bool = False) -> None:
