@@ -525,6 +525,7 @@ def test_scaled_devices_say_so() -> None:
         (recipe("cifar10"), {"devices": 0}, r"devices must be .* at least 1, got 0"),
         (recipe("vit-b16-i1k"), {"devices": 100}, r"batch of 4096 cannot be shared by 100 devices; try 128"),
         (recipe("vit-h14-jft"), {"images": 0}, r"images must be at least 1"),
+        (recipe("cifar10"), {"search": True}, r"--search needs rates to try: --optim.grid"),
     ],
 )
 def test_bad_input_is_one_clear_line(config: Config, options: dict[str, Any], words: str) -> None:
@@ -643,6 +644,26 @@ def test_a_fine_tuning_is_planned_at_its_own_size(name: str, capsys: pytest.Capt
     cli.main(["plan", name, "--model", "ViT-B/16", "--on", "h200", "--json"])
     said = float(about(name)["cost"].split()[0])
     assert json.loads(capsys.readouterr().out)["run"]["exaflops"] == pytest.approx(said, rel=0.01)
+
+
+def test_a_line_of_the_readme_is_planned_by_changing_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the runs of its search: Table 4 has four rates for Pets, of 500 steps each, and one run follows."""
+    text = (ROOT / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("plainvit finetune ft-pets"))
+    words = line.partition("#")[0].replace("WEIGHTS", "vit_b16_orig_i21k_224").split()[2:]
+    assert "--search" in words
+    found = []
+    for asked in (words, [word for word in words if word != "--search"]):
+        cli.main(["plan", *asked, "--on", "h200", "--hours", "0.01", "--json"])
+        found.append(json.loads(capsys.readouterr().out))
+    all_runs, one = found
+    assert (all_runs["run"]["runs"], all_runs["run"]["steps"], one["run"]["runs"]) == (5, 500, 1)
+    for name in ("seen", "exaflops"):
+        assert all_runs["run"][name] == pytest.approx(5 * one["run"][name])
+    hours = [report["modes"]["single"]["hours"] for report in found]
+    assert hours[0] == pytest.approx(5 * hours[1])
+    assert "5 runs of all the steps: the search tries 0.001, 0.003, 0.01, 0.03" in all_runs["notes"][0]
+    assert all_runs["notes"][1] == f"{one['notes'][0]} of each run"
 
 
 def test_published_names_say_their_shape() -> None:

@@ -47,19 +47,26 @@ CORE_DAYS = {
 
 
 def plan(
-    config: Config, *, on: str = "", devices: int = 1, images: int | None = None, simulate: bool = True
+    config: Config,
+    *,
+    on: str = "",
+    devices: int = 1,
+    images: int | None = None,
+    search: bool = False,
+    simulate: bool = True,
 ) -> dict[str, Any]:
     """What the run takes, as JSON; on a device of `DEVICES` also whether it fits and how long it lasts.
 
-    `images` are those trained on, where the data is no set of known size. Over several devices the model is also built
-    and sharded for so many ranks, in a child process, unless `simulate` is False.
+    `images` are those trained on, where the data is no set of known size. `search` counts a run for each rate of
+    optim.grid besides. Over several devices the model is also built and sharded for so many ranks, in a child process,
+    unless `simulate` is False.
     """
     model = _resolved(config)
     on = _known_device(on)
-    _check(config, devices, images)
+    _check(config, devices, images, search)
     device = DEVICES[on] if on else None
     count, trained = cost.parameters(model), trained_numbers(model, config.optim)[0]
-    run = _length(config, model, images)
+    run = _length(config, model, images, runs=1 + len(config.optim.grid) * search)
     modes = _modes(config, model, devices)
     report: dict[str, Any] = {
         "recipe": config.recipe,
@@ -75,7 +82,7 @@ def plan(
         "on": on,
         "origin": device.origin if device else "",
         "devices": devices,
-        "modes": {step.mode: _mode(step, config, device, run["steps"]) for step in modes},
+        "modes": {step.mode: _mode(step, config, device, run) for step in modes},
         "chosen": config.parallel if devices > 1 and len(modes) > 1 else modes[0].mode,
         "simulation": simulated(model, devices) if devices > 1 and simulate else None,
     }
@@ -102,7 +109,7 @@ def _known_device(on: str) -> str:
     return ""
 
 
-def _check(config: Config, devices: int, images: int | None) -> None:
+def _check(config: Config, devices: int, images: int | None, search: bool) -> None:
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a whole number of at least 1, got {devices}")
     if config.batch % devices:
@@ -111,18 +118,21 @@ def _check(config: Config, devices: int, images: int | None) -> None:
         raise ValueError(f"a batch of {config.batch} cannot be shared by {devices} devices; try {near}")
     if images is not None and images < 1:
         raise ValueError(f"images must be at least 1, got {images}")
+    if search and not config.optim.grid:
+        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
 
 
-def _length(config: Config, model: Model, images: int | None) -> dict[str, Any]:
-    """Steps and what they cost in all; None where the number of images is not known."""
+def _length(config: Config, model: Model, images: int | None, runs: int) -> dict[str, Any]:
+    """Steps of a run and what all runs cost; None where the number of images is not known."""
     images = images or _known_images(config)
     steps = config.steps or (int(config.epochs * images / config.batch) if images else 0)
-    found: dict[str, Any] = {"images": images, "batch": config.batch, "steps": steps or None}
+    found: dict[str, Any] = {"images": images, "batch": config.batch, "runs": runs, "steps": steps or None}
     if not steps:
         return found | dict.fromkeys(("seen", "epochs", "exaflops", "tpuv3_core_days"))
-    exaflops = cost.training_exaflops(model, steps * config.batch)
+    seen = runs * steps * config.batch
+    exaflops = cost.training_exaflops(model, seen)
     return found | {
-        "seen": steps * config.batch,
+        "seen": seen,
         "epochs": steps * config.batch / images if images else None,
         "exaflops": exaflops,
         "tpuv3_core_days": _core_days(exaflops),
@@ -176,7 +186,7 @@ def _modes(config: Config, model: Model, devices: int) -> list[Step]:
     return [ddp] if whole else [ddp, fsdp]
 
 
-def _mode(step: Step, config: Config, device: Device | None, steps: int | None) -> dict[str, Any]:
+def _mode(step: Step, config: Config, device: Device | None, run: dict[str, Any]) -> dict[str, Any]:
     """Memory and time of one way to run."""
     if device is None:
         return {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
@@ -195,7 +205,7 @@ def _mode(step: Step, config: Config, device: Device | None, steps: int | None) 
     each = sum(parts.values())
     rate = config.batch / each
     reached = 6 * cost.macs(step.model) * rate / step.devices / (device.matmul * 1e12)
-    hours = steps * each / 3600 if steps else None
+    hours = run["runs"] * run["steps"] * each / 3600 if run["steps"] else None
     return found | {
         "seconds": parts,
         "step_seconds": each,
@@ -240,9 +250,20 @@ def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str
     if report["devices"] > 1 and "fsdp" not in report["modes"]:
         yield "muon and lora need whole matrices: no fsdp"
     yield from _other_mode(report)
-    hours = report["modes"][report["chosen"]].get("hours")
-    if config.hours and hours and hours > config.hours:
-        yield f"{config.hours:g} hours allow about {int(report['run']['steps'] * config.hours / hours):,} of the steps"
+    runs = report["run"]["runs"]
+    if runs > 1:
+        rates = ", ".join(f"{lr:g}" for lr in config.optim.grid)
+        tried = f"the search tries {rates} without {100 * config.search_holdout:g} % of the images"
+        yield f"compute and time are of {runs} runs of all the steps: {tried}, the last takes the best on all"
+    yield from _of_each_run(config, report, (report["modes"][report["chosen"]].get("hours") or 0.0) / runs)
+
+
+def _of_each_run(config: Config, report: dict[str, Any], hours: float) -> Iterator[str]:
+    """Where a run has a limit, how far that goes; else what its death would cost."""
+    if config.hours and hours > config.hours:
+        each = " of each run" if report["run"]["runs"] > 1 else ""
+        allowed = int(report["run"]["steps"] * config.hours / hours)
+        yield f"{config.hours:g} hours allow about {allowed:,} of the steps{each}"
     elif hours:
         yield from _at_stake(config, report["run"]["steps"], hours)
 
@@ -304,7 +325,8 @@ def _summary(report: dict[str, Any]) -> Table:
     shown.add_row("an image", f"{flops['forward'] / each:,.1f} {unit} forward, {flops['training'] / each:,.1f} trained")
     if run["steps"]:
         epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
-        shown.add_row("run", f"{run['steps']:,} steps of {run['batch']:,}{epochs}")
+        title = "run" if run["runs"] == 1 else f"each of {run['runs']} runs"
+        shown.add_row(title, f"{run['steps']:,} steps of {run['batch']:,}{epochs}")
         days = run["tpuv3_core_days"]
         rate = days["exaflops_a_core_day"]
         shown.add_row("compute", f"{_short(run['exaflops'])} exaFLOPs")

@@ -68,13 +68,15 @@ class Plan:
     on: str = ""  # the device: h200, h100, a100-80; without one, only what does not depend on it
     devices: int = 1  # how many of them
     images: DisallowNone[int | None] = None  # training images, where the data is not a known set
+    search: bool = False  # count the runs that try the rates of optim.grid first
     json: bool = False  # print JSON for machines instead of tables
 
 
 def _plan(command: Plan) -> None:
     from plainvit.evaluate import plan
 
-    report = plan.plan(command.config, on=command.on, devices=command.devices, images=command.images)
+    asked = {"on": command.on, "devices": command.devices, "images": command.images, "search": command.search}
+    report = plan.plan(command.config, **asked)
     show(report, None if command.json else plan.table(report))
 
 
