@@ -155,6 +155,19 @@ def test_the_page_in_docs_is_the_one_that_is_written() -> None:
     assert page.page_of(out).read_text() == page.page(out), f'python -c "{again}"'
 
 
+def test_what_the_readme_says_of_the_claims_is_so() -> None:
+    root = Path(__file__).parent.parent
+    found = page.verdicts(root / "docs" / "studies")
+    text = " ".join((root / "README.md").read_text().split())
+    assert "Its claims, and three of later years, are tested by `plainvit study`: three seeds for each arm" in text
+    assert sum(not one["source"].startswith("ViT") for one in found.values()) == 3
+    assert {len(rows) for one in found.values() for rows in one["values"].values()} == {3}
+    assert "most at the budget of a laptop (digits, drawn shapes, timings) and some on a GPU" in text
+    assert 0 < sum(one["budget"] == "gpu" for one in found.values()) < len(found) / 2
+    assert "Fewer than half were reproduced" in text
+    assert 0 < sum(one["outcome"] == "reproduced" for one in found.values()) < len(found) / 2
+
+
 def test_a_damaged_verdict_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     folder = plant(tmp_path, "positions", 1)
     for text, words in (
