@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import small_runs as runs
 import torch
-from scipy.stats import spearmanr, ttest_rel
+from scipy.stats import spearmanr, t, ttest_rel
 
 from plainvit.data.decode import DataError
 from plainvit.studies import page, positions
@@ -46,7 +46,21 @@ def test_a_gap_is_the_paired_difference() -> None:
     assert gap(a, [0.80, 0.62, 0.79, 0.68]).sign == 0
     assert gap(a[:2], b[:2]).sign == 0, "two seeds decide nothing"
     assert math.isinf(gap([0.5], [0.9]).error)
-    assert str(gap([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points"
+    assert str(gap([0.5], [0.75])) == "+25.00 points of one seed"
+    assert str(gap([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points [95 % +25.00 to +25.00]"
+    assert found.interval == pytest.approx(tuple(ttest_rel(b, a).confidence_interval(0.95)))
+    low, high = (100 * end for end in found.interval)
+    assert str(found).endswith(f"[95 % {low:+.2f} to {high:+.2f}]")
+    level = gap([0.7] * 4, b)
+    assert level.told(limit=0.7).startswith(f"{np.mean(b):.2f} ± ")
+
+
+def test_two_standard_errors_are_what_student_says() -> None:
+    for seeds in (2, 3, 5, 20):
+        within = 100 * (t.cdf(2, seeds - 1) - t.cdf(-2, seeds - 1))
+        assert f"are {within:.0f} % with {seeds} seeds, not 95 %" in page.plus_minus([seeds])
+    assert "82 % with 3 seeds, 88 % with 5 seeds, not" in page.plus_minus([5, 3, 3, 1])
+    assert "Two standard errors" not in page.plus_minus([1])
 
 
 def test_settling() -> None:
@@ -76,6 +90,8 @@ def test_positions_are_decided_by_their_rule(means: dict[str, float], outcome: s
     words = table(positions.STUDY, found, positions.STUDY.decide(found))
     assert f"**{outcome}**" in words
     assert words.count("± 0.") >= 4
+    assert words.count(" points [95 % ") == 3, "of each kind, less none"
+    assert "82 % with 3 seeds" in words
     assert positions.STUDY.draw(found)
 
 
@@ -118,6 +134,15 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     verdict = run_study(transfer(), "cpu", tmp_path, Workers(2), seeds=2, quiet=True)
     assert verdict.why == "['scratch', 'transferred']"
     assert {file.name for file in (tmp_path / "transfer").iterdir()} == {"figure.png", "table.md", "verdict.json"}
+    said = json.loads((tmp_path / "transfer" / "verdict.json").read_text())
+    assert said["seeds"] == 2
+    assert {arm: len(folders) for arm, folders in said["folders"].items()} == {
+        "before": 2,
+        "transferred": 2,
+        "scratch": 2,
+    }
+    for seed, folder in enumerate(said["folders"]["transferred"]):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["seed"] == seed
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
     assert run_study(transfer(), "cpu", tmp_path, Workers(), seeds=2, quiet=True) == verdict

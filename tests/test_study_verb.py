@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
+from rich.console import Console
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
@@ -141,6 +142,14 @@ def test_a_section_says_how_it_was_made(tmp_path: Path) -> None:
     ):
         assert words in section
     assert "later" not in section, "runs are told of by the commit that made them"
+
+
+def test_the_summary_says_of_how_many_seeds(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, "positions", 1, values={"a": [{"top1": 0.5}] * 5, "b": [{"top1": 0.5}] * 5})
+    Console(width=300).print(page.summary(list(page.verdicts(tmp_path).values()), tmp_path))
+    out = capsys.readouterr().out
+    assert out.startswith("positions: reproduced, over 5 seeds\n  a - b +1.00 ± 0.10 points\n")
+    assert "88 % with 5 seeds, not 95 %" in out
 
 
 def test_a_page_without_verdicts(tmp_path: Path) -> None:

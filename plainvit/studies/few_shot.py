@@ -41,7 +41,7 @@ def decide(found: Found) -> Verdict:
     each = correlations(found)
     over = above(0.7, each)
     words = ", ".join(f"{one:.2f}" for one in each)
-    why = f"rank correlation over {len(found.values)} upstream runs {over.mean + 0.7:.2f} ± {over.error:.2f} ({words})"
+    why = f"rank correlation over {len(found.values)} upstream runs {over.told(limit=0.7)} ({words})"
     return settle([over.sign], why)
 
 

@@ -71,10 +71,6 @@ def above(limit: float, values: Sequence[float]) -> Gap:
     return gap([limit] * len(values), values)
 
 
-def said(one: Gap, unit: str = "") -> str:
-    return f"{one.mean:+.2f} ± {one.error:.2f}{unit}"
-
-
 # 19: positions --------------------------------------------------------------------------------------------------------
 
 
@@ -101,9 +97,8 @@ def decide_positions(found: Found) -> Verdict:
     more = gap(found.of("untrained", "contrast"), found.of("trained", "contrast"))
     trained, not_yet = above(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
     why = (
-        f"similarity follows nearness by {trained.mean + 0.5:.2f} ± {trained.error:.2f} (untrained "
-        f"{0.5 - not_yet.mean:.2f}); same row or column {said(beside)} more similar than others, {said(more)} more so "
-        "than untrained"
+        f"similarity follows nearness by {trained.told(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row or "
+        f"column {beside.told()} more similar than others, {more.told()} more so than untrained"
     )
     return settle([one.sign for one in (trained, beside, more, not_yet)], why)
 
@@ -184,7 +179,7 @@ def decide_filters(found: Found) -> Verdict:
     why = (
         f"the first {found.mean('trained', 'count'):.0f} components explain {share['trained']:.1%}, "
         f"{share['trained'] / share['untrained']:.2f} times the untrained {share['untrained']:.1%}; "
-        f"{low.mean + 0.6:.2f} ± {low.error:.2f} of their energy is of low frequency "
+        f"{low.told(limit=0.6)} of their energy is of low frequency "
         f"(untrained {found.mean('untrained', 'smooth'):.2f})"
     )
     return settle([twice.sign, low.sign], why)
@@ -249,10 +244,10 @@ def decide_attention(found: Found) -> Verdict:
     rise = above(0.5, found.of("trained", "rise"))
     learned = gap(found.of("untrained", "range"), found.of("trained", "range"))
     why = (
-        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {said(half, ' px')} against "
-        f"half of the widest head, {said(learned, ' px')} against untrained; the last third of the layers looks "
-        f"{said(late, ' px')} further than the first; distance follows depth by "
-        f"{rise.mean + 0.5:.2f} ± {rise.error:.2f}"
+        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.told(' px')} against "
+        f"half of the widest head, {learned.told(' px')} against untrained; the last third of the layers looks "
+        f"{late.told(' px')} further than the first; distance follows depth by "
+        f"{rise.told(limit=0.5)}"
     )
     return settle([one.sign for one in (half, late, rise, learned)], why)
 
@@ -261,7 +256,7 @@ def decide_hybrid(found: Found) -> Verdict:
     further = gap(found.of("ViT", "nearest"), found.of("hybrid", "nearest"))
     why = (
         f"the most local head of the first layer looks {found.mean('hybrid', 'nearest'):.1f} px far in the hybrid, "
-        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {said(further, ' px')}"
+        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.told(' px')}"
     )
     return settle([further.sign], why)
 

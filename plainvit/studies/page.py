@@ -11,7 +11,7 @@ import importlib
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
+from plainvit.evaluate import chance
 from plainvit.runtime.display import readable
 from plainvit.studies.book import FILES
 
@@ -31,10 +32,6 @@ NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "wh
 PAPER = "[An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
 
 UNNUMBERED = "Number 29, how VTAB divides (Figure 2), has no rule to decide by: `plainvit vtab` reports it."
-PLUS_MINUS = (
-    "± in a table is the standard deviation over seeds; in a verdict it is the standard error over seeds, of the "
-    "difference paired by seed where there are two. Two standard errors with three seeds are about 82 %, not 95 %."
-)
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,21 @@ class Title:
     number: int
     name: str
     claim: str
+
+
+def plus_minus(seeds: Iterable[int]) -> str:
+    """What the signs of a verdict over so many seeds mean."""
+    shares = [f"{100 * chance.t_within(2.0, n - 1):.0f} % with {n} seeds" for n in sorted(set(seeds)) if n > 1]
+    rules = f" Two standard errors, by which most rules decide, are {', '.join(shares)}, not 95 %." if shares else ""
+    return (
+        "± in a table is the standard deviation over seeds; in a verdict it is the standard error over seeds, of the "
+        f"difference paired by seed where there are two; [95 % a to b] is Student's interval of it.{rules}"
+    )
+
+
+def seeds_of(said: Mapping[str, Any]) -> int:
+    """The most that an arm has."""
+    return max((len(rows) for rows in said.get("values", {}).values()), default=0)
 
 
 def titles() -> list[Title]:
@@ -126,8 +138,12 @@ def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
     lines: list[Text] = []
     for said in found:
         colour = {"reproduced": "green", "not reproduced": "red"}.get(said["outcome"], "yellow")
-        lines += [Text.assemble((f"{said['study']}: ", "bold"), (said["outcome"], colour)), Text(f"  {said['why']}")]
-    signs = [Text(PLUS_MINUS, style="dim")] if any("±" in said["why"] for said in found) else []
+        count = seeds_of(said)
+        over = f", over {count} seed{'s' * (count > 1)}" if count else ""
+        lines += [Text.assemble((f"{said['study']}: ", "bold"), (said["outcome"], colour), over)]
+        lines += [Text(f"  {said['why']}")]
+    there = [seeds_of(said) for said in found if "±" in said["why"]]
+    signs = [Text(plus_minus(there), style="dim")] if there else []
     return Group(*lines, *signs, Text(f"page: {page_of(out)}"))
 
 
@@ -168,7 +184,7 @@ def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
         "was written before the runs; where it was changed afterwards, both are told. What does not hold at this scale",
         "is said so: a claim about 300 million images need not show on 80,000. Fewer than three seeds decide nothing.",
         "",
-        *textwrap.wrap(PLUS_MINUS, 110),
+        *textwrap.wrap(plus_minus(seeds_of(said) for said in found.values()), 110),
         "",
         "`plainvit study list` names the studies, `plainvit study NAME --budget cpu|gpu|paper` runs one: on a laptop",
         "in two minutes, on one large GPU, or, with its cost told first, as in the paper. It writes this page.",

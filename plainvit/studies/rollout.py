@@ -84,8 +84,8 @@ def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.nd
 def decide(found: Found) -> Verdict:
     over, more = above(1.0, found.of("trained")), gap(found.of("untrained"), found.of("trained"))
     why = (
-        f"the object gets {over.mean + 1:.3f} ± {over.error:.3f} times its share of the area, "
-        f"{more.mean:+.3f} ± {more.error:.3f} against untrained"
+        f"the object gets {over.told(digits=3, limit=1.0)} times its share of the area, "
+        f"{more.told(digits=3)} against untrained"
     )
     return settle([over.sign, more.sign], why)
 

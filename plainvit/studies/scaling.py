@@ -134,7 +134,7 @@ def decide_predictor(found: Found) -> Verdict:
     both = correlations(found)
     apart = gap(both["parameters"], both["multiply-adds"])
     words = ", ".join(f"{kind} {np.mean(values):.3f}" for kind, values in both.items())
-    why = f"rank correlation with accuracy: {words}; difference {apart.mean:+.3f} ± {apart.error:.3f}"
+    why = f"rank correlation with accuracy: {words}; difference {apart.told(digits=3)}"
     return settle([apart.sign], why)
 
 

@@ -28,9 +28,10 @@ from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json, write_text
+from plainvit.evaluate import chance
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
-from plainvit.studies.page import PLUS_MINUS
+from plainvit.studies.page import plus_minus
 from plainvit.studies.runs import Workers, run_all, run_hash
 from plainvit.weights import save as save_weights
 
@@ -126,8 +127,22 @@ class Gap:
         """1 or -1 where the difference is more than two standard errors from 0; with too few seeds always 0."""
         return 0 if self.seeds < FEWEST or abs(self.mean) <= 2 * self.error else int(math.copysign(1, self.mean))
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Student's 95 %, which is wider than two standard errors where seeds are few."""
+        half = chance.t_quantile(self.seeds - 1) * self.error if self.seeds > 1 else math.inf
+        return self.mean - half, self.mean + half
+
+    def told(self, unit: str = "", *, scale: float = 1.0, digits: int = 2, limit: float | None = None) -> str:
+        """With its standard error and interval; where it is the distance from a limit, the value that is so far."""
+        sign, start = ("+", 0.0) if limit is None else ("", limit)
+        mean, low, high = (f"{scale * (start + one):{sign}.{digits}f}" for one in (self.mean, *self.interval))
+        if self.seeds < 2:
+            return f"{mean}{unit} of one seed"
+        return f"{mean} ± {scale * self.error:.{digits}f}{unit} [95 % {low} to {high}]"
+
     def __str__(self) -> str:
-        return f"{100 * self.mean:+.2f} ± {100 * self.error:.2f} points"
+        return self.told(" points", scale=100)
 
 
 def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
@@ -202,6 +217,7 @@ def run_study(
     how = {
         "seconds": round(time.monotonic() - started, 1),
         "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
+        "folders": {arm: [f"runs/{run_hash(config)}" for config in configs[arm]] for arm in arms if arms[arm].trained},
         "command": f"plainvit study {study.given or study.name} --budget {budget}"
         + f" --seeds {seeds}" * (seeds != SEEDS[budget])
         + " --data-root DIR" * bool(data_root),
@@ -302,6 +318,7 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
         "budget": budget,
         "outcome": verdict.outcome,
         "why": verdict.why,
+        "seeds": max(map(len, found.values.values())),
         "definition": definition(study.arms(budget)),
         "metric": study.metric,
         "values": found.values,
@@ -354,7 +371,7 @@ def table(study: Study, found: Found, verdict: Verdict) -> str:
             "",
             f"**{verdict.outcome}**: {verdict.why}",
             "",
-            PLUS_MINUS,
+            plus_minus({len(rows) for rows in found.values.values()}),
             "",
         ]
     )
