@@ -144,6 +144,17 @@ def test_a_section_says_how_it_was_made(tmp_path: Path) -> None:
     assert "later" not in section, "runs are told of by the commit that made them"
 
 
+def test_the_page_of_studies_of_ones_own_is_about_these_alone(tmp_path: Path) -> None:
+    plant(tmp_path, "rate", 0, claim="It wants a rate.")
+    text = page.page(tmp_path)
+    assert text.startswith("# Studies\n")
+    assert re.findall(r"^## (.*)$", text, re.M) == ["rate"]
+    assert "**1 reproduced.**" in text
+    assert "paper's claims" not in text
+    plant(tmp_path, "positions", 1)
+    assert page.page(tmp_path).startswith("# The paper's claims, tested\n"), "one of them is"
+
+
 def test_the_summary_says_of_how_many_seeds(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1, values={"a": [{"top1": 0.5}] * 5, "b": [{"top1": 0.5}] * 5})
     Console(width=300).print(page.summary(list(page.verdicts(tmp_path).values()), tmp_path))

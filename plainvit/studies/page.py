@@ -165,16 +165,16 @@ def write_page(out: Path) -> Path:
 
 def page(out: Path) -> str:
     found = verdicts(out)
-    rest = [title for title in titles() if title.name not in found]
-    parts = [*_opening(found, len(found) + len(rest)), *_overview(found)]
+    own = bool(found) and not any(said["number"] for said in found.values())
+    rest = [title for title in titles() if title.name not in found and not own]
+    parts = [*(_own_opening(found) if own else _opening(found, len(found) + len(rest))), *_overview(found)]
     for said in found.values():
         parts += _section(said, out)
     return "\n".join([*parts, *_not_run(rest)]).rstrip("\n") + "\n"
 
 
 def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
-    counts = Counter(said["outcome"] for said in found.values())
-    of = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+    of = _counted(found)
     return [
         "# The paper's claims, tested",
         "",
@@ -192,6 +192,25 @@ def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
         f"**{len(found)} of {known} studies have a verdict{': ' + of if of else ''}.** {UNNUMBERED}",
         "",
     ]
+
+
+def _own_opening(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Where all are the user's own."""
+    return [
+        "# Studies",
+        "",
+        "Claims of one's own: the arms of each and the rule that decides are in the file that its command names.",
+        "",
+        *textwrap.wrap(plus_minus(seeds_of(said) for said in found.values()), 110),
+        "",
+        f"**{_counted(found)}.**",
+        "",
+    ]
+
+
+def _counted(found: Mapping[str, Mapping[str, Any]]) -> str:
+    counts = Counter(said["outcome"] for said in found.values())
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
 
 
 def _overview(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
