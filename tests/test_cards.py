@@ -20,7 +20,7 @@ from plainvit.analyse.evaluation import Assessed, assess, default_name
 from plainvit.cli import main
 from plainvit.config import About, Config, Optim, Preprocess, to_json
 from plainvit.data.decode import DataError
-from plainvit.evaluate import chance
+from plainvit.evaluate import chance, seeds
 from plainvit.evaluate.card import Card, read_card, read_rows, write_card
 from plainvit.evaluate.compare import compare, published, shape, unlike
 from plainvit.names import configure
@@ -219,7 +219,7 @@ def test_files_that_are_no_cards(both: tuple[Assessed, Assessed], tmp_path: Path
 # Comparison -----------------------------------------------------------------------------------------------------------
 
 
-def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, Assessed]) -> None:
+def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, Assessed], capsys: Capture) -> None:
     found = compare([done.folder for done in both])
     row = found["cards"][1]["difference"]
     first, second = (done.result.right for done in both)
@@ -232,6 +232,10 @@ def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, As
     assert low <= row["top1"]["difference"] <= high
     pair = stats.ttest_rel(both[1].result.nll, both[0].result.nll)
     assert row["nll"]["p"] == pytest.approx(2 * stats.norm.sf(abs(pair.statistic)), rel=1e-6)
+    main(["compare", *(str(done.folder) for done in both)])
+    names = [one["name"] for one in found["cards"]]
+    told = f"right in {names[1]} alone: {table[1][0]}, in {names[0]} alone: {table[0][1]}"
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
@@ -318,6 +322,46 @@ def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_pat
     write_card(other, tmp_path / "c")
     assert compare([runs[0], tmp_path / "c"])["cards"][1]["settings"] == {"model.posemb": ["1d", "none"]}
     assert compare([runs[0], runs[0]])["cards"][1]["settings"] == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "stem"),
+    [
+        (["token-0", "token-1"], "token"),
+        (["token-seed0", "token-seed10"], "token"),
+        (["p2-0", "p2-3"], "p2"),
+        (["p2-10", "p2-11"], "p2"),
+        (["ViT-B/16_0", "ViT-B/16_1"], "ViT-B/16"),
+        (["run1", "run2"], "run"),
+        (["lr-0.001"], "lr-0.001"),
+    ],
+)
+def test_a_group_is_named_by_what_its_runs_share(names: list[str], stem: str) -> None:
+    assert seeds._stem(names) == stem
+
+
+def test_eight_runs_fit_a_narrow_terminal(
+    both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups first, no pair of one group, the runs by their names, and whose seed the other group lacks."""
+    monkeypatch.chdir(tmp_path)
+    runs = [
+        plant_run(Path(f"p{patch}-{seed}"), both[0].card, seed, 300 + 7 * seed + patch, patch)
+        for patch in (2, 4)
+        for seed in range(5 - patch // 4)
+    ]
+    main(["compare", *map(str, runs)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in "".join(lines)
+    assert lines[1].split()[-2:] == ["p2", "p4"]
+    assert " ".join(lines[6:8]).startswith("p4 - p2: +0.56 points of top-1")
+    assert "(the other group lacks the seed of p2-4)" in " ".join(" ".join(lines[6:8]).split())
+    tables = [line.split() for line in lines if line.startswith("top-1, %")][1:]
+    assert [value for row in tables for value in row[2:]] == [
+        f"{(300 + 7 * int(run.name[3]) + int(run.name[1])) / 3.6:.2f}" for run in runs
+    ]
+    assert [line for line in lines if " - " in line and line[0] == "p"][1:] == ["p4-0 - p2-0, as two samples:"]
 
 
 def plant_run(folder: Path, card: Card, seed: int, right: int, lr: float) -> Path:

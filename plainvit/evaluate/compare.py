@@ -5,7 +5,7 @@
 Image by image where both have results of the same images (McNemar's exact test, a paired bootstrap interval), else as
 two samples (Newcombe's interval, the z-test). Cards of other images, splits or rules are refused: it says what differs.
 Where the runs of the cards are there, the settings that differ are named, and runs that differ in the seed alone are
-compared as groups too (seeds.py).
+compared as groups (seeds.py), not with each other.
 """
 
 import math
@@ -277,26 +277,56 @@ def shape(card: Card) -> str:
 
 
 def table(found: dict[str, Any]) -> Group:
-    """A column for each card; below, the differences, remarks and published numbers in words."""
-    rows = found["cards"]
+    """Groups of seeds where there are any, a column for each card, and differences and published numbers in words."""
+    rows, data = found["cards"], found["data"]
+    lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), right is {data['rule']}", style="bold")]
+    if found["groups"]:
+        lines += [seeds.table(found["groups"]), *map(Text, seeds.words(found["groups"])), Text("")]
+    for shown in _columns(rows):
+        lines += [shown, Text("")]
+    lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
+    pairs = _pairs(rows, found["groups"])
+    for row in pairs:
+        lines += _words(row, rows[0]["name"])
+    if len(pairs) < len(rows) - 1:
+        lines.append(
+            Text("The other runs differ from these in the seed: as groups, above; by pairs, --json.", style="dim")
+        )
+    for row in rows:
+        lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
+    return Group(*lines)
+
+
+def _pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cards to hold against the first: none of its own group, and of another group one, of its seed if there is."""
+    member = {name: at for at, group in enumerate(groups) for name in group["runs"]}
+    chosen: dict[int | str, dict[str, Any]] = {}
+    for row in sorted(rows[1:], key=lambda row: "seed" in row["settings"]):
+        chosen.setdefault(member[row["name"]] if row["name"] in member else row["path"], row)
+    if rows[0]["name"] in member:
+        chosen.pop(member[rows[0]["name"]], None)
+    return [row for row in rows if any(row is one for one in chosen.values())]
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """As many side by side as a narrow terminal has room for, so that no number is cut."""
+    titles = {name: f"{title}, %" if name in PERCENT else title for name, title in TITLES.items()}
+    widest = min(max(6, *(len(row["name"]) for row in rows)), 24)
+    room = max((80 - max(map(len, titles.values()))) // (widest + 2), 1)
+    each = math.ceil(len(rows) / math.ceil(len(rows) / room))
+    named = {titles[name]: name for name in TITLES if any(name in row["metrics"] for row in rows)}
+    return [_some_columns(rows[at : at + each], named) for at in range(0, len(rows), each)]
+
+
+def _some_columns(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("", style="dim", no_wrap=True)
     for row in rows:
-        shown.add_column(Text(row["name"]), justify="right")
-    for name in (one for one in TITLES if any(one in row["metrics"] for row in rows)):
-        shown.add_row(TITLES[name], *(in_unit(name, row["metrics"].get(name)) for row in rows))
+        shown.add_column(Text(row["name"]), justify="right", overflow="fold", min_width=6)
+    for title, name in named.items():
+        shown.add_row(title, *(in_unit(name, row["metrics"].get(name)).removesuffix(" %") for row in rows))
     shown.add_row("images", *(f"{row['images']:,}" for row in rows))
-    data = found["data"]
-    title = f"{data['spec']} ({data['split']}), right is {data['rule']}"
-    lines: list[RenderableType] = [Text(title, style="bold"), shown, Text("")]
-    lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
-    for row in rows[1:]:
-        lines += _words(row, rows[0]["name"])
-    for row in rows:
-        lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
-    if found["groups"]:
-        lines += [Text(""), seeds.table(found["groups"]), *map(Text, seeds.words(found["groups"]))]
-    return Group(*lines)
+    return shown
 
 
 def in_unit(name: str, value: Any) -> str:
@@ -315,9 +345,11 @@ def _words(row: dict[str, Any], first: str) -> list[Text]:
         scale, unit = (100, " points") if name != "nll" else (1, "")
         digits = 2 if name != "nll" else 4
         low, high = (f"{scale * end:+.{digits}f}" for end in one["interval"])
-        counts = f"; {one['only_this']} only right here, {one['only_first']} only there" if "only_this" in one else ""
         words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
-        lines.append(Text(f"{words}{_chance(one['p'])}{counts}"))
+        lines.append(Text(f"{words}{_chance(one['p'])}"))
+        if "only_this" in one:
+            alone = f"right in {row['name']} alone: {one['only_this']}, in {first} alone: {one['only_first']}"
+            lines.append(Text(f"    {alone}"))
     told = [f"{key} {_setting(a)} -> {_setting(b)}" for key, (a, b) in row["settings"].items()]
     if told:
         more = f", and {len(told) - MOST} more (--json)" if len(told) > MOST else ""

@@ -9,6 +9,7 @@ did to two ways of training.
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +78,12 @@ def _names(several: Sequence[Mapping[int, Run]]) -> list[str]:
 
 
 def _stem(names: Sequence[str]) -> str:
-    """token of token-0 and token-1, and of token-seed0 and token-seed1."""
+    """token of token-0 and token-1, and of token-seed0 and token-seed1; a number without a separator is of the name."""
+    if len(names) == 1:
+        return names[0]
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     begin = "".join(letters[0] for letters in alike)
-    return begin.rstrip("0123456789-_.,/ ").removesuffix("seed").rstrip("-_.,/ ")
+    return re.sub(r"[-_.,/ ]+(seed)?[-_.,/ ]*\d*$", "", begin)
 
 
 def _others(first: str, count: int) -> str:
@@ -92,7 +95,8 @@ def difference(a: Mapping[int, Run], b: Mapping[int, Run]) -> dict[str, Any] | N
     both = [seed for seed in a if seed in b]
     if len(both) < 2:
         return None
-    found: dict[str, Any] = {"seeds": both}
+    alone = [group[seed].name for group in (a, b) for seed in group if seed not in both]
+    found: dict[str, Any] = {"seeds": both, "left_out": alone}
     for metric in METRICS:
         apart = [b[seed].metrics[metric] - a[seed].metrics[metric] for seed in both]
         found[metric] = {"difference": float(np.mean(apart)), "interval": list(chance.student(apart))}
@@ -132,4 +136,5 @@ def _said(apart: Mapping[str, Any] | None) -> str:
         return "not told apart from chance, as they have fewer than two seeds in common"
     low, high = (f"{100 * end:+.2f}" for end in apart["top1"]["interval"])
     count = len(apart["seeds"])
-    return f"{100 * apart['top1']['difference']:+.2f} points of top-1, 95 % {low} to {high} over {count} seeds"
+    alone = f" (the other group lacks the seed of {', '.join(apart['left_out'])})" if apart["left_out"] else ""
+    return f"{100 * apart['top1']['difference']:+.2f} points of top-1, 95 % {low} to {high} over {count} seeds{alone}"
