@@ -378,7 +378,7 @@ def test_every_recipe_says_what_to_expect(name: str) -> None:
     assert ("--data" in words) == (config.data == "")
 
 
-CLASSES_AND_IMAGES = {JFT: (18_000, 303e6), I21K: (21_843, 14e6), I1K: (1000, 1_281_167)}
+CLASSES_AND_IMAGES = {JFT: (18_000, 303e6), I21K: (21_843, 14_197_122), I1K: (1000, 1_281_167)}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "exaFLOPs" in about(name)["cost"]])
@@ -393,7 +393,7 @@ def test_costs_are_those_of_the_arithmetic(name: str) -> None:
         model = configure(named[1], image_size=config.image_size)
     seen = config.steps * config.batch or config.epochs * images * (1 - config.holdout)
     printed = float(said.split()[0].replace(",", ""))
-    assert printed == pytest.approx(training_exaflops(model.replace(classes=classes), seen), rel=0.01)
+    assert printed == pytest.approx(training_exaflops(model.replace(classes=classes), seen), rel=0.006)
 
 
 def test_patterns() -> None:

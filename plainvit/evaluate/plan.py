@@ -42,7 +42,7 @@ SAVE_HOURS = 0.5  # between checkpoints, is suggested where they are rarer than 
 CORE_DAYS = {
     "ViT-H/14, JFT, 14 epochs": (4262, 2500),
     "ViT-L/16, JFT, 14 epochs": (1567, 680),
-    "ViT-L/16, ImageNet-21k, 90 epochs": (464, 230),
+    "ViT-L/16, ImageNet-21k, 90 epochs": (470, 230),
 }
 
 
