@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -921,8 +922,8 @@ def test_a_split_that_a_known_set_has_not() -> None:
 
 
 def test_a_known_set_needs_its_root(tmp_path: Path) -> None:
-    assert "--data-root" in refused("cifar10")
-    assert str(tmp_path / "cifar10") in refused("cifar10", data_root=tmp_path)
+    assert "--data-root DIR, with the images in DIR/cifar10/{train,test}/CLASS" in refused("cifar10")
+    assert str(tmp_path / "cifar10/{train,test}/CLASS") in refused("cifar10", data_root=tmp_path)
 
 
 def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
@@ -932,10 +933,16 @@ def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
     assert "12" in message
 
 
-def test_a_known_set_may_lie_in_folders(tmp_path: Path) -> None:
-    plant_classes(tmp_path / "cifar10" / "train", {f"{k}": 1 for k in range(10)})
-    plant_classes(tmp_path / "cifar10" / "test", {f"{k}": 2 for k in range(10)})
-    assert len(open_source("cifar10", "test", data_root=tmp_path)) == 20
+@pytest.mark.parametrize("name", ["cifar10", "flowers102", "objectnet"])
+def test_a_known_set_may_lie_in_folders(name: str, tmp_path: Path) -> None:
+    """As the errors and docs/data.md draw them."""
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    assert all(f"DIR/{known.tree(one)} " in page or f"DIR/{known.tree(one)}\n" in page for one in (*known.SETS,)[:13])
+    one, splits = known.SETS[name], re.search(r"\{(.*)\}", known.tree(name))
+    for split in splits[1].split(",") if splits else ("",):
+        place = known.tree(name).replace(splits[0] if splits else "?", split).removesuffix("/CLASS")
+        plant_classes(tmp_path / place, {f"{k:03d}": 1 + (split == "test") for k in range(one.classes)})
+    assert len(open_source(name, "test", data_root=tmp_path)) == one.classes * (1 + bool(splits))
 
 
 # Table 9 of the ViT paper's order, with the class counts of the task_adaptation code

@@ -50,9 +50,7 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
     """One split of a known set, checked against its official number of classes."""
     known = SETS[name]
     if data_root is None:
-        raise DataError(
-            f"{name} is read from a data root: give --data-root DIR, with the images in DIR/{known.folder or name}"
-        )
+        raise DataError(f"{name} is read from a data root: give --data-root DIR, with the images in DIR/{tree(name)}")
     group, _, task = name.partition("/")
     if task in vtab.TASKS:
         source = vtab.open_task(task, split, data_root, whole=group == "vtab1000")
@@ -61,7 +59,9 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
         return source
     folder = data_root / (known.folder or name)
     if not folder.is_dir():
-        raise DataError(f"{name} is not in the data root: there is no folder {folder}")
+        raise DataError(
+            f"{name} is not in the data root: there is no folder {folder}; its images lie in {data_root / tree(name)}"
+        )
     if known.splits == ("test",):
         source = _open_test_only(name, folder, split)
     else:
@@ -69,6 +69,15 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
     if len(source.classes) != known.classes and not 0 < known.least <= len(source.classes) <= known.classes:
         raise DataError(f"{name} has {known.classes} classes, but {folder} has {len(source.classes)}")
     return source
+
+
+def tree(name: str) -> str:
+    """Where a set's images lie below the data root, as class folders; parquet or tars may be in their place."""
+    known, splits = SETS[name], ",".join(SETS[name].splits)
+    if name.startswith(("vtab/", "vtab1000/")):
+        return known.folder
+    within = "" if splits == "test" else f"{{{splits}}}/" if "," in splits else f"{splits}/"
+    return f"{known.folder or name}/{within}CLASS"
 
 
 def official_split(spec: str, split: str) -> str:
