@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 import plainvit
 from plainvit.analyse.evaluation import assess
+from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.known import SETS, real_labels
 from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source, open_source
+from plainvit.data.splits import choose
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
@@ -453,6 +455,11 @@ def test_a_run_is_evaluated_on_what_it_held_out_of_its_data(tmp_path: Path, capl
     assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
     assess(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
     assert "trained on these images" in caplog.text
+    weights = tmp_path / "run" / "model.safetensors"
+    named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
+    assert [len(choose(*words, None)) for words in named] == [4, 4, 4]
+    looked = gather(Predictor(run.folder, device="cpu"), str(photos), "", "", 128, run.folder)
+    assert (len(looked.images), looked.which, looked.held_out) == (4, "images that the run held out", True)
 
 
 def test_wrong_words_are_one_line(tmp_path: Path, capsys: Capture) -> None:

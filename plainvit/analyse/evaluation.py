@@ -20,12 +20,11 @@ from rich.text import Text
 from plainvit.analyse import figures
 from plainvit.analyse.evaluation_page import slug, write_evaluation
 from plainvit.analyse.gallery import Sample
-from plainvit.config import Config, from_json
 from plainvit.data.loader import Batch
-from plainvit.data.sources import AbsentSplit, Source, open_source
-from plainvit.data.splits import open_splits
+from plainvit.data.sources import Source
+from plainvit.data.splits import choose
 from plainvit.data.transforms import resized
-from plainvit.disk import DiskError, read_json
+from plainvit.disk import DiskError
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.compare import TITLES, in_unit, published
@@ -37,7 +36,6 @@ from plainvit.runtime.distributed import join as join_processes
 
 log = logging.getLogger("plainvit")
 WORST = 24  # errors shown as pictures
-SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}  # words for a split
 SAMPLES = 48  # predictions in the report of a run
 TIMEOUT = 600.0  # seconds to wait for the other processes
 
@@ -114,7 +112,7 @@ def _opened(
     precision: Literal["auto", "fp32", "bf16"],
 ) -> tuple[Predictor, Labels]:
     """Data first: it is opened sooner than weights, and wrong more often."""
-    source = _source(model, data, SAME.get(split, split), data_root)
+    source = choose(model, data, split, data_root)
     predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size)
     if not predictor.classes:
         raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
@@ -122,32 +120,6 @@ def _opened(
     if "crop" in changes and predictor.preprocess.resize != "crop":
         raise ValueError("--crop says how much is kept of a centre crop: it goes with --resize crop")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
-
-
-def _source(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
-    """The split asked for; without one, test images, or those that the run held out of this data, or all there are."""
-    config = read_json(Path(model) / "config.json") if (Path(model) / "config.json").is_file() else {}
-    own = config.get("data") == data  # what the run was trained on
-    try:
-        source = open_source(data, split or "test", data_root=data_root)
-        if split == "train" and own:
-            log.warning("the model was trained on these images, or most of them: this says little of new ones")
-        return source
-    except AbsentSplit as error:
-        if split:
-            raise AbsentSplit(f"{error}; --split takes another") from error
-    if own:
-        made = from_json(config | {"data_root": str(data_root or config.get("data_root", ""))}, ("run",))
-        assert isinstance(made, Config)
-        held_out = open_splits(made).val
-        if held_out is not None:
-            log.warning("%s has no test images: these are the %d that the run held out", data, len(held_out))
-            return held_out
-        raise AbsentSplit(f"{data} has no test images, and the run held none out: --split train has those it learned")
-    try:
-        return open_source(data, "val", data_root=data_root)
-    except AbsentSplit:
-        return open_source(data, "train", data_root=data_root)  # class folders and nothing else: all of them
 
 
 def _classified(

@@ -22,6 +22,7 @@ from plainvit.analyse import robust
 from plainvit.analyse.page import Html
 from plainvit.data.decode import DataError, ImageError, size
 from plainvit.data.sources import AbsentSplit, Source, open_source
+from plainvit.data.splits import choose, trained_on
 from plainvit.disk import read_json
 from plainvit.evaluate.cost import macs
 from plainvit.evaluate.inputs import find
@@ -41,6 +42,8 @@ class Subject:
     images: Tensor  # [n, 3, H, W] uint8
     names: list[str]
     labels: Tensor | None  # [n], where they are known and are the model's classes
+    which: str = "images"  # what they are, in words that follow their number
+    held_out: bool = False  # by the run whose model it is, of the data that it learned from
     against: Predictor | None = None
     other: str = ""  # what the model that it is compared with is called
     thorough: bool = False
@@ -117,7 +120,7 @@ Parts = Iterator[Part]
 
 
 def images_of(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
-    """Without --data, those that a run held out."""
+    """Without --data, the run's own."""
     if images:
         return images, split, data_root
     stored = read_json(Path(model) / "config.json") if Path(model).is_dir() else {}
@@ -126,9 +129,9 @@ def images_of(model: str | Path, images: str, split: str, data_root: str) -> tup
     return stored["data"], split, data_root or stored.get("data_root") or ""
 
 
-def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: int) -> Subject:
+def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: int, model: str | Path = "") -> Subject:
     """Images spread evenly over the source, as the model sees them; those that cannot be read are passed over."""
-    source = opened(spec, split, data_root)
+    source = opened(spec, split, data_root, model)
     rows: list[tuple[Tensor, str, int]] = []
     sides: list[int] = []  # the shorter one of each image, as it lies there
     broken: list[str] = []
@@ -146,6 +149,8 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     labels, fits = torch.tensor([row[2] for row in rows]), _fits(predictor, source)
     fits = fits and bool((labels >= 0).all())
     subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
+    own = trained_on(model, spec, data_root) is not None
+    subject.which, subject.held_out = _which(source, own, len(rows)), own and source.split != "train"
     if broken:
         subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read; {broken[0]}.")
     subject.notes += _shrunk(int(np.median(sides)), predictor.size)
@@ -154,6 +159,14 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
         said = "The images have no labels that the model knows: accuracy is agreement with its answers."
         subject.notes += [said] if predictor.classes else []
     return subject
+
+
+def _which(source: Source, own: bool, count: int) -> str:
+    """What the images are to the model, that its maps are not taken for those of images it has never seen."""
+    kinds = {"test": "test images", "val": "validation images"}
+    kinds |= {"val": "images that the run held out", "train": "images that the run learned from"} if own else {}
+    kind = kinds.get(source.split, "images") if source.classes else "images"
+    return f"of the {len(source):,} {kind}" if count < len(source) else kind
 
 
 def _shrunk(side: int, wanted: tuple[int, int]) -> list[str]:
@@ -171,17 +184,17 @@ def _fits(predictor: Predictor, source: Source) -> bool:
     return len(theirs) == predictor.classes > 0 and (not ours or ours == theirs)
 
 
-def opened(spec: str, split: str, data_root: str) -> Source:
-    """A set with labels where it is one, its test images first; otherwise just images."""
+def opened(spec: str, split: str, data_root: str, model: str | Path = "") -> Source:
+    """A set with labels where it is one, the images that its model was not trained on; otherwise just images."""
     if any(letter in spec for letter in "*?["):
         return find([spec], split=split or "test", data_root=data_root or None)
-    faults: list[DataError] = []
-    for one in (split,) if split else ("test", "val", "train"):
-        try:
-            return open_source(spec, one, data_root=data_root or None)
-        except DataError as error:
-            faults.append(error)
-    asked_for = split and isinstance(faults[0], AbsentSplit)
-    if asked_for or not Path(spec).exists():
-        raise faults[0]
-    return find([spec], split=split or "test", data_root=data_root or None)
+    try:
+        return choose(model, spec, split, data_root or None)
+    except AbsentSplit:
+        if split:
+            raise
+        return open_source(spec, "train", data_root=data_root or None)  # of a run that held none out
+    except DataError:
+        if not Path(spec).exists():
+            raise
+        return find([spec], split=split or "test", data_root=data_root or None)

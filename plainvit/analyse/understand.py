@@ -1,6 +1,6 @@
 """What a model has learned, on one page: the paper's figures 6, 7, 10, 11 and 14, and what lies beyond them.
 
-    plainvit analyse runs/photos                              its own held-out images
+    plainvit analyse runs/photos                              its test images, or those that it held out
     plainvit analyse B_16.npz --data photos/ --against BiT-M-R50x1.npz
 
 Writes figures/*.png, the numbers of each beside it as JSON, and analysis.html. What does not apply to a model is said
@@ -81,9 +81,9 @@ def understand(
     wanted = images_of(model, images, split, data_root)
     predictor = Predictor(model, device=device, precision="fp32")
     other = _other(against, device) if against else None
-    subject = gather(predictor, *wanted, count)
+    subject = gather(predictor, *wanted, count, model)
     subject.against, subject.other, subject.thorough = other, name_of(against), thorough
-    subject.notes[:0] = warnings_of(subject, math.nan if images else trained_accuracy(Path(model)))
+    subject.notes[:0] = warnings_of(subject, trained_accuracy(Path(model)) if subject.held_out else math.nan)
     folder = Path(out) if out else _beside(Path(model))
     _check_folder(folder)
     with Display("analysis", len(PARTS) + 1, quiet=quiet) as display, _threads(predictor.device) as settle:
@@ -240,7 +240,8 @@ def _explorer(subject: Subject) -> tuple[Section, str]:
 
 def _lead(subject: Subject) -> str:
     config, count = subject.model.config, len(subject.images)
-    looked = f"for images of {config.image_size[1]} x {config.image_size[0]} pixels, looked at with {count} of them."
+    looked = f"for images of {config.image_size[1]} x {config.image_size[0]} pixels, looked at with {count} "
+    looked += f"{subject.which}."
     if not isinstance(subject.model, ViT):
         return f"A ResNet {looked}"
     (h, w), depth = config.grid, len(subject.model.blocks)

@@ -1,18 +1,23 @@
 """The images that a run trains on, validates on and tests on. Test images are read once, at the end."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from plainvit.config import Config
+from plainvit.config import Config, from_json
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
+from plainvit.disk import read_json
 
+log = logging.getLogger("plainvit")
+SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}  # its other names
 FEW_STEPS = 200  # of a fine-tuning: a new head begins at zeros
 
 
@@ -52,6 +57,48 @@ def open_splits(config: Config) -> Splits:
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
     return Splits(part_of(train, config.share), val, test)
+
+
+def trained_on(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
+    """The settings of a run that learned from this data; None of other weights, and of other data."""
+    path = Path(model) if Path(model).is_dir() else Path(model).parent  # its weights stand for the run
+    stored = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    own = stored.get("data")
+    if not own or not isinstance(own, str) or (own != data and not _one_place(own, data)):
+        return None
+    made = from_json(stored | {"data_root": str(data_root or stored.get("data_root") or "")}, ("run",))
+    assert isinstance(made, Config)
+    return made
+
+
+def _one_place(one: str, other: str) -> bool:
+    """photos, photos/ and ../here/photos are the same images."""
+    return Path(one).exists() and Path(one).resolve() == Path(other).resolve()
+
+
+def choose(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
+    """The split asked for; without one, test images, or those that the run held out of this data, or all there are."""
+    run, split = trained_on(model, data, data_root), SAME.get(split, split)
+    try:
+        source = open_source(data, split or "test", data_root=data_root)
+        if split == "train" and run:
+            log.warning("the model was trained on these images, or most of them: this says little of new ones")
+        return source
+    except AbsentSplit as error:
+        if split and not (run and split == "val"):
+            raise AbsentSplit(f"{error}; --split takes another") from error
+    if run:
+        held_out = open_splits(run).val
+        if held_out is not None:
+            log.warning(
+                "%s has no %s images: these are the %d that the run held out", data, split or "test", len(held_out)
+            )
+            return held_out
+        raise AbsentSplit(f"{data} has no test images, and the run held none out: --split train has those it learned")
+    try:
+        return open_source(data, "val", data_root=data_root)
+    except AbsentSplit:
+        return open_source(data, "train", data_root=data_root)  # class folders and nothing else: all of them
 
 
 def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:

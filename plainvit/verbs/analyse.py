@@ -25,7 +25,8 @@ def analyse(
     """What a model has learned: filters, positions, attention, maps and how far to trust them, on one page.
 
     Writes figures/*.png with the numbers of each as JSON beside it, and analysis.html, which opens offline and lets you
-    click a patch to see where it looks. A run folder needs no --data: its held-out images are taken.
+    click a patch to see where it looks. A run folder needs no --data: its test images are taken,
+    or those that it held out.
 
     Args:
         model: A run folder, weights of any library, hf:org/name, or a name from `plainvit weights`.
