@@ -43,6 +43,7 @@ from plainvit.data import generated, known, shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Files, Names, Source, Subset, open_source
+from plainvit.evaluate.inputs import find
 
 LONG = "/".join("x" * 240 for _ in range(4)) + "/y.png"  # 966 bytes: each part is within what a disk allows
 
@@ -135,6 +136,21 @@ def test_hidden_and_foreign_files_are_passed_over(tmp_path: Path) -> None:
         name: png() for name in ("a/.hidden.png", ".git/a.png", "a/.cache/b.png", "a/notes.txt", "a/Thumbs.db", "c.png")
     }
     assert names(open_source(str(plant(tmp_path, good | passed)))) == list(good)
+
+
+def test_photos_that_are_not_read_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plant(tmp_path, {"a/1.png": png(1), "b/2.jpg": jpeg(2), "a/notes.txt": b"", "a/.x.heic": b""})
+    assert len(open_source(str(tmp_path))) == 2
+    assert not caplog.text
+    plant(tmp_path, {"a/IMG_1.HEIC": b"", "a/deep/IMG_2.heic": b"", "b/x.avif": b""})
+    assert len(open_source(str(tmp_path))) == 2
+    assert "3 files passed over: .avif, .heic are not read; convert to JPEG" in caplog.text
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", tmp_path, "b")
+    packed = shutil.make_archive(str(tmp_path / "photos"), "tar", tmp_path, "b")
+    for word in (f"{tmp_path}/b", f"{tmp_path}/b/*", archive, packed):
+        caplog.clear()
+        assert len(find([word])) == 1
+        assert f"{word}: 1 file passed over: .avif is not read; convert to JPEG" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -15,9 +15,11 @@ import csv
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -29,11 +31,13 @@ from plainvit.config import nearest
 from plainvit.data.decode import DataError, ImageError, decode
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2")
 SPLITS = {
     "train": ("train", "training", "trainval"),
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
+log = logging.getLogger("plainvit")
 
 
 class AbsentSplit(DataError):
@@ -253,19 +257,27 @@ def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
         raise DataError(f"{folder} has no class folders in it, and no labels.csv or labels.jsonl")
     names: list[str] = []
     labels: list[np.ndarray] = []
+    unread: list[str] = []
     for label, name in enumerate(classes):
-        here = sorted(image_files(folder / name, name)) if (folder / name).is_dir() else []
+        here = sorted(image_files(folder / name, name, unread=unread)) if (folder / name).is_dir() else []
         names += here
         labels.append(np.full(len(here), label, np.int32))
+    tell_unread(folder, unread)
     return Files(folder, names, np.concatenate(labels), classes)
 
 
 def image_files(
-    folder: Path, prefix: str, seen: frozenset[tuple[int, int]] = frozenset(), *, dangling: bool = False
+    folder: Path,
+    prefix: str,
+    seen: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    unread: list[str],
+    dangling: bool = False,
 ) -> list[str]:
     """Names below a folder, links followed but never in a circle; what is no regular file is passed over.
 
-    A link that leads to no file is one of them where `dangling` ones are wanted.
+    A link that leads to no file is one of them where `dangling` ones are wanted. Photos that are not read are added to
+    `unread`, for `tell_unread`.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
@@ -281,8 +293,20 @@ def image_files(
                 if _holds(entry.is_file) or (dangling and entry.is_symlink() and not _holds(entry.is_dir)):
                     found.append(f"{prefix}/{name}")
             elif _holds(entry.is_dir):
-                found += image_files(Path(entry.path), f"{prefix}/{name}", seen | {here}, dangling=dangling)
+                deeper = seen | {here}
+                found += image_files(Path(entry.path), f"{prefix}/{name}", deeper, unread=unread, dangling=dangling)
+            elif name.lower().endswith(UNREAD):
+                unread.append(name)
     return found
+
+
+def tell_unread(where: str | Path, names: Iterable[str]) -> None:
+    """That photos of formats which are not read were passed over: they would be missed otherwise."""
+    kinds = Counter(Path(name).suffix.lower() for name in names)
+    if kinds:
+        count, verb = kinds.total(), "is" if len(kinds) == 1 else "are"
+        files = f"{count:,} file{'s' * (count > 1)} passed over"
+        log.warning("%s: %s: %s %s not read; convert to JPEG", where, files, ", ".join(sorted(kinds)), verb)
 
 
 COLUMNS = {"file": ("file", "path", "filename", "image"), "label": ("label", "class"), "split": ("split",)}

@@ -30,7 +30,7 @@ from plainvit.data import known
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_parquet
-from plainvit.data.sources import SUFFIXES, Joined, Names, Source, image_files, open_source
+from plainvit.data.sources import SUFFIXES, UNREAD, Joined, Names, Source, image_files, open_source, tell_unread
 
 FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
@@ -152,6 +152,7 @@ class Zip(Archive):
     def __init__(self, path: Path) -> None:
         with zipfile.ZipFile(path) as file:
             members = [(place, one.filename) for place, one in enumerate(file.infolist()) if _is_image(one.filename)]
+            tell_unread(path, (one for one in file.namelist() if _is_image(one, UNREAD)))
         super().__init__(path, [name for _, name in members])
         self._places = np.array([place for place, _ in members], np.int64)
 
@@ -256,7 +257,9 @@ def _there(path: str, split: str) -> Iterator[str | Part]:
 
 
 def _inside(folder: str, split: str) -> Iterator[str | Part]:
-    names = sorted(image_files(Path(folder), folder.rstrip("/"), dangling=True))
+    unread: list[str] = []
+    names = sorted(image_files(Path(folder), folder.rstrip("/"), unread=unread, dangling=True))
+    tell_unread(folder, unread)
     yield from names
     if not names and has_parquet(Path(folder)):
         yield f"{folder.rstrip('/')}/", open_source(folder, split)
@@ -268,6 +271,7 @@ def _matching(pattern: str, split: str) -> Iterator[str | Part]:
     """Images and archives; folders only where nothing else matches, as ** matches them beside what they hold."""
     matches = sorted(glob.iglob(pattern, recursive=True))  # noqa: PTH207
     files = [path for path in matches if path.lower().endswith((*SUFFIXES, *ARCHIVES)) and not Path(path).is_dir()]
+    tell_unread(pattern, (path for path in matches if _is_image(path, UNREAD)))
     for path in files or [path for path in matches if Path(path).is_dir()]:
         yield from _there(path, split)
     if not matches:
@@ -314,12 +318,16 @@ def _index(path: Path, found: list[tuple[str, int, int]]) -> None:
     """Adds (name, offset, length) of each image of a tar, as far as it can be read."""
     limit = max(UNPACKED_LEAST, UNPACKED_TIMES * path.stat().st_size)
     places: dict[str, tuple[int, int]] = {}
+    unread: list[str] = []
     with _unpacked(path) as file, tarfile.open(fileobj=_Guarded(file, limit), mode="r:") as archive:  # pyright: ignore
         for member in archive:
             archive.members = []  # or each is kept
             if _is_image(member.name) and (member.isreg() or member.islnk() or member.issym()):
                 place = places[posixpath.normpath(member.name)] = _place(member, places)
                 found.append((member.name, *place))
+            elif _is_image(member.name, UNREAD):
+                unread.append(member.name)
+        tell_unread(path, unread)
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # a damaged header looks like the end
             raise tarfile.ReadError(f"its list of members breaks off at byte {archive.offset:,}")
@@ -358,8 +366,8 @@ class _Guarded:
         return self.file.tell()
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.rpartition("/")[2].startswith(".")
+def _is_image(name: str, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
+    return name.lower().endswith(suffixes) and not name.rpartition("/")[2].startswith(".")
 
 
 def _check_length(length: int) -> None:
