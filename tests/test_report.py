@@ -307,6 +307,11 @@ def test_a_flattered_number_is_called_so(tmp_path: Path) -> None:
     assert "validation top-1 accuracy 85.0 %" in text
     assert "flattered, and there is no test split" in text
     assert "2 validation images could not be read and are not scored" in text
+    last = {"val": result(), "better_before": {"step": 1200, "top1": 0.875}}
+    text = read(plant(tmp_path / "c", results=last, metrics=[])).text
+    assert (
+        "the last step. Step 1,200 had 87.5 % of the validation images right: --patience N delivers the best." in text
+    )
 
 
 HOSTILE = [

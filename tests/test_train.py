@@ -29,6 +29,7 @@ from plainvit.train.fit import fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
 from plainvit.train.transfer import resolve
+from plainvit.verbs.runs import _in_words
 from plainvit.weights.published import TO_START
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
@@ -247,6 +248,22 @@ def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
     assert max(vals) == best + 2 * 3
     assert done.numbers["chosen_on_val"] is True
     assert done.numbers["val"]["top1"] == pytest.approx(vals[best])
+    assert not any("last step's weights" in line for line in _in_words(done.numbers))
+
+
+def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -> None:
+    """And a checkpoint is no model: where the best was kept, its folder says whose it is."""
+    config = tiny(steps=6, evaluations=3, seed=1, optim=Optim(lr=0.1, schedule="constant", clip=0), holdout=0.3)
+    done = fit(config, tmp_path / "run", quiet=True, bare=True)
+    vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
+    best = max(vals, key=lambda step: (vals[step], -step))
+    assert vals[best] > vals[6]
+    _, said, *_ = (line for line in _in_words(done.numbers) if "guessing, as far" not in line)
+    assert said.startswith(f"these are the last step's weights; step {best} had {100 * vals[best]:.2f} %: --patience N")
+    kept = tmp_path / "run" / "checkpoints" / f"step-{best:08}"
+    for place in (kept, kept / "tensors.safetensors"):
+        with pytest.raises(ValueError, match=rf"is a checkpoint of a run.*give the run's folder, {tmp_path / 'run'}"):
+            plainvit.load(place)
 
 
 @pytest.mark.slow

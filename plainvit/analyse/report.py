@@ -188,6 +188,16 @@ def _remarks(run: Run) -> Iterable[tuple[list[object], bool]]:
             yield [not_scored(unreadable, f"{SPLIT[split]} image")], True
     if run.chosen_on_val:
         yield [_flattery(run)], False
+    before = mapping(run.results.get("better_before"))
+    if before:
+        top1, step = percent(number(before.get("top1")), run.images("val")), number(before.get("step"))
+        yield (
+            [
+                f"These are the weights of the last step. Step {step:,.0f} had {top1} of the validation images right: "
+                "--patience N delivers the best."
+            ],
+            False,
+        )
     if run.faults:
         listed = [part for fault in run.faults for part in (", ", fault)][1:]
         yield ["Missing in this folder: ", *listed, "."], False

@@ -32,6 +32,7 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
         numbers, samples = _classified(run, model, splits)
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
+    numbers |= _missed(run, numbers)
     run.folder.write("results.json", numbers)
     if first:  # that of an interruption must not pass for the last one
         (run.folder.path / "report.html").unlink(missing_ok=True)
@@ -39,6 +40,14 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
         write_report(run.folder.path, samples, state="done")
     run.folder.say("done", run.progress.step, run.steps)
     return model, numbers
+
+
+def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
+    """The best validation, where it is not that of the weights delivered: a reader has seen "(best)" beside it."""
+    delivered, progress = numbers.get("val", {}).get("top1"), run.progress
+    if delivered is None or run.config.patience or progress.best_step is None or progress.best <= delivered:
+        return {}
+    return {"better_before": {"step": progress.best_step, "top1": progress.best}}
 
 
 def _predicted(run: Training, objective: PredictPatches, splits: Splits) -> dict[str, Any]:

@@ -112,6 +112,9 @@ def _in_words(results: dict[str, Any]) -> Iterator[str]:
             right = round(found["top1"] * found["images"])
             said, *warning = in_words(right, found["images"], found.get("guessing"))
             yield from (f"{name}: {said}", *warning)
+            if split == "val" and (better := results.get("better_before")):
+                before = f"step {better['step']:,} had {better['top1']:.2%}".replace("%", " %")
+                yield f"these are the last step's weights; {before}: --patience N delivers the best"
         elif "loss" in found:
             yield f"{name} loss {found['loss']:.4f}"
 

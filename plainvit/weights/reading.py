@@ -134,6 +134,9 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
         return google.find(tensors, hints)
     if timm.recognise(tensors):
         return timm.find(tensors, hints, config)
+    folder = path if path.is_dir() else path.parent
+    if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
+        raise ValueError(f"{path} is a checkpoint of a run, to go on from: give the run's folder, {folder.parents[1]}")
     raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
 
 
