@@ -44,6 +44,15 @@ def test_a_result_in_words(right: int, images: int) -> None:
     assert bool(warning) == (ends.low <= 0.1)
 
 
+@pytest.mark.parametrize(("right", "verdict"), [(390, "too sure"), (730, "less sure than"), (690, "no further apart")])
+def test_how_sure_a_model_is_in_words(right: int, verdict: str) -> None:
+    """Of one side only where SciPy's interval of the accuracy is all on the other."""
+    ends = stats.binomtest(right, 1000).proportion_ci(method="wilson")
+    assert (ends.low <= 0.7 <= ends.high) == verdict.startswith("no")
+    said = chance.sureness(0.7, right, 1000)
+    assert said.startswith(f"on average it says 70 % and is right in {right / 10:.0f} %: {verdict}")
+
+
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (1, 10), (970, 1000), (50_000, 50_000)])
 def test_wilson_equals_scipys(right: int, images: int) -> None:
     expected = stats.binomtest(right, images).proportion_ci(method="wilson")
@@ -151,13 +160,24 @@ def test_classes_that_do_not_occur_do_not_count_in_the_means(tmp_path: Path) -> 
     macro = precision_recall_fscore_support(done.result.labels, guesses, average="macro", zero_division=0)[:3]
     assert macro[2] > 0
     assert [done.card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
+    page = (tmp_path / "report.html").read_text()
+    assert "top-5" not in page  # of three classes it says nothing
+    assert "guessing would get 50.0\u202f%" in page
+    assert "on average it says" in page
 
 
 def test_the_folder_is_whole(both: tuple[Assessed, Assessed]) -> None:
     folder = both[0].folder
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "").replace("http://www.w3.org", "")
-    for words in ("top-1 accuracy", "By class", "The surest errors", "Is it as sure", both[0].card.model["weights"]):
+    for words in (
+        "top-1 accuracy",
+        "top-5",
+        "By class",
+        "The surest errors",
+        "Is it as sure",
+        both[0].card.model["weights"],
+    ):
         assert words in page
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {f"figures/{name}.png" for name in ("confusion", "calibration", "gallery")} <= names

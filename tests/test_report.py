@@ -21,7 +21,7 @@ from PIL import Image
 
 from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import frequent_confusions
-from plainvit.analyse.gallery import Sample, draw_gallery
+from plainvit.analyse.gallery import Sample, draw_gallery, predictions
 from plainvit.analyse.page import Html, Section, duration, element, page, picture
 from plainvit.analyse.report import write_report
 from plainvit.analyse.run import FILES
@@ -199,6 +199,20 @@ def test_wrong_samples_come_first_the_surest_before(whole: tuple[Path, Reader]) 
     assert re.search(r"cat 80 % truth: emu c\.png emu 40 % truth: dog b\.png Right 1 cat 90 % a\.jpg", whole[1].text)
 
 
+def test_a_choice_of_predictions_is_called_one_and_all_of_them_all(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+
+    def said(judged: tuple[int, int] | None = None) -> str:
+        section = predictions([sample(), sample("dog", "emu"), sample("cat", "emu")], tmp_path, judged=judged)
+        assert section
+        return Reader(section.body).text
+
+    assert "2 wrong among 3 images. They are a choice" in said()
+    assert "The surest 2 of 9 mistakes of 36 images and 1 of the 27 right answers. They are a choice" in said((9, 36))
+    assert "All 2 mistakes of 36 images and 1 of the 34 right answers. Wrong" in said((2, 36))
+    assert "All 3 images: 2 wrong. Wrong" in said((2, 3))
+
+
 def test_the_way_back_and_on_is_given(whole: tuple[Path, Reader]) -> None:
     folder, reader = whole
     assert "plainvit train x" in reader.text
@@ -302,9 +316,11 @@ def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
 def test_a_flattered_number_is_called_so(tmp_path: Path) -> None:
     both = {"val": result(), "test": result(), "chosen_on_val": True}
     assert "flattered; the test images had no part" in read(plant(tmp_path / "a", results=both, metrics=[])).text
-    alone = {"val": result(unreadable=2), "chosen_on_val": True}
+    alone = {"val": result(unreadable=2, guessing=0.5), "chosen_on_val": True}
     text = read(plant(tmp_path / "b", results=alone, metrics=[])).text
     assert "validation top-1 accuracy 85.0 %" in text
+    assert "guessing would get 50.0 %" in text
+    assert "top-5" not in text  # of three classes it says nothing
     assert "flattered, and there is no test split" in text
     assert "2 validation images could not be read and are not scored" in text
     last = {"val": result(), "better_before": {"step": 1200, "top1": 0.875}}

@@ -26,6 +26,7 @@ from plainvit.data.splits import choose
 from plainvit.data.transforms import resized
 from plainvit.disk import DiskError
 from plainvit.evaluate.card import Card, make_card, write_card
+from plainvit.evaluate.chance import FEW
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.compare import TITLES, in_unit, published
 from plainvit.evaluate.labels import Labels, align
@@ -223,10 +224,10 @@ def summary_table(done: Assessed) -> Group:
     for title in ("value", "95 % interval"):
         shown.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
-        if name in card.metrics and (name != "top5" or done.result.classes > 5):
-            ends = card.intervals.get(name)
+        if name in card.metrics and (name != "top5" or done.result.classes > FEW):
+            ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(in_unit(name, end) for end in ends) if ends else ""
-            shown.add_row(TITLES[name], in_unit(name, card.metrics[name]), between)
+            shown.add_row(TITLES[name], f"{100 * value:.2f} points" if name == "ece" else in_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []
@@ -234,4 +235,5 @@ def summary_table(done: Assessed) -> Group:
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; right is {data['rule']}"
     lines = [Text(title, style="bold"), shown]
     lines += [Text(f"{100 * one['top1']:.2f} % in {one['source']}", style="dim") for one in published(card)]
+    lines.append(Text(done.result.sureness))
     return Group(*lines, Text(f"report: {done.folder / 'report.html'}", overflow="fold"))

@@ -27,9 +27,11 @@ from plainvit.analyse.page import (
     notice,
     pairs,
     percent,
+    points,
     write_page,
 )
 from plainvit.evaluate.card import Card
+from plainvit.evaluate.chance import FEW
 from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
@@ -41,13 +43,13 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
         _mistakes(card, labels, result, folder),
         _classes(labels, result),
         _calibration(result, folder),
-        predictions(errors, folder, "The surest errors"),
+        predictions(errors, folder, "The surest errors", (int((~result.right).sum()), len(result.right))),
         _repeat(card),
         _settings(card),
     ]
     title = f"{slug(card.name)} on {slug(card.data['spec'])}"
     above = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
-    write_page(folder / "report.html", title, _head(card), sections, above)
+    write_page(folder / "report.html", title, _head(card, result), sections, above)
 
 
 def slug(text: str) -> str:
@@ -56,7 +58,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", parts[-1] if parts else "").strip("-.")[:60]
 
 
-def _head(card: Card) -> Html:
+def _head(card: Card, result: Result) -> Html:
     data, images = card.data, card.images
     lead = f"{card.name} on {counted(images, SPLIT[data['split']] + ' image')} of {data['spec']}, "
     lead += f"{counted(data['classes'], 'class', 'classes')}. Right is {data['rule']}."
@@ -65,12 +67,13 @@ def _head(card: Card) -> Html:
         "top-1 accuracy",
         percent(card.metrics["top1"], images),
         f"95 % interval {low} to {high} · {card.counts['top1']:,} of {images:,} right",
+        "" if result.guessing is None else f"guessing would get {percent(result.guessing)}",
         chief=True,
     )
-    facts = [
-        fact("top-5", percent(card.metrics["top5"], images)),
+    facts = [fact("top-5", percent(card.metrics["top5"], images))] if result.classes > FEW else []
+    facts += [
         fact("NLL", f"{card.metrics['nll']:.3f}", "negative log-likelihood"),
-        fact("calibration error", percent(card.metrics["ece"], images), "expected, 15 bins"),
+        fact("calibration error", points(card.metrics["ece"]), result.sureness, "expected calibration error, 15 bins"),
     ]
     if "f1" in card.metrics:
         facts.append(fact("F1", percent(card.metrics["f1"], images), "mean over the classes"))
@@ -119,9 +122,9 @@ def _calibration(result: Result, folder: Path) -> Section:
     figures.save(figure, folder / "figures" / "calibration.png")
     titles = ["images", "mean probability", "share right"]
     figures.write_csv(folder / "figures" / "calibration.csv", [titles, *bins.tolist()])
-    gap = percent(result.calibration_error, len(result.labels))
-    words = f"Probability and accuracy differ by {gap} on average. "
-    words += "A bar below the line: surer than right; a deeper one: more images."
+    said, gap = result.sureness, points(result.calibration_error)
+    words = f"{said[:1].upper()}{said[1:]}. Bar by bar, the two are {gap} apart, in the mean over the images (expected "
+    words += "calibration error). A bar below the line: surer than right; a deeper one: more images."
     shown = element("div", inline_svg(figure, "Accuracy by probability"), style="max-width:520px")
     return Section("Is it as sure as it should be", join([element("p", words), shown]))
 

@@ -94,22 +94,40 @@ def write_gallery(samples: Sequence[Sample], path: Path) -> None:
     write_csv(path, [["name", "truth", "guess", "probability"], *rows])
 
 
-def predictions(samples: Sequence[Sample], folder: Path, title: str = "Predictions") -> Section | None:
-    """With the figure and its numbers in the folder's figures/."""
+def predictions(
+    samples: Sequence[Sample], folder: Path, title: str = "Predictions", judged: tuple[int, int] | None = None
+) -> Section | None:
+    """With the figure and its numbers in the folder's figures/. judged: the mistakes and images there are in all."""
     if not samples:
         return None
     ordered = wrong_first(samples)
     save(draw_gallery(samples), folder / "figures" / "gallery.png")
     write_gallery(samples, folder / "figures" / "gallery.csv")
     wrong = [one for one in ordered if one.guess != one.truth]
-    note = f"{len(wrong)} wrong among {counted(len(ordered), 'image')}" if wrong else "All of these are right"
-    words = f"{note}. They are a choice, so the share of mistakes here is not the accuracy."
-    parts: list[object] = [element("p", words, class_="note")]
+    parts: list[object] = [element("p", _chosen_of(len(wrong), len(ordered), judged), class_="note")]
     for kind, shown in (("Wrong", wrong), ("Right", ordered[len(wrong) :])):
         if shown:
             parts.append(element("h3", kind, " ", element("span", len(shown), class_="quiet")))
             parts.append(element("div", *map(_framed, shown), class_="samples"))
     return Section(title, join([*parts, figure_links("gallery")]))
+
+
+def _chosen_of(wrong: int, shown: int, judged: tuple[int, int] | None) -> str:
+    """Which of all predictions are shown, where they might be taken for all."""
+    if judged is None:
+        note = f"{wrong} wrong among {counted(shown, 'image')}" if wrong else "All of these are right"
+        return f"{note}. They are a choice, so the share of mistakes here is not the accuracy."
+    mistakes, images = judged
+    if shown == images:
+        return f"All {counted(images, 'image')}: {mistakes:,} wrong."
+    if not mistakes:
+        return f"No mistake in {counted(images, 'image')}; these are {shown:,} of them."
+    right = f" and {shown - wrong:,} of the {images - mistakes:,} right answers" if shown > wrong else ""
+    if wrong == mistakes:
+        every = f"All {wrong:,} mistakes" if wrong > 1 else "The one mistake"
+        return f"{every} of {counted(images, 'image')}{right}."
+    note = f"The surest {wrong:,} of {mistakes:,} mistakes of {counted(images, 'image')}{right}."
+    return f"{note} They are a choice, so the share of mistakes here is not the accuracy."
 
 
 def _framed(sample: Sample) -> Html:

@@ -222,6 +222,11 @@ def percent(share: float, images: float = 0) -> str:
     return f"{100 * share:.{2 if images >= 10_000 else 1}f}{SPACE}%"
 
 
+def points(gap: float) -> str:
+    """The difference of two shares: it is no share itself."""
+    return f"{100 * gap:.1f}{SPACE}points"
+
+
 def duration(seconds: float) -> str:
     if math.isnan(seconds):
         return NONE

@@ -41,6 +41,7 @@ from plainvit.analyse.page import (
 )
 from plainvit.analyse.run import Run, mapping, read_run
 from plainvit.config import Config, to_json
+from plainvit.evaluate.chance import FEW
 
 TIMES = "\u00a0\u00d7\u00a0"  # no line breaks at it
 
@@ -58,7 +59,7 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
         learning_curves(run.curves, folder),
         _hidden(run),
         *_confusions(run),
-        predictions(samples, folder),
+        predictions(samples, folder, judged=_judged(run)),
         _repeat(run),
         _settings(run),
         _machine(run),
@@ -121,7 +122,8 @@ def _facts(run: Run) -> list[Html]:
     if run.judged == "test" and val:
         flattered = "flattered, see below" if run.chosen_on_val else ""
         facts.append(fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), flattered))
-    if not math.isnan(top5):
+    names = run.data.get("classes")
+    if not math.isnan(top5) and not (isinstance(names, list) and len(names) <= FEW):
         facts.append(fact(f"{split} top-5", percent(top5, number(judged.get("images")))))
     if not math.isnan(nll):
         facts.append(fact(f"{split} NLL", f"{nll:.3f}", "negative log-likelihood"))
@@ -145,7 +147,9 @@ def _chief(run: Run) -> list[Html]:
     if result:
         images, top1 = number(result.get("images")), number(result.get("top1"))
         under = " · ".join(word for word in (_interval(result), _score(top1, images)) if word)
-        return [fact(f"{SPLIT[run.judged]} top-1 accuracy", percent(top1, images), under, chief=True)]
+        guessing = number(result.get("guessing"))
+        beside = "" if math.isnan(guessing) else f"guessing would get {percent(guessing)}"
+        return [fact(f"{SPLIT[run.judged]} top-1 accuracy", percent(top1, images), under, beside, chief=True)]
     for column, name in (("val_top1", ""), ("val_ema_top1", " of the averaged weights")):
         rows = np.flatnonzero(np.isfinite(run.curves[column]))
         if len(rows):
@@ -225,6 +229,13 @@ def _hidden(run: Run) -> Section | None:
     scaled = mapping(run.config.get("masked")).get("normalise")
     note += " Each patch is shown with its own mean and contrast, which are not predicted." if scaled else ""
     return Section("Hidden patches", join([element("p", note, class_="note"), *parts]))
+
+
+def _judged(run: Run) -> tuple[int, int] | None:
+    """(mistakes, images) of the split whose predictions are shown."""
+    result = run.result(run.judged)
+    images, top1 = number(result.get("images")), number(result.get("top1"))
+    return None if math.isnan(images * top1) else (round(images - top1 * images), round(images))
 
 
 def _confusions(run: Run) -> list[Section]:

@@ -2,6 +2,7 @@
 
 wilson(970, 1000)                    95 % of a proportion (Wilson 1927)
 in_words(970, 1000, 0.1)             the same for someone who has never heard of it
+sureness(0.7, 390, 1000)             how sure a model is, beside how often it is right
 newcombe(970, 1000, 955, 1000)       95 % of the difference of two (Newcombe 1998, method 10)
 mcnemar(30, 12)                      how often a difference as large arises between two equal models, exactly
 student([0.8, 1.1, 0.2])             95 % of the mean of a few differences, such as those of seeds
@@ -16,6 +17,7 @@ import numpy as np
 
 Z = 1.959963984540054  # 95 % of the normal distribution lies within so many deviations
 DRAWS = 10_000
+FEW = 9  # classes up to which one of five guesses is nearly always right, so that top-5 says nothing
 
 
 def wilson(right: float, images: int) -> tuple[float, float]:
@@ -37,6 +39,15 @@ def in_words(right: int, images: int, guessing: float | None = None) -> list[str
     if low <= guessing:
         lines.append(f"this is no better than guessing, as far as {images:,} images can tell")
     return lines
+
+
+def sureness(said: float, right: int, images: int) -> str:
+    """The mean probability of a model's guesses beside how often they are right, and which is larger beyond chance."""
+    low, high = wilson(right, images)
+    words = f"on average it says {100 * said:.0f} % and is right in {100 * right / images:.0f} %"
+    if low <= said <= high:
+        return f"{words}: no further apart than chance allows with {images:,} images"
+    return f"{words}: {'too sure' if said > high else 'less sure than it could be'}"
 
 
 def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:

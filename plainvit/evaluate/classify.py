@@ -21,7 +21,7 @@ from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
-from plainvit.evaluate.chance import mean_interval, wilson
+from plainvit.evaluate.chance import FEW, mean_interval, sureness, wilson
 from plainvit.evaluate.labels import Labels, check_labels
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.distributed import World
@@ -97,6 +97,11 @@ class Result:
         return np.stack([images, *means], 1)
 
     @property
+    def sureness(self) -> str:
+        """The mean probability of the guesses beside how often they are right, in words."""
+        return sureness(float(self.probabilities.mean()), int(self.right.sum()), len(self.labels))
+
+    @property
     def calibration_error(self) -> float:
         """Expected calibration error: by how much probability and accuracy differ, averaged over the images."""
         images, probability, accuracy = self.bins().T
@@ -115,8 +120,8 @@ class Result:
         return {"images": images, "guessed": guessed, **divided}
 
     def numbers(self) -> dict[str, float]:
-        """What is worth a line while training; of five classes, five guesses always have the right one."""
-        top5 = {"top5": self.top5} if self.classes > 5 else {}
+        """What is worth a line while training."""
+        top5 = {"top5": self.top5} if self.classes > FEW else {}
         return {"top1": self.top1, **top5, "nll": float(self.nll.mean())}
 
     def summary(self) -> dict[str, Any]:
