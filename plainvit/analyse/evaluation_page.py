@@ -71,12 +71,11 @@ def _head(card: Card, result: Result) -> Html:
         chief=True,
     )
     facts = [fact("top-5", percent(card.metrics["top5"], images))] if result.classes > FEW else []
-    facts += [
-        fact("NLL", f"{card.metrics['nll']:.3f}", "negative log-likelihood"),
-        fact("calibration error", points(card.metrics["ece"]), result.sureness, "expected calibration error, 15 bins"),
-    ]
+    facts.append(fact("NLL", f"{card.metrics['nll']:.3f}", "negative log-likelihood"))
     if "f1" in card.metrics:
         facts.append(fact("F1", percent(card.metrics["f1"], images), "mean over the classes"))
+    error = points(card.metrics["ece"])
+    facts.append(fact("calibration error", error, result.sureness, "expected calibration error, 15 bins"))
     rows = [element("dl", chief, class_="facts"), element("dl", *facts, class_="facts")]
     return join([element("p", lead, class_="lead"), *rows, *_notices(card)])
 

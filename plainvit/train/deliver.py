@@ -1,5 +1,6 @@
 """The end of a run: the weights to keep, the numbers of each split, the report."""
 
+import math
 from typing import Any
 
 from plainvit.analyse.evaluation import choose_samples
@@ -43,11 +44,13 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
 
 
 def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The best validation, where it is not that of the weights delivered: a reader has seen "(best)" beside it."""
-    delivered, progress = numbers.get("val", {}).get("top1"), run.progress
-    if delivered is None or run.config.patience or progress.best_step is None or progress.best <= delivered:
+    """The best validation, where the weights delivered are worse by more than a standard error: less is noise."""
+    val, progress = numbers.get("val", {}), run.progress
+    if "top1" not in val or run.config.patience or progress.best_step is None:
         return {}
-    return {"better_before": {"step": progress.best_step, "top1": progress.best}}
+    error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
+    better = progress.best > val["top1"] + error
+    return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
 
 
 def _predicted(run: Training, objective: PredictPatches, splits: Splits) -> dict[str, Any]:
