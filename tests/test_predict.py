@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -561,7 +562,7 @@ def test_rows_that_are_printed_are_not_kept(predictor: Predictor, photos: Path, 
         held.append(sum(type(one) is dict and "guesses" in one for one in gc.get_objects()))
 
     source = inputs.find([str(photos), *[str(photos / "0.jpg")] * 99])
-    _print(contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
+    _print("", contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
     assert len(capsys.readouterr().out.splitlines()) == 106
     assert held[0] < 50  # what the last batches hold, and other tests may
 
@@ -581,7 +582,9 @@ def test_without_ray_the_line_to_install_it_is_printed(
     assert "pip install 'plainvit[ray]'" in said
 
 
-def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_path: Path) -> None:
+def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Of a run, it and the last lines say how far to trust the answers."""
+    weights = Path(shutil.copy(weights, tmp_path / "model.safetensors"))
     plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
     plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
     for extra in ([], ["--out", str(tmp_path / "r.csv")]):
@@ -590,6 +593,10 @@ def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_pat
             pixels = np.array(sheet.convert("RGB")).reshape(-1, 3)
         for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
             assert (pixels == colour).all(1).sum() > 5_000
+        said = capsys.readouterr().out.replace("\n", "").replace(" ", "")
+        assert said.endswith(f"sheet:{tmp_path / 'sheet.png'}")
+        assert ("of36imageskeptapart14wereright(95%interval25-55%)" in said) == bool(extra)  # once there are results
+        (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
     assert list(chosen(3)) == [0, 1, 2]
     assert len(chosen(100_000)) == 96
 

@@ -5,6 +5,7 @@ plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(s
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,14 +153,20 @@ def chosen(count: int, most: int = MOST) -> np.ndarray:
 
 
 @styled()
-def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The pictures at `index` of the source with their rows, as `plainvit predict` writes them."""
+def contact_sheet(
+    source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]], note: str = ""
+) -> Figure:
+    """The pictures at `index` of the source with their rows, as `plainvit predict` writes them, and a line below."""
     columns = min(len(rows), 8 if len(rows) > 24 else 6)
     lines = math.ceil(len(rows) / columns)
-    figure, one = new_axes((1.3 * columns, 1.3 * TALL * lines))
+    told = textwrap.wrap(printable(note), 26 * columns)
+    foot = 0.02 + 0.11 * len(told) if told else 0.0
+    figure, one = new_axes((1.3 * columns, 1.3 * (TALL * lines + foot)))
     for place, (at, row) in enumerate(zip(index, rows, strict=True)):
         _draw_row(one, _thumbnail(source, int(at)), row, place % columns, place // columns * TALL)
-    one.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines - 0.04, -0.04), aspect="equal")
+    below: dict[str, Any] = {"fontsize": 6, "color": COLOURS["muted"], "va": "top", "parse_math": False}
+    one.text(0, TALL * lines + 0.01, "\n".join(told), **below)
+    one.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
     one.set_axis_off()
     return figure
 

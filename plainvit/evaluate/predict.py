@@ -25,6 +25,8 @@ from plainvit import __version__
 from plainvit.config import Checked, to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
+from plainvit.disk import read_json
+from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, look_over
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
@@ -196,6 +198,19 @@ def _workers(images: int, device: str) -> int:
 
 
 # The job --------------------------------------------------------------------------------------------------------------
+
+
+def trust(model: str | Path) -> str:
+    """How often a run was right on images that it had not learned from; empty where that is not known."""
+    path = Path(model) if Path(model).is_dir() else Path(model).parent
+    stored = read_json(path / "results.json") if (path / "results.json").is_file() else {}
+    for split in ("test", "val"):
+        found = stored.get(split)
+        if isinstance(found, dict) and isinstance(found.get("top1"), int | float) and found.get("images"):
+            images, right = int(found["images"]), round(found["top1"] * found["images"])
+            between = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
+            return f"of {images:,} images kept apart {right:,} were right (95 % interval {between} %)"
+    return ""
 
 
 @dataclass(frozen=True)

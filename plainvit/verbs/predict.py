@@ -80,10 +80,10 @@ def predict(
             outputs.check_out(path, kinds)
     if out:
         with _asked(model, inputs, top, config) as asked:
-            summary = _written(*asked, out, sheet, force, json)
-        _tell(summary, json)
+            summary = _written(model, *asked, out, sheet, force, json)
+        _tell(summary, json, _beside(model, sheet))
     else:
-        _print(_asked(model, inputs, top, config), sheet, json)
+        _print(model, _asked(model, inputs, top, config), sheet, json)
 
 
 def embed(
@@ -114,8 +114,8 @@ def embed(
 
     outputs.check_out(out, outputs.FEATURES)
     with _asked(model, inputs, 0, config) as asked:
-        summary = _written(*asked, out, None, force, json)
-    _tell(summary, json)
+        summary = _written(model, *asked, out, None, force, json)
+    _tell(summary, json, ())
 
 
 @contextlib.contextmanager
@@ -147,7 +147,14 @@ def _asked(model: str, inputs: Sequence[str], top: int | None, how: How) -> "Ite
 
 
 def _written(
-    question: "Question", source: "Source", run: "Engine", out: Path, sheet: Path | None, force: bool, quiet: bool
+    model: str,
+    question: "Question",
+    source: "Source",
+    run: "Engine",
+    out: Path,
+    sheet: Path | None,
+    force: bool,
+    quiet: bool,
 ) -> "Summary":
     from plainvit.evaluate.predict import write
 
@@ -157,31 +164,47 @@ def _written(
 
     shown = chosen(len(source))
     summary, rows = write(question, source, out, engine=run, force=force, quiet=quiet, keep=shown)
-    _draw(source, shown, rows, sheet)
+    _draw(model, source, shown, rows, sheet)
     return summary
 
 
-def _draw(source: "Source", shown: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
+def _draw(model: str, source: "Source", shown: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.figures import save
     from plainvit.analyse.gallery import BYTES, contact_sheet
+    from plainvit.evaluate.predict import trust
 
-    save(contact_sheet(source, shown, rows), sheet, BYTES)
+    said = trust(model)
+    save(contact_sheet(source, shown, rows, f"{model}: {said}" if said else ""), sheet, BYTES)
 
 
-def _tell(summary: "Summary", json: bool) -> None:
+def _beside(model: str, sheet: Path | None) -> list[str]:
+    """The last lines for people: how far to trust the answers, where that is known, and where the pictures are."""
+    from plainvit.evaluate.predict import trust
+
+    said = trust(model)
+    return [*([f"{model}: {said}"] if said else []), *([f"sheet: {sheet}"] if sheet else [])]
+
+
+def _tell(summary: "Summary", json: bool, beside: Sequence[str]) -> None:
     """How it ended, then exit code 3 where nothing could be read."""
     from rich.text import Text
 
     from plainvit.evaluate.outputs import refuse_all_bad
 
-    show(asdict(summary), None if json else Text(summary.line))
+    show(asdict(summary), None if json else Text("\n".join((summary.line, *beside)), overflow="fold"))
     refuse_all_bad(summary.images, summary.unreadable, summary.first_error)
 
 
 def _print(
-    asking: "contextlib.AbstractContextManager[tuple[Question, Source, Engine]]", sheet: Path | None, json: bool
+    model: str,
+    asking: "contextlib.AbstractContextManager[tuple[Question, Source, Engine]]",
+    sheet: Path | None,
+    json: bool,
 ) -> None:
     """A line of JSON a picture as it comes, or a table."""
+    from rich.console import Group
+    from rich.text import Text
+
     from plainvit.evaluate.outputs import refuse_all_bad
     from plainvit.evaluate.predict import rows
 
@@ -196,20 +219,20 @@ def _print(
             kept += [row] if sheet or not json else []
             if json:
                 print(_json.dumps(row), file=stdout)
-    if not json and bad < len(source):
-        show(None, _table(kept))
     if sheet:
-        _sheet(source, kept, sheet)
+        _sheet(model, source, kept, sheet)
+    if not json and bad < len(source):
+        show(None, Group(_table(kept), *map(Text, _beside(model, sheet))))
     refuse_all_bad(len(source), bad, first)
     if bad:
         print(f"plainvit: {bad:,} of {len(source):,} images have no answer", file=sys.stderr)
 
 
-def _sheet(source: "Source", rows: list[dict[str, Any]], sheet: Path) -> None:
+def _sheet(model: str, source: "Source", rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.gallery import chosen
 
     shown = chosen(len(rows))
-    _draw(source, shown, [rows[at] for at in shown], sheet)
+    _draw(model, source, shown, [rows[at] for at in shown], sheet)
 
 
 def _table(rows: list[dict[str, Any]]) -> "Table":
