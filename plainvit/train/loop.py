@@ -369,11 +369,15 @@ def _validate(run: Training, display: Display) -> None:
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": numbers})
-    words = ", ".join(
-        f"{name} {value:.2%}" if "top" in name or name == "accuracy" else f"{name} {value:.4f}"
-        for name, value in numbers.items()
-    )
-    display.tell(f"step {progress.step}: validation {words}{'  (best)' if not progress.worse else ''}")
+    words = "  ".join(_number(name, value) for name, value in numbers.items())
+    step = f"{progress.step:{len(str(display.total))}}"  # one below the other
+    display.tell(f"step {step}  validation  {words}{'' if progress.worse else '  best so far'}")
+
+
+def _number(name: str, value: float) -> str:
+    if name in ("top1", "top5", "accuracy"):
+        return f"{name.replace('top', 'top-')} {100 * value:6.2f} %"
+    return f"{name.replace('nll', 'NLL')} {value:.4f}"
 
 
 def _patience_is_out(run: Training) -> bool:
