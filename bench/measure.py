@@ -23,7 +23,7 @@ from rich.table import Table
 from plainvit.config import Model
 from plainvit.device import processor
 from plainvit.disk import write_atomically
-from plainvit.evaluate.cost import macs
+from plainvit.planning.cost import macs
 from plainvit.runtime.folder import finite
 
 GIB = 2**30

@@ -1,7 +1,7 @@
 """The plan beside real training steps: time and memory of plainvit's own step, measured against `plainvit plan`.
 
     python -m bench.plan --json FILE          six rows of B/16, L/16 and H/14, about five minutes on an H200
-    python -m bench.plan --fit FILE           the shares for plainvit/evaluate/devices.py that fit those rows best
+    python -m bench.plan --fit FILE           the shares for plainvit/planning/devices.py that fit those rows best
 
 The step is the loop's: its gradients, its optimiser, compiled, under bf16 autocast, on random uint8 images that are
 already on the device. Without a GPU a tiny model runs instead, so that the script itself can be tried.
@@ -33,11 +33,11 @@ from bench.measure import ceilings, kernels, machine  # noqa: E402
 from bench.measure import kind_of as kind_of_kernel  # noqa: E402
 from bench.train import OurStep, forever  # noqa: E402
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
-from plainvit.evaluate.cost import is_small  # noqa: E402
-from plainvit.evaluate.devices import DEVICES, Device  # noqa: E402
-from plainvit.evaluate.memory import GIB, Step, memory  # noqa: E402
-from plainvit.evaluate.speed import ideal, seconds  # noqa: E402
 from plainvit.names import configure  # noqa: E402
+from plainvit.planning.cost import is_small  # noqa: E402
+from plainvit.planning.devices import DEVICES, Device  # noqa: E402
+from plainvit.planning.memory import GIB, Step, memory  # noqa: E402
+from plainvit.planning.step_time import ideal, seconds  # noqa: E402
 
 # Those that say most come first: a time that runs out takes the last
 ROWS = (
@@ -245,7 +245,7 @@ def show_fit(path: Path, name: str) -> None:
     device = DEVICES[name]
     shares = fit(saved["rows"], device)
     better = replace(device, **shares)
-    print(f"for {name} in plainvit/evaluate/devices.py:")
+    print(f"for {name} in plainvit/planning/devices.py:")
     for word, value in shares.items():
         print(f"    {word}={value:.3f},  # now {getattr(device, word):.3f}")
     for word, value in (saved.get("ceilings") or {}).items():

@@ -59,8 +59,8 @@ from plainvit.config import Config, Optim, Preprocess, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
 from plainvit.data.splits import Splits
-from plainvit.evaluate.cost import parameters
 from plainvit.names import configure
+from plainvit.planning.cost import parameters
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World, choose_device
 from plainvit.runtime.folder import Folder

@@ -13,7 +13,7 @@ from PIL import Image
 
 import plainvit
 from plainvit.cli import VERBS, main
-from plainvit.evaluate import cost
+from plainvit.planning import cost
 from plainvit.verbs.runs import RUNS
 from plainvit.weights.published import TO_START
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from plainvit.config import Model, ResNetConfig, ViTConfig
-from plainvit.evaluate import cost
 from plainvit.models import build
 from plainvit.names import configure, list_models
+from plainvit.planning import cost
 
 # name: parameters with 1000 classes, and headless where known (facts/weights.md, counted on the peers' models)
 PARAMETERS: dict[str, tuple[int, int | None]] = {

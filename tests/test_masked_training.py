@@ -15,8 +15,8 @@ import plainvit
 from plainvit import cli
 from plainvit.config import Augment, Config, Masked, Optim, ResNetConfig, ViTConfig
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.plan import plan
 from plainvit.models import ViT, build
+from plainvit.planning.plan import plan
 from plainvit.recipes import about, recipe
 from plainvit.recipes.masked import RECIPES
 from plainvit.runtime.folder import Folder, metrics

@@ -13,10 +13,11 @@ from rich.console import Console
 from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.data.vtab import TASKS
-from plainvit.evaluate import cost, paper
+from plainvit.evaluate import paper
 from plainvit.evaluate.card import read_card
 from plainvit.evaluate.departures import BATCH, PIXELS, STEPS, VTAB_STEPS, departures
 from plainvit.evaluate.paper import Row, table, with_cards
+from plainvit.planning import cost
 from plainvit.recipes import list_recipes, recipe
 from plainvit.recipes.paper import REPORTED
 

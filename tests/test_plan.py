@@ -26,15 +26,15 @@ from plainvit import cli, hub
 from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
-from plainvit.evaluate import cost
-from plainvit.evaluate.devices import DEVICES, H200
-from plainvit.evaluate.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
-from plainvit.evaluate.plan import plan, table
-from plainvit.evaluate.ranks import sharded
-from plainvit.evaluate.shapes import shape
-from plainvit.evaluate.speed import RING, exposed, is_short, products, seconds
 from plainvit.models import ResNet, ViT, build, short_attention
 from plainvit.names import configure, list_models
+from plainvit.planning import cost
+from plainvit.planning.devices import DEVICES, H200
+from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
+from plainvit.planning.plan import plan, table
+from plainvit.planning.ranks import sharded
+from plainvit.planning.shapes import shape
+from plainvit.planning.step_time import RING, exposed, is_short, products, seconds
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
@@ -536,7 +536,7 @@ def test_bad_input_is_one_clear_line(config: Config, options: dict[str, Any], wo
 
 def test_a_plan_for_one_device_loads_no_torch() -> None:
     code = (
-        "import sys; from plainvit.recipes import recipe; from plainvit.evaluate.plan import plan, table;"
+        "import sys; from plainvit.recipes import recipe; from plainvit.planning.plan import plan, table;"
         "table(plan(recipe('vit-b16-i1k'), on='h200')); print('torch' in sys.modules)"
     )
     child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

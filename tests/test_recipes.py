@@ -14,8 +14,8 @@ import pytest
 
 from plainvit import recipes
 from plainvit.config import Config, ResNetConfig, ViTConfig, from_json, to_json
-from plainvit.evaluate.cost import training_exaflops
 from plainvit.names import configure
+from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import about, list_recipes, recipe
 from plainvit.recipes.bit import hyperrule
 

@@ -9,10 +9,11 @@ import torch
 from scipy.stats import linregress, spearmanr
 
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig
-from plainvit.evaluate import cost, paper
-from plainvit.evaluate.devices import H200
-from plainvit.evaluate.memory import GIB, Step, memory
+from plainvit.evaluate import paper
 from plainvit.models import build
+from plainvit.planning import cost
+from plainvit.planning.devices import H200
+from plainvit.planning.memory import GIB, Step, memory
 from plainvit.studies import axial, compute, optimisers, scaling, speed
 from plainvit.studies.bases import DOWNSTREAM, base
 from plainvit.studies.runs import run_hash

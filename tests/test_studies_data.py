@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 import plainvit
 from plainvit.config import differences
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.cost import macs
 from plainvit.models import build
+from plainvit.planning.cost import macs
 from plainvit.studies import data_size, pooling, positions, regularisation
 from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash

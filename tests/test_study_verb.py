@@ -19,7 +19,7 @@ from rich.console import Console
 from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.evaluate.paper import table
-from plainvit.evaluate.plan import IMAGES
+from plainvit.planning.plan import IMAGES
 from plainvit.recipes import recipe
 from plainvit.studies import page, positions
 from plainvit.studies.bill import bill

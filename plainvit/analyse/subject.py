@@ -24,10 +24,10 @@ from plainvit.data.decode import DataError, ImageError, size
 from plainvit.data.sources import AbsentSplit, Source, open_source
 from plainvit.data.splits import choose, trained_on
 from plainvit.disk import read_json
-from plainvit.evaluate.cost import macs
 from plainvit.evaluate.inputs import find
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
+from plainvit.planning.cost import macs
 
 LEAST = 16  # images below which accuracy says nothing
 TINY, SHRUNK = 64, 3  # pixels along a side, and how many times smaller, at which little of a photo is left

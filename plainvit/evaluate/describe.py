@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from plainvit.config import ViTConfig, to_json
-from plainvit.evaluate import cost
+from plainvit.planning import cost
 from plainvit.weights.layout import locate
 from plainvit.weights.reading import look
 

@@ -51,7 +51,7 @@ ROWS: dict[str, Row] = {
     "augreg-l16-i21k": Row("ViT-L/16", "imagenet21k", "strong1", 0.1, 0.0),
     "augreg-r50+l32-i21k": Row("R50x1+ViT-L/32", "imagenet21k", "medium1", 0.1, 0.1),
 }
-REPORTED: dict[str, tuple[str, str]] = {  # accuracy on ImageNet, exaFLOPs as `plainvit.evaluate.cost` counts them
+REPORTED: dict[str, tuple[str, str]] = {  # accuracy on ImageNet, exaFLOPs as `plainvit.planning.cost` counts them
     "augreg-ti16-i1k": ("72.59", "2.86"),
     "augreg-s32-i1k": ("72.07", "2.61"),
     "augreg-s16-i1k": ("79.00", "10.5"),

@@ -57,7 +57,7 @@ PRETRAINING: dict[str, Pretraining] = {
     "vit-l16-i1k": Pretraining("ViT-L/16", "imagenet", 300, 3e-3, "cosine", 0.3, 0.1),
     "vit-l32-i1k": Pretraining("ViT-L/32", "imagenet", 300, 3e-3, "cosine", 0.3, 0.1),
 }
-# ImageNet accuracy after ft-imagenet at 384 px (Tables 5 and 6), and exaFLOPs as `plainvit.evaluate.cost` counts them.
+# ImageNet accuracy after ft-imagenet at 384 px (Tables 5 and 6), and exaFLOPs as `plainvit.planning.cost` counts them.
 # Tables 5 and 6 differ for H/14, 88.04 and 88.08. Table 5 does not say how long L was pre-trained on ImageNet-21k;
 # the cost that Table 2 gives for L/16 fits 90 epochs.
 REPORTED: dict[str, tuple[str, str]] = {

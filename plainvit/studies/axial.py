@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config
-from plainvit.evaluate import cost
+from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import draw_seeds, mark, whole
 from plainvit.studies.drawings import SERIES

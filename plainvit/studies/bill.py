@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.config import Config, Model, ViTConfig, pair
-from plainvit.evaluate.plan import plan
+from plainvit.planning.plan import plan
 from plainvit.studies.runs import run_hash
 from plainvit.studies.study import SEEDS, Arm, Budget, Study, stages
 

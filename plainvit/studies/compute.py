@@ -21,8 +21,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import STEM_NUMERICS, Config, Model, Optim, ResNetConfig, ViTConfig
-from plainvit.evaluate import cost, paper
-from plainvit.evaluate.plan import CLASSES
+from plainvit.evaluate import paper
+from plainvit.planning import cost
+from plainvit.planning.plan import CLASSES
 from plainvit.recipes import recipe
 from plainvit.studies.bases import base, finetuned, vit
 from plainvit.studies.drawings import SERIES

@@ -21,9 +21,9 @@ from plainvit.config import Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import Subset
 from plainvit.data.splits import open_splits
 from plainvit.evaluate.classify import Prepared, classify
-from plainvit.evaluate.cost import macs, parameters
 from plainvit.evaluate.predictor import Predictor
 from plainvit.names import configure
+from plainvit.planning.cost import macs, parameters
 from plainvit.recipes import recipe
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ViTConfig
-from plainvit.evaluate import cost, paper
+from plainvit.evaluate import paper
+from plainvit.planning import cost
 from plainvit.recipes import recipe
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import STEPS, draw_seeds, mark, whole

@@ -5,7 +5,7 @@
 ViT (arXiv 2010.11929), D.5 and Figure 12; claim 28. Nothing is trained. Images a second are those of the forward pass,
 the best of several times; the largest batch is that of a training step with AdamW.
 cpu      fp32, one core by its own clock, as other work on the machine is not to count; the batch by arithmetic
-         (plainvit.evaluate.memory) for an H200's memory, since a CPU hands out memory that it has not
+         (plainvit.planning.memory) for an H200's memory, since a CPU hands out memory that it has not
 gpu      bf16, uncompiled, the better of two sizes; the batch by the peak memory of two real steps of few images, and a
          line through them
 """
@@ -25,10 +25,10 @@ from torch import nn
 
 from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig
-from plainvit.evaluate import cost, memory
-from plainvit.evaluate.devices import H200
 from plainvit.models import build
 from plainvit.names import configure
+from plainvit.planning import cost, memory
+from plainvit.planning.devices import H200
 from plainvit.studies.compute import mark
 from plainvit.studies.drawings import SERIES
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle

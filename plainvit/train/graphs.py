@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plainvit.evaluate.cost import is_small
+from plainvit.planning.cost import is_small
 
 if TYPE_CHECKING:
     from plainvit.config import Config

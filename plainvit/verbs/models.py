@@ -26,8 +26,8 @@ def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = Fal
         image_size: Height and width of the images in pixels.
         json: Print JSON for machines instead of a table.
     """
-    from plainvit.evaluate import cost
     from plainvit.names import list_models
+    from plainvit.planning import cost
 
     names = list_models(pattern)
     if not names:

@@ -73,7 +73,7 @@ class Plan:
 
 
 def _plan(command: Plan) -> None:
-    from plainvit.evaluate import plan
+    from plainvit.planning import plan
 
     asked = {"on": command.on, "devices": command.devices, "images": command.images, "search": command.search}
     report = plan.plan(command.config, **asked)
@@ -216,7 +216,7 @@ def _begun(config: Config, words: dict[str, Any], verb: str) -> Config:
 def _of_init(config: Config, verb: str) -> Model | None:
     """The model of the weights to start from: a plan reads it off a published name, the others off the weights."""
     if verb == "plan":
-        from plainvit.evaluate.shapes import published_model
+        from plainvit.planning.shapes import published_model
 
         if model := published_model(config):
             return model

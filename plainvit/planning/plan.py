@@ -16,12 +16,12 @@ from rich.table import Table
 
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig, nearest
 from plainvit.data.known import SETS
-from plainvit.evaluate import cost
-from plainvit.evaluate.devices import DEVICES, Device
-from plainvit.evaluate.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory, trained_numbers
-from plainvit.evaluate.ranks import simulated
-from plainvit.evaluate.shapes import published_model
-from plainvit.evaluate.speed import seconds
+from plainvit.planning import cost
+from plainvit.planning.devices import DEVICES, Device
+from plainvit.planning.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory, trained_numbers
+from plainvit.planning.ranks import simulated
+from plainvit.planning.shapes import published_model
+from plainvit.planning.step_time import seconds
 
 # Training images of the sets that have a name, as their authors publish them: ILSVRC-2012; ImageNet's release of 2011;
 # JFT-300M (arXiv 2010.11929); Tiny-ImageNet (CS231n); CIFAR; Oxford-IIIT Pets' trainval; Flowers-102; digits of UCI

@@ -1,7 +1,7 @@
 """Time of one training step by a roofline: each part's work over the share of the ceiling that it reaches.
 
 Products and attention are counted in FLOPs, everything between them in bytes, communication by NCCL's own model less
-what computing hides. The shares are those of `evaluate.devices`.
+what computing hides. The shares are those of `planning.devices`.
 """
 
 import math
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plainvit.config import ResNetConfig, ViTConfig
-from plainvit.evaluate import cost
-from plainvit.evaluate.devices import Device
-from plainvit.evaluate.memory import Step, groups, layers_of, trained_numbers
+from plainvit.planning import cost
+from plainvit.planning.devices import Device
+from plainvit.planning.memory import Step, groups, layers_of, trained_numbers
 
 
 class Product(NamedTuple):

@@ -13,7 +13,7 @@ from plainvit.config import Model, from_json, to_json
 
 MOST_RANKS = 2048  # building 2,048 shards of H/14 takes seconds, ten times as many take minutes
 _CHILD = (
-    "import json, sys; from plainvit.evaluate import ranks; print(json.dumps(ranks.sharded_from(json.load(sys.stdin))))"
+    "import json, sys; from plainvit.planning import ranks; print(json.dumps(ranks.sharded_from(json.load(sys.stdin))))"
 )
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Literal
 
 from plainvit.config import Model, Optim, ResNetConfig, ViTConfig
-from plainvit.evaluate import cost
-from plainvit.evaluate.devices import Device
+from plainvit.planning import cost
+from plainvit.planning.devices import Device
 
 GIB = 2**30
 Mode = Literal["single", "ddp", "fsdp"]
