@@ -338,6 +338,14 @@ def test_positions_at_the_papers_budget_cost_so_many_vit_b16() -> None:
     assert bill([positions.STUDY], "paper", 1)["total"]["exaflops"] == pytest.approx(found["total"]["exaflops"] / 3)
 
 
+def test_hours_that_do_not_follow_the_flops_are_explained(capsys: Capture) -> None:
+    """Average pooling has fewer FLOPs and takes longer: the last block of the class token's is for one token."""
+    for name, told in (("pooling", True), ("positions", True), ("activation", False)):
+        main(["study", name, "--budget", "paper"])
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("the last block is computed for that token only" in out) == told, name
+
+
 def with_arms(name: str, arms: dict[str, Arm]) -> Study:
     return replace(tiny(name), arms=lambda _: arms)
 

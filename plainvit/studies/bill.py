@@ -48,7 +48,9 @@ def _of_study(study: Study, budget: Budget, seeds: int, paid: dict[str, str]) ->
         payer = paid.setdefault(keys[name], f"{study.name}, {name}") if arm.trained else ""
         row = {"study": study.name, "arm": name, "after": arm.after or None}
         first = payer == f"{study.name}, {name}"
-        found = _cost(arm.config, models[name], seeds) if first else dict.fromkeys(("steps", *SUMS), 0)
+        found = (
+            _cost(arm.config, models[name], seeds) if first else dict.fromkeys(("reads_one_token", "steps", *SUMS), 0)
+        )
         rows.append(row | found | {"paid_by": None if first else payer or "no run"})
     return rows
 
@@ -76,6 +78,7 @@ def _cost(config: Config, model: Model, seeds: int) -> dict[str, Any]:
         return None if value is None else seeds * value
 
     return {
+        "reads_one_token": isinstance(model, ViTConfig) and model.reads_one_token,
         "steps": run["steps"],
         "runs": seeds,
         "images": times(run["seen"]),
@@ -110,6 +113,12 @@ def table(found: Mapping[str, Any]) -> Group:
         f"{found['seeds']} seeds each. TPUv3-core-days by the rates of the paper's own runs, H200-hours by a measured "
         "model of one of them (convolutions: a guess); evaluation is not counted."
     ]
+    paid = [row for row in found["arms"] if row["paid_by"] is None]
+    if len({row["reads_one_token"] for row in paid}) > 1:
+        notes.append(
+            "Where the head reads the class token alone, the last block is computed for that token only: such a model "
+            "takes fewer hours than its exaFLOPs say, which count every token."
+        )
     if lacking:
         notes.append(f"{lacking} arms have a length or a time that is not known: they are missing from the sum.")
     return Group(shown, "", *notes)
