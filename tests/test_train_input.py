@@ -268,7 +268,9 @@ def test_a_search_without_images_to_judge_by_is_refused(recipe: str, capsys: Cap
     assert "--search-holdout" in refused(capsys, "train", recipe, "--out", "run", *flags)
 
 
-def test_a_search_survives_a_rate_that_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_survives_a_rate_that_diverges_and_says_how_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The highest rates of a grid are there to find out where that begins."""
     step = loop.step
 
@@ -278,8 +280,13 @@ def test_a_search_survives_a_rate_that_diverges(tmp_path: Path, monkeypatch: pyt
         return step(run, *rest)
 
     monkeypatch.setattr(loop, "step", diverging)
-    fit(made(optim=Optim(grid=(0.5, 1e-3))), tmp_path / "run", search=True, quiet=True)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"] == 1e-3
+    fit(made(optim=Optim(grid=(0.5, 1e-6, 1e-7))), tmp_path / "run", search=True, quiet=True)
+    taken = json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"]
+    held = {lr: tmp_path / "run" / "search" / f"lr-{lr:g}" / "results.json" for lr in (1e-6, 1e-7)}
+    found = {lr: json.loads(file.read_text())["val"] for lr, file in held.items()}
+    assert found[1e-6]["top1"] == found[1e-7]["top1"], "rates that change no answer"
+    assert taken == min(found, key=lambda lr: found[lr]["nll"])
+    assert f"lr {taken:g} is taken, of the equal ones that with the lowest NLL" in caplog.text
 
 
 # Another config in the same folder ------------------------------------------------------------------------------------

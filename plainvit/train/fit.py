@@ -238,9 +238,10 @@ def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Conf
         found.append((score(numbers), -numbers.get("nll", 0.0), lr))
     if not found:
         raise DivergedError("every rate of optim.grid diverges: give lower ones")
-    best = max(found)[2]
-    log.warning("search: lr %g is taken", best)
-    return config.replace(optim=config.optim.replace(lr=best))
+    best = max(found)
+    equal = sum(one[0] == best[0] for one in found) > 1
+    log.warning("search: lr %g is taken%s", best[2], ", of the equal ones that with the lowest NLL" if equal else "")
+    return config.replace(optim=config.optim.replace(lr=best[2]))
 
 
 def prepare(
