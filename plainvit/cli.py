@@ -1,6 +1,6 @@
 """Words -> a call: `plainvit VERB ...`. Each verb is imported inside its function, so --help never loads torch.
 
-Exit codes: 0 done, 2 usage, 3 data, 4 a run diverged or failed, 5 resources, 130/143 signals.
+Exit codes: 0 done, 2 usage, 3 data, 4 diverged (of a study: runs failed), 5 resources, 130/143 signals.
 """
 
 import functools
