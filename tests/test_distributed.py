@@ -17,7 +17,7 @@ import torch
 
 import plainvit
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.distributed import LostError, World, losses_told
+from plainvit.runtime.distributed import LostError, World, _who_is_missing, losses_told
 from plainvit.runtime.folder import metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -212,8 +212,9 @@ def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) 
     workers = workers_of(agent.pid)
     assert len(workers) == 2
     agent.send_signal(signal.SIGTERM)
-    agent.communicate(timeout=60)
+    _, err = agent.communicate(timeout=60)
     assert agent.returncode == 143
+    assert "death signal" not in err, "a line of PyTorch's own"
     assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
     assert Checkpoints(folder / "checkpoints", 9).newest()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
@@ -277,6 +278,63 @@ def test_the_rank_that_died_is_named_and_what_follows(tmp_path: Path, restarts: 
     assert "/" not in "".join(lines(err)), "no path of PyTorch's source"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_status_tells_of_a_killed_rank_with_the_exit_code_of_the_command(tmp_path: Path, rank: int) -> None:
+    """Also where it is the first, who writes it, that was killed."""
+    agent, workers = begun(tmp_path / "run")
+    os.kill(workers[rank], signal.SIGKILL)
+    agent.communicate(timeout=60)
+    said = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (said["state"], said["exit_code"], agent.returncode) == ("failed", 137, 137)
+    assert said["reason"].startswith(f"rank {rank} was ended by SIGKILL; the same command goes on")
+
+
+@pytest.mark.slow
+def test_status_tells_of_processes_that_could_not_hear_a_signal(tmp_path: Path) -> None:
+    """They stand still, and the launcher is told to end: it kills them after a while, which is not waited for here."""
+    agent, workers = begun(tmp_path / "run")
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    agent.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    _, err = agent.communicate(timeout=60)
+    said = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (said["state"], said["exit_code"], agent.returncode) == ("interrupted", 143, 143), err
+    assert said["reason"] == "SIGTERM; the same command goes on from the last checkpoint"
+
+
+def begun(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher whose run has made steps, and its processes in the order of their ranks."""
+    agent = subprocess.Popen(
+        command(folder, "--devices", "2", steps=3000, save=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    while len(losses(folder)) < 5 and agent.poll() is None:
+        time.sleep(0.02)
+    ranks = {b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes(): pid for pid in workers_of(agent.pid)}
+    return agent, [ranks[False], ranks[True]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ([(5, 9), (5, 7)], [(5, 12), (5, 7)], "rank 1 last heard of at step 5"),
+        (
+            [(5, 9), (4, 7), (-1, 0)],
+            [(5, 12), (4, 7), (-1, 0)],
+            "rank 1 last heard of at step 4, rank 2 not heard of at any step",
+        ),
+        ([(5, 9), (4, 7), (5, 1)], [(5, 12), (4, 9), (5, 3)], "rank 1 is behind, at step 4"),
+    ],
+)
+def test_who_is_missing_is_said_in_words(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], words: str
+) -> None:
+    assert _who_is_missing(0, before, after) == words
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -299,6 +357,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while len(losses(folder)) < 5 and agent.poll() is None:
         time.sleep(0.02)
+    time.sleep(1.5)  # each tells of its step about once a second
     workers = workers_of(agent.pid)
     stopped = max(workers)
     rank = next(int(v) for v in re.findall(rb"(?:^|\0)RANK=(\d)", Path(f"/proc/{stopped}/environ").read_bytes()))
@@ -310,7 +369,10 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     os.kill(stopped, signal.SIGCONT)  # the agent's SIGTERM waits for that; without, it would kill it after 30 s
     _, err = agent.communicate(timeout=60)
     assert agent.returncode != 0
-    assert f"silent: [{rank}]" in err
+    assert f"rank {rank} last heard of at step " in err
+    said = json.loads((folder / "status.json").read_text())
+    assert (said["state"], said["exit_code"], agent.returncode) == ("failed", 5, 5)
+    assert f"plainvit: {said['reason']}; stacks in {note}" in err
     stacks = note.read_text()
     assert "gradients" in stacks
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

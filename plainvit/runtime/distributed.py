@@ -15,6 +15,7 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from plainvit.runtime.folder import NOTE, say_instead
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -213,16 +216,17 @@ class Deaths(logging.Handler):
 
     def __init__(self, restarts: int) -> None:
         super().__init__(logging.ERROR)
-        self.allowed, self.made = restarts, 0
+        self.allowed, self.made, self.said = restarts, 0, ""
 
     def emit(self, record: logging.LogRecord) -> None:
         code, rank, *_ = record.args if isinstance(record.args, tuple) and len(record.args) > 1 else (0, 0)
         if "exitcode" not in record.msg or not isinstance(code, int):
             return
-        self.made += 1
+        self.made, self.said = self.made + 1, ""
         if code < 0:  # any other has told of itself
             follows = _what_follows(self.made, self.allowed)
-            print(f"plainvit: rank {rank} was ended by {signal.Signals(-code).name}; {follows}", file=sys.stderr)
+            self.said = f"rank {rank} was ended by {signal.Signals(-code).name}; {follows}"
+            print(f"plainvit: {self.said}", file=sys.stderr)
 
 
 def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
@@ -254,11 +258,13 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     choose_device(device, 0, processes)  # a clear word before anything is started
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("", ".agent.server.api"):  # which has a level of its own; of signals and deaths we tell ourselves
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     log_of_deaths = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     log_of_deaths.setLevel(logging.ERROR)
     log_of_deaths.propagate = False
-    log_of_deaths.handlers = [Deaths(restarts)]
+    deaths = Deaths(restarts)
+    log_of_deaths.handlers = [deaths]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -271,14 +277,30 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
         start_method="spawn",
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    try:
-        elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code >= 0 else 128 - code
-    except SignalException as error:
-        return 128 + int(error.sigval)
+    with tempfile.TemporaryDirectory() as place:
+        os.environ[NOTE] = str(Path(place) / "folders")
+        try:
+            elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            code = code if code >= 0 else 128 - code
+            unsaid = ("running", "failed") if deaths.said else ("running",)  # by one that lost it, and knows less
+            _tell_of_end("failed", deaths.said or f"a process of the run ended with exit code {code}", code, unsaid)
+            return code
+        except SignalException as error:
+            code = 128 + int(error.sigval)
+            follows = "the same command goes on from the last checkpoint"
+            _tell_of_end("interrupted", f"{signal.Signals(error.sigval).name}; {follows}", code, ("running",))
+            return code
     return 0
+
+
+def _tell_of_end(state: str, reason: str, code: int, unsaid: tuple[str, ...]) -> None:
+    """For runs whose first process could not."""
+    note = Path(os.environ[NOTE])
+    for folder in note.read_text().splitlines() if note.is_file() else ():
+        with contextlib.suppress(OSError, ValueError):  # of a full disk others have told
+            say_instead(Path(folder), state, reason, code, unsaid)
 
 
 class Watchdog:
@@ -330,17 +352,16 @@ class Watchdog:
     def _give_up(self, store: PrefixStore) -> None:
         before = self._seen(store)
         time.sleep(3)
-        after = self._seen(store)
-        silent = [rank for rank in range(self.world.size) if rank != self.world.rank and before[rank] == after[rank]]
-        least = min(step for step, _ in after)
-        behind = [rank for rank, (step, _) in enumerate(after) if step == least]
         words = f"rank {self.world.rank} made no step for {self.timeout:.0f} s after step {self.step}; "
-        words += f"silent: {silent or 'none'}; at step {least}: {behind}"
-        with (self.folder / f"stalled-rank-{self.world.rank}.txt").open("w") as file:
-            print(words, file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
-        print(f"plainvit: {words}; stacks in {file.name}", file=sys.stderr, flush=True)
-        os._exit(5)
+        words += _who_is_missing(self.world.rank, before, self._seen(store))
+        try:
+            with (self.folder / f"stalled-rank-{self.world.rank}.txt").open("w") as file:
+                print(words, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+            print(f"plainvit: {words}; stacks in {file.name}", file=sys.stderr, flush=True)
+            say_instead(self.folder, "failed", words, LostError.exit_code)
+        finally:
+            os._exit(LostError.exit_code)
 
     def _seen(self, store: PrefixStore) -> list[tuple[int, int]]:
         """(step, heartbeats) of each rank; (-1, 0) of one that never spoke."""
@@ -348,3 +369,17 @@ class Watchdog:
         there = [key if store.check([key]) else "" for key in keys]
         found = [store.get(key).decode().split() if key else ("-1", "0") for key in there]
         return [(int(step), int(beat)) for step, beat in found]
+
+
+def _who_is_missing(rank: int, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> str:
+    """The ranks whose heart stands still; where all beat, those that are furthest behind."""
+    steps = [step for step, _ in after]
+    silent = [other for other in range(len(after)) if other != rank and before[other] == after[other]]
+    if silent:
+        heard = ("last heard of at step {}" if steps[other] >= 0 else "not heard of at any step" for other in silent)
+        return ", ".join(
+            f"rank {other} {words.format(steps[other])}" for other, words in zip(silent, heard, strict=True)
+        )
+    return ", ".join(
+        f"rank {other} is behind, at step {step}" for other, step in enumerate(steps) if step == min(steps)
+    )

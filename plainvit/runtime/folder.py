@@ -26,6 +26,8 @@ from typing import Any, Self
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
+NOTE = "PLAINVIT_FOLDERS"  # names a file into which run folders are noted, for the launcher of the process
+
 
 class Folder:
     """One run's folder, locked while it is open. Of several processes only the first writes into it."""
@@ -57,6 +59,9 @@ class Folder:
         with contextlib.suppress(OSError):  # of a full disk whatever follows will tell
             self._lock.truncate(0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+            if note := os.environ.get(NOTE):
+                with Path(note).open("a") as file:
+                    file.write(f"{path.resolve()}\n")
         for litter in (*path.glob(".*.tmp"), *path.glob("figures/.*.tmp"), *path.glob("captures/.tmp-*")):
             shutil.rmtree(litter) if litter.is_dir() else litter.unlink(missing_ok=True)  # of a process that was killed
 
@@ -84,8 +89,7 @@ class Folder:
         """status.json: running, done, interrupted, diverged or failed; what runs has no exit code yet."""
         code = None if state == "running" else exit_code
         said = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
-        where = {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        self.write("status.json", said | where)
+        self.write("status.json", said | _here())
 
     def begin_part(self) -> float:
         """The seconds of the run's earlier parts; of one that was killed, up to its last line of metrics."""
@@ -122,6 +126,18 @@ class Folder:
         kept = [json.dumps(line) for line in _lines(self.path) if line["step"] <= step]
         text = "".join(f"{line}\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
+
+
+def _here() -> dict[str, Any]:
+    return {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+
+
+def say_instead(path: Path, state: str, reason: str, exit_code: int, unsaid: tuple[str, ...] = ("running",)) -> None:
+    """How a run ended, told by another process than its first, which is gone or stands still and has not told it."""
+    said = read_json(path / "status.json")
+    if said.get("state") in unsaid:
+        ended = {"state": state, "reason": reason, "exit_code": exit_code}
+        write_text(path / "status.json", _json(said | ended | _here()) + "\n")
 
 
 def metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, choose_device, join, let_the_agent_speak, losses_told
-from plainvit.runtime.folder import Folder, environment, other_bits
+from plainvit.runtime.folder import Folder, environment, other_bits, say_instead
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set, predictor_of
@@ -172,7 +172,10 @@ def _tell(run: Training, error: BaseException, report: bool) -> None:
     words, kind = str(error).partition("\n")[0], type(error).__name__
     plain = words and isinstance(error, ValueError | OSError | Terminated)
     reason = words if plain else f"{kind}: {words}".removesuffix(": ")
-    run.folder.say(state, run.progress.step, run.steps, reason, getattr(error, "exit_code", usual))
+    code = getattr(error, "exit_code", usual)
+    run.folder.say(state, run.progress.step, run.steps, reason, code)
+    if isinstance(error, LostError):  # it may be the first that is gone
+        say_instead(run.folder.path, state, reason, code)
     if run.world.first and report and state != "failed":
         write_report(run.folder.path)
 
