@@ -579,7 +579,7 @@ def test_without_ray_the_line_to_install_it_is_printed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     said = refused(capsys, "predict", weights, photos, "--engine", "ray", code=2)
-    assert "pip install 'plainvit[ray]'" in said
+    assert "pip install 'ray[data]>=2.52'" in said
 
 
 def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_path: Path, capsys: Capture) -> None:

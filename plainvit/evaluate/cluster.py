@@ -153,7 +153,7 @@ def _ray() -> ModuleType:
         import ray
         import ray.data
     except ImportError as error:
-        raise ValueError("--engine ray needs Ray: pip install 'plainvit[ray]'") from error
+        raise ValueError("--engine ray needs Ray: pip install 'ray[data]>=2.52'") from error
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

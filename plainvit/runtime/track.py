@@ -29,7 +29,7 @@ def _tensorboard(folder: Path, config: Config) -> Callable[[int, dict[str, float
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError("--track tensorboard needs it installed: pip install 'plainvit[track]'") from error
+        raise ValueError("--track tensorboard needs it: pip install 'tensorboard>=2.18'") from error
     writer = SummaryWriter(str(folder / "tensorboard"))
 
     def send(step: int, values: dict[str, float]) -> None:
@@ -43,7 +43,7 @@ def _wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]], No
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ValueError("--track wandb needs it installed: pip install 'plainvit[track]'") from error
+        raise ValueError("--track wandb needs it: pip install 'wandb>=0.19'") from error
     run = wandb.init(
         project="plainvit", name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=to_json(config)
     )
