@@ -71,7 +71,7 @@ def _length(config: Config, images: int) -> int:
     for name in ("warmup", "cooldown"):
         if getattr(config.optim, name) >= steps:
             given = f"{getattr(config.optim, name):g}"
-            raise ValueError(f"optim.{name} is {given} of only {steps} steps: 0.1 is a tenth of the run")
+            raise ValueError(f"optim.{name} is {given} of only {steps} steps: --optim.{name} 0.1 is a tenth of the run")
     return steps
 
 

@@ -120,8 +120,8 @@ def _without(
     refused = [(part, why) for part, why in lacking if part not in drop]
     if refused:
         parts = "; ".join(f"{part} ({why})" for part, why in refused)
-        droppable = [part for part, _ in refused if part in DROPS]
-        hint = f": drop it by name to go on without ({', '.join(droppable)})" if droppable else ""
+        asked = [*drop, *(part for part, _ in refused)]
+        hint = f": --drop {' '.join(asked)} goes on without" if set(asked) <= set(DROPS) else ""
         raise ValueError(f"format {format!r} cannot express {parts}{hint}")
     config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     for part, _ in lacking:
