@@ -505,6 +505,16 @@ _KINDS: dict[str, type[Checked]] = {
 }
 
 
+FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # of `finetune`: in fewer steps a head that begins at zeros learns little
+
+
+def length(config: Config, images: int) -> int:
+    """The steps of a run on so many images: those asked for, or its epochs; `finetune` takes enough by itself."""
+    steps = config.steps or int(config.epochs * images / config.batch)
+    own = config.recipe == "finetune" and not config.steps and config.epochs == FINETUNE_EPOCHS
+    return max(steps, LEAST_STEPS) if own else steps
+
+
 def to_json(config: Checked) -> dict[str, Any]:
     """A config as plain JSON values, with its kind; configs inside it likewise."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(config, cls))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pictures import plant_classes
 
 import plainvit
-from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig
+from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
@@ -401,6 +401,17 @@ def test_classify_scores_every_image_once() -> None:
 
     wilson = binomtest(round(result.top1 * 360), 360).proportion_ci(method="wilson")
     assert (low, high) == pytest.approx((wilson.low, wilson.high), rel=1e-9)
+
+
+def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:
+    photos = str(plant_classes(tmp_path / "photos", {"cat": 6, "dog": 6}))
+    weights = plainvit.save(build(TINY.replace(classes=2)), tmp_path / "start.safetensors")
+    config = recipe("finetune").replace(data=photos, init=str(weights), batch=2)
+    splits = open_splits(config)
+    assert [risk for risk, _ in risks(resolve(config, splits), splits)] == []
+    lengths = [resolve(config.replace(**asked), splits).steps for asked in ({}, {"epochs": 30.0}, {"steps": 15})]
+    assert lengths == [200, 30 * 10 // 2, 15]
+    assert length(config, 1437) == 20 * 1437 // 2
 
 
 def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plainvit.config import Config, from_json
+from plainvit.config import LEAST_STEPS, Config, from_json
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
@@ -18,7 +18,6 @@ from plainvit.disk import read_json
 
 log = logging.getLogger("plainvit")
 SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}  # its other names
-FEW_STEPS = 200  # of a fine-tuning: a new head begins at zeros
 
 
 @dataclass
@@ -111,8 +110,8 @@ def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
         yield f"{words} no training image ({', '.join(empty[:3])})", "remove its folder, or add images: data check"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
-    if config.init and 0 < config.steps < FEW_STEPS:
-        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {FEW_STEPS} or more"
+    if config.init and 0 < config.steps < LEAST_STEPS:
+        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
     if not config.init and images < 5000 and "digits" not in config.data:
         yield (
             f"{images} images are few to learn from alone",

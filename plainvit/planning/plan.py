@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from plainvit.config import Config, Model, ResNetConfig, ViTConfig, nearest
+from plainvit.config import Config, Model, ResNetConfig, ViTConfig, length, nearest
 from plainvit.data.known import SETS
 from plainvit.planning import cost
 from plainvit.planning.devices import DEVICES, Device
@@ -125,7 +125,7 @@ def _check(config: Config, devices: int, images: int | None, search: bool) -> No
 def _length(config: Config, model: Model, images: int | None, runs: int) -> dict[str, Any]:
     """Steps of a run and what all runs cost; None where the number of images is not known."""
     images = images or _known_images(config)
-    steps = config.steps or (int(config.epochs * images / config.batch) if images else 0)
+    steps = length(config, images) if images else config.steps
     found: dict[str, Any] = {"images": images, "batch": config.batch, "runs": runs, "steps": steps or None}
     if not steps:
         return found | dict.fromkeys(("seen", "epochs", "exaflops", "tpuv3_core_days"))

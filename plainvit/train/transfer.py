@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import nn
 
-from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, pair
+from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, length, pair
 from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
 from plainvit.models import ResNet, ViT, build
@@ -65,7 +65,7 @@ def resolve(config: Config, splits: Splits) -> Config:
 def _length(config: Config, images: int) -> int:
     if not config.steps and not config.epochs:
         raise ValueError("the run has no length: give --epochs or --steps")
-    steps = config.steps or int(config.epochs * images / config.batch)
+    steps = length(config, images)
     if not steps:
         raise ValueError(f"{config.epochs:g} epochs of {images} images are less than one batch of {config.batch}")
     for name in ("warmup", "cooldown"):
