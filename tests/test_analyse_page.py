@@ -87,6 +87,9 @@ def test_the_data_is_the_models_attention(changes: dict[str, Any]) -> None:
             scaled = 255 * rows[head] / rows[head].amax(1, keepdim=True)
             shown = decode(data["singles"][1][4 * layer + head])[:, : scaled.shape[1]]
             assert abs(shown - scaled.numpy()).max() <= 0.51
+            largest = np.array(data["largestSingles"][1][4 * layer + head])
+            assert abs(largest - 1000 * rows[head].amax(1).numpy()).max() <= 0.51
+    assert data["reads"] == (prefix > 0)  # the class token; without one all patches are read
     assert data["token"] == ("class token" if prefix else "")
 
 
@@ -272,8 +275,11 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit = Visit(browser, hostile, viewport={"width": 1100, "height": 900})
     before = visit.canvases()
     assert len(before) == 1 + 2 + 4  # the large one, two layers, four heads
-    assert "Layer 2, mean of its heads: where the patch in row 3, column 3 looks." in visit.words()
+    assert "Layer 2, mean of its heads: where the class token looks." in visit.words()
+    assert "Nothing reads" not in visit.words()
+    assert visit.page.get_by_label("heat map", exact=True).is_checked()  # images of 32 pixels
     visit.click(1, 4)
+    assert "Nothing reads a patch after the last layer" in visit.words()
     after = visit.canvases()
     assert all(one != other for one, other in zip(before, after, strict=True))
     assert "row 1, column 4" in visit.words()
@@ -286,6 +292,10 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.page.get_by_role("button", name="head 3").click()
     visit.settled()
     assert "Layer 1, head 3" in visit.words()
+    assert "Nothing reads" not in visit.words()
+    even, most = 100 / 17, float(visit.words().split("brightest place: ")[1].split()[0])
+    assert "spread evenly it would be 5.9 %" in visit.words()
+    assert ("Nearly even" in visit.words()) == (most < 2 * even)
     assert visit.canvases()[0] != chosen[0]
     visit.page.get_by_role("button", name="the class token").click()
     visit.settled()
@@ -316,14 +326,14 @@ def test_heat_maps_show_what_dark_places_hide(browser: Any, tmp_path: Path) -> N
 
     visit.page.get_by_role("button", name="the class token").click()  # no patch is framed
     visit.settled()
-    assert brightest() == 0
-    visit.page.get_by_label("heat map", exact=True).check()
+    assert brightest() > 100  # what is shown at first of dark and of small images
+    visit.page.get_by_label("heat map", exact=True).uncheck()
     visit.settled()
-    assert brightest() > 100
-    assert not visit.page.locator(".maps .heated").first.is_visible()
-    visit.page.locator("#as-heat-maps").check()
+    assert brightest() == 0
     assert visit.page.locator(".maps .heated").first.is_visible()
     assert not visit.page.locator(".maps .dimmed").first.is_visible()
+    visit.page.locator("#as-heat-maps").uncheck()
+    assert not visit.page.locator(".maps .heated").first.is_visible()
     visit.leave()
 
 
@@ -332,6 +342,7 @@ def test_the_explorer_by_keyboard_on_a_phone(browser: Any, hostile: Path) -> Non
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390  # nothing sticks out
     before = visit.canvases()
     for key, where in (
+        ("ArrowLeft", "row 3, column 3"),  # from the class token, which stands nowhere, into the middle
         ("ArrowLeft", "row 3, column 2"),
         ("ArrowDown", "row 4, column 2"),
         ("ArrowDown", "row 4, column 2"),

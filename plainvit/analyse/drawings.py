@@ -27,6 +27,8 @@ MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
 BROAD = 8.7  # inches of a figure that takes a page's width
 RANDOM = "random order"
+CRISP = 64  # pixels along a side: in smaller images each is drawn as a square
+DARK = 48  # of 255
 
 
 @styled()
@@ -162,6 +164,11 @@ def draw_histogram(values: np.ndarray, title: str, label: str, mark: float, word
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------
+
+
+def hides_shade(images: np.ndarray) -> bool:
+    """Whether maps by shade would show little: on images [N, H, W, 3] that are small, or mostly dark."""
+    return max(images.shape[1:3]) < CRISP or float(np.median(images)) < DARK
 
 
 def dimmed(image: np.ndarray, values: np.ndarray) -> np.ndarray:

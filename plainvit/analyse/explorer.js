@@ -1,16 +1,18 @@
 /* Click a patch of an image and see where it looks, in every layer and head that the page holds.
    The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
    token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
-   largest: [image][layer][query] in per mille}. A png is a grey picture with a row for each query (patches in reading
+   reads: whether the head reads that token alone, heat, crisp: how the images are drawn at first,
+   largest, largestSingles: [image][view][query] in per mille}. A png is a grey picture with a row for each query (patches in reading
    order, then the token) and a column for each key, scaled to the row's largest; a last column has the token's share. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
   const root = document.getElementById("explorer-stage");
   const [rows, columns] = data.grid, patches = rows * columns, ratio = data.images[0].height / data.images[0].width;
+  const middle = (rows >> 1) * columns + (columns >> 1);
   const layers = data.heads.length, singlesBefore = [];
   data.heads.reduce((sum, heads, layer) => (singlesBefore[layer] = sum) + heads.length, 0);
-  const state = { image: 0, query: (rows >> 1) * columns + (columns >> 1), layer: layers - 1, head: null, heat: false };
+  const state = { image: 0, query: data.reads ? patches : middle, layer: layers - 1, head: null, heat: data.heat };
   const decoded = new Map(), pictures = new Map();
 
   function make(name, parent, settings = {}, attributes = {}) {
@@ -58,7 +60,7 @@
     if (ticket !== canvas.ticket) return; // another one has been asked for meanwhile
     const context = canvas.getContext("2d"), [down, across] = view.keys, size = down * across;
     const { width, height } = canvas, first = query * (size + (data.token ? 1 : 0));
-    context.imageSmoothingEnabled = true;
+    context.imageSmoothingEnabled = !data.crisp;
     context.filter = state.heat ? "grayscale(1)" : "none";
     context.drawImage(picture, 0, 0, width, height);
     context.filter = "none";
@@ -111,14 +113,14 @@
   const ramp = make("span", scale, { className: "ramp" });
   scale.append(" most attention of this map ");
   const heat = make("label", scale);
-  make("input", heat, { type: "checkbox", onchange: (event) => change({ heat: event.target.checked }) });
+  make("input", heat, { type: "checkbox", checked: state.heat, onchange: (event) => change({ heat: event.target.checked }) });
   heat.append(" heat map");
   const words = make("p", left, { id: "explorer-words", className: "words" }, { "aria-live": "polite" });
 
   const choose = make("div", right, { className: "choose" }, { role: "group", "aria-label": "Image" });
   const imageButtons = data.images.map((image, number) => {
     const button = make("button", choose, { type: "button", title: image.name });
-    make("img", button, { src: image.source, alt: image.name });
+    make("img", button, { src: image.source, alt: image.name, className: data.crisp ? "crisp" : "" });
     button.onclick = () => change({ image: number });
     return button;
   });
@@ -166,7 +168,7 @@
     else if (key === "ArrowDown" && inside && y < rows - 1) change({ query: query + columns });
     else if (key === "PageUp" && layer > 0) change({ layer: layer - 1, head: null });
     else if (key === "PageDown" && layer < layers - 1) change({ layer: layer + 1, head: null });
-    else if (key.startsWith("Arrow") && !inside) change({ query: (rows >> 1) * columns + (columns >> 1) });
+    else if (key.startsWith("Arrow") && !inside) change({ query: middle });
     else if (!key.startsWith("Arrow") && !key.startsWith("Page")) return;
     event.preventDefault();
   };
@@ -186,9 +188,15 @@
     const where = query === patches ? "the " + data.token :
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
     const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
-    const most = head === null ? ` At the brightest place: ${(data.largest[image][layer][query] / 10).toFixed(1)} % of its ` +
-      `attention; spread evenly it would be ${(100 * patches / (data.keys[0] * data.keys[1] * data.tokens)).toFixed(1)} %.` : "";
-    words.textContent = `${who}: where ${where} looks.${most}` + (guess ? ` The model says: ${guess}.` : "");
+    const view = head === null ? mean(layer) : single(layer, head);
+    const largest = data[view.kind === "means" ? "largest" : "largestSingles"][image][view.at][query] / 10;
+    const even = (100 * patches) / (view.keys[0] * view.keys[1] * data.tokens);
+    const most = ` At the brightest place: ${largest.toFixed(1)} % of its attention; spread evenly it would be ` +
+      `${even.toFixed(1)} %.` + (largest < 2 * even ? " Nearly even: no place gets twice that, and the map, scaled to its " +
+      "largest value, makes small differences look large." : "");
+    const unread = data.reads && layer === layers - 1 && query < patches ?
+      ` Nothing reads a patch after the last layer: the answer is read from the ${data.token} alone.` : "";
+    words.textContent = `${who}: where ${where} looks.${unread}${most}` + (guess ? ` The model says: ${guess}.` : "");
     main.setAttribute("aria-label", words.textContent);
   }
 

@@ -20,10 +20,11 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import Reduced, whole
+from plainvit.analyse.drawings import CRISP, hides_shade
 from plainvit.analyse.page import Html, element
 from plainvit.models import ViT
 
-BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst, and the page stays below 10
+BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the page stays below 10
 IMAGES = 6
 COARSEST = 6  # keys along a side: below, a map of a head says nothing
 
@@ -78,23 +79,27 @@ def _queries(model: ViT) -> int:
 
 @dataclass
 class Views:
-    """Of one image: matrices as `_matrix` makes them, and the largest of each of the means' rows."""
+    """Of one image: matrices as `_matrix` makes them, and the largest of each of their rows."""
 
     means: list[np.ndarray]
     largest: list[np.ndarray]  # [queries] of each layer: the share of attention at the brightest place, in per mille
     singles: list[np.ndarray]
+    largest_singles: list[np.ndarray]  # the same of each head
 
 
 @torch.no_grad()
 def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
     """Of one image [3, H, W], by one pass that keeps one layer at a time."""
-    found = Views([], [], [])
+    found = Views([], [], [], [])
 
     def use(layer: int, attention: Tensor) -> None:
         mean, largest = _matrix(model, attention[0].mean(0), wanted.keys)
         found.means.append(mean)
         found.largest.append(largest)
-        found.singles.extend(_matrix(model, attention[0, head], wanted.head_keys)[0] for head in wanted.heads[layer])
+        for head in wanted.heads[layer]:
+            single, largest = _matrix(model, attention[0, head], wanted.head_keys)
+            found.singles.append(single)
+            found.largest_singles.append(largest)
 
     whole(model).eval()(image[None].to(model.embedding.weight.device), Reduced(use))
     return found
@@ -129,10 +134,14 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
         "tokens": model.config.tokens,
         "headKeys": wanted.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
+        "reads": model.config.pool == "token",
+        "heat": hides_shade(images[: wanted.images].permute(0, 2, 3, 1).numpy()),
+        "crisp": max(height, width) < CRISP,
         "heads": wanted.heads,
         "means": [[_png(view) for view in one.means] for one in seen],
         "largest": [[view.tolist() for view in one.largest] for one in seen],
         "singles": [[_png(view) for view in one.singles] for one in seen],
+        "largestSingles": [[view.tolist() for view in one.largest_singles] for one in seen],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no name can end the element
     without = "The explorer needs a browser with JavaScript; all else on this page does not."

@@ -46,7 +46,8 @@ def _overlaid(subject: Subject, made: dict[str, Tensor]) -> Part:
     return Part(
         "attention-maps",
         "Attention maps",
-        "What an answer may rest on: the image stays bright where a map is high, each map on its own scale. Rollout "
+        "What an answer may rest on: the image stays bright, or is yellow as a heat map, where a map is high, each map "
+        "on its own scale. Rollout "
         "multiplies attention through the layers, with and without the residual connections; the last layer is what "
         f"the output reads{gradient}. Faithfulness, below, tells which of them to believe.",
         {"": Drawing(drawings.draw_maps(shown, over, captions), numbers)},
@@ -78,7 +79,8 @@ def _map_table(images: np.ndarray, maps: dict[str, np.ndarray], captions: list[s
         shown += [_both_ways(image, one[place], f"{name} of {caption}") for name, one in maps.items()]
         rows.append(join((element("div", *shown, class_="row"), element("p", caption, class_="note"))))
     ramp = element("p", "least ", element("span", class_="ramp"), " most of each map", class_="note")
-    switch = element("input", type="checkbox", class_="switch", id="as-heat-maps")
+    checked = "" if drawings.hides_shade(images) else None
+    switch = element("input", type="checkbox", class_="switch", id="as-heat-maps", checked=checked)
     label = element("label", " as heat maps, in which dark places of the image hide nothing", for_="as-heat-maps")
     pictures = element("div", head, *rows, ramp, class_="maps", style=f"--columns:{len(maps) + 1}")
     return element("div", switch, label, pictures)

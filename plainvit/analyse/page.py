@@ -198,7 +198,7 @@ def figure_links(name: str) -> Html:
 def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """Pixels as a small image inside the page: tiny ones as they are, photos as JPEG."""
     shown = Image.fromarray(image)
-    tiny = max(shown.size) <= 40
+    tiny = max(shown.size) < 64
     if not tiny:
         shown.thumbnail((side, side))
     source = address(shown, "png" if tiny else "jpeg", optimize=tiny)
