@@ -14,7 +14,10 @@ def fetch(address: str, patterns: list[str], kind: str = "model") -> Path:
 
     name, _, revision = address.partition("@")
     option = "" if kind == "model" else f" --repo-type {kind}"
-    by_hand = f"where there is a network, run `hf download {name}{option}`, copy the folder it prints and give its path"
+    option += f" --revision {revision}" if revision else ""
+    folder = name.rpartition("/")[2]
+    by_hand = f"where there is a network, run `hf download {name}{option} --local-dir {folder}`, copy "
+    by_hand += f"{folder}/ here and give its path"
     try:
         return Path(snapshot_download(name, repo_type=kind, revision=revision or None, allow_patterns=patterns))
     except HFValidationError as error:

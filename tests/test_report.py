@@ -217,7 +217,7 @@ def test_the_way_back_and_on_is_given(whole: tuple[Path, Reader]) -> None:
     folder, reader = whole
     assert "plainvit train x" in reader.text
     assert f"plainvit inspect {folder}/model.safetensors" in reader.text
-    assert f"plainvit finetune --init {folder}" in reader.text
+    assert f"plainvit finetune --init {folder} --data pets" in reader.text
 
 
 def test_settings_stand_in_a_table_and_changed_ones_out(whole: tuple[Path, Reader]) -> None:

@@ -259,8 +259,15 @@ def _repeat(run: Run) -> Section | None:
         place = shlex.quote(str(run.folder))
         weights = shlex.quote(str(run.folder / "model.safetensors"))
         parts += [element("p", "What the weights hold and mean:"), command_line(f"plainvit inspect {weights}")]
-        parts += [element("p", "To train on from these weights:"), command_line(f"plainvit finetune --init {place}")]
+        command = f"plainvit finetune --init {place}{_data_flags(run)}"
+        parts += [element("p", "To train on from these weights:"), command_line(command)]
     return Section("Repeat, go on", join(parts)) if parts else None
+
+
+def _data_flags(run: Run) -> str:
+    """The run's own data, as flags; the reader puts others in their place."""
+    given = {"--data": run.config.get("data"), "--data-root": run.config.get("data_root")}
+    return "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given.items() if value)
 
 
 def _settings(run: Run) -> Section | None:

@@ -118,8 +118,9 @@ def convert(
 def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
     """Published weights by name, with their size, licence and reported accuracy, and which to start from.
 
-    Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL are those of timm's results
-    files, in per cent; an empty field was not at hand. --json has the hub addresses too.
+    Any of the names loads: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL (the same by corrected labels,
+    which allow an image several) are those of timm's results files, in per cent; an empty field was not at hand.
+    --json has the hub addresses too.
 
     Args:
         pattern: Only names that match, shell-style, such as '*mae*'.
@@ -151,5 +152,6 @@ def _published_table(found: "dict[str, Published]") -> "Group":
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         millions = entry.parameters / 1e6
         shown.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, entry.licence)
+    real = "ReaL: top-1 by the corrected labels of ImageNet, which allow an image several"
     start = [f"to fine-tune with a {machine}: {name}" for machine, name in TO_START.items()]
-    return Group(shown, "\nMB: of the file, in fp32; hub addresses: --json", *start)
+    return Group(shown, "\nMB: of the file, in fp32; hub addresses: --json", real, *start)
