@@ -322,8 +322,8 @@ def test_help_of_runs_describes_the_recipe_and_the_model(capsys: Capture, verb: 
 
 def test_doctor_lists_only_what_it_reads(capsys: Capture) -> None:
     flags = set(re.findall(r"--[a-z][\w.-]*(?= [A-Z{[])|--json", told(capsys, "doctor")))
-    assert {"--json", "--batch"} <= flags
-    assert not flags & {"--out", "--devices", "--restarts"}
+    assert {"--json", "--batch", "--devices"} <= flags
+    assert not flags & {"--out", "--restarts"}
     assert "unknown flag '--search'" in refused(capsys, "doctor", "--search")
 
 

@@ -21,7 +21,7 @@ from plainvit.config import Config, Optim
 from plainvit.data.splits import open_splits
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
-from plainvit.train import loop
+from plainvit.train import doctor, loop
 from plainvit.train.fit import fit
 
 Capture = pytest.CaptureFixture[str]
@@ -678,6 +678,7 @@ PLANTED: list[tuple[str, str]] = [
     ("--optim.lr 0.1", "high for AdamW"),
     ("--augment.flip 0.5", "mirrored"),
     ("--batch 4096", "more than the 1363"),
+    ("--devices 3", "cannot be shared equally by 3"),
     ("--holdout 0", "nothing validates"),
     ("--model.norm post --model.depth 8", "post-norm"),
 ]
@@ -714,6 +715,19 @@ def test_doctor_finds_what_train_would_refuse(capsys: Capture, flags: str, part:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_doctor_finds_a_device_that_is_not_there(capsys: Capture) -> None:
     assert any("GPU" in risk for risk in risks(capsys, "digits", "--device", "cuda"))
+
+
+def test_doctor_says_what_a_recipe_means_to_risk(capsys: Capture) -> None:
+    found = risks(capsys, "vit-b16-i21k", "--data", "digits")
+    assert found["gradients are not clipped, as the recipe means it"] == "--optim.clip 1, if it diverges"
+
+
+def test_doctor_counts_the_gpus_for_the_processes(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_machine", dict)
+    found = risks(capsys, "digits", "--device", "cuda", "--devices", 64)
+    assert found["64 processes on this machine, but it has 2 GPUs: one process a GPU"].startswith("--devices 2")
+    assert "at least 1" in refused(capsys, "doctor", "digits", "--devices", 0)
 
 
 def test_doctor_finds_a_recipe_without_data(capsys: Capture) -> None:

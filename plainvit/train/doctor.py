@@ -22,16 +22,18 @@ from plainvit.data.splits import open_splits
 from plainvit.data.splits import risks as data_risks
 from plainvit.device import processor
 from plainvit.models import build
+from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import choose_device
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import resolve, starting_model
 
 PARTS = ("torch", "torchvision", "numpy", "pillow", "simplejpeg", "pyarrow", "safetensors", "huggingface_hub", "rich")
+WAITING = {"sleep": "leave their cores to other work", "spin": "keep their cores, which is fastest on free ones"}
 EXTRAS = ("timm", "transformers", "tensorboard", "wandb", "onnx", "ray")
 
 
-def examine(config: Config | None = None) -> dict[str, Any]:
-    """Everything as JSON: versions, devices, attention, quirks; with a config, its risks."""
+def examine(config: Config | None = None, devices: int = 1) -> dict[str, Any]:
+    """Everything as JSON: versions, devices, attention, quirks; with a config, its risks in so many processes."""
     device.choose_attention_backend()
     report: dict[str, Any] = {
         "versions": {"plainvit": __version__, "python": platform.python_version(), **_versions(PARTS)},
@@ -42,7 +44,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     }
     if config:
         report["config"] = config.recipe
-        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in risks(config)]
+        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in risks(config, devices)]
     return report
 
 
@@ -82,7 +84,7 @@ def _attention() -> dict[str, bool]:
     }
 
 
-def risks(config: Config) -> Iterator[tuple[str, str]]:
+def risks(config: Config, devices: int = 1) -> Iterator[tuple[str, str]]:
     """(what may go wrong, how to mend it), from the config, and from data and weights where they can be opened."""
     yield from _of_optim(config)
     model, readable = config.model, True
@@ -100,10 +102,23 @@ def risks(config: Config) -> Iterator[tuple[str, str]]:
         choose_device(config.device)
     except ValueError as error:
         yield str(error), "--device auto takes what is there"
+    else:
+        yield from _of_processes(config, devices)
     if not config.data:
         yield "there is no data to train on", "--data FOLDER, or a known set's name with --data-root"
     elif readable:
         yield from _of_run(config)
+
+
+def _of_processes(config: Config, devices: int) -> Iterator[tuple[str, str]]:
+    """One process a GPU; without any, as many as are asked for."""
+    try:
+        choose_device(config.device, 0, devices)
+    except ValueError as error:
+        yield str(error), f"--devices {torch.cuda.device_count()}, or torchrun on several machines"
+    if config.batch % devices:
+        words = f"a batch of {config.batch} cannot be shared equally by {devices} processes"
+        yield words, f"--batch {math.ceil(config.batch / devices) * devices}"
 
 
 def _of_run(config: Config) -> Iterator[tuple[str, str]]:
@@ -138,8 +153,10 @@ def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
         )
     if optim.name == "sgd" and not config.init:
         yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
-    if config.optim.clip == 0 and not config.init:
-        yield "gradients are not clipped", "--optim.clip 1"
+    if optim.clip == 0 and not config.init:
+        meant = config.recipe in list_recipes() and recipe(config.recipe).optim.clip == 0
+        also, where = (", as the recipe means it", ", if it diverges") if meant else ("", "")
+        yield f"gradients are not clipped{also}", f"--optim.clip 1{where}"
     if optim.lr > 5e-3 and optim.name == "adamw":
         yield f"lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
     if config.augment.flip and "digits" in config.data:
@@ -184,7 +201,7 @@ def table(report: dict[str, Any]) -> RenderableType:
     shown.add_column()
     machine = report["machine"]
     shown.add_row("cpu", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB")
-    shown.add_row("load", f"{machine['load']}, while they wait threads {machine['waiting']}")
+    shown.add_row("load", f"{machine['load']}; threads that wait for each other {WAITING[machine['waiting']]}")
     shown.add_row("gpu", "\n".join(machine["gpus"]) or "none")
     shown.add_row("bf16 on the cpu", machine["bf16_on_cpu"])
     attention = report["attention"]

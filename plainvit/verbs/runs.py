@@ -28,6 +28,7 @@ class Doctor:
     """Versions, devices and quirks of this machine; with a RECIPE, the risks in its configuration and their mending."""
 
     config: Annotated[Config, arg(name="")]
+    devices: int = 1  # processes on this machine that are to train by the RECIPE
     json: bool = False  # print JSON for machines instead of tables
 
 
@@ -130,7 +131,9 @@ def _without_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
 def _doctor(command: Doctor) -> None:
     from plainvit.train import doctor
 
-    report = doctor.examine(command.config if command.config.recipe else None)
+    if command.devices < 1:
+        raise ValueError(f"--devices is at least 1, got {command.devices}")
+    report = doctor.examine(command.config if command.config.recipe else None, command.devices)
     show(report, None if command.json else doctor.table(report))
 
 
