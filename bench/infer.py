@@ -47,12 +47,12 @@ from bench.peers import PEERS, build, cast, cudnn_attention
 from bench.train import attention_of, number
 from plainvit import create
 from plainvit.config import ViTConfig
+from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.models.fp8 import in_fp8, why_not
 from plainvit.names import configure
 from plainvit.planning.cost import macs
-from plainvit.runtime.distributed import choose_device
 
 Answer = Callable[[Tensor], Tensor]  # images [B, 3, H, W] -> logits [B, K]
 Form = Callable[["Job"], Answer]

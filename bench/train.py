@@ -59,10 +59,11 @@ from plainvit.config import Config, Optim, Preprocess, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
 from plainvit.data.splits import Splits
+from plainvit.device import choose_device
 from plainvit.names import configure
 from plainvit.planning.cost import parameters
 from plainvit.runtime.display import Display
-from plainvit.runtime.distributed import World, choose_device
+from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.train import loop
 from plainvit.train.fit import prepare

@@ -1,4 +1,4 @@
-"""What must be settled about the machine before a model runs on it: the attention backend and CPU quirks.
+"""What must be settled about the machine before a model runs on it: device, precision, attention backend, CPU quirks.
 
 A leaf: it imports nothing of plainvit, and torch only where torch is already needed.
 """
@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Some virtual CPUs advertise AMX (bf16 tiles) but die with SIGILL when oneDNN uses it. This cap keeps oneDNN below
@@ -148,3 +150,29 @@ def choose_attention_backend() -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
+    """Of the name that was given, for one of the processes beside each other on this machine."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is unknown: cpu, cuda, cuda:1, or auto")
+    if not name.startswith("cuda"):
+        return name
+    there = torch.cuda.device_count()
+    if not there:
+        raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
+    if beside > there:
+        raise ValueError(f"{beside} processes on this machine, but it has {there} GPUs: one process a GPU")
+    return name if ":" in name or beside == 1 else f"cuda:{local}"
+
+
+def choose_precision(name: str, device: str) -> "torch.dtype":
+    """Of the arithmetic; weights are fp32. Auto is bf16 on a GPU; with fp8 all is bf16 but the blocks' products."""
+    import torch
+
+    low = name in ("bf16", "fp8") or (name == "auto" and device.startswith("cuda"))
+    return torch.bfloat16 if low else torch.float32

@@ -17,8 +17,9 @@ import torch
 
 import plainvit
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.distributed import LostError, World, _who_is_missing, losses_told
+from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
+from plainvit.runtime.watchdog import _who_is_missing
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 RECIPE = """

@@ -34,10 +34,10 @@ from plainvit import __version__
 from plainvit.data.decode import DataError
 from plainvit.data.sources import Source
 from plainvit.data.workers import Evaluate
+from plainvit.device import choose_precision
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import Answered, MemoryFault, Question
 from plainvit.evaluate.predictor import Predictor
-from plainvit.runtime.distributed import choose_precision
 
 THREADS = 4  # of one copy of the model on CPUs: more copies take more memory, more threads wait for each other
 BLOCKS = 10_000  # most tasks of a job

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from plainvit.config import Preprocess
 from plainvit.data.decode import pixels_of
 from plainvit.data.transforms import prepare
+from plainvit.device import choose_device, choose_precision
 from plainvit.runtime.checkpoint import tensor_hash
-from plainvit.runtime.distributed import choose_device, choose_precision
 from plainvit.weights import load
 
 Picture = str | Path | bytes | np.ndarray | Image.Image  # a file, its bytes, or pixels [height, width, 3]

@@ -1,4 +1,4 @@
-"""Many processes as one: who this process is, sums and strings over all, and a watchdog that names who is missing.
+"""Many processes as one: who this process is, sums and strings over all, and whom it lost.
 
     torchrun --nproc-per-node 8 -m plainvit train vit-b16-i1k ...
     plainvit train vit-b16-i1k --devices 8
@@ -7,21 +7,16 @@ torchrun starts the processes, joins them and restarts them; without it there is
 """
 
 import contextlib
-import faulthandler
 import logging
-import math
 import os
 import re
 import secrets
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from plainvit.runtime.folder import NOTE, say_instead
+from plainvit.device import choose_device
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -196,11 +191,11 @@ def losses_told(world: World) -> Iterator[None]:
             raise
         reason = re.sub(r"\[?/\S+:\d+\]?,? *", "", str(error).splitlines()[0])
         made, allowed = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-        follows = _what_follows(made + 1, allowed)
+        follows = what_follows(made + 1, allowed)
         raise LostError(f"rank {world.rank} lost another process of the run: {reason}; {follows}") from error
 
 
-def _what_follows(restart: int, allowed: int) -> str:
+def what_follows(restart: int, allowed: int) -> str:
     again = f"all start again from the last checkpoint, restart {restart} of {allowed}"
     return again if restart <= allowed else "the same command goes on from the last checkpoint"
 
@@ -209,177 +204,3 @@ def let_the_agent_speak() -> None:
     """It knows who died, if that was on this machine, and ends this process, which knows less, in this time."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(1)
-
-
-class Deaths(logging.Handler):
-    """Names the process that a signal ended; torchrun's agent, which alone knows, says it in its log only."""
-
-    def __init__(self, restarts: int) -> None:
-        super().__init__(logging.ERROR)
-        self.allowed, self.made, self.said = restarts, 0, ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        code, rank, *_ = record.args if isinstance(record.args, tuple) and len(record.args) > 1 else (0, 0)
-        if "exitcode" not in record.msg or not isinstance(code, int):
-            return
-        self.made, self.said = self.made + 1, ""
-        if code < 0:  # any other has told of itself
-            follows = _what_follows(self.made, self.allowed)
-            self.said = f"rank {rank} was ended by {signal.Signals(-code).name}; {follows}"
-            print(f"plainvit: {self.said}", file=sys.stderr)
-
-
-def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
-    """Of the name that was given, for one of the processes beside each other on this machine."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r} is unknown: cpu, cuda, cuda:1, or auto")
-    if not name.startswith("cuda"):
-        return name
-    there = torch.cuda.device_count()
-    if not there:
-        raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
-    if beside > there:
-        raise ValueError(f"{beside} processes on this machine, but it has {there} GPUs: one process a GPU")
-    return name if ":" in name or beside == 1 else f"cuda:{local}"
-
-
-def choose_precision(name: str, device: str) -> torch.dtype:
-    """Of the arithmetic; weights are fp32. Auto is bf16 on a GPU; with fp8 all is bf16 but the blocks' products."""
-    low = name in ("bf16", "fp8") or (name == "auto" and device.startswith("cuda"))
-    return torch.bfloat16 if low else torch.float32
-
-
-def launch(arguments: list[str], processes: int, restarts: int, device: str) -> int:
-    """Runs `plainvit ARGUMENTS` in so many processes on this machine, by torchrun's agent; its exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    choose_device(device, 0, processes)  # a clear word before anything is started
-    for name in ("", ".agent.server.api"):  # which has a level of its own; of signals and deaths we tell ourselves
-        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-    log_of_deaths = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    log_of_deaths.setLevel(logging.ERROR)
-    log_of_deaths.propagate = False
-    deaths = Deaths(restarts)
-    log_of_deaths.handlers = [deaths]
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=secrets.token_hex(4),
-        max_restarts=restarts,
-        monitor_interval=0.2,
-        start_method="spawn",
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    with tempfile.TemporaryDirectory() as place:
-        os.environ[NOTE] = str(Path(place) / "folders")
-        try:
-            elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
-        except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            code = code if code >= 0 else 128 - code
-            unsaid = ("running", "failed") if deaths.said else ("running",)  # by one that lost it, and knows less
-            _tell_of_end("failed", deaths.said or f"a process of the run ended with exit code {code}", code, unsaid)
-            return code
-        except SignalException as error:
-            code = 128 + int(error.sigval)
-            follows = "the same command goes on from the last checkpoint"
-            _tell_of_end("interrupted", f"{signal.Signals(error.sigval).name}; {follows}", code, ("running",))
-            return code
-    return 0
-
-
-def _tell_of_end(state: str, reason: str, code: int, unsaid: tuple[str, ...]) -> None:
-    """For runs whose first process could not."""
-    note = Path(os.environ[NOTE])
-    for folder in note.read_text().splitlines() if note.is_file() else ():
-        with contextlib.suppress(OSError, ValueError):  # of a full disk others have told
-            say_instead(Path(folder), state, reason, code, unsaid)
-
-
-class Watchdog:
-    """Ends a process whose run stands still, and says which rank is behind, instead of waiting for ever.
-
-    Each process tells the others, through torchrun's store, which step it is at. One that makes no step for `timeout`
-    seconds writes its stacks beside the run, names the ranks that are furthest behind or silent, and exits.
-    """
-
-    def __init__(self, world: World, timeout: float, folder: Path) -> None:
-        self.world, self.timeout, self.folder = world, timeout, folder
-        self.step, self._moved, self._over = -1, time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def __enter__(self) -> "Watchdog":
-        if self.world.size > 1:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self.world.size > 1:
-            self._thread.join(10)  # a thread inside the store while the process ends would abort it
-
-    def at(self, step: int) -> None:
-        self.step, self._moved = step, time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A validation may take longer than any step."""
-        self._moved = math.inf
-        try:
-            yield
-        finally:
-            self._moved = time.monotonic()
-
-    def _watch(self) -> None:
-        store = PrefixStore(f"plainvit/{self.world.launch}", dist.distributed_c10d._get_default_store())
-        beat = 0
-        while not self._over.wait(min(1.0, self.timeout / 4)):
-            beat += 1
-            try:
-                store.set(str(self.world.rank), f"{self.step} {beat}")
-                if time.monotonic() - self._moved > self.timeout:
-                    self._give_up(store)
-            except RuntimeError:  # the store is gone: torchrun is ending everything
-                return
-
-    def _give_up(self, store: PrefixStore) -> None:
-        before = self._seen(store)
-        time.sleep(3)
-        words = f"rank {self.world.rank} made no step for {self.timeout:.0f} s after step {self.step}; "
-        words += _who_is_missing(self.world.rank, before, self._seen(store))
-        try:
-            with (self.folder / f"stalled-rank-{self.world.rank}.txt").open("w") as file:
-                print(words, file=file, flush=True)
-                faulthandler.dump_traceback(file, all_threads=True)
-            print(f"plainvit: {words}; stacks in {file.name}", file=sys.stderr, flush=True)
-            say_instead(self.folder, "failed", words, LostError.exit_code)
-        finally:
-            os._exit(LostError.exit_code)
-
-    def _seen(self, store: PrefixStore) -> list[tuple[int, int]]:
-        """(step, heartbeats) of each rank; (-1, 0) of one that never spoke."""
-        keys = [str(rank) for rank in range(self.world.size)]
-        there = [key if store.check([key]) else "" for key in keys]
-        found = [store.get(key).decode().split() if key else ("-1", "0") for key in there]
-        return [(int(step), int(beat)) for step, beat in found]
-
-
-def _who_is_missing(rank: int, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> str:
-    """The ranks whose heart stands still; where all beat, those that are furthest behind."""
-    steps = [step for step, _ in after]
-    silent = [other for other in range(len(after)) if other != rank and before[other] == after[other]]
-    if silent:
-        heard = ("last heard of at step {}" if steps[other] >= 0 else "not heard of at any step" for other in silent)
-        return ", ".join(
-            f"rank {other} {words.format(steps[other])}" for other, words in zip(silent, heard, strict=True)
-        )
-    return ", ".join(
-        f"rank {other} is behind, at step {step}" for other, step in enumerate(steps) if step == min(steps)
-    )

@@ -21,9 +21,9 @@ from plainvit.analyse import attention
 from plainvit.analyse.figures import COLOURS, new_figure, styled
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
+from plainvit.device import choose_device
 from plainvit.models import ViT
 from plainvit.recipes import recipe
-from plainvit.runtime.distributed import choose_device
 from plainvit.studies.bases import vit
 from plainvit.studies.learned import above, model_of, twins
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle

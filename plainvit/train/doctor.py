@@ -20,10 +20,9 @@ from plainvit import __version__, device
 from plainvit.config import Config, ViTConfig
 from plainvit.data.splits import open_splits
 from plainvit.data.splits import risks as data_risks
-from plainvit.device import processor
+from plainvit.device import choose_device, processor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.distributed import choose_device
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import resolve, starting_model
 

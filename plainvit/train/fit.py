@@ -24,12 +24,13 @@ from plainvit.data.decode import DataError
 from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits, open_splits, risks
+from plainvit.device import choose_device
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.distributed import LostError, World, choose_device, join, let_the_agent_speak, losses_told
+from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
 from plainvit.runtime.folder import Folder, environment, other_bits, say_instead
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
+from plainvit.device import choose_precision
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
-from plainvit.runtime.distributed import Watchdog, World, choose_precision
+from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import like, replicate, whole
+from plainvit.runtime.watchdog import Watchdog
 from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
 from plainvit.train.guards import (
     DivergedError,

@@ -66,7 +66,7 @@ def score(
     if antialias and no_antialias:
         raise ValueError("--antialias and --no-antialias contradict each other: give one of them")
     if devices > 1 and "RANK" not in os.environ:
-        from plainvit.runtime.distributed import launch
+        from plainvit.runtime.launch import launch
 
         sys.exit(launch(sys.argv[1:], devices, 0, device))
     from dataclasses import asdict

@@ -87,7 +87,7 @@ def _train(command: Train) -> None:
             f"--devices is at least 1 and --restarts at least 0, got {command.devices}, {command.restarts}"
         )
     if command.devices > 1 and "RANK" not in os.environ:
-        from plainvit.runtime.distributed import launch
+        from plainvit.runtime.launch import launch
 
         sys.exit(launch(sys.argv[1:], command.devices, command.restarts, command.config.device))
     from plainvit.train.fit import fit
