@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
-from plainvit.data import shards
+from plainvit.data import resident, shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
@@ -595,6 +595,18 @@ def test_decoding_all_equals_pillow(photos: Source) -> None:
         height, width = sizes[index].tolist()
         assert (height, width) == expected.shape[:2]
         assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
+
+
+def test_a_long_reading_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as of shapes, which are drawn."""
+    source = open_source("shapes:size=8,count=600", "train")
+    with caplog.at_level(logging.WARNING, "plainvit"):
+        decode_all(source, {})
+        assert not caplog.messages, "it took a moment"
+        monkeypatch.setattr(resident, "EVERY", 0.0)
+        decode_all(source, {})
+    assert "the sizes of 600 images are read: 50 %" in caplog.messages
+    assert caplog.messages[-3:] == [f"600 images are read: {share} %" for share in (33, 66, 100)]
 
 
 def test_boxes_are_sampled_as_a_plane_would_be() -> None:

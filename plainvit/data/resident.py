@@ -4,8 +4,10 @@ On a GPU the host is what is slow with small images: their kernels are compiled,
 once, and by a thread while the device is at work on the steps before.
 """
 
+import logging
 import os
-from collections.abc import Callable, Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,6 +22,8 @@ from plainvit.data.sources import Source
 from plainvit.data.transforms import crop_boxes, finish
 from plainvit.data.workers import readable, refuse_many
 
+log = logging.getLogger("plainvit")
+EVERY = 10.0  # seconds between lines that tell how far it is
 MADE_AT_ONCE = 2**25  # pixels that are augmented together: some hundred megabytes
 SHARE = 0.3  # of the free device memory that a set may take
 T = TypeVar("T")
@@ -66,7 +70,18 @@ def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
 
 
 def _extents(source: Source, index: np.ndarray) -> np.ndarray:
-    return np.array([readable(source, int(one))[2] for one in index])
+    title = f"the sizes of {len(index):,} images are read"
+    return np.array([readable(source, int(one))[2] for one in _told(index, len(index), title)])
+
+
+def _told(items: Iterable[T], count: int, title: str) -> Iterator[T]:
+    """The same items, with a line now and then; of several processes that do the same, the first tells of it."""
+    last = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        if time.monotonic() - last > EVERY and os.environ.get("RANK", "0") == "0":
+            last = time.monotonic()
+            log.warning("%s: %d %%", title, 100 * done // count)
 
 
 class Resident:
@@ -155,6 +170,7 @@ def decode_all(
                 bad[index] = str(error)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(fill, range(0, count, 256)))
+        starts = range(0, count, 256)
+        list(_told(pool.map(fill, starts), len(starts), f"{count:,} images are read"))
     refuse_many(len(bad), count)
     return images, torch.from_numpy(extents)
