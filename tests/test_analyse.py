@@ -278,6 +278,16 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "cannot be loaded" in said
 
 
+def test_published_weights_out_of_reach_leave_a_model_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused(["vit_s16_augreg_i21k_i1k_224", "--data", "digits"], capsys, 2)
+    assert "hf download" in said
+    assert "or look at a model of your own: plainvit train pixels --out runs/px" in said
+
+
 def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     words = [str(folder / "model.safetensors"), "--images", str(folder / "photos"), "--out", str(tmp_path / "file")]

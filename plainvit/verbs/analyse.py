@@ -43,19 +43,24 @@ def analyse(
     from rich.text import Text
 
     from plainvit.analyse.understand import understand
+    from plainvit.hub import UnreachableError
 
-    written = understand(
-        model,
-        data,
-        out or "",
-        split=split,
-        data_root=data_root,
-        count=count,
-        against=against,
-        thorough=thorough,
-        device=device,
-        quiet=json,
-    )
+    try:
+        written = understand(
+            model,
+            data,
+            out or "",
+            split=split,
+            data_root=data_root,
+            count=count,
+            against=against,
+            thorough=thorough,
+            device=device,
+            quiet=json,
+        )
+    except UnreachableError as error:
+        own = "plainvit train pixels --out runs/px, then plainvit analyse runs/px"
+        raise ValueError(f"{error}; or look at a model of your own: {own}") from error
     found = {"page": str(written.page), "figures": [str(path) for path in written.figures], "notes": written.notes}
     words = "\n".join((f"analysis: {written.page}", *(f"note: {note}" for note in written.notes)))
     show(found, None if json else Text(words))
