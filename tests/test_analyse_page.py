@@ -198,6 +198,7 @@ def test_names_do_no_harm(hostile: Path) -> None:
     assert not [one for one in tags if any(key.startswith("on") for key in one[1])]
     assert not [one for one in tags if one[0] in ("iframe", "object", "embed", "link", "form", "base")]
     assert "What &lt;b onclick=alert(1)&gt; has learned" in hostile.read_text()
+    assert "16 patches (4 rows of 4) of 8 x 8 pixels each, for images of 32 x 32 pixels" in hostile.read_text()
 
 
 def test_the_page_asks_for_nothing_and_names_its_one_script(hostile: Path) -> None:

@@ -240,13 +240,15 @@ def _explorer(subject: Subject) -> tuple[Section, str]:
 
 def _lead(subject: Subject) -> str:
     config, count = subject.model.config, len(subject.images)
-    looked = f"for images of {config.image_size[1]} x {config.image_size[0]} pixels, looked at with {count} "
-    looked += f"{subject.which}."
+    high, wide = config.image_size
+    looked = f"for images of {wide} x {high} pixels, looked at with {count} {subject.which}."
     if not isinstance(subject.model, ViT):
         return f"A ResNet {looked}"
     (h, w), depth = config.grid, len(subject.model.blocks)
     layers, heads = f"{depth} layer{'s' * (depth > 1)}", f"{config.heads} head{'s' * (config.heads > 1)}"
-    return f"A Vision Transformer of {layers}, {heads}, width {config.width} and {h} x {w} patches {looked}"
+    row, side = f"{h} row{'s' * (h > 1)} of {w}", f"{wide // w} x {high // h} pixel{'s' * (wide // w * (high // h) > 1)}"
+    patches = f"{h * w} patches ({row}) of {side}"
+    return f"A Vision Transformer of {layers}, {heads}, width {config.width} and {patches} each, {looked}"
 
 
 def _figures(part: Part) -> Html:
