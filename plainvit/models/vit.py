@@ -6,9 +6,13 @@
     trace = Trace("block*/attention")         # records named intermediates; see ViT.trace_names
     model(images, trace)
 
-Letters: B batch, C channels, P x Q patch, h x w grid of patches, n = h w patches, of which k are chosen, N tokens, D
-width, H heads, d head width, M mlp_dim, K classes. Equations are the paper's; what it leaves open follows Google's
+Letters: B batch, C channels, P x Q patch, h x w grid of patches, n = h w patches, of which s are chosen, N tokens, D
+width, H heads, d head width, M mlp_dim, K classes; q, k and v are queries, keys and values. Equations are the paper's; what it leaves open follows Google's
 code, and says so. An image's way: embed_patches, place, blocks, represent, head.
+
+To skip at first reading, since they are there for speed and memory: `keep` and `_of_some` (tokens that nobody reads are
+not computed), `skipping` and `plus_some` (nor are branches that stochastic depth drops), `short_attention`,
+`recompute`, `take_shortcuts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +60,7 @@ def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
-    """The rows of x [B, n, D] at places [B, k]: [B, k, D]."""
+    """The rows of x [B, n, D] at places [B, s]: [B, s, D]."""
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
@@ -72,7 +76,10 @@ class Attention(nn.Module):
         self.relative = RelativePositions(config) if config.posemb == "relative" else None
 
     def forward(self, x: Tensor, trace: Trace | None, name: str, keep: slice = ALL) -> Tensor:
-        """Every token looks at all; with `keep`, which is for the last block, only those look that are read later."""
+        """Every token looks at all; with `keep`, which is for the last block, only those look that are read later.
+
+        The kernels do softmax(q k^T / sqrt(d)) v in one go; `attention_weights` below has the softmax written out.
+        """
         if keep != ALL:
             return self._of_some(x, keep)
         B, N, D = x.shape
@@ -91,13 +98,13 @@ class Attention(nn.Module):
         return self.out(heads.transpose(1, 2).reshape(B, N, D))
 
     def _of_some(self, x: Tensor, keep: slice) -> Tensor:
-        """All tokens are looked at, but only some look: [B, n, D]."""
+        """All tokens are looked at, but only some, s of them, look: [B, s, D]."""
         assert self.relative is None
         some, weight, bias, D = x[:, keep], self.qkv.weight, self.qkv.bias, x.shape[2]
-        q = F.linear(some, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, n, d]
+        q = F.linear(some, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, s, d]
         k, v = (
             F.linear(x, weight[D:], bias[D:]).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )  # [B, H, N, d]
+        )  # 2 x [B, H, N, d]
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(some.shape))
 
 
@@ -164,7 +171,7 @@ class Positions(nn.Module):
         return self.fixed.value
 
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
-        """Where `places` [B, k] are given, x holds those patches alone."""
+        """Where `places` [B, s] are given, x holds those patches alone."""
         table = self.grid_table()
         if self.prefix_rows == self.prefix and self.kind == "1d":
             table = self.table
@@ -175,7 +182,7 @@ class Positions(nn.Module):
             first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
             rows = torch.cat((first, places + self.prefix), 1)
             # From a copy for each image: rows of one shared table would add up their gradients in any order on a GPU
-            table = take(table.to(x.dtype).expand(len(x), -1, -1), rows)  # [B, prefix + k, D]
+            table = take(table.to(x.dtype).expand(len(x), -1, -1), rows)  # [B, prefix + s, D]
         return x + table.to(x.dtype)  # [B, N, D]
 
 
@@ -271,7 +278,7 @@ class Block(nn.Module):
         return note(trace, f"{self.name}/tokens", x)  # [B, N, D]
 
     def _of_some(self, x: Tensor, keep: slice) -> Tensor:
-        """Eqs. 2 and 3 for some of the tokens: [B, n, D]."""
+        """Eqs. 2 and 3 for some of the tokens: [B, s, D]."""
         assert self.pre
         assert self.axis is None
         x = x[:, keep] + self.residual1(self.attention(self.norm1(x), None, self.name, keep))
@@ -370,11 +377,12 @@ class ViT(nn.Module):
         return both if self.training else mean
 
     def take_shortcuts(self, wanted: bool = True) -> Self:
-        """Whether to leave out what no result needs, and to use our own kernels: the same but for rounding.
+        """Whether to save work that no result needs, as training does: the same but for rounding.
 
-        Kernels are used by themselves. The last block without all but the class token, stochastic depth that skips
-        the work, and under autocast a residual stream as short as the products' numbers, are what training uses: a
-        trace has to see blocks whole, and would no longer have the very bits of a pass without one.
+        Then the last block computes the class token alone, where nothing else is read; branches that stochastic depth
+        drops are not computed; under autocast, tokens between blocks stay in the short numbers of the products. A pass
+        with a trace takes none of these, so that it sees whole blocks; a model begins without, so that its logits are
+        to the bit the same with a trace. Our attention kernel is used unless `wanted` is False.
         """
         self.shortcuts = wanted
         shorten(self, wanted)
@@ -411,13 +419,13 @@ class ViT(nn.Module):
         return self.place(self.embed_patches(images, trace), trace)
 
     def embed_patches(self, images: Tensor, trace: Trace | None = None, places: Tensor | None = None) -> Tensor:
-        """The patches' embeddings x_p E; only of those at `places` [B, k], and in that order, where these are given."""
+        """The patches' embeddings x_p E; only of those at `places` [B, s], and in that order, where these are given."""
         self._check_images(images)
         dtype = self.embedding.weight.dtype
-        x = note(trace, "pixels", self.normalise(images).to(dtype))  # [B, C, H, W]
+        x = note(trace, "pixels", self.normalise(images).to(dtype))  # [B, C, height, width]
         x = x if self.stem is None else self.stem(x, trace)
         x = patchify(x, self.config.patch)  # [B, h*w, C*P*Q]
-        x = x if places is None else take(x, places)  # [B, k, C*P*Q]
+        x = x if places is None else take(x, places)  # [B, s, C*P*Q]
         x = self.embedding(x)  # [B, h*w, D]
         # The residual stream has the weights' precision under autocast; with shortcuts that of the products
         return note(trace, "patches", x if self.shortcuts and trace is None else x.to(dtype))

@@ -338,7 +338,9 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
             part_loss.backward()
         loss, correct = loss + part_loss.detach(), correct + part_correct
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
-    if run.config.optim.clip:  # by a norm of 0, that is not at all, where it is not finite: the culprits stay known
+    if run.config.optim.clip:
+        # A norm that is not finite is taken as 0, by which nothing is clipped: divided by it, all gradients would be
+        # NaN or 0, and nobody could tell any more in which parameters it began
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
         torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
     return torch.stack((loss.float(), correct.float(), whole(norm).float()))
