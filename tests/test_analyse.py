@@ -334,6 +334,9 @@ def test_a_part_that_fails_half_way_keeps_what_it_gave(monkeypatch: pytest.Monke
     with Display("", 1, quiet=True) as display:
         assert [part.name for part in room._parts(looked, display, lambda: None)] == ["filters"]
     assert looked.notes == ["Left out: halves; no more of it."]
+    assert "waves and colours are learned" in next(iter(filters(looked))).words
+    looked.images = looked.images[:, :1].expand(-1, 3, -1, -1)
+    assert "So are colours" in next(iter(filters(looked))).words
 
 
 # The claim ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from plainvit.analyse.embeddings import (
     similarity,
     structure,
 )
+from plainvit.analyse.parts import _verdict
 
 
 def test_filters_are_the_principal_components() -> None:
@@ -127,12 +128,16 @@ def test_the_chance_of_planted_similarities() -> None:
     h, w = 4, 5
     y, x = np.divmod(np.arange(h * w), w)
     aligned = ((y[:, None] == y) | (x[:, None] == x)).astype(float).reshape(h, w, h, w)
-    assert chance_of(aligned) == 1 / 200
-    assert chance_of(-aligned) == 1
+    assert chance_of(aligned) == (1 / 200, 1 / 200)
+    assert chance_of(-aligned) == (1, 1)
+    by_column = (x[:, None] == x).astype(float).reshape(h, w, h, w)
+    assert chance_of(by_column).column == 1 / 200
+    assert chance_of(by_column).row > 0.5
+    assert "show the columns, not the rows, of the grid" in _verdict(structure(by_column), chance_of(by_column))
     random = np.random.default_rng(0)
     noise = [random.normal(size=(h * w, 8)) for _ in range(60)]
     found = [chance_of(cosines(torch.from_numpy(vectors)).reshape(h, w, h, w)) for vectors in noise]
-    assert kstest(found, "uniform").pvalue > 0.01
+    assert all(kstest(one, "uniform").pvalue > 0.01 for one in zip(*found, strict=True))
 
 
 def test_bad_questions() -> None:

@@ -5,7 +5,7 @@ similarity(model)                        the cosine of every position's vector w
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -123,15 +123,26 @@ def structure(similar: np.ndarray) -> Structure:
     )
 
 
-def chance_of(similar: np.ndarray, shuffles: int = 199) -> float:
-    """How often rows and columns of a random order of places are as alike within: a permutation test."""
+class Chance(NamedTuple):
+    """How often places in a random order are as alike within a row, and within a column."""
+
+    row: float
+    column: float
+
+
+def chance_of(similar: np.ndarray, shuffles: int = 199) -> Chance:
+    """By a permutation test each: positions may show one of the two alone."""
     h, w = similar.shape[:2]
     flat, random = similar.reshape(h * w, h * w), np.random.default_rng(0)
     y, x = np.divmod(np.arange(h * w), w)
-    i, j = np.nonzero((y[:, None] == y) != (x[:, None] == x))  # of one row or one column, and not the same place
     orders = [np.arange(h * w), *(random.permutation(h * w) for _ in range(shuffles))]
-    found = np.array([flat[order[i], order[j]].sum() for order in orders])
-    return float((found >= found[0] - 1e-9).mean())
+
+    def chance(place: np.ndarray) -> float:
+        i, j = np.nonzero((place[:, None] == place) & ~np.eye(h * w, dtype=bool))
+        found = np.array([flat[order[i], order[j]].sum() for order in orders])
+        return float((found >= found[0] - 1e-9).mean())
+
+    return Chance(chance(y), chance(x))
 
 
 def _mean(values: np.ndarray) -> float:

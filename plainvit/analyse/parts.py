@@ -43,12 +43,19 @@ def filters(subject: Subject) -> Parts:
         element("figure", picture(one, f"component {number}"), element("figcaption", f"{100 * part:.1f} %"))
         for number, (one, part) in enumerate(zip(pictures, found.variance, strict=True), 1)
     ]
+    colourless = bool((subject.images == subject.images[:, :1]).all()) and subject.images.shape[1] > 1
+    learned = (
+        "Smooth waves are learned; noise is what is left of the beginning. So are colours where a model was trained on "
+        "grey images such as these: it learns of their channels, which are all the same, only the sum."
+        if colourless
+        else "Smooth waves and colours are learned; noise is what is left of the beginning."
+    )
     yield Part(
         "filters",
         "Embedding filters",
         f"What the first layer can see of a patch: the principal components of its {high} x {wide} kernels, the "
-        f"strongest first. The number is the share of the variance that each explains, together {share:.0f} %. Smooth "
-        "waves and colours are learned; noise is what is left of the beginning. Grey is nought.",
+        f"strongest first. The number is the share of the variance that each explains, together {share:.0f} %. "
+        f"{learned} Grey is nought.",
         {"": Drawing(drawings.draw_filters(found), numbers)},
         element("div", *tiles, class_="tiles"),
     )
@@ -59,7 +66,12 @@ def positions(subject: Subject) -> Parts:
     similar, (h, w) = embeddings.similarity(model), model.config.grid
     found = embeddings.structure(similar)
     chance = embeddings.chance_of(similar)
-    numbers = {"grid": (h, w), **_structured(found), "chance": chance, "similarity": similar.round(4).tolist()}
+    numbers = {
+        "grid": (h, w),
+        **_structured(found),
+        "chance": chance._asdict(),
+        "similarity": similar.round(4).tolist(),
+    }
     made = {"": Drawing(drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches"), numbers)}
     words = ""
     if model.config.posemb != "relative":
@@ -78,17 +90,20 @@ def positions(subject: Subject) -> Parts:
     )
 
 
-def _verdict(found: embeddings.Structure, chance: float) -> str:
-    """Whether the grid of patches can be read off their positions, with the numbers that say so."""
-    means = f"{found.row:.2f} within a row, {found.column:.2f} within a column, {found.elsewhere:.2f} elsewhere"
-    if chance >= SURE:
-        return (
-            f"These do not show the grid: {means} is no more than places in a random order would show (p {chance:.2f})."
-        )
+def _verdict(found: embeddings.Structure, chance: embeddings.Chance) -> str:
+    """Whether rows and columns of patches can be read off their positions, with the numbers that say so."""
+    means = (
+        f"{found.row:.2f} within a row (p {chance.row:.3f}), {found.column:.2f} within a column "
+        f"(p {chance.column:.3f}), {found.elsewhere:.2f} elsewhere (means; p: how often places in a random order show "
+        "as much)."
+    )
+    rows, columns = (one < SURE / 2 for one in chance)  # two tests
+    if not (rows or columns):
+        return f"These show neither rows nor columns of the grid: {means}"
+    seen = "rows and columns" if rows and columns else "rows, not the columns," if rows else "columns, not the rows,"
     return (
-        f"These show the grid, places of one row or column being more alike than others: {means} (means; places in a "
-        f"random order would show as much with p {chance:.3f}). Likeness goes with nearness by {found.nearness:.2f} "
-        "(rank correlation; 1: the nearer is always the more alike, 0: no relation)."
+        f"These show the {seen} of the grid, places of one being more alike than others: {means} Likeness goes with "
+        f"nearness by {found.nearness:.2f} (rank correlation; 1: the nearer is always the more alike, 0: no relation)."
     )
 
 

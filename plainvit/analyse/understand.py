@@ -246,8 +246,9 @@ def _lead(subject: Subject) -> str:
         return f"A ResNet {looked}"
     (h, w), depth = config.grid, len(subject.model.blocks)
     layers, heads = f"{depth} layer{'s' * (depth > 1)}", f"{config.heads} head{'s' * (config.heads > 1)}"
-    row, side = f"{h} row{'s' * (h > 1)} of {w}", f"{wide // w} x {high // h} pixel{'s' * (wide // w * (high // h) > 1)}"
-    patches = f"{h * w} patches ({row}) of {side}"
+    across, down = wide // w, high // h
+    side = f"{across} x {down} pixel{'s' * (across * down > 1)}"
+    patches = f"{h * w} patches ({h} row{'s' * (h > 1)} of {w}) of {side}"
     return f"A Vision Transformer of {layers}, {heads}, width {config.width} and {patches} each, {looked}"
 
 

@@ -7,8 +7,8 @@
     model(images, trace)
 
 Letters: B batch, C channels, P x Q patch, h x w grid of patches, n = h w patches, of which s are chosen, N tokens, D
-width, H heads, d head width, M mlp_dim, K classes; q, k and v are queries, keys and values. Equations are the paper's; what it leaves open follows Google's
-code, and says so. An image's way: embed_patches, place, blocks, represent, head.
+width, H heads, d head width, M mlp_dim, K classes; q, k and v are queries, keys and values. Equations are the paper's;
+what it leaves open follows Google's code, and says so. An image's way: embed_patches, place, blocks, represent, head.
 
 To skip at first reading, since they are there for speed and memory: `keep` and `_of_some` (tokens that nobody reads are
 not computed), `skipping` and `plus_some` (nor are branches that stochastic depth drops), `short_attention`,
