@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 import plainvit
 from plainvit.cli import VERBS, main
@@ -74,7 +73,7 @@ def run_blocks(page: Path, **names: object) -> dict[str, object]:
 
 def test_code_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = run_blocks(README, images=torch.rand(2, 3, 192, 256))["model"]
+    model = run_blocks(README)["model"]
     assert isinstance(model, plainvit.models.ViT)
     assert model.config.classes == 5
     assert model.config.image_size == (256, 256)

@@ -210,7 +210,7 @@ def removal(subject: Subject) -> Parts:
     found = robust.removed(model, images, labels, heads=single)
     drawn = drawings.draw_removed_layers(found.whole, found.layers.tolist())
     made = {"layers": Drawing(drawn, _counts(found, len(images), found.layers, found.layers_chance))}
-    words = "Single heads were left out: that takes many passes, which a GPU, or the option thorough, makes."
+    words = "Single heads were left out: that takes many passes, which a GPU, or --thorough, makes."
     if found.heads is not None and found.heads_chance is not None:
         heads, words = _without_heads(found, len(images), found.heads, found.heads_chance)
         made = {"": heads} | made
@@ -233,7 +233,7 @@ def _without_heads(found: robust.Removed, images: int, heads: Tensor, chance: Te
     told = int((chance < SURE / heads.numel()).sum())
     words = (
         f"Red: accuracy is lost without the head. One answer is {100 / images:.1f} points; "
-        f"{told or 'none'} of the {heads.numel()} heads change more than chance would, all taken together."
+        f"{told or 'none'} of the {heads.numel()} heads change{'' if told > 1 else 's'} it by more than chance would."
     )
     return Drawing(drawn, _counts(found, images, heads, chance)), words
 
@@ -288,10 +288,11 @@ def shifts(subject: Subject) -> Parts:
     yield Part(
         "shifts",
         "Shifted images",
-        f"What was done: {len(images)} images were moved down and to the right by up to {patch} pixels, the border "
-        "filled with their mirror image. A convolution's features move with the image and stay alike; a ViT cuts other "
+        f"What was done: {len(images)} images were moved down and to the right by up to {patch} "
+        f"pixel{'s' * (patch > 1)}, the border filled with their mirror image. A convolution's features move with the "
+        "image and stay alike; a ViT cuts other "
         "patches until the shift is a whole one. "
-        + ("" if subject.against else "Another model stands beside it where one is named (option against)."),
+        + ("" if subject.against else "Another model stands beside it where --against names one."),
         made,
     )
 
