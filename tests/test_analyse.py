@@ -170,7 +170,7 @@ def test_figures_numbers_and_page(folder: Path, tmp_path: Path, capsys: pytest.C
         assert json.loads(Path(path).with_suffix(".json").read_text())
     text = Path(found["page"]).read_text()
     assert f"What {folder.name} has learned" in text  # model.safetensors is no name
-    assert "of 3 layers, 4 heads, width 48 and 3 x 5 patches for images of 40 x 24 pixels" in text
+    assert "of 3 layers, 4 heads, width 48 and 15 patches (3 rows of 5) of 8 x 8 pixels each, for images of" in text
     assert [note for note in found["notes"] if "Shifts of bit are left out: it takes 48 x 32" in note]
     assert "accuracy is agreement" not in text  # these labels are the model's
 
