@@ -227,7 +227,7 @@ def summary_table(done: Assessed) -> Group:
         if name in card.metrics and (name != "top5" or done.result.classes > FEW):
             ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(in_unit(name, end) for end in ends) if ends else ""
-            shown.add_row(TITLES[name], f"{100 * value:.2f} points" if name == "ece" else in_unit(name, value), between)
+            shown.add_row(TITLES[name], in_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []

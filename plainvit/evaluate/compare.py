@@ -25,7 +25,7 @@ from plainvit.evaluate import chance, paper, seeds
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows
 from plainvit.weights.published import PUBLISHED
 
-PERCENT = ("top1", "top5", "ece", "precision", "recall", "f1")
+UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of shares
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
 TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
 # What must be alike, and how to speak of it
@@ -310,7 +310,7 @@ def _pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[Table]:
     """As many side by side as a narrow terminal has room for, so that no number is cut."""
-    titles = {name: f"{title}, %" if name in PERCENT else title for name, title in TITLES.items()}
+    titles = {name: f"{title}, {UNITS[name]}" if name in UNITS else title for name, title in TITLES.items()}
     widest = min(max(6, *(len(row["name"]) for row in rows)), 24)
     room = max((80 - max(map(len, titles.values()))) // (widest + 2), 1)
     each = math.ceil(len(rows) / math.ceil(len(rows) / room))
@@ -324,16 +324,20 @@ def _some_columns(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Tabl
     for row in rows:
         shown.add_column(Text(row["name"]), justify="right", overflow="fold", min_width=6)
     for title, name in named.items():
-        shown.add_row(title, *(in_unit(name, row["metrics"].get(name)).removesuffix(" %") for row in rows))
+        shown.add_row(title, *(_bare(name, row["metrics"].get(name)) for row in rows))
     shown.add_row("images", *(f"{row['images']:,}" for row in rows))
     return shown
 
 
-def in_unit(name: str, value: Any) -> str:
-    """A metric as it is printed: per cent where it is a share."""
+def in_unit(name: str, value: float) -> str:
+    """A metric as it is printed: per cent, or points of it, where it is a share."""
+    return f"{_bare(name, value)} {UNITS[name]}" if name in UNITS else _bare(name, value)
+
+
+def _bare(name: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
-    return f"{100 * value:.2f} %" if name in PERCENT else f"{value:.4f}"
+    return f"{100 * value:.2f}" if name in UNITS else f"{value:.4f}"
 
 
 def _words(row: dict[str, Any], first: str) -> list[Text]:
