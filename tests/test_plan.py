@@ -34,7 +34,7 @@ from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, mem
 from plainvit.planning.plan import plan, table
 from plainvit.planning.ranks import sharded
 from plainvit.planning.shapes import shape
-from plainvit.planning.step_time import RING, exposed, is_short, products, seconds
+from plainvit.planning.step_time import RING, exposed, ideal, is_short, products, seconds
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
@@ -181,6 +181,12 @@ def test_recomputed_blocks_keep_their_input_alone() -> None:
     assert stored(step) - stored(again) == SMALL.depth * one
     resnet = Step(model=configure("BiT-R50x1"), images=1)
     assert stored(dataclasses.replace(resnet, recompute=True)) < stored(resnet) / 2
+
+
+def test_recomputed_blocks_run_their_attention_once_more() -> None:
+    """Its forward pass is 2 products, and its backward pass, which makes one of them again, 5."""
+    once, again = (ideal(Step(model=SMALL, images=1, recompute=on), H200)["attention"] for on in (False, True))
+    assert again / once == pytest.approx(9 / 7)
 
 
 # Measured on one H200: torch 2.11, compiled, bf16 autocast, fused AdamW, attention by cuDNN, images as floats.
