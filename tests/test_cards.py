@@ -255,7 +255,10 @@ def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, As
     main(["compare", *(str(done.folder) for done in both)])
     names = [one["name"] for one in found["cards"]]
     told = f"right in {names[1]} alone: {table[1][0]}, in {names[0]} alone: {table[0][1]}"
-    assert told in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert told in out
+    p = row["top1"]["p"]
+    assert f"p {p:.2g}: {'hardly' if p < 0.05 else 'may be'} chance" in out
 
 
 def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ class Training:
         self.progress = Progress(**state["progress"])
 
 
-def train(run: Training) -> Progress:
-    """From wherever the run stands to its end: `progress` then says how it went."""
+def train(run: Training) -> None:
+    """From wherever the run stands to its end: its `progress` then says how it went."""
     _resume(run)
     progress, config = run.progress, run.config
     every = math.ceil(config.steps / config.evaluations)
@@ -176,7 +176,6 @@ def train(run: Training) -> Progress:
                 run.checkpoints.wait()
                 raise InterruptedRunError(stop, progress.step)
         run.checkpoints.wait()
-    return progress
 
 
 class Stopwatch:
