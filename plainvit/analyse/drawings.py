@@ -21,13 +21,13 @@ from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, as_pictures
 from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
+from plainvit.analyse.page import CRISP
 
 LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
 BROAD = 8.7  # inches of a figure that takes a page's width
 RANDOM = "random order"
-CRISP = 64  # pixels along a side: in smaller images each is drawn as a square
 DARK = 48  # of 255
 
 

@@ -120,7 +120,7 @@
   const choose = make("div", right, { className: "choose" }, { role: "group", "aria-label": "Image" });
   const imageButtons = data.images.map((image, number) => {
     const button = make("button", choose, { type: "button", title: image.name });
-    make("img", button, { src: image.source, alt: image.name, className: data.crisp ? "crisp" : "" });
+    make("img", button, { src: image.source, alt: image.name, className: data.crisp ? "small" : "" });
     button.onclick = () => change({ image: number });
     return button;
   });

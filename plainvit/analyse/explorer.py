@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import Reduced, whole
-from plainvit.analyse.drawings import CRISP, hides_shade
-from plainvit.analyse.page import Html, element
+from plainvit.analyse.drawings import hides_shade
+from plainvit.analyse.page import CRISP, Html, element
 from plainvit.models import ViT
 
 BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the page stays below 10

@@ -24,6 +24,7 @@ from plainvit.analyse.figures import Figure, printable
 from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+CRISP = 64  # pixels along a side: in smaller images each is drawn as a square
 THUMB = 200  # pixels of the longer side: sharp on a phone, and 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow, and no line breaks at it
 NONE = "\u2013"  # stands for a value that is not there
@@ -198,7 +199,7 @@ def figure_links(name: str) -> Html:
 def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """Pixels as a small image inside the page: tiny ones as they are, photos as JPEG."""
     shown = Image.fromarray(image)
-    tiny = max(shown.size) < 64
+    tiny = max(shown.size) < CRISP
     if not tiny:
         shown.thumbnail((side, side))
     source = address(shown, "png" if tiny else "jpeg", optimize=tiny)
