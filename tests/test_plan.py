@@ -492,7 +492,7 @@ def test_the_table_says_what_to_read_what_links_and_which_way() -> None:
 
 
 def test_the_way_that_fits_is_named() -> None:
-    config = recipe("vit-h14-jft").replace(batch=8 * 388, micro_batch=388)
+    config = recipe("vit-h14-jft").replace(batch=8 * 505, micro_batch=505)
     report = plan(config, on="h200", devices=8, simulate=False)
     assert [mode["fits"] for mode in report["modes"].values()] == [False, True]
     assert "ddp does not fit, fsdp does: --parallel fsdp" in report["notes"]

@@ -310,6 +310,3 @@ def attention_backward_keys(
         )  # fmt: skip
     store(dk, dks, shrink, key, 3 * H * D, N, KEYS, PARTS)
     store(dk + H * D, dvs, 1.0, key, 3 * H * D, N, KEYS, PARTS)
-
-
-# Backward in one program a head, five products ------------------------------------------------------------------------

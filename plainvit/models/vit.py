@@ -12,7 +12,7 @@ what it leaves open follows Google's code, and says so. An image's way: embed_pa
 
 To skip at first reading, since they are there for speed and memory: `keep` and `_of_some` (tokens that nobody reads are
 not computed), `skipping` and `plus_some` (nor are branches that stochastic depth drops), `short_attention`,
-`recompute`, `take_shortcuts`.
+`activate`, `recompute`, `take_shortcuts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.constant import Constant, Normalise
+from plainvit.models.gelu import gelu as short_gelu
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
 from plainvit.models.short_attention import pays as short_attention_pays
@@ -204,10 +205,20 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
         self.activation = ACTIVATIONS[config.activation]
+        self.lean = False  # see activate
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
+        return self.fc2(self.dropout(self.activate(self.fc1(x))))  # [B, N, M] inside
+
+    def activate(self, x: Tensor) -> Tensor:
+        """Where lean, compiled code keeps x alone and computes its activation again backward: ReLU's would do as x."""
+        if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
+            return self.activation(x)
+        activation = short_gelu if self.activation is F.gelu and x.dtype is torch.bfloat16 else self.activation
+        if not torch.is_grad_enabled():
+            return activation(x)
+        return checkpoint(activation, x, use_reentrant=False, preserve_rng_state=False)
 
 
 class Residual(nn.Module):
@@ -300,6 +311,8 @@ def shorten(part: nn.Module, wanted: bool = True) -> None:
     for module in part.modules():
         if isinstance(module, Attention):
             module.short = wanted
+        if isinstance(module, Mlp):
+            module.lean = wanted
         if isinstance(module, Residual):
             module.skips = wanted
 
@@ -382,7 +395,8 @@ class ViT(nn.Module):
         Then the last block computes the class token alone, where nothing else is read; branches that stochastic depth
         drops are not computed; under autocast, tokens between blocks stay in the short numbers of the products. A pass
         with a trace takes none of these, so that it sees whole blocks; a model begins without, so that its logits are
-        to the bit the same with a trace. Our attention kernel is used unless `wanted` is False.
+        to the bit the same with a trace. Compiled code keeps less of an MLP (`Mlp.activate`), with a trace or without.
+        Our attention kernel is used unless `wanted` is False.
         """
         self.shortcuts = wanted
         shorten(self, wanted)

@@ -42,6 +42,11 @@ class Step:
         return min(self.micro_batch or self.images, self.images)
 
     @property
+    def lean(self) -> bool:
+        """Whether an MLP's activation is computed again and not kept."""
+        return self.shortcuts and not self.eager
+
+    @property
     def parts(self) -> int:
         """Micro-batches."""
         return math.ceil(self.images / self.size)
@@ -142,12 +147,15 @@ def stored(step: Step) -> float:
 
 
 def _stored_by_block(step: Step) -> float:
-    """Both norms keep their input, the rest what its products need: LN outputs, qkv, heads, fc1 and its activation."""
+    """Both norms keep their input, the rest what its products need: LN outputs, qkv, heads, fc1 and its activation.
+
+    With shortcuts compiled code computes the activation again (models/vit.py, Mlp).
+    """
     c, a = step.model, step.number
     assert isinstance(c, ViTConfig)
     N, D, M, H = c.tokens, c.width, c.mlp_dim, c.heads
     norms = 2 * step.stream * N * D + 2 * 2 * 4 * N  # input; mean and deviation of each token
-    products = 6 * a * N * D + (1 if c.activation == "relu" else 2) * a * N * M
+    products = 6 * a * N * D + (1 if c.activation == "relu" or step.lean else 2) * a * N * M
     attention = 4 * H * N  # logarithms of the softmax's sums
     if c.posemb == "relative":  # its bias, and the weights, which no fused kernel hides then
         attention += 2 * a * H * N * N + a * N * D
@@ -193,7 +201,8 @@ def _working(step: Step) -> float:
     if isinstance(model, ResNetConfig):
         again = max(_stored_by_stage(model, step)[1:], default=0.0) if step.recompute else 0.0
         return 3 * step.number * max(o * cells for _, _, o, cells, _ in cost._convolutions(model)) + again
-    gradients = 2 * step.number * model.tokens * model.mlp_dim + step.stream * model.tokens * model.width
+    hidden = 3 if step.lean else 2  # gradients after and before the activation, and that again
+    gradients = hidden * step.number * model.tokens * model.mlp_dim + step.stream * model.tokens * model.width
     return gradients + (_stored_by_block(step) if step.recompute else 0)
 
 

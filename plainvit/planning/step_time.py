@@ -78,7 +78,7 @@ def traffic(step: Step) -> float:
         return 0.0  # is in the rate of convolutions
     N, D, M = c.tokens, c.width, c.mlp_dim
     forward = 2 * (2 * r + 2 * a) * N * D + 2 * a * N * M  # residual + norm, twice; GELU
-    backward = 2 * (a + 3 * r) * N * D + 3 * a * N * M
+    backward = 2 * (a + 3 * r) * N * D + (4 if step.lean else 3) * a * N * M  # its slope, and GELU again if not kept
     backward += 3 * a * N * D  # a bias' gradient
     backward += 0 if step.shortcuts and is_short(c) else 6 * a * N * D  # q, k and v put together
     if c.posemb == "relative":

@@ -1,0 +1,118 @@
+"""The short GELU against float64, at every number that bf16 has; and that compiled code keeps one tensor of an MLP."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from plainvit.models import ViT
+from plainvit.models.gelu import gelu
+
+BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+NUMBERS = BITS[BITS.isfinite()]
+LARGE = NUMBERS.abs() < 6  # beyond, GELU is x or 0 to 1e-8
+
+
+def exact() -> tuple[Tensor, Tensor]:
+    """x Phi(x) and its slope."""
+    x = NUMBERS.double()
+    normal = torch.special.ndtr(x)
+    return x * normal, normal + x * torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+
+
+def of(function: Any) -> tuple[Tensor, Tensor]:
+    x = NUMBERS.clone().requires_grad_()
+    y = function(x)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def test_rounded_as_well_as_pytorchs() -> None:
+    """Of all bf16 numbers, as many as PyTorch's or more come out as float64 rounded to bf16; none is two steps off."""
+    for found, plain, expected in zip(of(gelu), of(F.gelu), exact(), strict=True):
+        right = (found == expected.bfloat16()).double().mean()
+        assert right > 0.998
+        assert right >= (plain == expected.bfloat16()).double().mean()
+        error = (found.double() - expected).abs()
+        assert (error <= 2**-8 * expected.abs() + 2e-6)[LARGE].all()
+        assert (error <= 2**-8 * expected.abs() + 1e-8)[~LARGE].all()
+
+
+def test_infinities_and_nothing() -> None:
+    found = gelu(torch.tensor([float("inf"), 0.0, -0.0, float("nan")], dtype=torch.bfloat16))
+    assert found[:3].tolist() == [float("inf"), 0.0, 0.0]
+    assert found[3].isnan()
+    assert gelu(torch.empty(0, 3, dtype=torch.bfloat16)).shape == (0, 3)
+
+
+# In a model, compiled -------------------------------------------------------------------------------------------------
+
+
+def compiled(model: nn.Module, kept: list[Tensor]) -> Any:
+    """By PyTorch's own choice of what to keep for the backward pass; run without the last step, which makes kernels."""
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        kept.extend(node.meta["val"] for node in outputs if node is not None and node.op != "placeholder")
+        return graph.forward
+
+    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+    options = {"partition_fn": partition, "decompositions": select_decomp_table()}
+    backend = aot_autograd(fw_compiler=look, bw_compiler=lambda graph, _: graph.forward, **options)
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def trained(model: Any, images: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(images).float().square().sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def hidden(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
+    """Of what is kept, all that is as wide as an MLP inside; not its weights."""
+    return [
+        x.dtype for x in kept if isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == mlp_dim and x.shape[0] > 99
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("activation", tiny.mostly_slow(("gelu", "gelu_tanh"), 2))
+def test_compiled_training_keeps_one_tensor_of_an_mlp(activation: str) -> None:
+    """With shortcuts; and its gradients are those of the eager model without, but for bf16's rounding."""
+    torch._dynamo.reset()
+    changes = {"depth": 3, "mlp_dim": 96, "activation": activation, "pool": "average", "class_token": False}
+    model = tiny.vit(torch.float32, **changes).train()
+    assert isinstance(model, ViT)
+    images, kept, plain = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0), [], []
+    trained(compiled(model.take_shortcuts(False), plain), images).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    trained(compiled(model.take_shortcuts(), kept), images).backward()
+    assert hidden(kept, 96) == [torch.bfloat16] * 3
+    assert len(hidden(plain, 96)) > 3
+    for name, gradient in gradients(model).items():
+        assert (gradient - expected[name]).norm() <= 0.03 * expected[name].norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_beside_recomputed_blocks() -> None:
+    torch._dynamo.reset()
+    model = tiny.vit(torch.float32, depth=2, mlp_dim=96).train().take_shortcuts()
+    model.recompute = True
+    kept: list[Tensor] = []
+    images = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0)
+    trained(compiled(model, kept), images).backward()
+    assert hidden(kept, 96) == []
