@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import (
+    busy_ms,
     calls_that_last,
     ceilings,
     first_line,
@@ -240,7 +241,7 @@ def measure_batch(
         seen = kernels(one, job.device, left_out)
         row: dict[str, Any] = {"system": one.name, "batch": batch, "ms": took, "rounds_ms": times[one.name]}
         row |= {"least_ms": min(times[one.name]), "most_ms": max(times[one.name]), "repeats": repeats}
-        row |= {"images_per_second": 1000 * batch / took, "device_ms": sum(kernel.ms for kernel in seen) or None}
+        row |= {"images_per_second": 1000 * batch / took, "device_ms": busy_ms(seen)}
         rows.append(row | {"first_s": one.first_s, "off": one.off, "attention": attention_of(seen)})
     del systems
     torch.compiler.reset()

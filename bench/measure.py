@@ -37,6 +37,7 @@ KINDS = {
     "gemm": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem_", "scaled_mm"),
     "other": ("memcpy", "memset"),
 }
+IDLE = "idle"  # not a kernel's kind: the time between them
 POINTWISE = ("elementwise", "norm", "reduce", "softmax", "gelu", "copy", "cat", "dropout", "index", "fill", "transpose")
 
 
@@ -146,7 +147,10 @@ class Kernel:
 
 
 def kernels(run: Callable[[], object], device: str, left_out: list[str]) -> list[Kernel]:
-    """What one call really ran on the GPU, the longest first; none on a CPU, or where the profiler sees nothing."""
+    """What one call really ran on the GPU, the longest first, and last the time between them.
+
+    None on a CPU, or where the profiler sees nothing.
+    """
     if not device.startswith("cuda"):
         return []
     from torch.profiler import ProfilerActivity, profile
@@ -157,13 +161,27 @@ def kernels(run: Callable[[], object], device: str, left_out: list[str]) -> list
             run()
             settle(device)
         events = [event for event in seen.key_averages() if event.self_device_time_total > 0 and _is_kernel(event)]
+        times = [event.time_range for event in seen.events() if event.device_time_total > 0 and _is_kernel(event)]
     except RuntimeError as error:
         tell(f"kernels: the profiler does not work here: {first_line(error)}", left_out)
         return []
     if not events:
         tell("kernels: the profiler saw none", left_out)
     found = [Kernel(e.key, kind_of(e.key), e.self_device_time_total / 1000, e.count) for e in events]
-    return sorted(found, key=lambda kernel: -kernel.ms)
+    waited = Kernel("between kernels", IDLE, idle([(time.start, time.end) for time in times]) / 1000, len(times))
+    return [*sorted(found, key=lambda kernel: -kernel.ms), *([waited] if times else [])]
+
+
+def idle(times: Sequence[tuple[float, float]]) -> float:
+    """From the first start to the last end, the time that none of these takes."""
+    total, end = 0.0, min((start for start, _ in times), default=0.0)
+    for start, stop in sorted(times):
+        total, end = total + max(start - end, 0.0), max(end, stop)
+    return total
+
+
+def busy_ms(found: Sequence[Kernel]) -> float | None:
+    return sum(kernel.ms for kernel in found if kernel.kind != IDLE) or None
 
 
 def _is_kernel(event: Any) -> bool:
@@ -187,9 +205,9 @@ def short_name(kernel: str) -> str:
 
 def kernel_table(title: str, found: Sequence[Kernel], most: int = 12) -> None:
     """The longest kernels, and the whole by kind."""
-    total = sum(kernel.ms for kernel in found)
-    rows = [[short_name(k.name), k.kind, k.calls, f"{k.ms:.2f}", f"{k.ms / total:.1%}"] for k in found[:most]]
-    for kind in ("gemm", "attention", "pointwise", "optimizer", "other"):
+    total, longest = busy_ms(found) or 1.0, [kernel for kernel in found if kernel.kind != IDLE][:most]
+    rows = [[short_name(k.name), k.kind, k.calls, f"{k.ms:.2f}", f"{k.ms / total:.1%}"] for k in longest]
+    for kind in ("gemm", "attention", "pointwise", "optimizer", "other", IDLE):
         some = [kernel for kernel in found if kernel.kind == kind]
         took = sum(kernel.ms for kernel in some)
         rows.append(["all of a kind", kind, sum(k.calls for k in some), f"{took:.2f}", f"{took / total:.1%}"])

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench.measure import ceilings, kernels, machine  # noqa: E402
+from bench.measure import IDLE, ceilings, kernels, machine  # noqa: E402
 from bench.measure import kind_of as kind_of_kernel  # noqa: E402
 from bench.train import OurStep, forever  # noqa: E402
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
@@ -94,7 +94,8 @@ def parts(step: OurStep, device: str) -> dict[str, float] | None:
     """Seconds of a step's CUDA kernels by the plan's parts; None where the profiler sees none."""
     found = dict.fromkeys(PARTS, 0.0)
     for kernel in kernels(step, device, []):
-        found[kind_of(kernel.name)] += kernel.ms / 1000
+        if kernel.kind != IDLE:
+            found[kind_of(kernel.name)] += kernel.ms / 1000
     return found if sum(found.values()) else None
 
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from bench.measure import (
     GIB,
     Kernel,
+    busy_ms,
     calls_that_last,
     ceilings,
     first_line,
@@ -390,7 +391,7 @@ def rows_of(job_name: str, found: Sequence[Warm], options: Options, matmul: floa
         row |= {"ratio": links[one.name] / links[best] if best else None, "best_peer": one.name == best}
         row |= {"percent": percent(rate, step_flops(model), matmul), "executed": percent(rate, one.executed, matmul)}
         row |= {"peak_gib": _gib(one.peak), "resident_gib": _gib(one.resident), "first_s": one.first_s}
-        row |= {"device_ms": sum(kernel.ms for kernel in one.kernels) or None, "attention": attention_of(one.kernels)}
+        row |= {"device_ms": busy_ms(one.kernels), "attention": attention_of(one.kernels)}
         row |= {"losses": one.losses, "loss_difference": off, "loss_limit": limit, "remarks": remarks}
         rows.append(row)
     return rows

@@ -203,10 +203,18 @@ def test_kernels_are_told_apart_by_their_names(measure: ModuleType) -> None:
 
 def test_the_kernel_table_adds_up(measure: ModuleType, capsys: Any) -> None:
     found = [measure.Kernel("nvjet_a", "gemm", 6.0, 48), measure.Kernel("flash_fwd", "attention", 2.0, 12)]
-    measure.kernel_table("one step", found)
+    measure.kernel_table("one step", [*found, measure.Kernel("between kernels", measure.IDLE, 0.4, 60)])
     out = capsys.readouterr().out
     assert "75.0%" in out
     assert "25.0%" in out
+    assert "5.0%" in out
+    assert measure.busy_ms(found) == 8
+
+
+def test_idle_time_is_what_no_kernel_takes(measure: ModuleType) -> None:
+    """Kernels may overlap, or lie within one another, and come in any order."""
+    assert measure.idle([(5, 7), (0, 2), (1, 3), (1.5, 1.6), (8, 9)]) == 2 + 1
+    assert measure.idle([]) == 0
 
 
 # The gate -------------------------------------------------------------------------------------------------------------
