@@ -161,7 +161,7 @@ def kernels(run: Callable[[], object], device: str, left_out: list[str]) -> list
             run()
             settle(device)
         events = [event for event in seen.key_averages() if event.self_device_time_total > 0 and _is_kernel(event)]
-        times = [event.time_range for event in seen.events() if event.device_time_total > 0 and _is_kernel(event)]
+        times = [event.time_range for event in seen.events() or () if event.device_time_total > 0 and _is_kernel(event)]
     except RuntimeError as error:
         tell(f"kernels: the profiler does not work here: {first_line(error)}", left_out)
         return []
