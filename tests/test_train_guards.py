@@ -714,3 +714,68 @@ def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, 
     size = offered(str(error))
     assert 1 <= size <= most
     assert Config(batch=batch, micro_batch=size).micro_batch == size
+
+
+# Steps that are launched before the one before them is written down ---------------------------------------------------
+
+
+def go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where it saves the waiting."""
+    begin = loop.Supply.__init__
+
+    def begin_ahead(supply: loop.Supply, *rest: Any) -> None:
+        begin(supply, *rest)
+        supply.ahead = True
+
+    monkeypatch.setattr(loop.Supply, "__init__", begin_ahead)
+
+
+def spoil_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pixel of one batch is NaN."""
+    make = loop.Supply.make
+
+    def spoilt(supply: loop.Supply) -> float:
+        fresh, seconds = supply.made is None, make(supply)
+        if fresh and supply.made and supply.step == BAD:  # it was counted on already
+            batch, (images, *rest) = supply.made
+            images = images.float().clone()
+            images.view(-1)[0] = float("nan")
+            supply.made = batch, (images, *rest)
+        return seconds
+
+    monkeypatch.setattr(loop.Supply, "make", spoilt)
+
+
+def test_steps_launched_ahead_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout, averaged weights, validations, a bad step, an interruption: all as without."""
+    spoil_a_batch(monkeypatch)
+    fit(runs.config(), tmp_path / "plain", quiet=True)
+    go_ahead(monkeypatch)
+    seen = watch_states(monkeypatch)
+    fit(runs.config(), tmp_path / "ahead", quiet=True)
+    assert outcome(tmp_path / "ahead") == outcome(tmp_path / "plain")
+    assert [number for number, (before, after) in seen.items() if before == after] == [BAD]
+    step = loop.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 7 else step(run, *rest))
+        with pytest.raises(ZeroDivisionError):
+            fit(runs.config(), tmp_path / "cut", quiet=True)
+    fit(runs.config(), tmp_path / "cut", quiet=True)
+    assert runs.weights(tmp_path / "cut") == runs.weights(tmp_path / "plain")
+
+
+def test_what_fails_ahead_fails_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_ahead(monkeypatch)
+    gradients, calls = loop.gradients, []
+
+    def failing(run: Training, *rest: Any) -> Tensor:
+        calls.append(run.progress.step)
+        if len(calls) > BAD:
+            raise RuntimeError("broken")
+        return gradients(run, *rest)
+
+    monkeypatch.setattr(loop, "gradients", failing)
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(runs.config(steps=12), tmp_path, quiet=True)
+    assert calls == [0, 0, 1, 2, 3, 4, 5]  # launched by the step before it, and once more by its own
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5]
