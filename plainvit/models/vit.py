@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from plainvit import device
 from plainvit.config import About, ViTConfig
+from plainvit.models import gelu
 from plainvit.models.constant import Constant, Normalise
-from plainvit.models.gelu import gelu as short_gelu
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
 from plainvit.models.short_attention import pays as short_attention_pays
@@ -46,6 +46,7 @@ ACTIVATIONS = {
     "gelu_sigmoid": gelu_sigmoid,
     "relu": F.relu,
 }
+SHORT_FORMS = {"gelu": gelu.gelu, "gelu_tanh": gelu.gelu_tanh}  # the same in fewer instructions, for bf16
 
 
 ALL = slice(None)  # tokens
@@ -204,7 +205,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation, self.short = ACTIVATIONS[config.activation], SHORT_FORMS.get(config.activation)
         self.lean = False  # see activate
         self.dropout = nn.Dropout(config.dropout)
 
@@ -215,7 +216,7 @@ class Mlp(nn.Module):
         """Where lean, compiled code keeps x alone and computes its activation again backward: ReLU's would do as x."""
         if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
             return self.activation(x)
-        activation = short_gelu if self.activation is F.gelu and x.dtype is torch.bfloat16 else self.activation
+        activation = self.short if self.short and x.dtype is torch.bfloat16 else self.activation
         if not torch.is_grad_enabled():
             return activation(x)
         return checkpoint(activation, x, use_reentrant=False, preserve_rng_state=False)
