@@ -406,7 +406,7 @@ class Config(Checked):
     share: float = 1.0  # of the training images of each class that is trained on; a smaller share lies in a larger one
     holdout: float = 0.0  # share of the training images, of each class, that is not trained on but validates
     search_holdout: float = 0.1  # the same while --search tries the rates of optim.grid
-    epochs: float = 0.0  # length of the run
+    epochs: float = 0.0  # length of the run; from init, without one: 20 epochs, of few images 200 steps
     steps: int = 0  # length of the run in place of epochs
     hours: float = 0.0  # to train for: steps and schedule are shortened to fit, again if the machine slows down; 0: any
     batch: int = 512  # images a step, over all devices
@@ -505,14 +505,14 @@ _KINDS: dict[str, type[Checked]] = {
 }
 
 
-FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # of `finetune`: in fewer steps a head that begins at zeros learns little
+FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # from init: in fewer steps a head that begins at zeros learns little
 
 
 def length(config: Config, images: int) -> int:
-    """The steps of a run on so many images: those asked for, or its epochs; `finetune` takes enough by itself."""
-    steps = config.steps or int(config.epochs * images / config.batch)
-    own = config.recipe == "finetune" and not config.steps and config.epochs == FINETUNE_EPOCHS
-    return max(steps, LEAST_STEPS) if own else steps
+    """The steps of a run on so many images: those asked for, or its epochs; from init, with neither, enough."""
+    if config.init and not config.steps and not config.epochs:
+        return max(int(FINETUNE_EPOCHS * images / config.batch), LEAST_STEPS)
+    return config.steps or int(config.epochs * images / config.batch)
 
 
 def to_json(config: Checked) -> dict[str, Any]:

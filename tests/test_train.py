@@ -409,8 +409,8 @@ def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:
     config = recipe("finetune").replace(data=photos, init=str(weights), batch=2)
     splits = open_splits(config)
     assert [risk for risk, _ in risks(resolve(config, splits), splits)] == []
-    lengths = [resolve(config.replace(**asked), splits).steps for asked in ({}, {"epochs": 30.0}, {"steps": 15})]
-    assert lengths == [200, 30 * 10 // 2, 15]
+    asked = ({}, {"epochs": 20.0}, {"epochs": 30.0}, {"steps": 15})
+    assert [resolve(config.replace(**one), splits).steps for one in asked] == [200, 20 * 10 // 2, 30 * 10 // 2, 15]
     assert length(config, 1437) == 20 * 1437 // 2
 
 

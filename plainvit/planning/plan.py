@@ -229,7 +229,7 @@ def _halved(step: Step, device: Device) -> int:
 
 def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str]:
     """What the numbers leave out or take for granted."""
-    if not config.steps and not config.epochs:
+    if not (config.steps or config.epochs or config.init):
         yield "the run has no length: give --epochs or --steps for exaFLOPs and hours"
     elif not report["run"]["images"] and not config.steps:
         yield "the number of training images is not known: give --images for exaFLOPs and hours"

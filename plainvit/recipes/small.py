@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plainvit.config import FINETUNE_EPOCHS, Augment, Config, Optim, ViTConfig
+from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.names import configure
 from plainvit.recipes import Recipe
 
@@ -122,7 +122,6 @@ def finetune() -> Config:
     """
     return Config(
         holdout=0.15,
-        epochs=FINETUNE_EPOCHS,
         batch=64,
         optim=Optim(lr=3e-4, warmup=0.1, weight_decay=0.05, layer_decay=0.75, grid=(1e-4, 3e-4, 1e-3)),
         augment=Augment(crop="inception", area=(0.3, 1.0), colour=0.2),

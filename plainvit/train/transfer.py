@@ -63,7 +63,7 @@ def resolve(config: Config, splits: Splits) -> Config:
 
 
 def _length(config: Config, images: int) -> int:
-    if not config.steps and not config.epochs:
+    if not (config.steps or config.epochs or config.init):
         raise ValueError("the run has no length: give --epochs or --steps")
     steps = length(config, images)
     if not steps:
