@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pictures import plant_classes
 
 import plainvit
 from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
+from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
@@ -401,6 +403,17 @@ def test_classify_scores_every_image_once() -> None:
 
     wilson = binomtest(round(result.top1 * 360), 360).proportion_ci(method="wilson")
     assert (low, high) == pytest.approx((wilson.low, wilson.high), rel=1e-9)
+
+
+def test_images_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are drawn, whose size is known, and validation images, which are evaluated again at the end."""
+    read: Counter[tuple[int, int]] = Counter()
+    draw = Shapes.draw
+    monkeypatch.setattr(Shapes, "draw", lambda self, index: (read.update([(self.stream, index)]), draw(self, index))[1])
+    fit(tiny(data="shapes:size=16,count=400,classes=4", share=0.5), tmp_path / "run", quiet=True, bare=True)
+    by_split = [sorted(read[stream, index] for index in range(400)) for stream in (0, 1)]
+    assert by_split[0] == [0] * 200 + [1] * 200
+    assert by_split[1][:50] == [1] * 50  # the card and the pictures of a report read some of them again
 
 
 def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:

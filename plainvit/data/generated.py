@@ -80,6 +80,10 @@ class Shapes(Source):
     def read(self, index: int) -> np.ndarray:
         return self.draw(index)[0]
 
+    def extent(self, index: int) -> tuple[int, int]:  # noqa: ARG002
+        """Known without drawing it."""
+        return self.size, self.size
+
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float, float]]:
         """(pixels [size, size, 3], mask [size, size], (row, column, radius) in pixels)."""
         random = np.random.Generator(np.random.Philox(key=[self.stream, 0], counter=[0, 0, len(self.classes), index]))

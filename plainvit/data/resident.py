@@ -71,7 +71,15 @@ def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
 
 def _extents(source: Source, index: np.ndarray) -> np.ndarray:
     title = f"the sizes of {len(index):,} images are read"
-    return np.array([readable(source, int(one))[2] for one in _told(index, len(index), title)])
+    return np.array([_extent(source, int(one)) for one in _told(index, len(index), title)])
+
+
+def _extent(source: Source, index: int) -> tuple[int, int]:
+    """Of an image that cannot be read, that of the next one, which stands in for it."""
+    try:
+        return source.extent(index)
+    except (ImageError, OSError):
+        return readable(source, index)[2]
 
 
 def _told(items: Iterable[T], count: int, title: str) -> Iterator[T]:

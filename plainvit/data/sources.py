@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from plainvit.config import nearest
-from plainvit.data.decode import DataError, ImageError, decode
+from plainvit.data.decode import DataError, ImageError, decode, size
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2")
@@ -69,6 +69,10 @@ class Source(ABC):
 
     def image(self, index: int) -> np.ndarray:
         return decode(self.read(index))
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """(height, width), by the header alone where it is encoded."""
+        return size(self.read(index))
 
     def fingerprint(self) -> str:
         """Changes with the images' names, labels or classes; not with where they lie."""
@@ -137,6 +141,9 @@ class Subset(Source):
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
 
+    def extent(self, index: int) -> tuple[int, int]:
+        return self.source.extent(int(self.indices[index]))
+
     def files(self) -> Iterable[str]:
         if isinstance(self.source, Files):
             return (f"{self.source.root}/{self.name(index)}" for index in range(len(self)))
@@ -163,6 +170,10 @@ class Joined(Source):
     def name(self, index: int) -> str:
         part, inside = self.place(index)
         return self.sources[part].name(inside)
+
+    def extent(self, index: int) -> tuple[int, int]:
+        part, inside = self.place(index)
+        return self.sources[part].extent(inside)
 
     def files(self) -> Iterator[str]:
         return chain.from_iterable(source.files() for source in self.sources)

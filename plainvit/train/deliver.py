@@ -28,7 +28,7 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
     if first:
         save(model, run.folder.path / "model.safetensors")
     if isinstance(run.objective, PredictPatches):
-        numbers, samples = _predicted(run, run.objective, splits), []
+        numbers, samples = _predicted(run, run.objective), []
     else:
         numbers, samples = _classified(run, model, splits)
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
@@ -53,9 +53,9 @@ def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
     return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
 
 
-def _predicted(run: Training, objective: PredictPatches, splits: Splits) -> dict[str, Any]:
+def _predicted(run: Training, objective: PredictPatches) -> dict[str, Any]:
     """Self-supervision has no business with the test images."""
-    return {"val": judge(objective, evaluation_set(run.config, splits.val, run.world), run.cast)} if splits.val else {}
+    return {"val": judge(objective, run.validation, run.cast)} if run.validation else {}
 
 
 def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
@@ -63,13 +63,14 @@ def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dic
     numbers: dict[str, Any] = {}
     samples: list[Sample] = []
     predictor = predictor_of(run, model)
-    for name, source in (("val", splits.val), ("test", splits.test)):
-        if not source:
+    test = evaluation_set(run.config, splits.test, run.world) if splits.test else None
+    for name, prepared in (("val", run.validation), ("test", test)):
+        if not prepared:
             continue
-        result = classify(predictor, evaluation_set(run.config, source, run.world))
+        result = classify(predictor, prepared)
         numbers[name] = result.summary()
         if run.world.first:
-            labels = align(source, predictor.classes)
+            labels = align(prepared.source, predictor.classes)
             samples = choose_samples(labels, result)
             write_card(make_card(predictor, labels, result, run.world), run.folder.path, labels, result)
     return numbers, samples

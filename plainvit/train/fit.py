@@ -279,7 +279,7 @@ def prepare(
         world=world,
     )
     if splits.val:
-        validation = evaluation_set(config, splits.val, world)
+        run.validation = validation = evaluation_set(config, splits.val, world)
         if isinstance(objective, PredictPatches):
             run.evaluate = lambda: validate(run, validation)
         else:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
 from plainvit.device import choose_precision
+from plainvit.evaluate.classify import Prepared
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -73,6 +74,7 @@ class Training:
     loader: Loader
     folder: Folder
     track: Callable[[dict[str, Any]], None] = lambda _: None
+    validation: Prepared | None = None  # held-out images, prepared once for all evaluations
     evaluate: Callable[[], dict[str, float]] | None = None  # of the objective's model as it is
     quiet: bool = False
     world: World = field(default_factory=World)
