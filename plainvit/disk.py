@@ -27,6 +27,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def run_folder(place: str | Path) -> Path:
+    """Of a run, by itself or by a file in it: its weights and its card stand for the run."""
+    path = Path(place)
+    return path.parent if path.is_file() else path
+
+
+def run_settings(place: str | Path) -> dict[str, Any]:
+    """The config.json of such a run; {} where it is none, as beside another library's weights."""
+    stored = read_json(run_folder(place) / "config.json")
+    return stored if stored.get("kind") == "run" else {}
+
+
 class DiskError(OSError, ValueError):
     """A file that could not be written; the command ends with exit code 5."""
 

@@ -145,7 +145,7 @@ def plant_card(folder: Path, spec: str, right: int, weights: str = "w", split: s
     folder.mkdir(parents=True)
     (folder / "card.json").write_text(json.dumps(card))
     if init:
-        (folder / "config.json").write_text(json.dumps({"init": init}))
+        (folder / "config.json").write_text(json.dumps({"kind": "run", "init": init}))
         (folder / "status.json").write_text(json.dumps({"state": "done"}))
     return folder
 

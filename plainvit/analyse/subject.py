@@ -23,7 +23,7 @@ from plainvit.analyse.page import Html
 from plainvit.data.decode import DataError, ImageError, size
 from plainvit.data.sources import AbsentSplit, Source, open_source
 from plainvit.data.splits import choose, trained_on
-from plainvit.disk import read_json
+from plainvit.disk import run_settings
 from plainvit.evaluate.inputs import find
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
@@ -123,7 +123,7 @@ def images_of(model: str | Path, images: str, split: str, data_root: str) -> tup
     """Without --data, the run's own."""
     if images:
         return images, split, data_root
-    stored = read_json(Path(model) / "config.json") if Path(model).is_dir() else {}
+    stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
         raise ValueError("which images? --data takes a folder, an archive, or a set that `plainvit data info` knows")
     return stored["data"], split, data_root or stored.get("data_root") or ""

@@ -14,7 +14,7 @@ from plainvit.config import LEAST_STEPS, Config, from_json
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
-from plainvit.disk import read_json
+from plainvit.disk import run_settings
 
 log = logging.getLogger("plainvit")
 SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}  # its other names
@@ -60,8 +60,7 @@ def open_splits(config: Config) -> Splits:
 
 def trained_on(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
     """The settings of a run that learned from this data; None of other weights, and of other data."""
-    path = Path(model) if Path(model).is_dir() else Path(model).parent  # its weights stand for the run
-    stored = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    stored = run_settings(model)
     own = stored.get("data")
     if not own or not isinstance(own, str) or (own != data and not _one_place(own, data)):
         return None

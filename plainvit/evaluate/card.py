@@ -28,7 +28,7 @@ from plainvit.config import Checked, to_json
 from plainvit.data.content import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
-from plainvit.disk import read_json, write_together
+from plainvit.disk import read_json, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.predictor import Predictor
@@ -201,6 +201,11 @@ def read_card(path: Path) -> Card:
     if fault:
         raise DataError(f"{path} is not a whole card: {fault}")
     return Card(**{field.name: said[field.name] for field in dataclasses.fields(Card)})
+
+
+def settings_of(path: Path, card: Card) -> dict[str, Any]:
+    """Of the run in whose folder a card lies, or whose weights were evaluated; {} where there is none."""
+    return run_settings(path) or run_settings(card.name)
 
 
 def _fault(said: dict[str, Any]) -> str:

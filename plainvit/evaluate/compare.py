@@ -20,9 +20,8 @@ from rich.text import Text
 
 from plainvit.config import Config
 from plainvit.data.known import official_split
-from plainvit.disk import read_json
 from plainvit.evaluate import chance, paper, seeds
-from plainvit.evaluate.card import Card, Rows, read_card, read_rows
+from plainvit.evaluate.card import Card, Rows, read_card, read_rows, settings_of
 from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of shares
@@ -80,7 +79,8 @@ def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
 
 def _run(name: str, one: Read) -> list[seeds.Run]:
     """One, where the run's settings are known; how its images were prepared counts among them."""
-    settings = {key: value for key, value in _flat(_config(one)).items() if key.partition(".")[0] not in UNTOLD}
+    own = _flat(settings_of(one.path, one.card))
+    settings = {key: value for key, value in own.items() if key.partition(".")[0] not in UNTOLD}
     prepared = {"preprocess": one.card.preprocess["hash"], "precision": one.card.precision}
     metrics = {metric: _number(one.card.metrics.get(metric)) for metric in seeds.METRICS}
     return [seeds.Run(name, settings | prepared, metrics)] if settings else []
@@ -142,22 +142,11 @@ def remarks(a: Card, b: Card) -> list[str]:
 
 def settings_apart(a: Read, b: Read) -> dict[str, list[Any]]:
     """{"model.posemb": ["1d", "none"]}: of the runs where both are there, else of the models alone."""
-    runs = [_config(one) for one in (a, b)]
+    runs = [settings_of(one.path, one.card) for one in (a, b)]
     both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
     ours, theirs = (_flat(settings) for settings in both)
     told = [key for key in ours | theirs if key.partition(".")[0] not in UNTOLD]
     return {key: [ours.get(key), theirs.get(key)] for key in told if ours.get(key) != theirs.get(key)}
-
-
-def _config(one: Read) -> dict[str, Any]:
-    """The settings of the run in whose folder a card lies, or whose folder was evaluated; {} where there is none."""
-    beside, model = one.path if one.path.is_dir() else one.path.parent, Path(one.card.name)
-    for folder in (beside, *([model] if (model / "status.json").is_file() else [])):
-        try:
-            return read_json(folder / "config.json")
-        except ValueError:
-            continue
-    return {}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from plainvit.config import nearest
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import read_json
-from plainvit.evaluate.card import Card, read_card
+from plainvit.evaluate.card import read_card, settings_of
 from plainvit.evaluate.departures import departures
 
 FILES = ("card.json", "vtab.json", "verdict.json")  # what holds numbers of the user's, in a folder
@@ -176,21 +176,13 @@ def _of_card(one: PaperTable, file: Path) -> Iterator[Number]:
         raise ValueError(f"{file} is of {spec or 'no known set'}, and Table {one.number} {_sets(one)}")
     if card.data["split"] not in ("test", official_split(spec, "test")):
         raise ValueError(f"{file} is of the split {card.data['split']}, and the paper's numbers are of test images")
-    run = _run(file, card)
+    run = settings_of(file, card)
     begun = str(run.get("init") or "")
     config = {name: value for name, value in card.model.get("config", {}).items() if name != "classes"}
     key = json.dumps([begun or card.model["weights"], config], sort_keys=True)
     name = f"{Path(begun).name}, fine-tuned" if begun else Path(card.name).name or card.name
     note = departures(one.number, spec, card, run)
     yield Number(key, name, card.identity(), spec, card.metrics["top1"], note)
-
-
-def _run(file: Path, card: Card) -> dict[str, Any]:
-    """The settings of the run that made the card's weights, where its folder is there to say them."""
-    for folder in (file.parent, Path(card.name)):
-        if (folder / "config.json").is_file() and (folder / "status.json").is_file():
-            return read_json(folder / "config.json")
-    return {}
 
 
 def _of_vtab(one: PaperTable, file: Path) -> Iterator[Number]:

@@ -25,7 +25,7 @@ from plainvit import __version__
 from plainvit.config import Checked, to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
-from plainvit.disk import read_json
+from plainvit.disk import read_json, run_folder
 from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, look_over
 from plainvit.evaluate.predictor import Predictor
@@ -202,8 +202,7 @@ def _workers(images: int, device: str) -> int:
 
 def trust(model: str | Path) -> str:
     """How often a run was right on images that it had not learned from; empty where that is not known."""
-    path = Path(model) if Path(model).is_dir() else Path(model).parent
-    stored = read_json(path / "results.json") if (path / "results.json").is_file() else {}
+    stored = read_json(run_folder(model) / "results.json")
     for split in ("test", "val"):
         found = stored.get(split)
         if isinstance(found, dict) and isinstance(found.get("top1"), int | float) and found.get("images"):
