@@ -181,13 +181,14 @@ def environment(device: str) -> dict[str, Any]:
     from plainvit import __version__
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    threads = torch.get_num_threads()
     return {
         "plainvit": __version__,
         "commit": _commit(Path(__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": gpu or f"{processor()}, {torch.get_num_threads()} threads",
+        "device": gpu or f"{processor()}, {threads} thread{'s' * (threads > 1)}",
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "command": command(),
