@@ -248,6 +248,22 @@ def test_drawings_follow_the_pages_colours(whole: tuple[Path, Reader]) -> None:
     assert 'name="viewport"' in text
 
 
+@pytest.mark.parametrize(
+    ("noted", "said"),
+    [
+        ({"ece": 0.0734, "probability": 0.9234}, "7.3 points on average it says 92 % and is right in 85 %: too sure"),
+        ({"ece": 0.0734}, "7.3 points"),
+        ({"ece": 0.0734, "probability": 1e9, "images": -1}, "7.3 points"),
+        ({"probability": 0.9234}, ""),
+    ],
+)
+def test_calibration_is_told_as_far_as_it_was_noted(tmp_path: Path, noted: dict[str, Any], said: str) -> None:
+    text = read(plant(tmp_path / "run", results={"test": result(**noted)})).text
+    assert f"test calibration error {said}" in text or not said
+    assert ("calibration error" in text) == bool(said)
+    assert ("on average" in text) == ("on average" in said)
+
+
 @pytest.mark.parametrize("name", [*FILES, "all"])
 def test_a_missing_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str) -> None:
     missing = list(FILES) if name == "all" else [name]

@@ -36,12 +36,13 @@ from plainvit.analyse.page import (
     pairs,
     percent,
     picture,
+    points,
     table,
     write_page,
 )
 from plainvit.analyse.run import Run, mapping, read_run
 from plainvit.config import Config, to_json
-from plainvit.evaluate.chance import FEW
+from plainvit.evaluate.chance import FEW, sureness
 
 TIMES = "\u00a0\u00d7\u00a0"  # no line breaks at it
 
@@ -134,7 +135,17 @@ def _facts(run: Run) -> list[Html]:
     if len(steps):
         under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
         facts.append(fact("steps", f"{steps[-1]:,.0f}", under))
+    error = number(judged.get("ece"))
+    if not math.isnan(error):  # last: the words below it take a row
+        facts.append(fact(f"{split} calibration error", points(error), _sureness(judged)))
     return facts
+
+
+def _sureness(result: Mapping[str, Any]) -> str:
+    """How sure it is beside how often it is right, where the run noted the former."""
+    images, top1, said = (number(result.get(name)) for name in ("images", "top1", "probability"))
+    known = images >= 1 and 0 <= top1 <= 1 and 0 <= said <= 1
+    return sureness(said, round(top1 * images), int(images)) if known else ""
 
 
 def _chief(run: Run) -> list[Html]:

@@ -130,6 +130,7 @@ class Result:
             "images": len(self.labels),
             **self.numbers(),
             "ece": self.calibration_error,
+            "probability": float(self.probabilities.mean()),
             "interval": list(self.interval),
             "guessing": self.guessing,
             "unreadable": self.unreadable,
