@@ -9,8 +9,10 @@ from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 EVERY = 10.0  # seconds between plain lines
+WIDEST = 40  # characters of a bar, where the words leave so many
 
 
 class StandardError:
@@ -47,8 +49,10 @@ class Display:
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
-            columns = TextColumn("[bold]{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns, TextColumn("{task.fields[words]}"), console=self.console)
+            self._line, left = BarColumn(WIDEST), TimeRemainingColumn(elapsed_when_finished=True)
+            words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True))  # cut off in need
+            columns = TextColumn("[bold]{task.description}"), self._line, TaskProgressColumn(), left, words
+            self._bar = Progress(*columns, console=self.console, expand=True)
             self._task = self._bar.add_task(title, total=total, completed=done, words="")
 
     def __enter__(self) -> Self:
@@ -63,6 +67,8 @@ class Display:
     def advance(self, done: int, words: str) -> None:
         self.done = done
         if self._bar:
+            room = self.console.width - len(f"{self.title}  100% 0:00:00  {words}")
+            self._line.bar_width = min(max(room, 1), WIDEST)
             self._bar.update(self._task, completed=done, total=self.total, words=words)
         elif time.monotonic() - self._last > EVERY or done == self.total:
             self._last = time.monotonic()
