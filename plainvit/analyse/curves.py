@@ -181,7 +181,8 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     if name == "loss":
         _mark_skipped(axes, table)
     if len(axes.get_legend_handles_labels()[0]) > 1 and name != "norm":  # whose lines are as those of the loss
-        axes.legend(loc="lower right" if name == "top1" else "upper right")
+        # Where lines are few
+        axes.legend(loc="lower left" if name == "loss" else "lower right" if name == "top1" else "upper right")
 
 
 def _draw_line(axes: Axes, table: Table, line: tuple[str, str, str], scale: float) -> np.ndarray:
