@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
 from plainvit.device import choose_precision
-from plainvit.evaluate.classify import Prepared
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -48,6 +47,9 @@ from plainvit.train.guards import (
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, rate
+
+if TYPE_CHECKING:
+    from plainvit.evaluate.classify import Prepared
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Training:
     loader: Loader
     folder: Folder
     track: Callable[[dict[str, Any]], None] = lambda _: None
-    validation: Prepared | None = None  # held-out images, prepared once for all evaluations
+    validation: "Prepared | None" = None  # held-out images, prepared once for all evaluations
     evaluate: Callable[[], dict[str, float]] | None = None  # of the objective's model as it is
     quiet: bool = False
     world: World = field(default_factory=World)
