@@ -213,7 +213,7 @@ class Mlp(nn.Module):
         return self.fc2(self.dropout(self.activate(self.fc1(x))))  # [B, N, M] inside
 
     def activate(self, x: Tensor) -> Tensor:
-        """Where lean, compiled code keeps x alone and computes its activation again backward: ReLU's would do as x."""
+        """Where lean, compiled code keeps x alone and makes the rest again backward; of a ReLU the answer is enough."""
         if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
             return self.activation(x)
         activation = self.short if self.short and x.dtype is torch.bfloat16 else self.activation
