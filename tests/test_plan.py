@@ -34,7 +34,7 @@ from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, mem
 from plainvit.planning.plan import plan, table
 from plainvit.planning.ranks import sharded
 from plainvit.planning.shapes import shape
-from plainvit.planning.step_time import RING, exposed, ideal, is_short, products, seconds
+from plainvit.planning.step_time import RING, attention_flops, exposed, ideal, is_short, products, seconds, traffic
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
@@ -255,6 +255,17 @@ def test_products_of_odd_models() -> None:
         attention = 2 * model.depth * model.tokens**2 * model.width
         counted = sum(one.rows * one.inner * one.outer * one.times for one in products(model))
         assert counted + attention == cost.macs(model)
+
+
+def test_the_last_block_is_a_part_of_one_where_one_token_is_read() -> None:
+    """With shortcuts: more than a model of one block less, which has none, and less than all blocks in full."""
+    full = Step(model=SMALL.replace(image_size=(160, 160)), images=1)  # too long for our own attention
+    less = dataclasses.replace(full, model=full.model.replace(depth=SMALL.depth - 1))
+    short = dataclasses.replace(full, shortcuts=True)
+    for count in (traffic, stored, lambda step: ideal(step, H200)["products"]):
+        assert count(less) < count(short) < count(full)
+    assert isinstance(full.model, ViTConfig)
+    assert attention_flops(full.model, shortcuts=True) == attention_flops(full.model) / 2  # of two blocks
 
 
 def rate_of(step: Step) -> float:
