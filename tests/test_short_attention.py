@@ -302,6 +302,14 @@ def test_the_tiles_of_known_lengths() -> None:
     assert split(80, 64) == (64, 16)
 
 
+def test_every_launch_has_tiles_that_triton_takes() -> None:
+    """Powers of two; what the sweep tries is otherwise only run on a GPU."""
+    table = (launch for tiles in ours.TILES.values() for launch in (tiles.forward, tiles.queries, tiles.keys))
+    for launch in (*table, *ours.FORWARD, *ours.QUERIES, *ours.KEYS):
+        assert {launch.rows, launch.keys} <= {16, 32, 64, 128, 256}
+        assert launch.warps in (1, 2, 4, 8)
+
+
 def test_every_shape_that_fits_has_its_tiles() -> None:
     for tokens, width in itertools.product(range(1, ours.MOST_TOKENS + 1), ours.HEAD_WIDTHS):
         assert isinstance(ours.choose(tokens, width), Tiles)
