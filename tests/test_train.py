@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
+from plainvit.train.deliver import _missed
 from plainvit.train.fit import fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
@@ -266,6 +268,14 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
     for place in (kept, kept / "tensors.safetensors"):
         with pytest.raises(ValueError, match=rf"is a checkpoint of a run.*give the run's folder, {tmp_path / 'run'}"):
             plainvit.load(place)
+
+
+@pytest.mark.parametrize(("best", "told"), [(0.819, False), (0.821, True)])
+def test_within_a_standard_error_no_step_was_better(best: float, told: bool) -> None:
+    """Of 400 images with 80 % of them right: sqrt(0.8 * 0.2 / 400) is 2 points."""
+    run: Any = SimpleNamespace(config=tiny(), progress=loop.Progress(best=best, best_step=3))
+    found = _missed(run, {"val": {"top1": 0.8, "images": 400}})
+    assert found == ({"better_before": {"step": 3, "top1": best}} if told else {})
 
 
 @pytest.mark.slow
