@@ -257,6 +257,12 @@ def test_products_of_odd_models() -> None:
         assert counted + attention == cost.macs(model)
 
 
+def test_the_stream_passes_ten_times_a_block() -> None:
+    """Each half of a block reads and writes it; on the way back it is read, as is its gradient, which is written."""
+    wide, narrow = (traffic(Step(model=SMALL, images=1, stream=r)) for r in (4, 2))
+    assert wide - narrow == SMALL.depth * 2 * (2 + 3) * 2 * SMALL.tokens * SMALL.width
+
+
 def test_the_last_block_is_a_part_of_one_where_one_token_is_read() -> None:
     """With shortcuts: more than a model of one block less, which has none, and less than all blocks in full."""
     full = Step(model=SMALL.replace(image_size=(160, 160)), images=1)  # too long for our own attention
