@@ -620,6 +620,18 @@ def test_other_networks_are_refused(tmp_path: Path, name: str) -> None:
     one_line(caught)
 
 
+@pytest.mark.parametrize("beside", ["checkpoints/mine/notes.txt", "mine/state.json"])
+def test_what_only_looks_like_a_runs_checkpoint_is_not_called_one(tmp_path: Path, beside: str) -> None:
+    """A run's is below `checkpoints` and has its state beside it: others' folders have the one or the other."""
+    file = tmp_path / beside
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    path = write({"their.weight": torch.zeros(2)}, file.with_name("m.safetensors"))
+    with pytest.raises(ValueError, match=r"holds no model that plainvit knows: .* their\.weight") as caught:
+        plainvit.load(path)
+    one_line(caught)
+
+
 # Describing -----------------------------------------------------------------------------------------------------------
 
 SHAPES = "shapes of the weights"
