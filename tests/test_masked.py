@@ -437,6 +437,15 @@ def test_the_picture_of_a_perfect_answer_is_the_image() -> None:
         assert (painted.mean((4, 6)) - mean.mean((4, 6))).abs().max() <= 16.5 / 255
 
 
+def test_every_colour_is_painted_as_the_middle_of_its_range() -> None:
+    """Photos have few of the 512."""
+    every = torch.arange(512).view(1, 512)
+    answers = torch.nn.functional.one_hot(every, 512).float()
+    painted = objective("masked", Masked(target="colour")).painted(answers, photos(2), every).view(512, 3, 8, 8)
+    wanted = (np.stack(np.unravel_index(np.arange(512), (8, 8, 8)), 1) + 0.5) * 32 / 255
+    assert np.abs(painted.numpy() - wanted[:, :, None, None]).max() < 1e-6
+
+
 def test_the_picture_shows_what_was_left() -> None:
     made, images = objective("mae", PIXELS), photos(2)
     tensors = made.prepare_held_out(images, np.arange(2))

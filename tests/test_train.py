@@ -204,6 +204,8 @@ def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
     fit(tiny(steps=7, evaluations=3), tmp_path, quiet=True)
     lines = list(metrics(tmp_path))
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    images = json.loads((tmp_path / "data.json").read_text())["splits"]["train"]["images"]
+    assert [line["epoch"] for line in lines if "loss" in line] == [step * 12 / images for step in range(1, 8)]
     assert [line["step"] for line in lines if "val" in line] == [3, 6, 7]
     assert [line["lr"] for line in lines if "loss" in line] == [rate(Optim(lr=1e-3), step, 7) for step in range(7)]
     assert all(0 <= line["waiting"] <= 1 for line in lines if "loss" in line)
