@@ -242,10 +242,11 @@ def test_muon_leaves_the_rest_to_adamw() -> None:
         )
 
 
-def test_layer_decay_slows_the_lower_layers() -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_layer_decay_slows_the_lower_layers(graphs: bool) -> None:
     model = vit(depth=3)
     optim = Optim(lr=1.0, layer_decay=0.5)
-    ours = Optimizers(model, model.named_parameters(), optim)
+    ours = Optimizers(model, model.named_parameters(), optim, graphs=graphs)
     ours.set_rate(1.0)
     lr = {p.data_ptr(): g["lr"] for one in ours.all for g in one.param_groups for p in g["params"]}
     found = {name: lr[p.data_ptr()] for name, p in model.named_parameters()}

@@ -93,6 +93,7 @@ def test_weights_gradients_and_state_are_those_of_real_optimisers(name: Any) -> 
     found = memory(Step(model=SMALL, images=1, optim=optim))
     assert found["optimiser"] == state
     assert found["weights"] == sum(p.nbytes for p in model.parameters())
+    assert found["bf16 weights"] == sum(p.bfloat16().nbytes for p in model.parameters())
     assert found["gradients"] == sum(p.grad.nbytes for p in optimizers.parameters if p.grad is not None)
 
 
