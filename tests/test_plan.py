@@ -454,6 +454,19 @@ def test_the_micro_batch_is_halved_until_it_fits() -> None:
     assert "no" in shown(plan(recipe("vit-l16-i21k").replace(micro_batch=2048), on="h200"))
 
 
+def test_a_half_that_just_fits_is_not_halved_again() -> None:
+    """Nor is one image, where not one has room."""
+    config, most = recipe("vit-l16-i21k"), 400
+    for _ in range(3):  # the images themselves take room
+        mode = plan(config.replace(batch=2 * most), on="h200")["modes"]["single"]
+        most = mode["largest_micro_batch"]["stored"]
+    assert mode["images"] == 2 * most
+    assert mode["micro_batch"] == most
+    giant = Config(model=configure("ViT-G/14", image_size=1792), batch=2, steps=1)
+    mode = plan(giant, on="h100")["modes"]["single"]
+    assert (mode["micro_batch"], mode["fits"], mode["largest_micro_batch"]["stored"]) == (1, False, 0)
+
+
 def test_more_devices_are_faster_and_cost_more() -> None:
     config = recipe("vit-l16-i21k")
     one, eight, many = (plan(config, on="h200", devices=n, simulate=False)["modes"] for n in (1, 8, 512))
