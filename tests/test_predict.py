@@ -32,6 +32,7 @@ import torch
 from pictures import encode, jpeg, noise, plant, png, real_data, write_parquet, write_tar
 from PIL import Image
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from small_runs import Child
 
 import plainvit
@@ -717,6 +718,19 @@ def test_the_same_weights_in_another_model_are_another_job(predictor: Predictor,
         write(Question(predictor, 2), source, out, engine=stopping, part=4)
     with pytest.raises(ValueError, match=r"not the same: config\)"):
         write(Question(other, 2), source, out, part=4)
+
+
+def test_a_job_of_a_timm_model_goes_on(photos: Path, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7)
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    name = f"timm:vit_tiny_patch16_224@{tmp_path / 'w.safetensors'}"
+    question = Question(Predictor(name, device="cpu", image_size=32, batch=4), 2)
+    out, source = tmp_path / "r.csv", inputs.find([str(photos)])
+    with pytest.raises(Stop):
+        write(question, source, out, engine=stopping, part=4)
+    summary, _ = write(question, source, out, part=4)
+    assert (summary.images, summary.resumed) == (7, 4)
 
 
 def test_parts_of_images_that_have_changed_are_refused(predictor: Predictor, tmp_path: Path) -> None:
