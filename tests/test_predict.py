@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from plainvit.cli import main
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
+from plainvit.evaluate.cluster import Cluster, _sized
 from plainvit.evaluate.outputs import Parts, _json_lines
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, write
 from plainvit.evaluate.predictor import Predictor
@@ -573,6 +575,27 @@ def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, cap
     assert "plainvit embed" in refused(capsys, "predict", path, photos, code=2)
     main(["embed", str(path), str(photos), "--out", str(tmp_path / "f.parquet")])
     assert len(pq.read_table(tmp_path / "f.parquet")) == 7
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "found"),
+    [
+        ([{"CPU": 8, "GPU": 2}, {"GPU": 4}], "auto", (6, 1, "cuda")),
+        ([{"CPU": 8, "GPU": 2}, {"GPU": 4}], "cpu", (2, 4, "cpu")),
+        ([{"CPU": 6}, {"CPU": 2}, {"CPU": 0.5}], "auto", (4, 2, "cpu")),  # all copies have the same threads
+        ([{"CPU": 1}], "cpu", (1, 1, "cpu")),
+        ([{"CPU": 8}], "cuda", "the cluster has no GPU; --device cpu"),
+        ([{"CPU": 0.5}], "cpu", "the Ray cluster has no CPU"),
+    ],
+)
+def test_copies_of_a_model_on_clusters_that_are_not_here(nodes: list[dict], device: str, found: Any) -> None:
+    alive = [{"Resources": node, "Alive": True} for node in nodes]
+    ray: Any = SimpleNamespace(nodes=lambda: [*alive, {"Resources": {"CPU": 64, "GPU": 8}, "Alive": False}])
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            _sized(ray, device)
+    else:
+        assert _sized(ray, device) == Cluster(ray, *found)
 
 
 def test_without_ray_the_line_to_install_it_is_printed(

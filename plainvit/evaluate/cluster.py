@@ -171,7 +171,7 @@ def _sized(ray: ModuleType, device: str) -> Cluster:
     cores = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
     if not cores:
         raise ValueError("the Ray cluster has no CPU to run on")
-    threads = min(*cores, THREADS) if len(cores) > 1 else min(cores[0], THREADS)
+    threads = min(*cores, THREADS)
     return Cluster(ray, sum(count // threads for count in cores), threads, "cpu")
 
 
