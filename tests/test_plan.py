@@ -489,8 +489,9 @@ def test_muon_is_not_sharded() -> None:
 
 
 def test_a_budget_is_held_against_the_hours() -> None:
-    config = recipe("vit-l16-i21k").replace(hours=1.0)
-    assert any("hours allow about" in note for note in plan(config, on="h200")["notes"])
+    report = plan(recipe("vit-l16-i21k").replace(hours=2.0), on="h200")
+    allowed = report["run"]["steps"] * 2 // report["modes"]["single"]["hours"]
+    assert any(f"2 hours allow about {allowed:,.0f} of the steps" in note for note in report["notes"])
 
 
 def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> None:
