@@ -19,11 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import plainvit
 from plainvit.config import Config, Masked, ViTConfig
 from plainvit.data.loader import Batch
+from plainvit.data.order import uniforms
 from plainvit.models import ViT
 from plainvit.models.masked import Decoder, MaskedViT, check_maskable, hidden_patches
 from plainvit.models.vit import patchify, sincos2d
 from plainvit.names import configure
-from plainvit.train.masked import PredictPatches
+from plainvit.train.masked import SALT, PredictPatches
 
 SMALL = {"depth": 2, "width": 16, "heads": 2}  # of the decoder
 PIXELS = Masked(target="pixels", **SMALL)
@@ -115,6 +116,15 @@ def test_masks_of_held_out_images_are_the_image_s_own() -> None:
     order = objective(seed=3).prepare_held_out(images, index)[1]
     again = objective(seed=4).prepare_held_out(images[[4, 1]], index[[4, 1]])[1]
     assert torch.equal(order[[4, 1]], again)
+
+
+def test_patches_with_equal_draws_keep_their_order() -> None:
+    """As NumPy's stable sort has it, so that masks are the same on every machine; draws have 24 bits."""
+    made, place = objective("mae", PIXELS, image_size=256), torch.arange(400)
+    (order,) = made.hide(0, torch.zeros_like(place), place)
+    draws = uniforms(SALT, torch.zeros_like(place), place, 1024).numpy()
+    assert sum(len(np.unique(row)) < 1024 for row in draws) > 4
+    assert np.array_equal(order.numpy(), draws.argsort(axis=1, kind="stable"))
 
 
 # What is asked for ----------------------------------------------------------------------------------------------------
