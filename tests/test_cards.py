@@ -1,5 +1,6 @@
 """Cards: what they say, what is refused, and the chances in a comparison against SciPy and brute force."""
 
+import io
 import json
 import math
 import re
@@ -13,10 +14,11 @@ import pytest
 import tiny
 import torch
 from pictures import plant_classes
+from rich.console import Console
 from scipy import stats
 
 import plainvit
-from plainvit.analyse.evaluation import Assessed, assess, default_name
+from plainvit.analyse.evaluation import Assessed, assess, default_name, summary_table
 from plainvit.cli import main
 from plainvit.config import About, Config, Optim, Preprocess, to_json
 from plainvit.data.decode import DataError
@@ -120,6 +122,16 @@ def made(folder: Path, seed: int = 0, **options: Any) -> Assessed:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Assessed, Assessed]:
     folder = tmp_path_factory.mktemp("cards")
     return made(folder, 0), made(folder, 1)
+
+
+def test_the_terminal_shows_the_cards_numbers(both: tuple[Assessed, Assessed]) -> None:
+    done, out = both[0], io.StringIO()
+    Console(file=out, width=80).print(summary_table(done))
+    told, (low, high) = out.getvalue(), done.card.intervals["top1"]
+    assert "digits (test): 360 images" in told
+    row = " ".join(next(line for line in told.splitlines() if line.startswith("top-1")).split())
+    assert row.endswith(f"{100 * done.card.metrics['top1']:.2f} % {100 * low:.2f} % to {100 * high:.2f} %")
+    assert str(done.folder / "report.html") in told.replace("\n", "")
 
 
 def test_a_card_says_all_that_is_needed(both: tuple[Assessed, Assessed]) -> None:

@@ -221,6 +221,11 @@ def test_wrong_usage_exits_with_2(capsys: Capture, arguments: list[str]) -> None
         ("probe A --data B --workers -2", "--workers is a number of processes, or -1"),
         ("predict A B --workers -2", "--workers is a number of processes, or -1"),
         ("weights *nothing*", "no published weights match '*nothing*'"),
+        ("recipes *nothing*", "no recipe matches '*nothing*'"),
+        ("evaluate A --data B --devices 0", "--devices is at least 1, got 0"),
+        ("predict A B --batch 0", "batch is 0: at least 1"),
+        ("inspect ViT-B/16 --heads 3", "--heads goes with a weights file"),
+        ("inspect A --image B", "--image goes with a model's name"),
     ],
 )
 def test_a_word_too_many_and_a_flag_misused(capsys: Capture, words: str, line: str) -> None:

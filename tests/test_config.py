@@ -14,7 +14,7 @@ import torch
 from peers import from_timm, from_timm_resnet
 
 import plainvit
-from plainvit.config import ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.config import Augment, Checked, Config, Optim, ResNetConfig, ViTConfig, from_json, to_json
 from plainvit.models import build
 from plainvit.names import configure, list_models
 
@@ -109,6 +109,22 @@ BAD_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {  # name of a model,
 def test_bad_settings_are_refused_in_one_line(case: str) -> None:
     name, settings, part = BAD_SETTINGS[case]
     assert part in refusal(plainvit.create, name, **settings)
+
+
+BAD_RUNS: list[tuple[type[Checked], dict[str, Any], str]] = [
+    (Augment, {"flip": 1.5}, "flip must be a probability, got 1.5"),
+    (Augment, {"area": (0.5, 0.1)}, "(least, most)"),
+    (Augment, {"randaugment": (2, 31)}, "at most 30, got 31"),
+    (Optim, {"clip": -1.0}, "clip must be at least 0, got -1.0"),
+    (Optim, {"milestones": (0.6, 0.3)}, "rising shares of the run"),
+    (Config, {"seed": 2**63}, "seed must be below 2^63"),
+    (Config, {"track": ("tensorbord",)}, "'tensorbord' is unknown; one of: tensorboard, wandb"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "part"), BAD_RUNS)
+def test_bad_settings_of_a_run_are_refused_in_one_line(kind: Any, settings: dict[str, Any], part: str) -> None:
+    assert part in refusal(kind, **settings)
 
 
 BAD_IMAGES: dict[str, torch.Tensor] = {

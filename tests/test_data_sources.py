@@ -411,6 +411,14 @@ def test_classes_txt_fixes_the_order(tmp_path: Path) -> None:
     assert source.labels.tolist() == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"), [(b"ant\nbee\nant\n", "names a class twice"), (b"ant\n\xff\n", "is not in UTF-8")]
+)
+def test_a_classes_txt_that_is_no_list_of_classes(tmp_path: Path, text: bytes, reason: str) -> None:
+    (tmp_path / "classes.txt").write_bytes(text)
+    assert f"classes.txt {reason}" in refused(write_list(tmp_path / "labels.csv", ROWS))
+
+
 @pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
 def test_whole_numbers_are_labels_in_their_own_order(tmp_path: Path, file: str) -> None:
     """As words they would sort 0, 1, 10, 11, 2: the labels would change silently."""
@@ -645,6 +653,17 @@ def test_a_truncated_parquet_file(tmp_path: Path, which: str, share: float) -> N
     data = (tmp_path / which).read_bytes()
     (tmp_path / which).write_bytes(data[: int(len(data) * share)])
     assert which in refused(tmp_path)
+
+
+def test_parquet_files_that_do_not_go_together(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shard(tmp_path / "sets" / name / "train-00.parquet", 0, 3)
+    assert "holds several sets, one, two: name the folder of one" in refused(tmp_path / "sets")
+    shard(tmp_path / "mixed" / "train-00.parquet", 0, 3)
+    write_parquet(tmp_path / "mixed" / "train-01.parquet", [png(0)], [0], columns=("img", "label"))
+    assert "train-01.parquet has other columns than train-00.parquet" in refused(tmp_path / "mixed")
+    pq.write_table(pa.table({"image": [1, 2], "label": [0, 1]}), tmp_path / "mixed" / "train-00.parquet")
+    assert "has no encoded images in its column image, but int64" in refused(tmp_path / "mixed")
 
 
 def test_a_damaged_page_is_found_when_it_is_read(tmp_path: Path) -> None:

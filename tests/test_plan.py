@@ -251,11 +251,12 @@ def test_products_and_attention_are_all_multiply_adds(name: str) -> None:
 
 
 def test_products_of_odd_models() -> None:
-    for changes in ({"posemb": "relative"}, {"distillation": True}, {"representation": 20}):
+    for changes in ({"posemb": "relative"}, {"distillation": True}, {"representation": 20}, {"pool": "attention"}):
         model = SMALL.replace(**changes)
         attention = 2 * model.depth * model.tokens**2 * model.width
+        pooled = 2 * math.prod(model.grid) * model.width if model.pool == "attention" else 0  # by one query
         counted = sum(one.rows * one.inner * one.outer * one.times for one in products(model))
-        assert counted + attention == cost.macs(model)
+        assert counted + attention + pooled == cost.macs(model)
 
 
 def test_the_stream_passes_ten_times_a_block() -> None:
@@ -528,6 +529,17 @@ def test_the_way_that_fits_is_named() -> None:
     report = plan(config, on="h200", devices=8, simulate=False)
     assert [mode["fits"] for mode in report["modes"].values()] == [False, True]
     assert "ddp does not fit, fsdp does: --parallel fsdp" in report["notes"]
+
+
+def test_what_the_numbers_leave_out_is_said() -> None:
+    def said(config: Config) -> str:
+        return " ".join(plan(config)["notes"])
+
+    run = Config(model=SMALL, data="digits", steps=1)
+    assert "the run has no length" in said(run.replace(steps=0))
+    assert "the teacher's memory and time are left out" in said(run.replace(teacher="weights.npz"))
+    assert "an upper bound" in said(run.replace(optim=Optim(lora=2)))
+    assert not any(words in said(run) for words in ("no length", "teacher", "upper bound"))
 
 
 def test_rare_checkpoints_are_told_of() -> None:
