@@ -388,6 +388,9 @@ def test_rows_are_the_predictors_own_answers(predictor: Predictor, photos: Path)
         )
         assert sum(guess["probability"] for guess in row["guesses"]) == pytest.approx(1, abs=1e-5)
     assert [len(guesses) for guesses in predictor(good)] == [5] * len(good)
+    for k in (0, 8):
+        with pytest.raises(ValueError, match=f"k is {k}, the model has 7 classes"):
+            predictor(good, k=k)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tgz"])

@@ -208,6 +208,14 @@ def test_a_wrong_k_is_refused(ks: tuple[int, ...]) -> None:
         probe.neighbours(x, y, 2, x, ks)
 
 
+def test_a_temperature_or_an_l2_out_of_range_is_refused() -> None:
+    x, y = clusters(10, 4, 2)
+    with pytest.raises(ValueError, match="the temperature is above 0, got 0"):
+        probe.neighbours(x, y, 2, x, (1,), temperature=0.0)
+    with pytest.raises(ValueError, match="l2 is at least 0, got -1"):
+        probe.logistic(x, y, 2, -1.0)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

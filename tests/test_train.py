@@ -26,10 +26,11 @@ from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
 from plainvit.train.deliver import _missed
-from plainvit.train.fit import fit, prepare
+from plainvit.train.fit import _objective, fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
 from plainvit.train.transfer import resolve
@@ -325,6 +326,25 @@ def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch
     assert len(lines) <= 50
     assert seconds < 4  # 190 steps would take 8
     assert lines[-1]["lr"] < 0.02 * max(line["lr"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (2, {"objective": "masked"}, "'masked' calls it in parts: ddp"),
+        (2, {"optim": Optim(name="muon")}, "muon and lora work on whole matrices"),
+        (
+            1,
+            {"optim": Optim(lora=2), "model": ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)},
+            "lora is for ViTs",
+        ),
+    ],
+)
+def test_models_and_ways_that_do_not_go_together_are_refused(size: int, changes: dict[str, Any], words: str) -> None:
+    made = tiny(parallel="fsdp", **changes)
+    splits = open_splits(made)
+    with pytest.raises(ValueError, match=words):
+        _objective(resolve(made, splits), splits, World(size=size))
 
 
 def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path) -> None:

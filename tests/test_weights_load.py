@@ -599,6 +599,17 @@ STRANGERS: dict[str, tuple[Callable[[], State], str]] = {
     "DINOv2 of transformers": (lambda: of_transformers("Dinov2"), "DINOv2"),
     "BEiT of transformers": (lambda: of_transformers("Beit", use_relative_position_bias=True), "BEiT"),
     "MAE of transformers": (mae_of_transformers, "MAE"),
+    "a tower of another model": (
+        lambda: {f"tower.{n}": x for n, x in of_transformers("ViT").items()},
+        r"a ViT inside, under 'tower\.'",
+    ),
+    "torchvision's convolutional stem": (
+        lambda: (
+            {"conv_proj.conv_bn_relu_0.0.weight": torch.zeros(8, 3, 3, 3)}
+            | TorchvisionViT(32, 8, 1, 4, 48, 96).state_dict()
+        ),
+        "a convolutional stem",
+    ),
 }
 
 
