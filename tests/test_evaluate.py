@@ -304,6 +304,27 @@ def test_real_needs_the_official_names(tmp_path: Path) -> None:
     source = Pixels(np.zeros(1), ["val-00.parquet#0"], np.zeros(1), tuple(imagenet()["wnids"]))
     with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
         align(source, 1000, data_root=tmp_path)
+    source = Pixels(np.zeros(2), ["a/ILSVRC2012_val_00000007.JPEG"] * 2, np.zeros(2), source.classes)
+    with pytest.raises(DataError, match="two images have the same number"):
+        align(source, 1000, data_root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "folders", "words"),
+    [
+        ("imagenet-a", ("n01498041", "cat"), "the class 'cat', which is neither a WordNet id"),
+        ("imagenet-sketch", ("0",), "the class '0', which is neither a WordNet id"),
+        ("imagenet-a", ("n01498041",), "the folders of imagenet-a are not its 200 classes"),
+        ("objectnet", ("chair",), "objectnet lacks the folder"),
+    ],
+)
+def test_folders_that_are_not_a_known_sets_are_refused(
+    spec: str, folders: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    source = Pixels(np.zeros(1), ["a.jpg"], np.zeros(1), folders)
+    source.spec = spec
+    with pytest.raises(DataError, match=words):
+        align(source, 1000, data_root=tmp_path)
 
 
 FOLDERS = {  # known set -> three of its folders and their classes in ImageNet, and how many folders it has
