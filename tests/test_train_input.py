@@ -6,6 +6,7 @@ import shutil
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from plainvit.config import Config, Optim
 from plainvit.data.splits import open_splits
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
+from plainvit.runtime.track import tracker
 from plainvit.train import doctor, loop
 from plainvit.train.fit import fit
 
@@ -215,6 +217,21 @@ def test_a_tracker_that_is_not_installed_is_refused(
     extras = project["optional-dependencies"]
     assert re.findall("pip install '(.*)'", line) == [one for one in extras["track"] if one.startswith(name)]
     printed(capsys, "train", recipe, "--out", "run")
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_is_sent_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By the calls that TensorBoard's SummaryWriter and wandb's run take; neither is among the tests' dependencies."""
+    sent: list[tuple[int, str, float]] = []
+    scalar = lambda name, value, step: sent.append((step, name, value))  # noqa: E731
+    log = lambda values, step: sent.extend((step, name, value) for name, value in values.items())  # noqa: E731
+    board = SimpleNamespace(SummaryWriter=lambda folder: SimpleNamespace(add_scalar=scalar, folder=folder))
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **_: SimpleNamespace(log=log)))
+    send = tracker((name,), tmp_path, Config())
+    send({"step": 3, "loss": 0.5, "time": "noon"})
+    send({"step": 3, "val": {"top1": 0.25, "images": 8, "names": []}})
+    assert sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
 
 
 @pytest.mark.parametrize("seed", [2**24, 20_240_131, 2**32 - 1, 2**63 - 1])
