@@ -16,7 +16,7 @@ MODELS: dict[str, Any] = {
     "BiT": lambda: tiny.bit(torch.float32, blocks=(1,)),
 }
 BATCHES = (2, 5, 1)
-FAST = ("1d", "relative")
+FAST = ("relative",)
 every_model = pytest.mark.parametrize(
     "make",
     [pytest.param(make, marks=() if name in FAST else pytest.mark.slow) for name, make in MODELS.items()],

@@ -95,7 +95,7 @@ def as_printed(value: float, text: str) -> str:
     return f"{value:.{len(text.partition('.')[2])}f}"
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 3))
 def test_parameters_to_the_last_digit(name: str) -> None:
     with_head, headless = PARAMETERS[name]
     assert cost.parameters(configure(name)) == with_head == counted(configure(name))[0]

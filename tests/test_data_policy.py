@@ -11,6 +11,7 @@ import torch
 import torchvision.transforms.v2.functional as VF
 from pictures import noise, photo, real_data
 from scipy.stats import binomtest, chisquare, kstest
+from tiny import mostly_slow
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -126,7 +127,7 @@ def test_each_operation_equals_torchvisions_at_every_magnitude(kind: str, name: 
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("kind", ["tiny", "photos"])
+@pytest.mark.parametrize("kind", mostly_slow(["tiny", "photos"], 2))
 def test_each_operation_equals_torchvisions_at_the_usual_sizes(kind: str, name: str) -> None:
     for magnitude in (0, 4, 9, 10, 15, 20, 28, 30):
         assert_equals_torchvision(pictures(kind), magnitude, name)

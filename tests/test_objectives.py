@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import vit
+from tiny import mostly_slow, vit
 
 from plainvit.config import Augment, Config, Optim
 from plainvit.data.loader import Batch
@@ -145,7 +145,7 @@ def test_a_teacher_sees_images_of_its_own_size() -> None:
 
 
 @pytest.mark.parametrize("loss", ["softmax", *(pytest.param(k, marks=pytest.mark.slow) for k in ("sigmoid", "binary"))])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+@pytest.mark.parametrize("name", mostly_slow(["adamw", "sgd", "lamb", "muon"], 2))
 def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
     sgd = {"softmax": 0.3, "sigmoid": 0.1, "binary": 1.0}[loss]
     lr = {"adamw": 1e-2, "sgd": sgd, "lamb": 2e-2, "muon": 2e-2}[name]

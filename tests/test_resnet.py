@@ -180,7 +180,7 @@ def test_structure_of_hybrids(name: str) -> None:
     assert trace["patches"].shape[1] == grid[0] * grid[1]
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", tiny.mostly_slow(BITS, 3))
 def test_structure_of_resnets(name: str) -> None:
     units, widen = BITS[name]
     model, trace = traced(name)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pictures import plant_classes
+from small_runs import without_figures
 
 import plainvit
 from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
@@ -41,6 +42,12 @@ GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 DATA = os.environ.get("PLAINVIT_DATA")
 TINY = ViTConfig(width=16, depth=2, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
 SHAPES = "shapes:size=16,count=60,classes=3"
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the runs; tests/test_report.py draws them."""
+    without_figures(monkeypatch)
 
 
 def tiny(**settings: Any) -> Config:

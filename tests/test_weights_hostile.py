@@ -206,7 +206,7 @@ PATCHES = (
 
 
 @pytest.mark.parametrize("change", SHAPES)
-@pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 3))
+@pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 6))
 def test_a_wrong_shape_is_refused(tmp_path: Path, kind: str, change: str) -> None:
     """The same numbers with other sides of 1 may load, and must then be the same model."""
     right = plainvit.load(store(kind, sound(kind), tmp_path), **HINTS).state_dict()

@@ -290,7 +290,7 @@ def test_the_table_has_every_pair_that_can_be() -> None:
     assert every - pairs == never, "Google's GELU is not that of a bare file"
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 3))
+@pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 5))
 def test_there_and_back_is_bit_equal(tmp_path: Path, name: str) -> None:
     """A -> B -> A, for every ordered pair of formats that can hold the model."""
     model, able = model_of(name), holders(name)
