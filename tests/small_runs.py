@@ -69,6 +69,37 @@ def without_figures(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"plainvit.train.{module}.write_report", quick_report)
 
 
+def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
+    """One pixel of the batch of one step, counted from 1, is NaN."""
+    from plainvit.train.loop import Supply
+
+    make = Supply.make
+
+    def spoilt(supply: Supply) -> float:
+        fresh, seconds = supply.made is None, make(supply)
+        if fresh and supply.made and supply.step == step:  # it was counted on already
+            batch, (images, *rest) = supply.made
+            images = images.float().clone()
+            images.view(-1)[0] = float("nan")
+            supply.made = batch, (images, *rest)
+        return seconds
+
+    patch.setattr(Supply, "make", spoilt)
+
+
+def launch_ahead(patch: pytest.MonkeyPatch, wanted: bool) -> None:
+    """Steps before the one before them is written down, as on a GPU, where it saves waiting; or not even there."""
+    from plainvit.train.loop import Supply
+
+    begin = Supply.__init__
+
+    def begin_so(supply: Supply, *rest: Any) -> None:
+        begin(supply, *rest)
+        supply.ahead = wanted
+
+    patch.setattr(Supply, "__init__", begin_so)
+
+
 # What a run came to ---------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,15 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_steps_launched_ahead_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fit(on_gpu(name), tmp_path / "ahead", quiet=True)
+    runs.launch_ahead(monkeypatch, False)
+    fit(on_gpu(name), tmp_path / "one by one", quiet=True)
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "one by one")
+    assert state(tmp_path / "ahead") == state(tmp_path / "one by one")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)
     step = loop.step
@@ -85,19 +94,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_bad_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pixel of one batch is NaN, long after the graphs were captured."""
-    make = loop.Supply.make
-
-    def spoilt(supply: loop.Supply) -> float:
-        fresh = supply.made is None
-        seconds = make(supply)
-        if fresh and supply.made and supply.step == 9:  # it was counted on already: the batch of step 9, from 1
-            batch, (images, *rest) = supply.made
-            images = images.float().clone()
-            images.view(-1)[0] = float("nan")
-            supply.made = batch, (images, *rest)
-        return seconds
-
-    monkeypatch.setattr(loop.Supply, "make", spoilt)
+    runs.spoil_a_batch(monkeypatch, 9)
     seen: dict[int, tuple[str, str]] = {}
     step = loop.step
 

@@ -719,38 +719,11 @@ def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, 
 # Steps that are launched before the one before them is written down ---------------------------------------------------
 
 
-def go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where it saves the waiting."""
-    begin = loop.Supply.__init__
-
-    def begin_ahead(supply: loop.Supply, *rest: Any) -> None:
-        begin(supply, *rest)
-        supply.ahead = True
-
-    monkeypatch.setattr(loop.Supply, "__init__", begin_ahead)
-
-
-def spoil_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pixel of one batch is NaN."""
-    make = loop.Supply.make
-
-    def spoilt(supply: loop.Supply) -> float:
-        fresh, seconds = supply.made is None, make(supply)
-        if fresh and supply.made and supply.step == BAD:  # it was counted on already
-            batch, (images, *rest) = supply.made
-            images = images.float().clone()
-            images.view(-1)[0] = float("nan")
-            supply.made = batch, (images, *rest)
-        return seconds
-
-    monkeypatch.setattr(loop.Supply, "make", spoilt)
-
-
 def test_steps_launched_ahead_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout, averaged weights, validations, a bad step, an interruption: all as without."""
-    spoil_a_batch(monkeypatch)
+    runs.spoil_a_batch(monkeypatch, BAD)
     fit(runs.config(), tmp_path / "plain", quiet=True)
-    go_ahead(monkeypatch)
+    runs.launch_ahead(monkeypatch, True)
     seen = watch_states(monkeypatch)
     fit(runs.config(), tmp_path / "ahead", quiet=True)
     assert outcome(tmp_path / "ahead") == outcome(tmp_path / "plain")
@@ -765,7 +738,7 @@ def test_steps_launched_ahead_are_the_same_steps(tmp_path: Path, monkeypatch: py
 
 
 def test_what_fails_ahead_fails_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_ahead(monkeypatch)
+    runs.launch_ahead(monkeypatch, True)
     gradients, calls = loop.gradients, []
 
     def failing(run: Training, *rest: Any) -> Tensor:
