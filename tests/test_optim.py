@@ -49,7 +49,7 @@ def big_vision(step: int, total: int, kind: str, base: float, warmup: float, coo
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "rsqrt", "constant"])
-@pytest.mark.parametrize(("warmup", "cooldown"), [(0, 0), (10, 0), (10, 20), (0, 5)])
+@pytest.mark.parametrize(("warmup", "cooldown"), [(0, 0), (10, 0), (10, 20), (0, 5), (1, 1)])
 def test_schedules_are_big_visions(kind: str, warmup: int, cooldown: int) -> None:
     optim = Optim(lr=3e-3, schedule=kind, warmup=warmup, cooldown=cooldown)  # pyright: ignore[reportArgumentType]
     for step in range(STEPS):

@@ -34,7 +34,17 @@ from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, mem
 from plainvit.planning.plan import plan, table
 from plainvit.planning.ranks import sharded
 from plainvit.planning.shapes import shape
-from plainvit.planning.step_time import RING, attention_flops, exposed, ideal, is_short, products, seconds, traffic
+from plainvit.planning.step_time import (
+    RING,
+    _update_bytes,
+    attention_flops,
+    exposed,
+    ideal,
+    is_short,
+    products,
+    seconds,
+    traffic,
+)
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
@@ -160,6 +170,13 @@ def test_activations_are_what_pytorch_keeps(changes: dict[str, Any], bf16: bool)
     assert stored(step) == pytest.approx(slope(config, bf16), rel=0.05)
 
 
+def test_masks_of_dropout_are_what_pytorch_keeps() -> None:
+    """In the blocks, and one of all tokens before them; a CPU keeps them as fp32, a GPU as bytes."""
+    plain, dropped = SMALL, SMALL.replace(dropout=0.1)
+    ours = [stored(Step(model=config, images=1, number=4)) for config in (plain, dropped)]
+    assert 4 * (ours[1] - ours[0]) == slope(dropped) - slope(plain)
+
+
 @pytest.mark.parametrize(
     ("config", "within"),
     [
@@ -257,6 +274,13 @@ def test_products_of_odd_models() -> None:
         pooled = 2 * math.prod(model.grid) * model.width if model.pool == "attention" else 0  # by one query
         counted = sum(one.rows * one.inner * one.outer * one.times for one in products(model))
         assert counted + attention + pooled == cost.macs(model)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("adamw", 7), ("sgd", 5), ("muon", 5)])
+def test_an_update_reads_and_writes_each_number_so_often(name: str, passes: int) -> None:
+    """Weight, gradient and one or two moments are read, all but the gradient written; and it is set to zero."""
+    step = Step(model=SMALL, images=1, optim=Optim(name=name, clip=0.0))  # pyright: ignore[reportArgumentType]
+    assert _update_bytes(step) == 4 * (passes + 1) * cost.parameters(SMALL)
 
 
 def test_the_stream_passes_ten_times_a_block() -> None:

@@ -453,6 +453,11 @@ def test_dino_backbone_alone(tmp_path: Path) -> None:
     same_as(write(state, tmp_path / "dino_deitsmall16_pretrain.pth"), peer, "DINO")
 
 
+def test_a_bare_file_with_a_head_is_timms(tmp_path: Path) -> None:
+    _, state = encoder(num_classes=5)
+    assert plainvit.load(write(state, tmp_path / "m.pth"), heads=4).about.family == "timm"
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["backbone", "teacher"])
 @pytest.mark.parametrize("registers", [0, 4])
 def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
