@@ -652,6 +652,7 @@ def risks(capsys: Capture, *words: object) -> dict[str, str]:
 
 def test_doctor_describes_the_machine(capsys: Capture) -> None:
     said = printed(capsys, "doctor")
+    assert "cudnn off" in said  # whose gradients were not finite in places
     for word in ("cpu", "gpu", "attention", "torch", "safetensors", "plainvit", "GiB"):
         assert word in said
     report = json.loads(printed(capsys, "doctor", "--json"))
