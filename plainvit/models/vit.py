@@ -205,7 +205,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.activation, self.short = ACTIVATIONS[config.activation], SHORT_FORMS.get(config.activation)
+        self.activation, self.short_form = ACTIVATIONS[config.activation], SHORT_FORMS.get(config.activation)
         self.lean = False  # see activate
         self.dropout = nn.Dropout(config.dropout)
 
@@ -216,7 +216,7 @@ class Mlp(nn.Module):
         """Where lean, compiled code keeps x alone and makes the rest again backward; of a ReLU the answer is enough."""
         if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
             return self.activation(x)
-        activation = self.short if self.short and x.dtype is torch.bfloat16 else self.activation
+        activation = self.short_form if self.short_form and x.dtype is torch.bfloat16 else self.activation
         if not torch.is_grad_enabled():
             return activation(x)
         return checkpoint(activation, x, use_reentrant=False, preserve_rng_state=False)
@@ -308,7 +308,7 @@ class Block(nn.Module):
 
 
 def shorten(part: nn.Module, wanted: bool = True) -> None:
-    """Our own attention, and no work for what is dropped, in all blocks of a model."""
+    """Our own attention, activations that are not kept, and no work for what is dropped, in all blocks of a model."""
     for module in part.modules():
         if isinstance(module, Attention):
             module.short = wanted
