@@ -7,10 +7,6 @@ them. The error function of the GPU's library does: some 30 instructions, with b
 distribution's tail, log Phi(-a), is nearly a parabola, so that 7 multiply-adds and one exponential do.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,47 +21,22 @@ TAIL = (
     4.209228063700721e-05,
     -1.2433595202310244e-06,
 )
+LINEAR = 1.5957691216057308  # sqrt(8 / pi)
+CUBIC = LINEAR * 0.044715
 
 
 def gelu(x: Tensor) -> Tensor:
-    return _Gelu.apply(x, normal)  # pyright: ignore
+    wide = x.float()
+    a = wide.abs().clamp(max=100)  # where the tail is 0, and its logarithm still a number
+    log = TAIL[-1] * a + TAIL[-2]
+    for coefficient in reversed(TAIL[:-2]):
+        log = log * a + coefficient
+    tail = torch.exp(log)
+    return (wide * torch.where(wide < 0, tail, 1 - tail)).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The form with a tanh, which is a sigmoid of twice as much: without the tanh of the GPU's library, again long."""
-    return _Gelu.apply(x, sigmoid)  # pyright: ignore
-
-
-def normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Phi(x), and x times its slope."""
-    a, log = x.abs(), torch.full_like(x, TAIL[-1])
-    for coefficient in reversed(TAIL[:-1]):
-        log = log * a + coefficient
-    tail = log.exp()
-    density = (-0.5 * x * x).exp() * (2 * math.pi) ** -0.5
-    return torch.where(x < 0, tail, 1 - tail), x * density
-
-
-def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands for Phi in the form with a tanh, and x times its slope."""
-    linear, cubic = (8 / math.pi) ** 0.5, (8 / math.pi) ** 0.5 * 0.044715
-    square = (x * x).clamp(max=100)  # beyond, it is 0 or 1, and a slope of 0 times infinity would be none
-    phi = torch.sigmoid(x * (linear + cubic * square))
-    return phi, phi * (1 - phi) * x * (linear + 3 * cubic * square)
-
-
-class _Gelu(torch.autograd.Function):
-    """x Phi(x) with its slope written out, Phi(x) + x Phi'(x): that of the formula would be longer and less exact."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, form: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.form = form
-        wide = x.float()
-        return (wide * form(wide)[0]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        (x,) = ctx.saved_tensors
-        phi, more = ctx.form(x.float())
-        return (grad.float() * (phi + more)).to(x.dtype), None
+    wide = x.float()
+    square = (wide * wide).clamp(max=100)  # beyond, it is 0 or 1
+    return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * square))).to(x.dtype)
