@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from plainvit.models import ViT
 from plainvit.models.gelu import gelu, gelu_tanh
@@ -69,7 +70,10 @@ def compiled(model: nn.Module, kept: list[Tensor]) -> Any:
         kept.extend(node.meta["val"] for node in outputs if node is not None and node.op != "placeholder")
         return graph.forward
 
-    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+    def partition(graph: torch.fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        joint_graph_passes(graph)
+        return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **how)
+
     options = {"partition_fn": partition, "decompositions": select_decomp_table()}
     backend = aot_autograd(fw_compiler=look, bw_compiler=lambda graph, _: graph.forward, **options)
     return torch.compile(model, backend=backend, fullgraph=True)
