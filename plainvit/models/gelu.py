@@ -1,14 +1,23 @@
 """The GELU x Phi(x) by a short formula, for compiled code on GPUs in bf16.
 
-    y = gelu(x)                               # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
+    if taught():                              # the compiler fuses the formula and its slope into what is around them
+        y = gelu(x)                           # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
 
 An MLP's hidden numbers are the largest of all activations, and its GELU should take no longer than to read and to write
 them. The error function of the GPU's library does: some 30 instructions, with branches. But the logarithm of the normal
 distribution's tail, log Phi(-a), is nearly a parabola, so that 7 multiply-adds and one exponential do.
+
+An operator, because the slope is written out: that of the formula itself would take twice as long. Not an
+autograd.Function: inside of `checkpoint` PyTorch 2.11 keeps the slope, in fp32, in place of computing it again.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from plainvit.models.trace import constant
 
 # log Phi(-a) = log(1/2) + ... for 0 <= a <= 6, minimax: off by 4e-6 there. Beyond, it falls on towards Phi(-a) = 0.
 TAIL = (
@@ -21,22 +30,81 @@ TAIL = (
     4.209228063700721e-05,
     -1.2433595202310244e-06,
 )
-LINEAR = 1.5957691216057308  # sqrt(8 / pi)
-CUBIC = LINEAR * 0.044715
 
 
 def gelu(x: Tensor) -> Tensor:
-    wide = x.float()
-    a = wide.abs().clamp(max=100)  # where the tail is 0, and its logarithm still a number
-    log = TAIL[-1] * a + TAIL[-2]
-    for coefficient in reversed(TAIL[:-2]):
-        log = log * a + coefficient
-    tail = torch.exp(log)
-    return (wide * torch.where(wide < 0, tail, 1 - tail)).to(x.dtype)
+    return _gelu(x, False)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The form with a tanh, which is a sigmoid of twice as much: without the tanh of the GPU's library, again long."""
+    return _gelu(x, True)
+
+
+def normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Phi(x), and x times its slope."""
+    a = x.abs()
+    log = TAIL[-1] * a + TAIL[-2]
+    for coefficient in reversed(TAIL[:-2]):
+        log = log * a + coefficient
+    tail = log.exp()
+    return torch.where(x < 0, tail, 1 - tail), x * ((-0.5 * x * x).exp() * (2 * math.pi) ** -0.5)
+
+
+def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands for Phi in the form with a tanh, and x times its slope."""
+    linear, cubic = (8 / math.pi) ** 0.5, (8 / math.pi) ** 0.5 * 0.044715
+    square = (x * x).clamp(max=100)  # beyond, it is 0 or 1, and a slope of 0 times infinity would be none
+    phi = torch.sigmoid(x * (linear + cubic * square))
+    return phi, phi * (1 - phi) * x * (linear + 3 * cubic * square)
+
+
+def _value(x: Tensor, tanh: bool) -> Tensor:
     wide = x.float()
-    square = (wide * wide).clamp(max=100)  # beyond, it is 0 or 1
-    return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * square))).to(x.dtype)
+    return (wide * (sigmoid if tanh else normal)(wide)[0]).to(x.dtype)
+
+
+def _gradient(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    phi, more = (sigmoid if tanh else normal)(x.float())
+    return (grad.float() * (phi + more)).to(x.dtype)
+
+
+# The operators --------------------------------------------------------------------------------------------------------
+
+_gelu = torch.library.custom_op("plainvit::gelu", _value, mutates_args=())
+_gelu_backward = torch.library.custom_op("plainvit::gelu_backward", _gradient, mutates_args=())
+
+
+@_gelu.register_fake
+def _(x: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(x)
+
+
+@_gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:  # noqa: ARG001
+    x, ctx.tanh = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
+
+
+_gelu.register_autograd(_differentiate, setup_context=_keep)
+
+
+@constant
+def taught() -> bool:
+    """Whether the compiler takes both formulas, here given to it; it would start the operators as they are."""
+    try:
+        from torch._inductor.decomposition import select_decomp_table
+
+        operators = torch.ops.plainvit
+        select_decomp_table().update({operators.gelu.default: _value, operators.gelu_backward.default: _gradient})
+    except (ImportError, AttributeError):  # no public part of PyTorch: another version may have it elsewhere
+        return False
+    return True

@@ -216,7 +216,8 @@ class Mlp(nn.Module):
         """Where lean, compiled code keeps x alone and makes the rest again backward; of a ReLU the answer is enough."""
         if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
             return self.activation(x)
-        activation = self.short_form if self.short_form and x.dtype is torch.bfloat16 else self.activation
+        short = self.short_form if x.dtype is torch.bfloat16 and gelu.taught() else None
+        activation = short or self.activation
         if not torch.is_grad_enabled():
             return activation(x)
         return checkpoint(activation, x, use_reentrant=False, preserve_rng_state=False)
