@@ -4,6 +4,7 @@ Elsewhere than on a GPU the products are emulated in fp32. python -m pytest -m g
 """
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import small_runs as runs
 import tiny
 import torch
+from children import NO_GPU, in_child
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -437,6 +439,67 @@ def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == "fp8 products fail on A100: CUBLAS_STATUS_NOT_SUPPORTED when calling this"
 
 
+# An MLP's GELU and its rounding in one kernel -------------------------------------------------------------------------
+
+# Quotients in fp32, which the interpreter leaves as they are: to e4m3 it rounds wrongly where the exponent changes
+INTERPRETED = """
+import json, torch
+from plainvit.models.fp8 import LEAST, MOST
+from plainvit.models.fp8_kernels import quantise_gelu
+from plainvit.models.short_attention import split
+from test_fp8 import hidden
+
+found = []
+for K, tanh in ((48, False), (768, True), (3072, False), (3072, True)):
+    x = hidden(K)
+    out, scale = torch.full((len(x), K), float("nan")), torch.full((len(x), 1), float("nan"))
+    quantise_gelu[(len(x),)](x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), TANH=tanh)
+    right = torch.nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none")
+    most = right.abs().amax(1, keepdim=True).clamp(min=LEAST)
+    found.append([((out * scale - right).abs() / most).max().item(), (scale / (most / MOST) - 1).abs().max().item()])
+print(json.dumps(found))
+"""
+COMPILED = """
+import torch
+from plainvit.models.fp8 import _quantised_gelu
+_quantised_gelu(torch.zeros(8, 3072, dtype=torch.bfloat16), False)
+_quantised_gelu(torch.zeros(8, 5120, dtype=torch.bfloat16), True)
+assert len(made) == 2 and all("e4m3" in kernel.asm["ptx"] for kernel in made)
+"""
+
+
+def hidden(K: int) -> Tensor:
+    """Rows of several sizes, one far down the tail, one of zeros."""
+    x = draw(7, K) * torch.tensor([0.01, 1, 3, 10, 100, 1, 0])[:, None]
+    x[5] = -x[5].abs() - 2
+    return x
+
+
+def test_the_kernel_of_an_mlp_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    found = json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))
+    assert np.max(found) < 6e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90])
+def test_the_kernel_of_an_mlp_compiles_for_gpus_that_are_not_here(capability: int) -> None:
+    pytest.importorskip("triton")
+    in_child(NO_GPU.format(capability=capability) + COMPILED)
+
+
+def test_a_copy_for_answers_hands_its_activations_over() -> None:
+    """In the same order, whatever the activation; the plain model keeps its own."""
+    for activation in ("gelu", "gelu_tanh", "relu"):
+        model = tiny.vit(torch.float32, width=32, mlp_dim=64, activation=activation).eval()
+        assert isinstance(model, ViT)
+        low, images = in_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
+        assert low.blocks[0].mlp.activation is fp8.as_it_is  # pyright: ignore
+        expected = model(images)
+        assert apart(low(images), expected.double()) < 0.1
+        assert model.blocks[0].mlp.activation is not fp8.as_it_is  # pyright: ignore
+
+
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
 
@@ -537,6 +600,18 @@ def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: p
         means[precision] = float(np.mean(losses))
     print(means)
     assert means["fp8"] == pytest.approx(means["bf16"], rel=0.02)
+
+
+@on_gpu
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("K", [48, 3072, 5120])
+def test_an_mlps_gelu_is_quantised_as_by_two_operations(K: int, tanh: bool) -> None:
+    x = hidden(K).bfloat16()
+    right = nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none").float()
+    (found, scale), (expected, scales) = fp8.quantised_gelu(x.cuda(), tanh), quantise(right)
+    torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
+    assert (found.cpu().float() == expected.float()).float().mean() > 0.999
+    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()
 
 
 @on_gpu

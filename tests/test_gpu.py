@@ -101,6 +101,25 @@ def test_attention_is_never_cudnn(compiled: bool, posemb: str) -> None:
     assert [name for name in names if any(word in name for word in fused)]
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+def test_compiled_answers_have_their_own_gelu(activation: str) -> None:
+    """That with a tanh is a part of the product before it. Seen by the mean where the two forms are furthest apart."""
+    mlp = random_model("ViT-S/16", depth=1, activation=activation).take_shortcuts().blocks[0].mlp.cuda().bfloat16()
+    torch.nn.init.normal_(mlp.fc1.weight, std=0.06)
+    mlp.fc2.weight.data, mlp.fc2.bias.data = torch.eye(384, 1536).to(mlp.fc2.weight), torch.zeros_like(mlp.fc2.bias)
+    x = torch.randn(64, 196, 384, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    compiled = torch.compile(mlp, fullgraph=True)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        found = compiled(x).double()
+    inner = torch.nn.functional.linear(x.double(), mlp.fc1.weight.double(), mlp.fc1.bias.double())[..., :384]
+    where = (inner > -2.6) & (inner < -1.8)
+    forms = {form: torch.nn.functional.gelu(inner, approximate=form) for form in ("none", "tanh")}
+    own, other = ("tanh", "none") if activation == "gelu_tanh" else ("none", "tanh")
+    gap = (forms[other] - forms[own])[where].mean().abs()
+    assert (found - forms[own])[where].mean().abs() < 0.3 * gap
+    assert any("gelubias" in event.key for event in seen.key_averages()) == (activation == "gelu_tanh")
+
+
 def test_trace_changes_nothing() -> None:
     model = random_model("ViT-S/16").cuda()
     trace = plainvit.Trace("block*/attention")

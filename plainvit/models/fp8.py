@@ -12,12 +12,14 @@ Elsewhere the same arithmetic is emulated in fp32, slowly, for tests. Letters: M
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plainvit.models.vit import Attention, ViT
+from plainvit.models.short_attention import device_ready, split
+from plainvit.models.vit import ACTIVATIONS, Attention, Mlp, ViT
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max  # 448
@@ -26,7 +28,12 @@ ALIGNED = 16  # what the kernels ask of K and N
 # Tensor cores add up in about 14 bits, unless told to move on to fp32 every so often, which costs some speed. What is
 # lost is less than e4m3 rounds away; but it is cut off, not rounded, and gradients carry a bias on from layer to layer.
 FAST_FORWARD, FAST_BACKWARD = True, False
+GELUS = {ACTIVATIONS["gelu"]: False, ACTIVATIONS["gelu_tanh"]: True}  # -> whether it is the form with a tanh
 log = logging.getLogger("plainvit")
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,6 +41,33 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST) / MOST
     return (x / scale).to(E4M3).contiguous(), scale
+
+
+def quantise_activated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """`quantise` of what an MLP's activation makes of x [M, K]; of a GELU in one pass over x, where Triton is there."""
+    known = x.dtype is torch.bfloat16 and x.is_cuda and device_ready(x.get_device())
+    if activation not in GELUS or not known:
+        return quantise(activation(x))
+    return quantised_gelu(x, GELUS[activation])
+
+
+def _quantised_gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    from plainvit.models import fp8_kernels
+
+    x, (M, K) = x.contiguous(), x.shape
+    out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
+    launch: Any = fp8_kernels.quantise_gelu[(M,)]
+    with torch.cuda.device_of(x):
+        launch(x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), TANH=tanh)
+    return out, scale
+
+
+quantised_gelu = torch.library.custom_op("plainvit::quantised_gelu", _quantised_gelu, mutates_args=())
+
+
+@quantised_gelu.register_fake
+def _(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty(x.shape, dtype=E4M3, device=x.device), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, fast: bool) -> Tensor:
@@ -112,7 +146,10 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Answer(nn.Module):
-    """A Linear that only answers: its weights were quantised once, and are a quarter of fp32's size."""
+    """A Linear that only answers: its weights were quantised once, and are a quarter of fp32's size.
+
+    `activation`: what it is given is to go through that first, as a part of being quantised.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -120,12 +157,13 @@ class Fp8Answer(nn.Module):
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
+        self.activation: Callable[[Tensor], Tensor] = as_it_is
         weight, scale = quantise(linear.weight.detach())
         for name, value in (("weight", weight), ("scale", scale), ("bias", linear.bias.detach().to(dtype))):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, rows = quantise(x.flatten(0, -2))
+        a, rows = quantise_activated(x.flatten(0, -2), self.activation)
         found = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
         return found.to(x.dtype).unflatten(0, x.shape[:-1])
 
@@ -150,6 +188,9 @@ def in_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
         if id(linear) in fitting:
             assert isinstance(linear, nn.Linear)
             low.set_submodule(name, Fp8Answer(linear, dtype))
+    for mlp in low.modules():
+        if isinstance(mlp, Mlp) and isinstance(mlp.fc2, Fp8Answer):
+            mlp.fc2.activation, mlp.activation, mlp.short_form = mlp.activation, as_it_is, None
     return low.eval().requires_grad_(False)
 
 
