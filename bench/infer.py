@@ -1,6 +1,7 @@
 """Inference side by side: many images a second, and one image's latency, from the same weights in one process.
 
     python -m bench.infer [--model B/16] [--batch 256] [--json FILE]
+    python -m bench.infer --activation gelu_tanh                                 as Google's weights were trained
     python -m bench.infer --device cpu --model Ti/16 --batch 2 --repeats 2       shows only that this runs
 
 Images are on the device already: uint8 for plainvit, which normalises them itself; ready floats for the peers. Forms:
@@ -82,7 +83,7 @@ class Job:
 
 def create_from(model: ViTConfig, device: str) -> ViT:
     """Repeatable weights, drawn on the device."""
-    shape = {name: getattr(model, name) for name in ("width", "depth", "heads", "mlp_dim")}
+    shape = {name: getattr(model, name) for name in ("width", "depth", "heads", "mlp_dim", "activation")}
     patch = model.patch[0]
     made = create(f"ViT-B/{patch}", model.classes, model.image_size, numerics="timm", seed=0, device=device, **shape)
     assert isinstance(made, ViT)
@@ -298,7 +299,7 @@ def forms_of(systems: Sequence[str], compiled: bool, graph: bool, fp8: bool = Fa
 
 def measure(words: argparse.Namespace, device: str, left_out: list[str]) -> dict[str, Any]:
     gpu = device.startswith("cuda")
-    model = configure(f"ViT-{words.model}", image_size=words.image_size, numerics="timm")
+    model = configure(f"ViT-{words.model}", image_size=words.image_size, numerics="timm", activation=words.activation)
     assert isinstance(model, ViTConfig)
     if not gpu:
         tell("bf16, CUDA graphs and kernels: no GPU, so fp32 alone; the rates say nothing of a GPU's", left_out)
@@ -317,9 +318,17 @@ def measure(words: argparse.Namespace, device: str, left_out: list[str]) -> dict
         forms = forms_of(systems, compiled, graph, not no_fp8)
         rows += measure_batch(job, forms, batch, words.repeats, words.seconds, left_out)
     where = torch.cuda.get_device_name(device) if gpu else "CPU"
-    title = f"inference, ViT-{words.model}, {where}: matmul {top['matmul']:,.3g} TFLOP/s; ratio: to the best peer (*)"
+    what = f"ViT-{words.model}, {words.activation}, {where}"
+    title = f"inference, {what}: matmul {top['matmul']:,.3g} TFLOP/s; ratio: to the best peer (*)"
     show_rows(title, rows, model, top["matmul"])
-    return {"machine": machine(), "ceilings": top, "model": f"ViT-{words.model}", "rows": rows, "left_out": left_out}
+    return {
+        "machine": machine(),
+        "ceilings": top,
+        "model": f"ViT-{words.model}",
+        "activation": words.activation,
+        "rows": rows,
+        "left_out": left_out,
+    }
 
 
 def check(words: argparse.Namespace) -> str:
@@ -336,6 +345,7 @@ def check(words: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="B/16")
+    parser.add_argument("--activation", choices=("gelu", "gelu_tanh"), default="gelu", help="of every system")
     parser.add_argument("--systems", default=",".join(("plainvit", *PEERS)))
     parser.add_argument("--batch", type=int, default=0, help="0: 256, or 2 on a CPU")
     parser.add_argument("--image-size", type=int, default=224)

@@ -37,10 +37,13 @@ class MissingError(ImportError):
 def build_timm(c: ViTConfig) -> nn.Module:
     library = importlib.import_module("timm.models.vision_transformer")
     shape = {"embed_dim": c.width, "depth": c.depth, "num_heads": c.heads, "mlp_ratio": c.mlp_dim / c.width}
+    shape |= {"act_layer": c.activation}  # of the same name there
     return library.VisionTransformer(img_size=c.image_size, patch_size=c.patch, num_classes=c.classes, **shape)
 
 
 def build_torchvision(c: ViTConfig) -> nn.Module:
+    if c.activation != "gelu":
+        raise ValueError(f"torchvision's ViT has no activation {c.activation}")
     library = importlib.import_module("torchvision.models.vision_transformer")
     shape = {"num_layers": c.depth, "num_heads": c.heads, "hidden_dim": c.width, "mlp_dim": c.mlp_dim}
     return library.VisionTransformer(image_size=c.image_size[0], patch_size=c.patch[0], num_classes=c.classes, **shape)
@@ -55,6 +58,7 @@ def build_transformers(c: ViTConfig) -> nn.Module:
         num_hidden_layers=c.depth,
         num_attention_heads=c.heads,
         intermediate_size=c.mlp_dim,
+        hidden_act={"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[c.activation],
         layer_norm_eps=c.norm_eps,  # its own 1e-12 is another function, of the same cost
         num_labels=c.classes,
     )
@@ -81,7 +85,8 @@ def build(library: str, config: ViTConfig, weights: Mapping[str, Tensor], device
         raise MissingError(f"{library} is not installed: pip install {library}")
     with torch.device(device):  # weights are drawn, and thrown away, where that is fast
         model = PEERS[library](config)
-    model.load_state_dict(emit(layout_of(library, model, config), weights, config))
+    names = config.replace(activation="gelu")  # which is no part of the weights
+    model.load_state_dict(emit(layout_of(library, model, names), weights, names))
     return Logits(model)
 
 
