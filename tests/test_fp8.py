@@ -36,6 +36,7 @@ from plainvit.models.fp8 import (
     use_fp8,
 )
 from plainvit.models.optimise import FP8, PLAIN, Optimised, choose
+from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
 from plainvit.train.fit import _check_fp8, fit
@@ -445,26 +446,28 @@ def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> No
 INTERPRETED = """
 import json, torch
 from plainvit.models.fp8 import LEAST, MOST
-from plainvit.models.fp8_kernels import quantise_gelu
+from plainvit.models.fp8_kernels import quantise_rows
 from plainvit.models.short_attention import split
+from plainvit.models.vit import ACTIVATIONS
 from test_fp8 import hidden
 
 found = []
-for K, tanh in ((48, False), (768, True), (3072, False), (3072, True)):
+for K, name in ((48, "gelu"), (768, "gelu_tanh"), (3072, "gelu"), (3072, "gelu_tanh"), (1280, "")):
     x = hidden(K)
     out, scale = torch.full((len(x), K), float("nan")), torch.full((len(x), 1), float("nan"))
-    quantise_gelu[(len(x),)](x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), TANH=tanh)
-    right = torch.nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none")
+    quantise_rows[(len(x),)](x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
+    right = ACTIVATIONS[name](x.double()) if name else x.double()
     most = right.abs().amax(1, keepdim=True).clamp(min=LEAST)
     found.append([((out * scale - right).abs() / most).max().item(), (scale / (most / MOST) - 1).abs().max().item()])
 print(json.dumps(found))
 """
 COMPILED = """
 import torch
-from plainvit.models.fp8 import _quantised_gelu
-_quantised_gelu(torch.zeros(8, 3072, dtype=torch.bfloat16), False)
-_quantised_gelu(torch.zeros(8, 5120, dtype=torch.bfloat16), True)
-assert len(made) == 2 and all("e4m3" in kernel.asm["ptx"] for kernel in made)
+from plainvit.models.fp8 import _quantised_rows
+_quantised_rows(torch.zeros(8, 3072, dtype=torch.bfloat16), "gelu")
+_quantised_rows(torch.zeros(8, 5120, dtype=torch.bfloat16), "gelu_tanh")
+_quantised_rows(torch.zeros(8, 1280, dtype=torch.bfloat16), "")
+assert len(made) == 3 and all("e4m3" in kernel.asm["ptx"] for kernel in made)
 """
 
 
@@ -603,12 +606,12 @@ def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: p
 
 
 @on_gpu
-@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("K", [48, 3072, 5120])
-def test_an_mlps_gelu_is_quantised_as_by_two_operations(K: int, tanh: bool) -> None:
+def test_rows_are_quantised_in_one_pass_as_in_several(K: int, activation: str) -> None:
     x = hidden(K).bfloat16()
-    right = nn.functional.gelu(x.double(), approximate="tanh" if tanh else "none").float()
-    (found, scale), (expected, scales) = fp8.quantised_gelu(x.cuda(), tanh), quantise(right)
+    right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
+    (found, scale), (expected, scales) = fp8.quantised_rows(x.cuda(), activation), quantise(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
     assert (found.cpu().float() == expected.float()).float().mean() > 0.999
     assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()

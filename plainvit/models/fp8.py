@@ -28,7 +28,8 @@ ALIGNED = 16  # what the kernels ask of K and N
 # Tensor cores add up in about 14 bits, unless told to move on to fp32 every so often, which costs some speed. What is
 # lost is less than e4m3 rounds away; but it is cut off, not rounded, and gradients carry a bias on from layer to layer.
 FAST_FORWARD, FAST_BACKWARD = True, False
-GELUS = {ACTIVATIONS["gelu"]: False, ACTIVATIONS["gelu_tanh"]: True}  # -> whether it is the form with a tanh
+LONG = 1024  # numbers in a row: what the compiler reads once
+GELUS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh")}
 log = logging.getLogger("plainvit")
 
 
@@ -38,6 +39,8 @@ def as_it_is(x: Tensor) -> Tensor:
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as e4m3 and a scale for each row, fp32 [M, 1]. What is not finite stays so: a bad step must be seen."""
+    if x.shape[1] > LONG and kernel_takes(x):
+        return quantised_rows(x, "")
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST) / MOST
     return (x / scale).to(E4M3).contiguous(), scale
@@ -45,28 +48,31 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_activated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """`quantise` of what an MLP's activation makes of x [M, K]; of a GELU in one pass over x, where Triton is there."""
-    known = x.dtype is torch.bfloat16 and x.is_cuda and device_ready(x.get_device())
-    if activation not in GELUS or not known:
-        return quantise(activation(x))
-    return quantised_gelu(x, GELUS[activation])
+    if activation in GELUS and kernel_takes(x):
+        return quantised_rows(x, GELUS[activation])
+    return quantise(activation(x))
 
 
-def _quantised_gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+def kernel_takes(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype is torch.bfloat16 and device_ready(x.get_device())
+
+
+def _quantised_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     from plainvit.models import fp8_kernels
 
     x, (M, K) = x.contiguous(), x.shape
     out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
-    launch: Any = fp8_kernels.quantise_gelu[(M,)]
+    launch: Any = fp8_kernels.quantise_rows[(M,)]
     with torch.cuda.device_of(x):
-        launch(x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), TANH=tanh)
+        launch(x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
     return out, scale
 
 
-quantised_gelu = torch.library.custom_op("plainvit::quantised_gelu", _quantised_gelu, mutates_args=())
+quantised_rows = torch.library.custom_op("plainvit::quantised_rows", _quantised_rows, mutates_args=())
 
 
-@quantised_gelu.register_fake
-def _(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+@quantised_rows.register_fake
+def _(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty(x.shape, dtype=E4M3, device=x.device), x.new_empty(len(x), 1, dtype=torch.float32)
 
 

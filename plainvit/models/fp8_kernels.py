@@ -1,7 +1,7 @@
 # type: ignore
 """The Triton kernel of plainvit.models.fp8, which loads this module on use: triton is not everywhere.
 
-A row of an MLP's hidden numbers is read once: its GELU, the largest of it, and the quotients in e4m3 are made while it
+A row is read once: its GELU where one is asked for, the largest number, and the quotients in e4m3 are made while it
 lies in registers. The compiler reads rows longer than 1,024 twice, and computes their GELU twice.
 """
 
@@ -19,9 +19,11 @@ TAIL = constexpr(gelu.TAIL)
 
 
 @triton.jit
-def gelu_of(x, TANH: constexpr):
-    """As plainvit.models.gelu has both."""
-    if TANH:
+def activated(x, ACTIVATION: constexpr):
+    """x itself, or a GELU of it: as plainvit.models.gelu has both."""
+    if ACTIVATION == "":
+        return x
+    if ACTIVATION == "gelu_tanh":
         square = tl.minimum(x * x, 100.0)
         return x * tl.sigmoid(x * (1.5957691216057308 + 0.07135481282859875 * square))
     a = tl.abs(x)
@@ -33,14 +35,14 @@ def gelu_of(x, TANH: constexpr):
 
 
 @triton.jit
-def quantise_gelu(x, out, scales, most, least, K: constexpr, WIDTHS: constexpr, TANH: constexpr):
+def quantise_rows(x, out, scales, most, least, K: constexpr, WIDTHS: constexpr, ACTIVATION: constexpr):
     """A program a row: out [M, K] in e4m3 and scales [M] of x [M, K]. WIDTHS: powers of two that cover K."""
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
     tiles = ()
     for t in tl.static_range(len(WIDTHS)):
         columns = before(WIDTHS, t) + tl.arange(0, WIDTHS[t])
-        tile = gelu_of(tl.load(x + row * K + columns, columns < K, 0.0).to(tl.float32), TANH)
+        tile = activated(tl.load(x + row * K + columns, columns < K, 0.0).to(tl.float32), ACTIVATION)
         largest = tl.maximum(largest, tl.max(tl.abs(tile)))
         tiles = tiles + (tile,)
     scale = tl.maximum(largest, least) / most
