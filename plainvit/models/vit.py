@@ -216,7 +216,7 @@ class Mlp(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.lean and self.activation is ACTIVATIONS["gelu_tanh"] and answers_by_cublas(self.fc1, x):
+        if self.lean and self.short_form is gelu.gelu_tanh and answers_by_cublas(self.fc1, x):
             rows = torch.ops.aten._addmm_activation(self.fc1.bias, x.flatten(0, -2), self.fc1.weight.t(), use_gelu=True)
             return self.fc2(rows.unflatten(0, x.shape[:-1]))
         return self.fc2(self.dropout(self.activate(self.fc1(x))))  # [B, N, M] inside
