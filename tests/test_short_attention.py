@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy, interpolate, scaled_dot_product_a
 
 import plainvit
 from plainvit.models import short_attention as ours
+from plainvit.models import vit
 from plainvit.models.short_attention import LARGE, Launch, Tiles, fits, pays, short_attention, split, unfit
 
 LENGTHS = (1, 5, 17, 64, 65, 129, 196, 197, 256, 257, 288)
@@ -100,18 +101,22 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     if "tiles" in case:
         tiles = Tiles(*(Launch(**launch) for launch in case["tiles"]))
         tokens, lse = ours.run_forward(qkv, heads, tiles.forward)
-        found = ours.run_backward(grad, qkv, tokens, lse, heads, tiles)
+        found, summed = ours.run_backward(grad, qkv, tokens, lse, heads, tiles)
     else:
         qkv.requires_grad_()
-        tokens, lse = torch.ops.plainvit.short_attention(qkv, heads)
+        bias = torch.full((qkv.shape[2],), float("nan"), dtype=torch.float64, requires_grad=True)  # never looked at
+        tokens, lse = torch.ops.plainvit.short_attention(qkv, heads, bias)
         assert torch.equal(tokens, short_attention(qkv, heads))
-        (found,) = torch.autograd.grad(tokens, qkv, grad)
+        found, summed = torch.autograd.grad(tokens, (qkv, bias), grad)
+        assert summed.dtype is bias.dtype
     expected = exact(qkv, grad, heads)
+    right_sums, sizes = expected[2].sum((0, 1)), expected[2].abs().sum((0, 1)).max().clamp(min=1e-6)
     thirds = zip("qkv", found.split(columns, -1), expected[2].split(columns, -1), strict=True)
     return {
         "finite": bool(tokens.isfinite().all() and lse.isfinite().all() and found.isfinite().all()),
         "tokens": error(tokens, expected[0]),
         "lse": error(lse / ours.LOG2E, expected[1]),
+        "sums": ((summed - right_sums).abs().max() / sizes).item(),
         "scale": expected[2].abs().max().item(),
         **{f"d{name}": (mine - right).abs().max().item() for name, mine, right in thirds},
     }
@@ -132,7 +137,7 @@ def operator(case: dict[str, Any]) -> dict[str, Any]:
     """PyTorch's own checks of a custom operator, then compiled whole and exported with any batch."""
     heads, d = case["heads"], case["width"]
     qkv = normal(2, case["tokens"], 3 * heads * d).requires_grad_()
-    checks = torch.library.opcheck(torch.ops.plainvit.short_attention.default, (qkv, heads))
+    checks = torch.library.opcheck(torch.ops.plainvit.short_attention.default, (qkv, heads, qkv[0, 0].detach()))
 
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -152,10 +157,24 @@ def operator(case: dict[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "error": max(errors), "in graph": "short_attention.default" in names}
 
 
+def model(case: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of a model's q, k and v, by our kernels or without."""
+    made = plainvit.create("ViT-Ti/16", 5, 32, depth=2, width=64, heads=case["heads"], mlp_dim=64, seed=0).train()
+    torch.nn.init.normal_(made.head.weight, generator=torch.Generator().manual_seed(0))
+    vit.short_attention_pays = lambda *_: case["ours"]
+    made(normal(3, 3, 32, 32)).square().sum().backward()
+    return {name: parameter.grad.double().tolist() for name, parameter in made.named_parameters() if "qkv" in name}
+
+
 def child() -> None:
     """Cases by standard input, results by standard output."""
     torch.set_num_threads(1)
-    jobs: dict[str, Callable[..., Any]] = {"compare": compare, "untouched": untouched, "operator": operator}
+    jobs: dict[str, Callable[..., Any]] = {
+        "compare": compare,
+        "untouched": untouched,
+        "operator": operator,
+        "model": model,
+    }
     for line in sys.stdin:
         case = json.loads(line)
         print("RESULT", json.dumps(jobs[case.get("job", "compare")](case)), flush=True)
@@ -202,6 +221,7 @@ def check(result: dict[str, Any], tolerance: float = 5e-6) -> None:
     assert result["lse"] <= max(tolerance / 10, 1e-6)
     for name in ("dq", "dk", "dv"):
         assert result[name] <= tolerance * max(result["scale"], 1e-6), name
+    assert result["sums"] <= tolerance
 
 
 # In the interpreter ---------------------------------------------------------------------------------------------------
@@ -339,6 +359,15 @@ def test_only_what_fits_is_taken() -> None:
         assert words[name] in (reason or ""), name
 
 
+def test_a_models_biases_get_their_gradients(interpreter: Interpreter) -> None:
+    found, right = (interpreter.ask(job="model", heads=2, ours=ours) for ours in (True, False))
+    assert len(found) == 4
+    for name, gradient in found.items():
+        expected = torch.tensor(right[name])
+        assert error(torch.tensor(gradient), expected) < 2e-5, name
+        assert expected.abs().max() > 1e-3, name
+
+
 def test_a_cpu_is_refused() -> None:
     qkv = torch.zeros(1, 8, 192, dtype=torch.float16)
     assert not fits(qkv, 1)
@@ -473,7 +502,7 @@ def test_gpu_every_candidate_of_the_sweep(kind: str, launch: Launch, tokens: int
     expected = exact(qkv, grad, 4)
     try:
         out, lse = ours.run_forward(qkv, 4, tiles.forward)
-        found = ours.run_backward(grad, qkv, out, lse, 4, tiles)
+        found, summed = ours.run_backward(grad, qkv, out, lse, 4, tiles)
     except Exception as refused:
         if type(refused).__name__ == "OutOfResources":
             pytest.skip(str(refused))
@@ -481,6 +510,7 @@ def test_gpu_every_candidate_of_the_sweep(kind: str, launch: Launch, tokens: int
     assert error(out, expected[0]) <= 2e-2
     assert error(lse / ours.LOG2E, expected[1]) <= 1e-4
     assert error(found, expected[2]) <= 2e-2
+    assert rms(summed, expected[2].sum((0, 1))) <= 1e-2 * expected[2].square().sum((0, 1)).mean().sqrt()
 
 
 @marked

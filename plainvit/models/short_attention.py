@@ -2,6 +2,7 @@
 
     if pays(qkv, heads):                                # bf16 or fp16, N <= 288, heads of 32, 64 or 80
         tokens = short_attention(qkv, heads)            # [B, N, 3D] -> [B, N, D]
+        tokens = short_attention(qkv, heads, bias)      # the same; bias, in qkv already, gets its gradient here
 
     python -m bench.attention --sweep                   # times the candidates of TILES on the GPU at hand
 
@@ -13,9 +14,10 @@ Letters: B batch, N tokens, D width, H heads, d head width.
 """
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,32 +129,40 @@ def split(length: int, widest: int) -> tuple[int, ...]:
 # Where it may be used -------------------------------------------------------------------------------------------------
 
 
-def fits(qkv: Tensor, heads: int) -> bool:
+class Packed(NamedTuple):
+    """What is asked of a qkv [B, N, 3D]: of one that is yet to be made, too."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def fits(qkv: Tensor | Packed, heads: int) -> bool:
     """Whether short_attention takes this qkv [B, N, 3D]."""
     return unfit(qkv, heads) is None
 
 
-def pays(qkv: Tensor, heads: int) -> bool:
+def pays(qkv: Tensor | Packed, heads: int) -> bool:
     """Whether it fits and is faster than PyTorch's: Python needs longer to start a kernel of Triton's than of theirs.
 
     Compiled code, and the CUDA graphs that are made of it, lose nothing there; otherwise small ones are left to them.
     """
-    return (torch.compiler.is_compiling() or qkv.numel() >= LARGE) and fits(qkv, heads)
+    return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and fits(qkv, heads)
 
 
-def unfit(qkv: Tensor, heads: int) -> str | None:
+def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
     """One line saying why not, or None."""
-    if qkv.ndim != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
+    if len(qkv.shape) != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
         return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
     if not 1 <= qkv.shape[1] <= MOST_TOKENS:
         return f"{qkv.shape[1]} tokens: short attention takes 1 to {MOST_TOKENS}"
     if qkv.shape[2] // (3 * heads) not in HEAD_WIDTHS:
         return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention takes {HEAD_WIDTHS}"
-    if not qkv.is_cuda:
+    if qkv.device.type != "cuda":
         return f"qkv is on {qkv.device.type}: short attention needs a CUDA device"
     if qkv.dtype not in DTYPES:
         return f"qkv is {qkv.dtype}: short attention takes bf16 and fp16"
-    return None if device_ready(qkv.get_device()) else "short attention needs triton and an NVIDIA GPU from Ampere on"
+    return None if device_ready(qkv.device.index) else "short attention needs triton and an NVIDIA GPU from Ampere on"
 
 
 @constant
@@ -208,16 +218,20 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def run_backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles) -> Tensor:
-    """The gradient of the packed qkv: [B, N, 3D]."""
+def run_backward(
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the packed qkv, [B, N, 3D], and that summed up over images and tokens, fp32 [3D]."""
     grad, qkv = _dense(grad), _dense(qkv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
-        return dqkv
+        return dqkv, lse.new_zeros(qkv.shape[2])
     delta = torch.empty_like(lse)
-    run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries)
-    run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys)
-    return dqkv
+    sums = (
+        run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries),
+        run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys),
+    )
+    return dqkv, torch.cat([some.sum(0) for some in sums])
 
 
 def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,66 +243,76 @@ def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dic
 
 def run_queries(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch
-) -> None:
-    """Writes the first third of dqkv, and delta."""
+) -> Tensor:
+    """Writes the first third of dqkv, and delta. Sums of that third: fp32 [programs, D]."""
     rest, sizes = _shared(grad, qkv, heads)
     programs = launch.parts(qkv.shape[1])
+    sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
-            qkv, out, lse, grad, delta, dqkv, *rest, **sizes,
+            qkv, out, lse, grad, delta, dqkv, sums, *rest, **sizes,
             WIDTHS=launch.widths(qkv.shape[1]), ROWS=launch.rows, PROGRAMS=programs,
             RESIDENT=launch.resident, **launch.options(),
         )  # fmt: skip
+    return sums
 
 
-def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
-    """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
+def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> Tensor:
+    """Writes the other two thirds of dqkv; after run_queries, whose delta it reads. Sums of both: [programs, 2D]."""
     rest, sizes = _shared(grad, qkv, heads)
     N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
+    sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
-            qkv, lse, grad, delta, dqkv, *rest, **sizes,
+            qkv, lse, grad, delta, dqkv, sums, *rest, **sizes,
             KEYS=launch.keys, WIDTHS=split(N, launch.rows), PROGRAMS=programs, **launch.options(),
         )  # fmt: skip
+    return sums
 
 
 # One opaque operator for autograd, the compiler and export ------------------------------------------------------------
 
 
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
-def _forward(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
     _check(qkv, heads)
     return run_forward(qkv, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)).forward)
 
 
 @_forward.register_fake
-def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     B, N, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     return qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
 
 
 @torch.library.custom_op("plainvit::short_attention_backward", mutates_args=())
-def _backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:
+def _backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return run_backward(grad, qkv, out, lse, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)))
 
 
 @_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:  # noqa: ARG001
-    return qkv.new_empty(qkv.shape)
+def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return qkv.new_empty(qkv.shape), lse.new_empty(qkv.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    qkv, ctx.heads = inputs
+def _keep(ctx: Any, inputs: tuple[Tensor, int, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
+    qkv, ctx.heads, bias = inputs
+    ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(qkv, *output)
 
 
-def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, None]:  # noqa: ARG001  lse stays inside
-    return _backward(grad, *ctx.saved_tensors, ctx.heads), None
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, None, Tensor | None]:  # noqa: ARG001  lse stays inside
+    dqkv, summed = _backward(grad, *ctx.saved_tensors, ctx.heads)
+    return dqkv, None, None if ctx.bias is None else summed.to(ctx.bias)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def short_attention(qkv: Tensor, heads: int) -> Tensor:
-    """softmax(q kT / sqrt(d)) v of each head, eqs. 5-8: qkv [B, N, 3D], q | k | v head by head -> [B, N, D]."""
-    return _forward(qkv, heads)[0]
+def short_attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+    """softmax(q kT / sqrt(d)) v of each head, eqs. 5-8: qkv [B, N, 3D], q | k | v head by head -> [B, N, D].
+
+    bias [3D]: what was added to every token of qkv, there without a gradient. Its gradient is the sum of qkv's, which
+    the backward pass has at hand: another pass over it would take a sixth of the time of these kernels.
+    """
+    return _forward(qkv, heads, bias)[0]

@@ -30,8 +30,8 @@ from plainvit.models import gelu
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
+from plainvit.models.short_attention import Packed, short_attention
 from plainvit.models.short_attention import pays as short_attention_pays
-from plainvit.models.short_attention import short_attention
 from plainvit.models.trace import Trace, note
 
 
@@ -66,6 +66,19 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Of what a Linear makes of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def without_bias_gradient(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What it makes of x; and its bias, for whoever comes next to give it a gradient, where that is left to them."""
+    if type(linear) is not nn.Linear or not torch.is_grad_enabled():
+        return linear(x), None
+    return F.linear(x, linear.weight, linear.bias.detach()), linear.bias
+
+
 class Attention(nn.Module):
     """Multi-head self-attention, eqs. 5-8, by a fused kernel: ours for short sequences, PyTorch's for others."""
 
@@ -85,11 +98,13 @@ class Attention(nn.Module):
         if keep != ALL:
             return self._of_some(x, keep)
         B, N, D = x.shape
-        qkv = self.qkv(x)  # [B, N, 3D]
+        packed = Packed((B, N, 3 * D), product_dtype(x), x.device)
+        short = self.short and self.relative is None and short_attention_pays(packed, self.heads)
+        qkv, learned = without_bias_gradient(self.qkv, x) if short else (self.qkv(x), None)  # [B, N, 3D]
         q, k, v = qkv.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]; views, so free
         bias = self.relative(q) if self.relative else None  # [B, H, N, N]
-        if self.short and bias is None and short_attention_pays(qkv, self.heads):
-            heads = short_attention(qkv, self.heads).view(B, N, self.heads, -1).transpose(1, 2)  # [B, H, N, d]
+        if short:
+            heads = short_attention(qkv, self.heads, learned).view(B, N, self.heads, -1).transpose(1, 2)
         else:
             heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # [B, H, N, d]
         if trace is not None:
