@@ -87,19 +87,6 @@ def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(Supply, "make", spoilt)
 
 
-def launch_ahead(patch: pytest.MonkeyPatch, wanted: bool) -> None:
-    """Steps before the one before them is written down, as on a GPU, where it saves waiting; or not even there."""
-    from plainvit.train.loop import Supply
-
-    begin = Supply.__init__
-
-    def begin_so(supply: Supply, *rest: Any) -> None:
-        begin(supply, *rest)
-        supply.ahead = wanted
-
-    patch.setattr(Supply, "__init__", begin_so)
-
-
 # What a run came to ---------------------------------------------------------------------------------------------------
 
 

@@ -65,15 +65,6 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_steps_launched_ahead_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    fit(on_gpu(name), tmp_path / "ahead", quiet=True)
-    runs.launch_ahead(monkeypatch, False)
-    fit(on_gpu(name), tmp_path / "one by one", quiet=True)
-    assert losses(tmp_path / "ahead") == losses(tmp_path / "one by one")
-    assert state(tmp_path / "ahead") == state(tmp_path / "one by one")
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)
     step = loop.step

@@ -8,7 +8,6 @@ that goes on from a checkpoint is, bit for bit, the run that was never stopped, 
         gradients   for each micro-batch: loss = objective(*tensors), loss.backward(); then clip
       read        loss and norm come back to the host: the one place where it waits for the device
       update      the optimisers' step, where both are finite; then the averaged weights (EMA)
-      launch      on a GPU the next step's gradients, so that it need not wait for what the host does in between
 """
 
 import contextlib
@@ -229,9 +228,7 @@ class Supply:
     def __init__(self, run: Training, batches: Iterator[Batch]) -> None:
         self.run, self.batches, self.step = run, batches, run.progress.step
         self.made: tuple[Batch, tuple[Tensor, ...]] | None = None
-        self.under_way: tuple[Batch, Launched] | None = None
         self.failure: Exception | None = None
-        self.ahead = run.loader.device.type == "cuda" and run.world.size == 1
 
     def make(self) -> float:
         """The next one, unless it is there or the run ends before it: seconds that it took.
@@ -248,23 +245,12 @@ class Supply:
             self.step += 1
         return time.perf_counter() - started
 
-    def launch(self) -> tuple[Batch, "Launched"]:
-        """The step that is due, where it is not under way already."""
-        if self.under_way:
-            found, self.under_way = self.under_way, None
-            return found
+    def take(self) -> tuple[Batch, tuple[Tensor, ...]]:
         if self.failure:
             raise self.failure
         assert self.made
-        (batch, tensors), self.made = self.made, None
-        return batch, launch(self.run, tensors)
-
-    def launch_ahead(self) -> None:
-        """The step after this one, whose weights are there; what fails now fails when it is due."""
-        if self.ahead and self.made:
-            batch, tensors = self.made
-            with contextlib.suppress(Exception):
-                self.under_way, self.made = (batch, launch(self.run, tensors, ahead=1)), None
+        made, self.made = self.made, None
+        return made
 
 
 class Launched:
@@ -297,15 +283,15 @@ class Launched:
 def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any], int]:
     """One update, or none where it would not be finite: its line of metrics, and a signal that came to any process."""
     config, number, started = run.config, run.progress.step, time.perf_counter()
-    waited = 0.0 if supply.under_way else supply.make()
+    waited = supply.make()
+    batch, tensors = supply.take()
     lr = rate(config.optim, number, run.steps)
     run.optimizers.set_rate(lr)
-    if not run.progress.micro_batch and supply.made:
-        tensors = supply.made[1]
+    if not run.progress.micro_batch:
         run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
             display.tell(f"{run.progress.micro_batch} images at once fit into the device's memory")
-    batch, launched = supply.launch()
+    launched = launch(run, tensors)
     made = supply.make()  # meanwhile
     waited += made if launched.done() else 0.0  # if the device is done already, it has waited for this
     loss, correct, norm, stop = launched.read()
@@ -319,8 +305,6 @@ def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any
         capture(run, batch, loss, norm)
         display.tell(f"step {number + 1} is skipped: loss {loss:.4g}, gradient norm {norm:.4g}; {_look(run)}")
     run.optimizers.zero()
-    if not stop:
-        supply.launch_ahead()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
     if not config.augment.mixup and not config.augment.cutmix and math.isfinite(correct):
         line["accuracy"] = correct / config.batch
@@ -329,9 +313,9 @@ def step(run: Training, supply: Supply, display: Display) -> tuple[dict[str, Any
     return line if finite else line | {"skipped": True}, stop
 
 
-def launch(run: Training, tensors: tuple[Tensor, ...], ahead: int = 0) -> Launched:
-    """The gradients of the step that is due, or of one later, on the parameters once the device is done."""
-    torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step + ahead))  # dropout and the like
+def launch(run: Training, tensors: tuple[Tensor, ...]) -> Launched:
+    """The gradients of the step that is due, on the parameters once the device is done."""
+    torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # dropout and the like
     try:
         return Launched(run, run.gradients(*tensors))
     except RuntimeError as error:
