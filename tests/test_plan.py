@@ -243,6 +243,16 @@ def test_our_own_steps_are_met(name: str, batch: int, rate: float, gib: float) -
     assert batch / sum(seconds(step, H200).values()) == pytest.approx(rate, rel=0.15)
 
 
+def test_a_relu_is_never_computed_again() -> None:
+    of_relu, of_gelu = (
+        Step(model=configure("ViT-B/16", activation=name), images=8, shortcuts=True) for name in ("relu", "gelu")
+    )
+    assert (of_relu.lean, of_gelu.lean) == (False, True)
+    assert traffic(of_relu) < traffic(of_gelu)
+    assert memory(of_relu)["activations"] == memory(of_gelu)["activations"]
+    assert memory(of_relu)["working"] < memory(of_gelu)["working"]
+
+
 def test_the_largest_micro_batch_just_fits() -> None:
     room = H200.memory * H200.usable * GIB
     for again in (False, True):

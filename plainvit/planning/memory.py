@@ -43,8 +43,9 @@ class Step:
 
     @property
     def lean(self) -> bool:
-        """Whether an MLP's activation is computed again and not kept."""
-        return self.shortcuts and not self.eager
+        """Whether an MLP's activation is computed again and not kept; of a ReLU what it makes is enough."""
+        relu = isinstance(self.model, ViTConfig) and self.model.activation == "relu"
+        return self.shortcuts and not self.eager and not relu
 
     @property
     def parts(self) -> int:
