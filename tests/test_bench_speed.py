@@ -1,5 +1,6 @@
 """The speed benchmarks run end to end without a GPU, count FLOPs right, and leave out what they cannot have."""
 
+import copy
 import json
 import math
 import sys
@@ -8,12 +9,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from plainvit import create
+from plainvit.disk import read_json
 from plainvit.models import ViT
 from plainvit.names import SIZES, configure
+from plainvit.train.fit import fit
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--device", "cpu", "--image-size", "32", "--repeats", "2")
@@ -270,20 +274,47 @@ def test_the_committed_figures_can_be_read(gate: ModuleType) -> None:
 # Inference ------------------------------------------------------------------------------------------------------------
 
 
-def test_inference_runs_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_inference_runs_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, activation: str) -> None:
     infer = load("infer", monkeypatch)
     words = ["--model", "Ti/16", "--batch", "2", "--seconds", "0.01", "--json", str(tmp_path / "rows.json")]
-    infer.main([*TINY, *words])
+    infer.main([*TINY, *words, "--activation", activation])
     found = json.loads((tmp_path / "rows.json").read_text())
+    systems = ("plainvit", "timm", "transformers", *(("torchvision",) if activation == "gelu" else ()))
     assert [(row["system"].partition(",")[0], row["batch"]) for row in found["rows"]] == [
-        (system, batch) for batch in (2, 1) for system in ("plainvit", "timm", "transformers", "torchvision")
+        (system, batch) for batch in (2, 1) for system in systems
     ]
+    assert any("torchvision's ViT has no activation" in line for line in found["left_out"]) == (activation != "gelu")
     for row in found["rows"]:
         assert row["off"] < 1e-5, "the same weights answer alike"
         assert row["images_per_second"] == pytest.approx(1000 * row["batch"] / row["ms"])
     assert sum(row["best_peer"] for row in found["rows"]) == 2
     assert any("no GPU" in line for line in found["left_out"])
     assert any("compile" in line for line in found["left_out"])
+
+
+def test_agreement_is_counted_on_a_sets_test_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a way that answers in another order of classes: the share that both leave as it is."""
+    agreement = load("agreement", monkeypatch)
+    small_runs.without_figures(monkeypatch)
+    fit(small_runs.config(steps=4), tmp_path / "run", quiet=True)
+
+    def turned(model: Any, way: Any) -> Any:
+        if way == agreement.PLAIN:
+            return model
+        other = copy.deepcopy(model)
+        other.head.weight.data, other.head.bias.data = model.head.weight.roll(1, 0), model.head.bias.roll(1, 0)
+        return other
+
+    monkeypatch.setattr(agreement, "lowered", turned)
+    monkeypatch.setattr(agreement, "ways", lambda *_: [agreement.PLAIN, agreement.Way("bf16", "eager")])
+    out = tmp_path / "found.json"
+    agreement.main([str(tmp_path / "run"), "--data", "digits", "--device", "cpu", "--json", str(out)])
+    found = json.loads(out.read_text())
+    plain, other = found["rows"]
+    assert found["images"] > 300
+    assert plain["top1"] == pytest.approx(read_json(tmp_path / "run" / "results.json")["test"]["top1"])
+    assert (plain["agreement"], other["agreement"]) == (1, 0)
 
 
 def test_forms_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:

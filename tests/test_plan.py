@@ -731,6 +731,16 @@ def test_a_fine_tuning_is_planned_at_its_own_size(name: str, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["run"]["exaflops"] == pytest.approx(said, rel=0.01)
 
 
+@pytest.mark.parametrize("words", [["32"], ["32", "32"]])
+def test_a_named_model_has_the_size_that_is_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By either flag, in any order, though the recipe's own images are smaller than one of its patches."""
+    for size in (["--image-size", words[0]], ["--model.image-size", *words]):
+        for asked in itertools.permutations((size, ["--model", "ViT-Ti/16"])):
+            cli.main(["plan", "digits", *itertools.chain(*asked), "--json"])
+            found = json.loads(capsys.readouterr().out)
+            assert found["parameters"] == cost.parameters(configure("ViT-Ti/16", 10, 32))
+
+
 def test_a_line_of_the_readme_is_planned_by_changing_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
     """With the runs of its search: Table 4 has four rates for Pets, of 500 steps each, and one run follows."""
     text = (ROOT / "README.md").read_text()

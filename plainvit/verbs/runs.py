@@ -194,10 +194,14 @@ def _first_words(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     for name in ("--model", "--init", "--head"):
         first.add_argument(name)
     first.add_argument("--image-size", "--image_size", type=int)
+    first.add_argument("--model.image-size", "--model.image_size", dest="sides", type=int, nargs="+")
     try:
         words, rest = first.parse_known_args(arguments)
     except ArgumentError as error:
         raise ValueError(str(error)) from error
+    if words.sides:
+        words.sides = words.sides if len(words.sides) > 1 else words.sides * 2
+        rest += ["--model.image-size", *map(str, words.sides)]  # of a recipe's own model, and of init's
     return {name: value for name, value in vars(words).items() if value is not None}, rest
 
 
@@ -205,9 +209,10 @@ def _begun(config: Config, words: dict[str, Any], verb: str) -> Config:
     """The recipe's config with another model by its name, or with that of the weights to start from."""
     from plainvit.names import configure
 
-    size = words.get("image_size") or config.image_size
+    size, sides = words.get("image_size") or config.image_size, words.pop("sides", None)
     if "model" in words:
-        words["model"] = configure(words["model"], 0, size or (config.model.image_size if config.model else 224))
+        own = config.model.image_size if config.model else 224
+        words["model"] = configure(words["model"], 0, tuple(sides or ()) or size or own)
     elif size and config.model:
         words["model"] = config.model.replace(image_size=(size, size))
     if "model" in words and not words.get("init", config.init):
