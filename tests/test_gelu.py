@@ -1,5 +1,6 @@
 """The short GELU against float64, at every number that bf16 has; and that compiled code keeps one tensor of an MLP."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from children import NO_GPU, in_child
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -14,7 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from plainvit.models import ViT, vit
-from plainvit.models.gelu import gelu, gelu_tanh
+from plainvit.models.gelu import gelu, gelu_linear, gelu_tanh, taught
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 NUMBERS = BITS[BITS.isfinite()]
@@ -59,6 +61,78 @@ def test_infinities_and_nothing() -> None:
     assert gelu(torch.empty(0, 3, dtype=torch.bfloat16)).shape == (0, 3)
 
 
+# With the product that follows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_a_product_of_a_gelu_and_its_gradients_against_float64(tanh: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (3, 5, 24), "weight": (7, 24), "bias": (7,), "before": (24,)}
+    given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    x, grad = given["x"], torch.randn(3, 5, 7, generator=generator)
+    found = gelu_linear(**given, tanh=tanh)
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+    without = wide["x"] - wide["before"].detach()
+    right = F.linear(
+        F.gelu(without + wide["before"], approximate="tanh" if tanh else "none"), wide["weight"], wide["bias"]
+    )
+    torch.testing.assert_close(found.double(), right, rtol=0, atol=2e-5)
+    mine = torch.autograd.grad(found, list(given.values()), grad)
+    theirs = torch.autograd.grad(right, list(wide.values()), grad.double())
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=5e-5)
+    flat = (x.detach().flatten(0, 1), *(tensor.detach() for tensor in list(given.values())[1:]), tanh)
+    torch.library.opcheck(torch.ops.plainvit.gelu_linear.default, flat)
+    torch.library.opcheck(torch.ops.plainvit.gelu_gradients.default, (flat[0], flat[0], tanh))
+
+
+INTERPRETED = """
+import json, torch
+from plainvit.models.gelu import COLUMNS, ROWS, TURNS
+from plainvit.models.gelu_kernels import gelu_gradients
+
+found = []
+for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 * ROWS * TURNS, COLUMNS, True)):
+    generator = torch.Generator().manual_seed(R)
+    x, grad = (4 * torch.randn(R, M, generator=generator) for _ in range(2))
+    dx, y = (torch.full_like(x, float("nan")) for _ in range(2))
+    sums = torch.full((-(-R // (ROWS * TURNS)), M), float("nan"))
+    sizes = dict(M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
+    gelu_gradients[(-(-M // COLUMNS), len(sums))](grad, x, dx, y, sums, R, **sizes)
+    wide = x.double().requires_grad_()
+    right = torch.nn.functional.gelu(wide, approximate="tanh" if tanh else "none")
+    (slope,) = torch.autograd.grad(right, wide, grad.double())
+    pairs = ((y, right), (dx, slope), (sums.sum(0), slope.sum(0)))
+    found += [((one - other).abs().max() / other.abs().max()).item() for one, other in pairs]
+print(json.dumps(found))
+"""
+
+
+def test_the_kernel_in_the_interpreter() -> None:
+    """Sizes that fill no tile, a single row, whole tiles."""
+    pytest.importorskip("triton")
+    assert max(json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))) < 1e-5
+
+
+COMPILED = """
+import torch
+from plainvit.models import gelu
+from plainvit.models.gelu_kernels import gelu_gradients
+x = torch.zeros(512, 3072, dtype=torch.bfloat16)
+for tanh in (False, True):
+    sizes = dict(M=3072, TANH=tanh, ROWS=gelu.ROWS, TURNS=gelu.TURNS, COLUMNS=gelu.COLUMNS)
+    gelu_gradients[(24, 2)](x, x, x, x, torch.zeros(2, 3072), 512, **sizes)
+print(len(made))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_for_gpus_that_are_not_here(capability: int) -> None:
+    pytest.importorskip("triton")
+    assert in_child(NO_GPU.format(capability=capability) + COMPILED) == "2"
+
+
 # In a model, compiled -------------------------------------------------------------------------------------------------
 
 
@@ -96,10 +170,15 @@ def hidden(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("activation", tiny.mostly_slow(("gelu", "gelu_tanh"), 2))
-def test_compiled_training_keeps_one_tensor_of_an_mlp(activation: str) -> None:
+def test_compiled_training_keeps_one_tensor_of_an_mlp(
+    monkeypatch: pytest.MonkeyPatch, activation: str, by_kernel: bool
+) -> None:
     """With shortcuts; and its gradients are those of the eager model without, but for bf16's rounding."""
     torch._dynamo.reset()
+    asked = vit.learns_by_kernel if not by_kernel else lambda *_: torch.is_grad_enabled() and taught()
+    monkeypatch.setattr(vit, "learns_by_kernel", asked)  # as on a GPU
     changes = {"depth": 3, "mlp_dim": 96, "activation": activation, "pool": "average", "class_token": False}
     model = tiny.vit(torch.float32, **changes).train()
     assert isinstance(model, ViT)
@@ -111,7 +190,9 @@ def test_compiled_training_keeps_one_tensor_of_an_mlp(activation: str) -> None:
     trained(compiled(model.take_shortcuts(), kept), images).backward()
     assert hidden(kept, 96) == [torch.bfloat16] * 3
     assert len(hidden(plain, 96)) == 6
-    for name, gradient in gradients(model).items():
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
         assert (gradient - expected[name]).norm() <= 0.03 * expected[name].norm(), name
 
 

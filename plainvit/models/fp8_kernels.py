@@ -12,26 +12,16 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from plainvit.models import gelu
+from plainvit.models.gelu_kernels import normal
 from plainvit.models.short_attention_kernels import before
-
-TAIL = constexpr(gelu.TAIL)
 
 
 @triton.jit
 def activated(x, ACTIVATION: constexpr):
-    """x itself, or a GELU of it: as plainvit.models.gelu has both."""
+    """x itself, or a GELU of it."""
     if ACTIVATION == "":
         return x
-    if ACTIVATION == "gelu_tanh":
-        square = tl.minimum(x * x, 100.0)
-        return x * tl.sigmoid(x * (1.5957691216057308 + 0.07135481282859875 * square))
-    a = tl.abs(x)
-    log = tl.full(x.shape, TAIL[7], tl.float32)
-    for i in tl.static_range(1, 8):
-        log = log * a + TAIL[7 - i]
-    tail = tl.exp(log)
-    return x * tl.where(x < 0, tail, 1 - tail)
+    return x * normal(x, ACTIVATION == "gelu_tanh")[0]
 
 
 @triton.jit

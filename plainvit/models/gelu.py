@@ -2,19 +2,22 @@
 
     if taught():                              # the compiler fuses the formula and its slope into what is around them
         y = gelu(x)                           # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
+        z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), which keeps x alone to learn from
 
 An MLP's hidden numbers are the largest of all activations, and its GELU should take no longer than to read and to write
 them. The error function of the GPU's library does: some 30 instructions, with branches. But the logarithm of the normal
 distribution's tail, log Phi(-a), is nearly a parabola, so that 7 multiply-adds and one exponential do.
 
-An operator, because the slope is written out: that of the formula itself would take twice as long. Not an
+Operators, because the slope is written out: that of the formula itself would take twice as long. Not an
 autograd.Function: inside of `checkpoint` PyTorch 2.11 keeps the slope, in fp32, in place of computing it again.
+Letters: R tokens, M hidden numbers of each, D width.
 """
 
 import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.models.trace import constant
@@ -30,6 +33,7 @@ TAIL = (
     4.209228063700721e-05,
     -1.2433595202310244e-06,
 )
+ROWS, TURNS, COLUMNS = 16, 16, 128  # of the kernel: a program's tile, and how many of them one below the other
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -97,14 +101,79 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 _gelu.register_autograd(_differentiate, setup_context=_keep)
 
 
+# With the product that follows ----------------------------------------------------------------------------------------
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, *, tanh: bool) -> Tensor:
+    """A GELU of x [..., M] times weight [D, M], and a bias [D]: [..., D], in x's precision.
+
+    For its gradients x is kept, and the GELU computed again. before [M]: what was added to every row of x, there
+    without a gradient. It has one here, for the pass that makes the gradient of x can sum it up.
+    """
+    return _gelu_linear(x.flatten(0, -2), weight, bias, before, tanh).unflatten(0, x.shape[:-1])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001, see above
+    return F.linear(_value(x, tanh), weight.to(x.dtype), bias.to(x.dtype))
+
+
+def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of the GELU: that of x [R, M], the GELU itself, and sums of the first, fp32 [some, M]."""
+    if not x.is_cuda:
+        found = _gradient(grad, x, tanh)
+        return found, _value(x, tanh), found.float().sum(0, keepdim=True)
+    from plainvit.models import gelu_kernels
+
+    (R, M), x, grad = x.shape, x.contiguous(), grad.contiguous()
+    found, again = torch.empty_like(x), torch.empty_like(x)
+    sums = x.new_empty(-(-R // (ROWS * TURNS)), M, dtype=torch.float32)
+    launch: Any = gelu_kernels.gelu_gradients[(-(-M // COLUMNS), len(sums))]
+    with torch.cuda.device_of(x):
+        launch(grad, x, found, again, sums, R, M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
+    return found, again, sums
+
+
+_gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _product, mutates_args=())
+_gelu_gradients = torch.library.custom_op("plainvit::gelu_gradients", _gradients, mutates_args=())
+
+
+@_gelu_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
+    return x.new_empty(len(x), len(weight))
+
+
+@_gelu_gradients.register_fake
+def _(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    programs = -(-len(x) // (ROWS * TURNS)) if x.is_cuda else 1
+    return torch.empty_like(x), torch.empty_like(x), x.new_empty(programs, x.shape[1], dtype=torch.float32)
+
+
+def _keep_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, weight, bias, before, ctx.tanh = inputs
+    ctx.dtypes = bias.dtype, before.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    of_x, again, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
+    of_weight = (grad.t() @ again).to(weight.dtype)
+    bias, before = ctx.dtypes
+    return of_x, of_weight, grad.sum(0, dtype=torch.float32).to(bias), sums.sum(0).to(before), None
+
+
+_gelu_linear.register_autograd(_differentiate_product, setup_context=_keep_for_product)
+
+
 @constant
 def taught() -> bool:
-    """Whether the compiler takes both formulas, here given to it; it would start the operators as they are."""
+    """Whether the compiler takes the formulas, here given to it; it would start the operators as they are."""
     try:
         from torch._inductor.decomposition import select_decomp_table
 
         operators = torch.ops.plainvit
-        select_decomp_table().update({operators.gelu.default: _value, operators.gelu_backward.default: _gradient})
+        formulas = {operators.gelu: _value, operators.gelu_backward: _gradient, operators.gelu_linear: _product}
+        select_decomp_table().update({operator.default: formula for operator, formula in formulas.items()})
     except (ImportError, AttributeError):  # no public part of PyTorch: another version may have it elsewhere
         return False
     return True

@@ -30,7 +30,7 @@ from plainvit.models import gelu
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
 from plainvit.models.resnet import Body
-from plainvit.models.short_attention import Packed, short_attention
+from plainvit.models.short_attention import Packed, device_ready, short_attention
 from plainvit.models.short_attention import pays as short_attention_pays
 from plainvit.models.trace import Trace, note
 
@@ -221,6 +221,13 @@ def answers_by_cublas(linear: nn.Module, x: Tensor) -> bool:
     return compiled and type(linear) is nn.Linear and x.is_cuda and x.dtype is linear.weight.dtype is torch.bfloat16
 
 
+def learns_by_kernel(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
+    """Whether this is compiled code with gradients for our kernel between two plain products."""
+    compiled = torch.compiler.is_compiling() and torch.is_grad_enabled() and gelu.taught()
+    plain = type(first) is type(second) is nn.Linear and product_dtype(x) is torch.bfloat16
+    return compiled and plain and x.is_cuda and device_ready(x.device.index)
+
+
 class Mlp(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -234,6 +241,11 @@ class Mlp(nn.Module):
         if self.lean and self.short_form is gelu.gelu_tanh and answers_by_cublas(self.fc1, x):
             rows = torch.ops.aten._addmm_activation(self.fc1.bias, x.flatten(0, -2), self.fc1.weight.t(), use_gelu=True)
             return self.fc2(rows.unflatten(0, x.shape[:-1]))
+        if self.lean and self.short_form and learns_by_kernel(self.fc1, self.fc2, x) and not self.dropout.p:
+            hidden, before = without_bias_gradient(self.fc1, x)
+            assert before is not None
+            tanh = self.short_form is gelu.gelu_tanh
+            return gelu.gelu_linear(hidden, self.fc2.weight, self.fc2.bias, before, tanh=tanh)
         return self.fc2(self.dropout(self.activate(self.fc1(x))))  # [B, N, M] inside
 
     def activate(self, x: Tensor) -> Tensor:
