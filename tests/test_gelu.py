@@ -15,7 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-from plainvit.models import ViT, vit
+from plainvit.models import ViT, lean
 from plainvit.models.gelu import gelu, gelu_linear, gelu_tanh, taught
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -177,8 +177,8 @@ def test_compiled_training_keeps_one_tensor_of_an_mlp(
 ) -> None:
     """With shortcuts; and its gradients are those of the eager model without, but for bf16's rounding."""
     torch._dynamo.reset()
-    asked = vit.learns_by_kernel if not by_kernel else lambda *_: torch.is_grad_enabled() and taught()
-    monkeypatch.setattr(vit, "learns_by_kernel", asked)  # as on a GPU
+    asked = lean.learns_by_kernel if not by_kernel else lambda *_: torch.is_grad_enabled() and taught()
+    monkeypatch.setattr(lean, "learns_by_kernel", asked)  # as on a GPU
     changes = {"depth": 3, "mlp_dim": 96, "activation": activation, "pool": "average", "class_token": False}
     model = tiny.vit(torch.float32, **changes).train()
     assert isinstance(model, ViT)
@@ -214,7 +214,7 @@ def test_of_answers_the_compiler_sees_one_product_with_its_gelu(
 ) -> None:
     """As it would on a GPU, in bf16: only where nothing is learned, and of the form with a tanh."""
     torch._dynamo.reset()
-    monkeypatch.setattr(vit, "answers_by_cublas", lambda *_: not torch.is_grad_enabled())
+    monkeypatch.setattr(lean, "answers_by_cublas", lambda *_: not torch.is_grad_enabled())
     model, seen = tiny.vit(torch.float32, activation=activation).eval().take_shortcuts(), []
 
     def look(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plainvit.models.lean import SHORT_FORMS
 from plainvit.models.short_attention import device_ready, split
-from plainvit.models.vit import ACTIVATIONS, Attention, Mlp, ViT
+from plainvit.models.vit import Attention, Mlp, ViT
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max  # 448
@@ -29,7 +30,6 @@ ALIGNED = 16  # what the kernels ask of K and N
 # lost is less than e4m3 rounds away; but it is cut off, not rounded, and gradients carry a bias on from layer to layer.
 FAST_FORWARD, FAST_BACKWARD = True, False
 LONG = 1024  # numbers in a row: what the compiler reads once
-GELUS = {ACTIVATIONS[name]: name for name in ("gelu", "gelu_tanh")}
 log = logging.getLogger("plainvit")
 
 
@@ -46,10 +46,10 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).to(E4M3).contiguous(), scale
 
 
-def quantise_activated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def quantise_activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """`quantise` of what an MLP's activation makes of x [M, K]; of a GELU in one pass over x, where Triton is there."""
-    if activation in GELUS and kernel_takes(x):
-        return quantised_rows(x, GELUS[activation])
+    if kind in SHORT_FORMS and kernel_takes(x):
+        return quantised_rows(x, kind)
     return quantise(activation(x))
 
 
@@ -154,22 +154,24 @@ class Fp8Linear(nn.Linear):
 class Fp8Answer(nn.Module):
     """A Linear that only answers: its weights were quantised once, and are a quarter of fp32's size.
 
-    `activation`: what it is given is to go through that first, as a part of being quantised.
+    `kind`, `activation`: what it is given is to go through that first, as a part of being quantised.
     """
 
+    kind: str
+    activation: Callable[[Tensor], Tensor]
     weight: Tensor
     scale: Tensor
     bias: Tensor
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.activation: Callable[[Tensor], Tensor] = as_it_is
+        self.kind, self.activation = "", as_it_is
         weight, scale = quantise(linear.weight.detach())
         for name, value in (("weight", weight), ("scale", scale), ("bias", linear.bias.detach().to(dtype))):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, rows = quantise_activated(x.flatten(0, -2), self.activation)
+        a, rows = quantise_activated(x.flatten(0, -2), self.kind, self.activation)
         found = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
         return found.to(x.dtype).unflatten(0, x.shape[:-1])
 
@@ -196,7 +198,7 @@ def in_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
             low.set_submodule(name, Fp8Answer(linear, dtype))
     for mlp in low.modules():
         if isinstance(mlp, Mlp) and isinstance(mlp.fc2, Fp8Answer):
-            mlp.fc2.activation, mlp.activation, mlp.short_form = mlp.activation, as_it_is, None
+            mlp.fc2.kind, mlp.fc2.activation, mlp.kind, mlp.activation = mlp.kind, mlp.activation, "", as_it_is
     return low.eval().requires_grad_(False)
 
 

@@ -12,7 +12,7 @@ what it leaves open follows Google's code, and says so. An image's way: embed_pa
 
 To skip at first reading, since they are there for speed and memory: `keep` and `_of_some` (tokens that nobody reads are
 not computed), `skipping` and `plus_some` (nor are branches that stochastic depth drops), `short_attention`,
-`activate`, `recompute`, `take_shortcuts`.
+`lean_mlp`, `recompute`, `take_shortcuts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from plainvit import device
 from plainvit.config import About, ViTConfig
-from plainvit.models import gelu
 from plainvit.models.constant import Constant, Normalise
 from plainvit.models.initialise import initialise_vit
+from plainvit.models.lean import lean_mlp, product_dtype, without_bias_gradient
 from plainvit.models.resnet import Body
-from plainvit.models.short_attention import Packed, device_ready, short_attention
+from plainvit.models.short_attention import Packed, short_attention
 from plainvit.models.short_attention import pays as short_attention_pays
 from plainvit.models.trace import Trace, note
 
@@ -46,7 +46,6 @@ ACTIVATIONS = {
     "gelu_sigmoid": gelu_sigmoid,
     "relu": F.relu,
 }
-SHORT_FORMS = {"gelu": gelu.gelu, "gelu_tanh": gelu.gelu_tanh}  # the same in fewer instructions, for bf16
 
 
 ALL = slice(None)  # tokens
@@ -64,19 +63,6 @@ def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
 def take(x: Tensor, places: Tensor) -> Tensor:
     """The rows of x [B, n, D] at places [B, s]: [B, s, D]."""
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Of what a Linear makes of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def without_bias_gradient(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What it makes of x; and its bias, for whoever comes next to give it a gradient, where that is left to them."""
-    if type(linear) is not nn.Linear or not torch.is_grad_enabled():
-        return linear(x), None
-    return F.linear(x, linear.weight, linear.bias.detach()), linear.bias
 
 
 class Attention(nn.Module):
@@ -215,48 +201,19 @@ def sincos2d(h: int, w: int, D: int, temperature: float = 10_000.0, *, closed: b
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)  # [h*w, D]
 
 
-def answers_by_cublas(linear: nn.Module, x: Tensor) -> bool:
-    """Whether this is compiled code without gradients for products that can end with a GELU, the one with a tanh."""
-    compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    return compiled and type(linear) is nn.Linear and x.is_cuda and x.dtype is linear.weight.dtype is torch.bfloat16
-
-
-def learns_by_kernel(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
-    """Whether this is compiled code with gradients for our kernel between two plain products."""
-    compiled = torch.compiler.is_compiling() and torch.is_grad_enabled() and gelu.taught()
-    plain = type(first) is type(second) is nn.Linear and product_dtype(x) is torch.bfloat16
-    return compiled and plain and x.is_cuda and device_ready(x.device.index)
-
-
 class Mlp(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.activation, self.short_form = ACTIVATIONS[config.activation], SHORT_FORMS.get(config.activation)
-        self.lean = False  # see activate
+        self.kind, self.activation = config.activation, ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
+        self.lean = False  # see lean.py
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.lean and self.short_form is gelu.gelu_tanh and answers_by_cublas(self.fc1, x):
-            rows = torch.ops.aten._addmm_activation(self.fc1.bias, x.flatten(0, -2), self.fc1.weight.t(), use_gelu=True)
-            return self.fc2(rows.unflatten(0, x.shape[:-1]))
-        if self.lean and self.short_form and learns_by_kernel(self.fc1, self.fc2, x) and not self.dropout.p:
-            hidden, before = without_bias_gradient(self.fc1, x)
-            assert before is not None
-            tanh = self.short_form is gelu.gelu_tanh
-            return gelu.gelu_linear(hidden, self.fc2.weight, self.fc2.bias, before, tanh=tanh)
-        return self.fc2(self.dropout(self.activate(self.fc1(x))))  # [B, N, M] inside
-
-    def activate(self, x: Tensor) -> Tensor:
-        """Where lean, compiled code keeps x alone and makes the rest again backward; of a ReLU the answer is enough."""
-        if not self.lean or self.activation is F.relu or not torch.compiler.is_compiling():
-            return self.activation(x)
-        short = self.short_form if x.dtype is torch.bfloat16 and gelu.taught() else None
-        activation = short or self.activation
-        if not torch.is_grad_enabled():
-            return activation(x)
-        return checkpoint(activation, x, use_reentrant=False, preserve_rng_state=False)
+        if self.lean and torch.compiler.is_compiling():
+            return lean_mlp(self, x)
+        return self.fc2(self.dropout(self.activation(self.fc1(x))))  # [B, N, M] inside
 
 
 class Residual(nn.Module):
