@@ -206,22 +206,3 @@ def test_beside_recomputed_blocks() -> None:
     images = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0)
     trained(compiled(model, kept), images).backward()
     assert hidden(kept, 96) == []
-
-
-@pytest.mark.parametrize(("activation", "wanted"), [("gelu_tanh", True), ("gelu", False)])
-def test_of_answers_the_compiler_sees_one_product_with_its_gelu(
-    monkeypatch: pytest.MonkeyPatch, activation: str, wanted: bool
-) -> None:
-    """As it would on a GPU, in bf16: only where nothing is learned, and of the form with a tanh."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(lean, "answers_by_cublas", lambda *_: not torch.is_grad_enabled())
-    model, seen = tiny.vit(torch.float32, activation=activation).eval().take_shortcuts(), []
-
-    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
-        seen.append(any("_addmm_activation" in str(node.target) for node in graph.graph.nodes))
-        return graph.forward
-
-    for learning in (False, True):
-        with torch.set_grad_enabled(learning):
-            torch.compile(model, backend=look, fullgraph=True)(tiny.images(2, model.config.image_size, seed=0))
-    assert seen == [wanted, False]

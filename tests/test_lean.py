@@ -1,0 +1,87 @@
+"""What compiled code takes for a block's parts on a GPU, seen without one: tensors are there in name only.
+
+That each way computes the same is for test_gelu, test_short_attention and test_gpu.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from plainvit.models import ViT, build, lean, short_attention
+from plainvit.models.fp8 import use_fp8
+from plainvit.models.trace import constant
+from plainvit.names import configure
+
+OURS = {"plainvit.short_attention", "plainvit.gelu_linear", "plainvit.gelu", "aten._addmm_activation"}
+
+
+@constant
+def gpu_is_ready(index: int) -> bool:
+    return index == 0
+
+
+def on_gpu_in_name(model: ViT, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    low = dtype if tensor.is_floating_point() else tensor.dtype
+                    made = torch.empty(tensor.shape, dtype=low, device="cuda")
+                    table[name] = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made  # pyright: ignore
+
+
+def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.dtype, **changes: Any) -> set[str]:
+    """What a model with shortcuts calls, of our own operators and those that stand for one."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(lean, "device_ready", gpu_is_ready)
+    monkeypatch.setattr(short_attention, "device_ready", gpu_is_ready)
+    fp8 = changes.pop("fp8", False)
+    model = build(configure("ViT-Ti/16", 10, 64, depth=2, **changes))
+    assert isinstance(model, ViT)
+    seen: set[str] = set()
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.update(str(node.target).removesuffix(".default") for node in graph.graph.nodes)
+        return graph.forward
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(learning):
+        on_gpu_in_name(model, dtype)
+        made = use_fp8(model) if fp8 else model
+        run = torch.compile(made.train(learning).take_shortcuts(), backend=look, fullgraph=True, dynamic=False)
+        run(torch.empty(4, 3, 64, 64, dtype=torch.uint8, device="cuda"))
+    return {name for name in OURS if name in seen} | {"checkpoint" for name in seen if "checkpoint" in name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
+        ({"activation": "gelu"}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
+        ({"activation": "relu"}, {"plainvit.short_attention"}),
+        ({"activation": "gelu_sigmoid"}, {"plainvit.short_attention", "checkpoint"}),
+        ({"dropout": 0.1}, {"plainvit.short_attention", "checkpoint"}),
+        ({"posemb": "relative"}, {"plainvit.gelu_linear"}),
+    ],
+)
+def test_training_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
+    assert operators(monkeypatch, learning=True, dtype=torch.bfloat16, **changes) == expected
+
+
+def test_training_in_fp8_has_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = operators(monkeypatch, learning=True, dtype=torch.bfloat16, fp8=True)
+    assert found == {"plainvit.short_attention", "checkpoint"}
+
+
+def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert operators(monkeypatch, learning=True, dtype=torch.float32) == {"checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"), [("gelu_tanh", "aten._addmm_activation"), ("gelu", "plainvit.gelu"), ("relu", None)]
+)
+def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, activation: str, expected: str | None) -> None:
+    found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, activation=activation)
+    assert found == {"plainvit.short_attention", *([expected] if expected else [])}
