@@ -643,6 +643,16 @@ def test_stochastic_depth_that_skips_the_work() -> None:
     assert (share - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
 
 
+def test_of_a_single_image_a_branch_is_dropped_by_chance() -> None:
+    """No share of it is left out: however many tokens it has, each branch goes at its rate."""
+    block = tiny.vit(depth=3, stochastic_depth=0.3).take_shortcuts().blocks[2].train()
+    x, draws = torch.rand(1, 5, 48, dtype=torch.float64), 500
+    torch.manual_seed(0)
+    with torch.no_grad():
+        unchanged = sum(torch.equal(block(x), x) for _ in range(draws)) / draws
+    assert abs(unchanged - 0.3**2) < 5 * (0.09 * 0.91 / draws) ** 0.5
+
+
 def test_skipping_saves_the_flops_and_the_gradient() -> None:
     images, flops = tiny.images(20, dtype=torch.float32), []
     for wanted in (False, True):
