@@ -43,7 +43,7 @@ from plainvit.cli import main
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
-from plainvit.evaluate.cluster import Cluster, _sized
+from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, _Packed, _sized
 from plainvit.evaluate.outputs import Parts, _json_lines
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, write
 from plainvit.evaluate.predictor import Predictor
@@ -599,6 +599,24 @@ def test_copies_of_a_model_on_clusters_that_are_not_here(nodes: list[dict], devi
             _sized(ray, device)
     else:
         assert _sized(ray, device) == Cluster(ray, *found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])  # True: tasks decode, as they do for GPUs
+def test_the_work_of_a_clusters_machines_gives_the_rows_of_this_one(
+    predictor: Predictor, photos: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """All but the way there and back, which is Ray's; with Ray: test_predict_ray.py."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda sent: sent))
+    question, source = Question(predictor, 3), inputs.find([str(photos)])
+    work = _Decoding(source, question)
+    machine = _Answering(_Packed.of(question, "cpu"), work)
+    local = dict(locally(question, source, np.arange(2), workers=0))
+    for step in (1, 0):
+        asked: dict[str, Any] = {"item": np.array([step])}
+        row = machine(_decoded(asked, work) if ahead else asked)
+        assert row["fault"] == [""]
+        assert row["step"] == [step]
+        assert pa.ipc.open_stream(row["rows"][0]).read_all().equals(local[step])
 
 
 def test_without_ray_the_line_to_install_it_is_printed(
