@@ -13,6 +13,7 @@ from plainvit.config import Optim
 from plainvit.models import ViT, create
 from plainvit.train.optim import (
     Average,
+    Lamb,
     Muon,
     Optimizers,
     add_lora,
@@ -164,6 +165,16 @@ def test_lamb_is_timms() -> None:
     theirs = timm.optim.Lamb(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None)
     run_both(model, Optim(name="lamb", lr=4e-3, weight_decay=0.05), [theirs], twin)
     same(model, twin, 1e-10)
+
+
+def test_lamb_takes_no_ratio_of_nothing() -> None:
+    """Weights of zero take Adam's step as it is; a step that decay cancels moves nothing."""
+    zero, one = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    for weight in (zero, one):
+        weight.grad = -torch.ones(3)
+    Lamb([{"params": [zero, one], "lr": 0.1, "weight_decay": 1.0}], betas=(0.0, 0.0), eps=0.0).step()
+    assert torch.equal(zero, torch.full((3,), 0.1))
+    assert torch.equal(one, torch.ones(3))
 
 
 def newton_schulz(gradient: Tensor, steps: int = 5) -> Tensor:
