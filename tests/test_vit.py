@@ -228,6 +228,7 @@ def test_uint8_covers_the_whole_range() -> None:
 def test_constants_are_not_rounded_by_a_cast(dtype: torch.dtype) -> None:
     model = tiny.vit(torch.float32, mean=IMAGENET[0], std=IMAGENET[1], posemb="sincos2d").to(dtype)
     for constant, values in ((model.normalise.mean, IMAGENET[0]), (model.normalise.std, IMAGENET[1])):
+        assert constant.to(dtype) is constant  # cast by itself it is the same module, as any is
         assert torch.equal(constant.value.flatten(), torch.tensor(values, dtype=torch.float64))
     table = copy.deepcopy(model).float().positions[0].grid_table()
     assert np.abs(table.double().numpy() - reference.sincos2d(3, 5, 48)).max() < 1e-7
