@@ -440,6 +440,14 @@ def test_the_numbers_of_the_table() -> None:
     assert found["500"]["classes_with_fewer"] == 4
 
 
+def test_every_l2_is_tried_only_where_that_is_asked_for() -> None:
+    pair, asked = planted_pair(), {"shots": (2,), "seeds": 2, "l2": 8.0}
+    plain = frozen.few_shot(pair, frozen.Settings(**asked))["2"]
+    swept = frozen.few_shot(pair, frozen.Settings(**asked, sweep=True))["2"]
+    assert plain == {name: value for name, value in swept.items() if name != "sweep"}
+    assert "sweep" not in plain
+
+
 def said(capsys: Capture, *words: str) -> str:
     main(["probe", *words])
     return capsys.readouterr().out
