@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import plainvit
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
 from plainvit.runtime.watchdog import _who_is_missing
+from plainvit.train.loop import Launched
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 RECIPE = """
@@ -242,6 +245,31 @@ def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
     assert Checkpoints(folder / "checkpoints", 9).steps() == [said["step"]]
     assert f"saved at step {said['step']}" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("signals", "number"),
+    [
+        ([[], [], []], 0),
+        ([[], [signal.SIGINT], []], signal.SIGINT),
+        ([[signal.SIGINT]] * 3, signal.SIGINT),
+        ([[], [], [signal.SIGTERM]], signal.SIGTERM),
+        ([[signal.SIGINT], [signal.SIGINT], [signal.SIGTERM]], signal.SIGTERM),
+    ],
+)
+def test_what_three_processes_say_of_a_step_adds_up(signals: list[list[int]], number: int) -> None:
+    """The mean of the losses, all the images that were right, the norm that all know; one SIGTERM outweighs SIGINTs."""
+    shares: list[Tensor] = []
+
+    def kept(share: Tensor) -> Tensor:
+        shares.append(share)
+        return share
+
+    for loss, came in enumerate(signals):
+        run: Any = SimpleNamespace(world=SimpleNamespace(size=3, sum=kept), signals=came)
+        launched = Launched(run, torch.tensor((loss, 5.0 + loss, 0.7)))
+    launched.values = torch.stack(shares).sum(0)
+    assert launched.read() == pytest.approx((1.0, 18.0, 0.7, number))
 
 
 @pytest.mark.slow
