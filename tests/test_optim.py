@@ -286,6 +286,17 @@ def test_frozen_parts_do_not_move() -> None:
         assert torch.equal(tensor, before[name]) == name.startswith(("embedding.", "blocks.0.")), name
 
 
+def test_a_single_weight_may_be_all_that_trains() -> None:
+    model = vit()
+    freeze(model, [name for name in model.state_dict() if name != "head.bias"])
+    before = copy.deepcopy(model.state_dict())
+    ours = Optimizers(model, model.named_parameters(), Optim(lr=0.1))
+    ours.set_rate(0.1)
+    gradients(model, 0)
+    ours.step()
+    assert [name for name, x in model.state_dict().items() if not torch.equal(x, before[name])] == ["head.bias"]
+
+
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"'block\.\*' matches no weight"):
         freeze(vit(), ["block.*"])
