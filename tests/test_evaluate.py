@@ -237,6 +237,33 @@ class Pixels(Source):
         return self.names[index]
 
 
+class Counted(Pixels):
+    """Black pixels; how often they are read is counted."""
+
+    def __init__(self, images: int) -> None:
+        super().__init__(np.zeros(images, int), [], np.zeros(images, int), ("black",))
+        self.reads = 0
+
+    def read(self, index: int) -> np.ndarray:
+        self.reads += 1
+        if self.reads > 9:
+            raise ValueError("enough")
+        return super().read(index)
+
+
+def test_images_are_prepared_once_where_two_gigabytes_hold_them() -> None:
+    for keep, reads in ((True, 4), (False, 8)):
+        source = Counted(4)
+        prepared = Prepared(source, (1, 1), Preprocess(), keep=keep)
+        assert [len(batch.images) for _ in range(2) for batch in prepared.batches()] == [4, 4]
+        assert source.reads == reads
+    with pytest.raises(ValueError, match="enough"):  # 2.0 GB less 84,992 bytes: all are read
+        Prepared(Counted(13_286), (224, 224), Preprocess(), batch=1).batches()
+    source = Counted(13_287)
+    next(iter(Prepared(source, (224, 224), Preprocess(), batch=1).batches()))
+    assert source.reads == 1
+
+
 def test_real_equals_a_direct_count_on_all_50_000_lists() -> None:
     root = real_data()
     lists = json.loads((root / "imagenet-real" / "real.json").read_text())
