@@ -240,6 +240,15 @@ def test_muon_is_torchs() -> None:
             torch.testing.assert_close(mine[name], parameter, rtol=0.02, atol=2e-4)  # both iterate in bf16
 
 
+def test_muon_alone_and_without_anything_for_it() -> None:
+    model, optim = vit(), Optim(name="muon", lr=0.01)
+    named = dict(model.named_parameters())
+    (alone,) = Optimizers(model, [("blocks.0.mlp.fc1.weight", named["blocks.0.mlp.fc1.weight"])], optim).all
+    assert isinstance(alone, Muon)
+    with pytest.raises(ValueError, match="of which none is trained here: --optim.name adamw"):
+        Optimizers(model, [("head.weight", named["head.weight"])], optim)
+
+
 def test_muon_leaves_the_rest_to_adamw() -> None:
     model = vit()
     ours = Optimizers(model, model.named_parameters(), Optim(name="muon", lr=0.01))

@@ -107,11 +107,14 @@ class Optimizers:
             case "muon":
                 matrices = [(name, p) for name, p in named if _is_muons(name, p)]
                 others = [(name, p) for name, p in named if not _is_muons(name, p)]
+                if not matrices:
+                    raise ValueError(
+                        "Muon is for the matrices of a ViT's blocks, of which none is trained here: --optim.name adamw"
+                    )
                 split = [(name, part) for name, p in matrices for part in self._split(name, p)]
-                self.all = [
-                    Muon(groups(model, split, optim), optim.momentum),
-                    torch.optim.AdamW(groups(model, others, optim), **adam),
-                ]
+                self.all = [Muon(groups(model, split, optim), optim.momentum)]
+                if others:
+                    self.all.append(torch.optim.AdamW(groups(model, others, optim), **adam))
         if graphs:
             for optimizer in self.all:
                 for group in optimizer.param_groups:
