@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import small_runs
+import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -274,7 +275,7 @@ def test_the_committed_figures_can_be_read(gate: ModuleType) -> None:
 # Inference ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", tiny.mostly_slow(("gelu", "gelu_tanh"), 2))
 def test_inference_runs_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, activation: str) -> None:
     infer = load("infer", monkeypatch)
     words = ["--model", "Ti/16", "--batch", "2", "--seconds", "0.01", "--json", str(tmp_path / "rows.json")]

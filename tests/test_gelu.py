@@ -170,7 +170,7 @@ def hidden(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("by_kernel", tiny.mostly_slow((True, False), 2))
 @pytest.mark.parametrize("activation", tiny.mostly_slow(("gelu", "gelu_tanh"), 2))
 def test_compiled_training_keeps_one_tensor_of_an_mlp(
     monkeypatch: pytest.MonkeyPatch, activation: str, by_kernel: bool

@@ -6,6 +6,7 @@ That each way computes the same is for test_gelu, test_short_attention and test_
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,14 +58,17 @@ def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.d
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [
-        ({}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
-        ({"activation": "gelu"}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
-        ({"activation": "relu"}, {"plainvit.short_attention"}),
-        ({"activation": "gelu_sigmoid"}, {"plainvit.short_attention", "checkpoint"}),
-        ({"dropout": 0.1}, {"plainvit.short_attention", "checkpoint"}),
-        ({"posemb": "relative"}, {"plainvit.gelu_linear"}),
-    ],
+    tiny.mostly_slow(
+        [
+            ({}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
+            ({"activation": "gelu"}, {"plainvit.short_attention", "plainvit.gelu_linear"}),
+            ({"activation": "relu"}, {"plainvit.short_attention"}),
+            ({"activation": "gelu_sigmoid"}, {"plainvit.short_attention", "checkpoint"}),
+            ({"dropout": 0.1}, {"plainvit.short_attention", "checkpoint"}),
+            ({"posemb": "relative"}, {"plainvit.gelu_linear"}),
+        ],
+        3,
+    ),
 )
 def test_training_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
     assert operators(monkeypatch, learning=True, dtype=torch.bfloat16, **changes) == expected
@@ -75,12 +79,14 @@ def test_training_in_fp8_has_its_own_products(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"plainvit.short_attention", "checkpoint"}
 
 
+@pytest.mark.slow
 def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators(monkeypatch, learning=True, dtype=torch.float32) == {"checkpoint"}
 
 
 @pytest.mark.parametrize(
-    ("activation", "expected"), [("gelu_tanh", "aten._addmm_activation"), ("gelu", "plainvit.gelu"), ("relu", None)]
+    ("activation", "expected"),
+    tiny.mostly_slow([("gelu_tanh", "aten._addmm_activation"), ("gelu", "plainvit.gelu"), ("relu", None)], 3),
 )
 def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, activation: str, expected: str | None) -> None:
     found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, activation=activation)

@@ -74,4 +74,5 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 def mostly_slow(values: Iterable[Any], every: int) -> list[Any]:
     """Cases of one check, for parametrize: each so many-th runs with the fast tests, the others with the slow ones."""
-    return [one if at % every == 0 else pytest.param(one, marks=pytest.mark.slow) for at, one in enumerate(values)]
+    cases = [one if isinstance(one, tuple) else (one,) for one in values]
+    return [pytest.param(*one, marks=[pytest.mark.slow] * (at % every > 0)) for at, one in enumerate(cases)]
