@@ -295,6 +295,7 @@ def test_nothing_is_written_past_the_tokens(interpreter: Interpreter) -> None:
     assert interpreter.ask(job="untouched", tokens=70, heads=2, width=64)["kept"]
 
 
+@pytest.mark.slow
 def test_one_operator_for_the_compiler_and_export(interpreter: Interpreter) -> None:
     result = interpreter.ask(job="operator", tokens=9, heads=2, width=32)
     assert set(result["checks"].values()) == {"SUCCESS"}

@@ -58,6 +58,7 @@ def rate() -> Study:
     )
 
 
+@pytest.mark.slow
 def test_a_study_from_the_command_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own: the shortest real one takes more than 25 seconds of a core."""
     made = rate()

@@ -144,7 +144,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table has a line about machines without a GPU")
-@pytest.mark.parametrize(("flags", "code", "part"), WRONG, ids=[flags for flags, _, _ in WRONG])
+@pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(WRONG, 2), ids=[flags for flags, _, _ in WRONG])
 def test_wrong_words_are_refused_before_anything_is_made(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:

@@ -1001,7 +1001,7 @@ def try_bytes(data: bytes) -> None:
         assert [p.name for p in Path(name).iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("kind", tiny.mostly_slow(CONTAINERS, 2))
 @FUZZ
 @given(data=st.data())
 def test_flipped_bits_load_or_are_refused(kind: str, data: st.DataObject) -> None:

@@ -368,7 +368,7 @@ TINY_HYBRID: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", TINY_HYBRID.values(), ids=TINY_HYBRID)
+@pytest.mark.parametrize("settings", tiny.mostly_slow(TINY_HYBRID.values(), 3), ids=TINY_HYBRID)
 def test_a_hybrid_in_a_timm_folder_is_right_or_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = tiny.filled(configure("R+ViT-Ti/16", 7, 64, "timm", **settings), torch.float32)
     try:
