@@ -36,11 +36,11 @@ def without_bias_gradient(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor 
 
 def lean_mlp(mlp: "Mlp", x: Tensor) -> Tensor:
     """x [B, N, D] -> [B, N, D]. Only while the compiler traces."""
-    tanh, linears = mlp.kind == "gelu_tanh", (mlp.fc1, mlp.fc2)
+    tanh = mlp.kind == "gelu_tanh"
     if tanh and answers_by_cublas(mlp.fc1, x):
         rows = torch.ops.aten._addmm_activation(mlp.fc1.bias, x.flatten(0, -2), mlp.fc1.weight.t(), use_gelu=True)
         return mlp.fc2(rows.unflatten(0, x.shape[:-1]))
-    if mlp.kind in SHORT_FORMS and not mlp.dropout.p and learns_by_kernel(*linears, x):
+    if mlp.kind in SHORT_FORMS and not mlp.dropout.p and learns_by_kernel(mlp.fc1, mlp.fc2, x):
         hidden, before = without_bias_gradient(mlp.fc1, x)
         assert before is not None
         return gelu.gelu_linear(hidden, mlp.fc2.weight, mlp.fc2.bias, before, tanh=tanh)
