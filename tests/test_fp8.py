@@ -611,9 +611,10 @@ def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: p
 def test_rows_are_quantised_in_one_pass_as_in_several(K: int, activation: str) -> None:
     x = hidden(K).bfloat16()
     right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
-    (found, scale), (expected, scales) = fp8.quantised_rows(x.cuda(), activation), quantise(right)
+    (found, scale), (_, scales) = fp8.quantised_rows(x.cuda(), activation), quantise(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
-    assert (found.cpu().float() == expected.float()).float().mean() > 0.999
+    low, high = ((right / scales * (1 + off)).to(E4M3).float() for off in (-2e-5, 2e-5))
+    assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), "but for what lies between two"
     assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()
 
 

@@ -16,7 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from plainvit.models import ViT, lean
-from plainvit.models.gelu import gelu, gelu_linear, gelu_tanh, taught
+from plainvit.models.gelu import gelu, gelu_linear, gelu_tanh, linear_gelu, taught
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 NUMBERS = BITS[BITS.isfinite()]
@@ -86,10 +86,18 @@ def test_a_product_of_a_gelu_and_its_gradients_against_float64(tanh: bool) -> No
     torch.library.opcheck(torch.ops.plainvit.gelu_gradients.default, (flat[0], flat[0], tanh))
 
 
+def test_a_product_that_ends_with_a_gelu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((3, 5, 24), (7, 24), (7,)))
+    right = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
+    torch.testing.assert_close(linear_gelu(x, weight, bias).double(), right, rtol=0, atol=3e-5)
+    torch.library.opcheck(torch.ops.plainvit.linear_gelu.default, (x.flatten(0, 1), weight, bias))
+
+
 INTERPRETED = """
 import json, torch
-from plainvit.models.gelu import COLUMNS, ROWS, TURNS
-from plainvit.models.gelu_kernels import gelu_gradients
+from plainvit.models.gelu import COLUMNS, PRODUCT, ROWS, TURNS, tiled
+from plainvit.models.gelu_kernels import gelu_gradients, linear_gelu
 
 found = []
 for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 * ROWS * TURNS, COLUMNS, True)):
@@ -104,12 +112,19 @@ for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 *
     (slope,) = torch.autograd.grad(right, wide, grad.double())
     pairs = ((y, right), (dx, slope), (sums.sum(0), slope.sum(0)))
     found += [((one - other).abs().max() / other.abs().max()).item() for one, other in pairs]
+for R, M, D, programs in ((1, 8, 8, 1), (300, 520, 136, 2), (9 * 128 + 5, 264, 64, 3)):
+    generator = torch.Generator().manual_seed(R)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((R, D), (M, D), (M,)))
+    y = torch.full((R, M), float("nan"))
+    linear_gelu[(programs,)](*tiled(x, weight, y, bias), R, M, D, **PRODUCT, PROGRAMS=programs)
+    right = torch.nn.functional.gelu(x.double() @ weight.double().T + bias.double())
+    found.append(((y - right).abs().max() / right.abs().max()).item())
 print(json.dumps(found))
 """
 
 
-def test_the_kernel_in_the_interpreter() -> None:
-    """Sizes that fill no tile, a single row, whole tiles."""
+def test_the_kernels_in_the_interpreter() -> None:
+    """Sizes that fill no tile, a single row, whole tiles, more than a group of them."""
     pytest.importorskip("triton")
     assert max(json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))) < 1e-5
 
@@ -117,8 +132,10 @@ def test_the_kernel_in_the_interpreter() -> None:
 COMPILED = """
 import torch
 from plainvit.models import gelu
-from plainvit.models.gelu_kernels import gelu_gradients
-x = torch.zeros(512, 3072, dtype=torch.bfloat16)
+from plainvit.models.gelu_kernels import gelu_gradients, linear_gelu
+x, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 3072), (512,)))
+how = dict(gelu.PRODUCT, PROGRAMS=8, num_warps=8, num_stages=3)
+linear_gelu[(8,)](*gelu.tiled(x, x, x[:, :512], bias), 512, 512, 3072, **how)
 for tanh in (False, True):
     sizes = dict(M=3072, TANH=tanh, ROWS=gelu.ROWS, TURNS=gelu.TURNS, COLUMNS=gelu.COLUMNS)
     gelu_gradients[(24, 2)](x, x, x, x, torch.zeros(2, 3072), 512, **sizes)
@@ -128,9 +145,9 @@ print(len(made))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_for_gpus_that_are_not_here(capability: int) -> None:
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int) -> None:
     pytest.importorskip("triton")
-    assert in_child(NO_GPU.format(capability=capability) + COMPILED) == "2"
+    assert in_child(NO_GPU.format(capability=capability) + COMPILED) == "3"
 
 
 # In a model, compiled -------------------------------------------------------------------------------------------------

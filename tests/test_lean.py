@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plainvit.models import ViT, build, lean, short_attention
+from plainvit.models import ViT, build, gelu, lean, short_attention
 from plainvit.models.fp8 import use_fp8
 from plainvit.models.trace import constant
 from plainvit.names import configure
 
-OURS = {"plainvit.short_attention", "plainvit.gelu_linear", "plainvit.gelu", "aten._addmm_activation"}
+OURS = {f"plainvit.{name}" for name in ("short_attention", "gelu_linear", "linear_gelu", "gelu")}
+OURS.add("aten._addmm_activation")
 
 
 @constant
@@ -39,7 +40,8 @@ def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.d
     torch._dynamo.reset()
     monkeypatch.setattr(lean, "device_ready", gpu_is_ready)
     monkeypatch.setattr(short_attention, "device_ready", gpu_is_ready)
-    fp8 = changes.pop("fp8", False)
+    monkeypatch.setattr(gelu, "copies_tiles", gpu_is_ready)
+    fp8, batch = changes.pop("fp8", False), changes.pop("batch", 4)
     model = build(configure("ViT-Ti/16", 10, 64, depth=2, **changes))
     assert isinstance(model, ViT)
     seen: set[str] = set()
@@ -52,7 +54,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.d
         on_gpu_in_name(model, dtype)
         made = use_fp8(model) if fp8 else model
         run = torch.compile(made.train(learning).take_shortcuts(), backend=look, fullgraph=True, dynamic=False)
-        run(torch.empty(4, 3, 64, 64, dtype=torch.uint8, device="cuda"))
+        run(torch.empty(batch, 3, 64, 64, dtype=torch.uint8, device="cuda"))
     return {name for name in OURS if name in seen} | {"checkpoint" for name in seen if "checkpoint" in name}
 
 
@@ -85,9 +87,19 @@ def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("activation", "expected"),
-    tiny.mostly_slow([("gelu_tanh", "aten._addmm_activation"), ("gelu", "plainvit.gelu"), ("relu", None)], 3),
+    ("changes", "expected"),
+    tiny.mostly_slow(
+        [
+            ({"activation": "gelu_tanh"}, {"aten._addmm_activation"}),
+            ({"activation": "gelu"}, {"plainvit.gelu"}),
+            ({"activation": "relu"}, set()),
+            ({"activation": "gelu", "batch": 4096}, {"plainvit.linear_gelu", "plainvit.gelu"}),  # the last block's: few
+            ({"activation": "gelu", "batch": 4096, "mlp_dim": 764}, {"plainvit.gelu"}),  # rows of no whole 16 bytes
+            ({"activation": "gelu_tanh", "batch": 4096}, {"aten._addmm_activation"}),
+        ],
+        3,
+    ),
 )
-def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, activation: str, expected: str | None) -> None:
-    found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, activation=activation)
-    assert found == {"plainvit.short_attention", *([expected] if expected else [])}
+def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
+    found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, **changes)
+    assert found == {"plainvit.short_attention", *expected}

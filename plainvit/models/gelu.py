@@ -3,6 +3,7 @@
     if taught():                              # the compiler fuses the formula and its slope into what is around them
         y = gelu(x)                           # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
         z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), which keeps x alone to learn from
+    y = linear_gelu(x, weight, bias)          # gelu(F.linear(x, weight, bias)) in one kernel, to learn nothing from
 
 An MLP's hidden numbers are the largest of all activations, and its GELU should take no longer than to read and to write
 them. The error function of the GPU's library does: some 30 instructions, with branches. But the logarithm of the normal
@@ -13,6 +14,7 @@ autograd.Function: inside of `checkpoint` PyTorch 2.11 keeps the slope, in fp32,
 Letters: R tokens, M hidden numbers of each, D width.
 """
 
+import importlib.util
 import math
 from typing import Any
 
@@ -33,7 +35,8 @@ TAIL = (
     4.209228063700721e-05,
     -1.2433595202310244e-06,
 )
-ROWS, TURNS, COLUMNS = 16, 16, 128  # of the kernel: a program's tile, and how many of them one below the other
+ROWS, TURNS, COLUMNS = 16, 8, 128  # of gelu_gradients: a program's tile, and how many of them one below the other
+PRODUCT = {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 8}  # of linear_gelu; and 8 warps, 3 stages
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -163,6 +166,60 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gelu_linear.register_autograd(_differentiate_product, setup_context=_keep_for_product)
+
+
+# With the product before it -------------------------------------------------------------------------------------------
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A GELU of x [..., D] times weight [M, D] and a bias [M]: [..., M]. On a GPU only where `copies_tiles`."""
+    return _linear_gelu(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+def _ended(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return _value(F.linear(x, weight, bias), False)
+    from plainvit.models import gelu_kernels
+
+    (R, D), M = x.shape, len(weight)
+    y = x.new_empty(R, M)
+    tiles = -(-R // PRODUCT["ROWS"]) * -(-M // PRODUCT["COLUMNS"])
+    programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    launch: Any = gelu_kernels.linear_gelu[(programs,)]
+    with torch.cuda.device_of(x):
+        launch(
+            *tiled(x.contiguous(), weight.contiguous(), y, bias=bias), R, M, D,
+            **PRODUCT, PROGRAMS=programs, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return y
+
+
+def tiled(x: Tensor, weight: Tensor, y: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    """The kernel's tensors, as its tiles take them."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows, columns, inner = PRODUCT["ROWS"], PRODUCT["COLUMNS"], PRODUCT["INNER"]
+    tiles = ((x, rows, inner), (weight, columns, inner), (y, rows, columns // 2))
+    of_x, of_weight, of_y = (TensorDescriptor(t, [*t.shape], [*t.stride()], [*size]) for t, *size in tiles)
+    return of_x, of_weight, bias, of_y
+
+
+_linear_gelu = torch.library.custom_op("plainvit::linear_gelu", _ended, mutates_args=())
+
+
+@_linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: ARG001
+    return x.new_empty(len(x), len(weight))
+
+
+@constant
+def copies_tiles(index: int) -> bool:
+    """Whether that GPU, on which Triton runs, copies tiles by itself: Hopper's, for which the kernel is made."""
+    has = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    return has and torch.cuda.get_device_capability(index)[0] == 9
+
+
+# For the compiler -----------------------------------------------------------------------------------------------------
 
 
 @constant

@@ -1,8 +1,10 @@
 # type: ignore
-"""The Triton kernel of plainvit.models.gelu, which loads this module on use: triton is not everywhere.
+"""The Triton kernels of plainvit.models.gelu, which loads this module on use: triton is not everywhere.
 
-One pass over an MLP's hidden numbers and their gradients makes all that a backward pass wants of them. The compiler
-makes two: it does not sum up over rows what it writes along them.
+gelu_gradients: one pass over an MLP's hidden numbers and their gradients makes all that a backward pass wants of them.
+The compiler makes two: it does not sum up over rows what it writes along them.
+linear_gelu: a product that ends with the GELU, so that the hidden numbers are written once and not read again. Each
+program makes tile after tile, and loads for the next one while it writes the last.
 """
 
 import triton
@@ -47,3 +49,40 @@ def gelu_gradients(
         tl.store(dx + places, found.to(dx.dtype.element_ty), inside)
         total += found
     tl.store(sums + tl.program_id(1).to(tl.int64) * M + columns, tl.sum(total, 0), columns < M)
+
+
+@triton.jit
+def linear_gelu(
+    x,
+    weight,
+    bias,
+    y,
+    R,
+    M,
+    D,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    INNER: constexpr,
+    GROUP: constexpr,
+    PROGRAMS: constexpr,
+):
+    """y [R, M] = gelu(x [R, D] weight [M, D]T + bias [M]). All but the bias as tiles, those of y half as wide."""
+    down, across = tl.cdiv(R, ROWS), tl.cdiv(M, COLUMNS)
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+        first = tile // (GROUP * across) * GROUP  # so many rows of tiles at a time: what they share stays in the cache
+        height, place = tl.minimum(down - first, GROUP), tile % (GROUP * across)
+        row, column = (first + place % height) * ROWS, place // height * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, D, INNER):
+            total = tl.dot(x.load([row, k]), weight.load([column, k]).T, total)
+        left, right = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        store_gelu(left, bias, y, row, column, M, COLUMNS // 2)
+        store_gelu(right, bias, y, row, column + COLUMNS // 2, M, COLUMNS // 2)
+
+
+@triton.jit
+def store_gelu(hidden, bias, y, row, column, M, COLUMNS: constexpr):
+    columns = column + tl.arange(0, COLUMNS)
+    hidden += tl.load(bias + columns, columns < M, 0.0).to(tl.float32)[None, :]
+    phi, _ = normal(hidden, False)
+    y.store([row, column], (hidden * phi).to(y.dtype))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plainvit.models.vit import Mlp
 
 SHORT_FORMS = {"gelu": gelu.gelu, "gelu_tanh": gelu.gelu_tanh}  # the same in fewer instructions, for bf16
+ENOUGH = 2**25  # hidden numbers: eight tiles for each of an H200's 132 multiprocessors
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -37,9 +38,11 @@ def without_bias_gradient(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor 
 def lean_mlp(mlp: "Mlp", x: Tensor) -> Tensor:
     """x [B, N, D] -> [B, N, D]. Only while the compiler traces."""
     tanh = mlp.kind == "gelu_tanh"
-    if tanh and answers_by_cublas(mlp.fc1, x):
+    if tanh and answers_in_bf16(mlp.fc1, x):
         rows = torch.ops.aten._addmm_activation(mlp.fc1.bias, x.flatten(0, -2), mlp.fc1.weight.t(), use_gelu=True)
-        return mlp.fc2(rows.unflatten(0, x.shape[:-1]))
+        return mlp.fc2(mlp.dropout(rows.unflatten(0, x.shape[:-1])))
+    if mlp.kind == "gelu" and answers_in_bf16(mlp.fc1, x) and fills_a_gpu(mlp.fc1, x):
+        return mlp.fc2(mlp.dropout(gelu.linear_gelu(x, mlp.fc1.weight, mlp.fc1.bias)))
     if mlp.kind in SHORT_FORMS and not mlp.dropout.p and learns_by_kernel(mlp.fc1, mlp.fc2, x):
         hidden, before = without_bias_gradient(mlp.fc1, x)
         assert before is not None
@@ -47,10 +50,16 @@ def lean_mlp(mlp: "Mlp", x: Tensor) -> Tensor:
     return mlp.fc2(mlp.dropout(activated(mlp, mlp.fc1(x))))
 
 
-def answers_by_cublas(linear: nn.Module, x: Tensor) -> bool:
-    """Whether nothing is learned and this is a product that can end with a GELU, the one with a tanh."""
+def answers_in_bf16(linear: nn.Module, x: Tensor) -> bool:
+    """Whether nothing is learned and this is a product that can end with a GELU: by cuBLAS with a tanh, or by ours."""
     plain = type(linear) is nn.Linear and x.dtype is linear.weight.dtype is torch.bfloat16
     return plain and x.is_cuda and not torch.is_grad_enabled()
+
+
+def fills_a_gpu(linear: nn.Linear, x: Tensor) -> bool:
+    """Whether our product is faster than cuBLAS' and a GELU: it has many tiles, each of whole 16 bytes."""
+    (M, D), rows, gpu = linear.weight.shape, x.shape[:-1].numel(), x.device.index
+    return rows * M >= ENOUGH and M % 8 == D % 8 == 0 and device_ready(gpu) and gelu.copies_tiles(gpu)
 
 
 def learns_by_kernel(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
