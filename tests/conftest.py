@@ -4,9 +4,29 @@ from plainvit import device
 
 device.prepare()  # must come before torch is loaded
 
+import gc  # noqa: E402
+from collections.abc import Generator  # noqa: E402
+from typing import Any  # noqa: E402
+
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # for models this small a second thread only waits
 hypothesis.settings.register_profile("plainvit", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("plainvit")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is loaded with the tests stays; to look through it for garbage, over and over, took a tenth of the time."""
+    gc.disable()
+    found = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or what is not taken down at the end is told of as leaked
