@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from torch import Tensor
 
 import plainvit
+from plainvit.cli import main
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
@@ -73,9 +75,11 @@ def numbers(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process: this one, whose torch is loaded."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    done = train(folder)
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        small_runs.without_figures(patch)
+        main(command(folder, "--device", "cpu")[3:])
     return folder
 
 
