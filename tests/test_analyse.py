@@ -63,7 +63,7 @@ def resnet() -> ResNet:
     return filled(config.replace(blocks=(1,), image_size=(32, 48)), torch.float32)
 
 
-every_kind = pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 2))
+every_kind = pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 7))
 
 
 def predictor(model: Any) -> Predictor:

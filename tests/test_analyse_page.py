@@ -17,7 +17,7 @@ import pytest
 import torch
 from pictures import encode, photo
 from PIL import Image
-from tiny import vit
+from tiny import mostly_slow, vit
 from torch import Tensor
 
 import plainvit
@@ -111,7 +111,9 @@ def test_pooled_keys_keep_their_sum() -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "images", "heads"),
-    [("ViT-Ti/16", 224, 6, 12), ("ViT-B/32", 224, 6, 12), ("ViT-B/16", 224, 3, 12), ("ViT-L/16", 384, 1, 12)],
+    mostly_slow(
+        [("ViT-B/16", 224, 3, 12), ("ViT-Ti/16", 224, 6, 12), ("ViT-B/32", 224, 6, 12), ("ViT-L/16", 384, 1, 12)], 4
+    ),
 )
 def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int) -> None:
     """All heads of ViT-B/16 on three images; of ViT-L/16 at 384 pixels, those of every other layer on one."""

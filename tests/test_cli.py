@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tiny import mostly_slow
 
 import plainvit
 from plainvit.cli import VERBS, main
@@ -199,40 +200,44 @@ def test_wrong_usage_exits_with_2(capsys: Capture, arguments: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [
-        ("probe A B --data digits", "probe takes one MODEL: 'B' is a word too many"),
-        ("convert A B C --format timm", "convert takes one MODEL and one TARGET: 'C' is a word too many"),
-        ("models A B", "models takes one PATTERN: 'B' is a word too many"),
-        ("vtab A --init B --data-root C", "vtab takes flags alone: 'A' is a word too many"),
-        ("train digits other", "train takes one RECIPE: 'other' is a word too many"),
-        ("doctor --json digits", "the recipe comes first: plainvit doctor digits ..."),
-        ("train digits --class-weights True", "--class-weights takes no value, got 'True'"),
-        ("train digits --model.class-token=True", "--model.class-token takes no value, got 'True'"),
-        (
-            "train vit-b16-i1k --model.class-token True",
-            "--model.class-token takes no value; --model.no-class-token turns it off",
-        ),
-        (
-            "train digits --preprocess squash",
-            "unknown flag '--preprocess'; nearest: --preprocess.resize, --preprocess.crop, --preprocess.interpolation",
-        ),
-        ("evaluate A --data B --antialias --no-antialias", "--antialias and --no-antialias contradict each other"),
-        ("evaluate A --data B --workers -2", "--workers is a number of processes, or -1"),
-        ("probe A --data B --workers -2", "--workers is a number of processes, or -1"),
-        ("predict A B --workers -2", "--workers is a number of processes, or -1"),
-        ("weights *nothing*", "no published weights match '*nothing*'"),
-        ("recipes *nothing*", "no recipe matches '*nothing*'"),
-        ("evaluate A --data B --devices 0", "--devices is at least 1, got 0"),
-        ("predict A B --batch 0", "batch is 0: at least 1"),
-        ("inspect ViT-B/16 --heads 3", "--heads goes with a weights file"),
-        ("inspect A --image B", "--image goes with a model's name"),
-    ],
+    mostly_slow(
+        [
+            ("probe A B --data digits", "probe takes one MODEL: 'B' is a word too many"),
+            ("convert A B C --format timm", "convert takes one MODEL and one TARGET: 'C' is a word too many"),
+            ("models A B", "models takes one PATTERN: 'B' is a word too many"),
+            ("vtab A --init B --data-root C", "vtab takes flags alone: 'A' is a word too many"),
+            ("train digits other", "train takes one RECIPE: 'other' is a word too many"),
+            ("doctor --json digits", "the recipe comes first: plainvit doctor digits ..."),
+            ("train digits --class-weights True", "--class-weights takes no value, got 'True'"),
+            ("train digits --model.class-token=True", "--model.class-token takes no value, got 'True'"),
+            (
+                "train vit-b16-i1k --model.class-token True",
+                "--model.class-token takes no value; --model.no-class-token turns it off",
+            ),
+            (
+                "train digits --preprocess squash",
+                "unknown flag '--preprocess'; nearest: --preprocess.resize, --preprocess.crop, "
+                "--preprocess.interpolation",
+            ),
+            ("evaluate A --data B --antialias --no-antialias", "--antialias and --no-antialias contradict each other"),
+            ("evaluate A --data B --workers -2", "--workers is a number of processes, or -1"),
+            ("probe A --data B --workers -2", "--workers is a number of processes, or -1"),
+            ("predict A B --workers -2", "--workers is a number of processes, or -1"),
+            ("weights *nothing*", "no published weights match '*nothing*'"),
+            ("recipes *nothing*", "no recipe matches '*nothing*'"),
+            ("evaluate A --data B --devices 0", "--devices is at least 1, got 0"),
+            ("predict A B --batch 0", "batch is 0: at least 1"),
+            ("inspect ViT-B/16 --heads 3", "--heads goes with a weights file"),
+            ("inspect A --image B", "--image goes with a model's name"),
+        ],
+        2,
+    ),
 )
 def test_a_word_too_many_and_a_flag_misused(capsys: Capture, words: str, line: str) -> None:
     assert refused(capsys, *words.split()).startswith(f"plainvit: {line}")
 
 
-@pytest.mark.parametrize("columns", ["40", "300"])
+@pytest.mark.parametrize("columns", mostly_slow(["40", "300"], 2))
 def test_flags_are_found_in_help_of_any_width(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     line = refused(capsys, "train", "digits", "--preprocess.interpolatio", "nearest")
@@ -283,7 +288,7 @@ def told(capsys: Capture, *arguments: str) -> str:
     return " ".join(word for word in helped(capsys, *arguments, "--help").split() if word != "\u2502")
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "train digits", "train r50x1-jft"])
+@pytest.mark.parametrize("verb", mostly_slow(["train digits", "train r50x1-jft", *VERBS], 3))
 def test_help_shows_no_words_of_python(capsys: Capture, verb: str) -> None:
     out = told(capsys, *verb.split()).replace("--model.layer-scale {None}|FLOAT", "")  # where None is a choice
     for word in ("{None", "|None", "True,False", "SOURCE", "SPEC", "every default is"):

@@ -95,7 +95,7 @@ def as_printed(value: float, text: str) -> str:
     return f"{value:.{len(text.partition('.')[2])}f}"
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 3))
+@pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 5))
 def test_parameters_to_the_last_digit(name: str) -> None:
     with_head, headless = PARAMETERS[name]
     assert cost.parameters(configure(name)) == with_head == counted(configure(name))[0]
@@ -104,7 +104,7 @@ def test_parameters_to_the_last_digit(name: str) -> None:
         assert cost.parameters(config) == headless == counted(config)[0]
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 3))
+@pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 6))
 def test_arithmetic_equals_the_built_model(name: str) -> None:
     config = configure(name)
     assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)

@@ -23,6 +23,7 @@ import torch
 import torchvision.transforms.v2.functional as VF
 from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
 from PIL import Image
+from tiny import mostly_slow
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
@@ -753,7 +754,7 @@ def flawed_set(root: Path, count: int, flaws: dict[int, bytes | None]) -> Source
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
-@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("flaw", mostly_slow(FLAWS, 3))
 def test_below_one_per_cent_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str, mode: str
 ) -> None:
@@ -772,7 +773,7 @@ def test_below_one_per_cent_training_goes_on(
     assert all(any(source.name(index) in line for line in told) for index in (17, 99))
 
 
-@pytest.mark.parametrize("flaw", ["html", "cut in the pixels"])
+@pytest.mark.parametrize("flaw", mostly_slow(["cut in the pixels", "html"], 2))
 def test_stand_ins_are_the_same_for_all(tmp_path: Path, flaw: str) -> None:
     """Neighbours that are bad too, and the last image, whose next is the first."""
     source = flawed_set(tmp_path, 500, {20: FLAWS[flaw], 21: FLAWS[flaw], 499: FLAWS[flaw]})
@@ -829,7 +830,7 @@ def test_a_changed_byte_in_a_shard_is_one_bad_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", ["auto", "streamed", "resident"])
-@pytest.mark.parametrize("flaw", ["html", "cut in the pixels", "cut in the header"])
+@pytest.mark.parametrize("flaw", mostly_slow(["cut in the pixels", "html", "cut in the header"], 3))
 def test_a_set_that_is_all_broken(tmp_path: Path, flaw: str, mode: str, workers: int) -> None:
     """One line, the same with and without workers, and soon."""
     source = flawed_set(tmp_path, 60, dict.fromkeys(range(60), FLAWS[flaw]))

@@ -369,7 +369,7 @@ def two_ways(name: str, augment: Augment) -> list[Tensor]:
 
 @pytest.mark.parametrize("crop", ["pad", "none"])
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", mostly_slow(REAL, 2))
 def test_what_is_not_resampled_is_the_same_either_way(name: str, chain: str, crop: str) -> None:
     streamed, resident = two_ways(name, CHAINS[chain].replace(crop=crop, colour=0.3, erase=0.3))
     assert torch.equal(streamed, resident)

@@ -569,12 +569,15 @@ PEERS = {"vit_tiny_patch16_224": 64, "efficientnet_b0": 64, "resnetv2_50x1_bit":
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("vit_tiny_patch16_224", "safetensors"),
-        ("efficientnet_b0", "pth"),
-        ("efficientnet_b0", "safetensors"),
-        ("resnetv2_50x1_bit", "pth"),
-    ],
+    tiny.mostly_slow(
+        [
+            ("vit_tiny_patch16_224", "safetensors"),
+            ("efficientnet_b0", "pth"),
+            ("efficientnet_b0", "safetensors"),
+            ("resnetv2_50x1_bit", "pth"),
+        ],
+        3,
+    ),
 )
 def test_a_timm_model_gives_timms_own_logits(name: str, kind: str, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")

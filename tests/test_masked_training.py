@@ -10,6 +10,7 @@ import pytest
 import small_runs as runs
 import torch
 from test_train_resume import stopped_run, undisturbed
+from tiny import mostly_slow
 
 import plainvit
 from plainvit import cli
@@ -129,7 +130,7 @@ def test_the_plan_says_what_it_does_not_count() -> None:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["colour", "mae"])
+@pytest.mark.parametrize("kind", mostly_slow(["mae", "colour"], 2))
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path, quick: None) -> None:  # noqa: ARG001
     made = config(kind)
     stopped_run(made, tmp_path / "run", 8)

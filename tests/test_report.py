@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tiny import mostly_slow
 
 from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import frequent_confusions
@@ -250,12 +251,18 @@ def test_drawings_follow_the_pages_colours(whole: tuple[Path, Reader]) -> None:
 
 @pytest.mark.parametrize(
     ("noted", "said"),
-    [
-        ({"ece": 0.0734, "probability": 0.9234}, "7.3 points on average it says 92 % and is right in 85 %: too sure"),
-        ({"ece": 0.0734}, "7.3 points"),
-        ({"ece": 0.0734, "probability": 1e9, "images": -1}, "7.3 points"),
-        ({"probability": 0.9234}, ""),
-    ],
+    mostly_slow(
+        [
+            (
+                {"ece": 0.0734, "probability": 0.9234},
+                "7.3 points on average it says 92 % and is right in 85 %: too sure",
+            ),
+            ({"ece": 0.0734}, "7.3 points"),
+            ({"ece": 0.0734, "probability": 1e9, "images": -1}, "7.3 points"),
+            ({"probability": 0.9234}, ""),
+        ],
+        3,
+    ),
 )
 def test_calibration_is_told_as_far_as_it_was_noted(tmp_path: Path, noted: dict[str, Any], said: str) -> None:
     text = read(plant(tmp_path / "run", results={"test": result(**noted)})).text

@@ -63,7 +63,9 @@ def test_hybrid_equals_numpy(blocks: tuple[int, ...], patch: int, size: tuple[in
         assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
 
 
-@pytest.mark.parametrize(("blocks", "size"), [*(((2, 1, 1), size) for size in SIZES), ((1, 1, 1, 2), (65, 98))])
+@pytest.mark.parametrize(
+    ("blocks", "size"), tiny.mostly_slow([*(((2, 1, 1), size) for size in SIZES), ((1, 1, 1, 2), (65, 98))], 5)
+)
 def test_bit_equals_timm(blocks: tuple[int, ...], size: tuple[int, int]) -> None:
     peer = timm_bit(blocks)
     model = tiny.bit(blocks=blocks, numerics="timm")
@@ -166,7 +168,7 @@ def strides(stages: torch.nn.ModuleList) -> list[list[int]]:
     return [[unit.conv2.stride[0] for unit in stage] for stage in stages]
 
 
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", tiny.mostly_slow(STEMS, 3))
 def test_structure_of_hybrids(name: str) -> None:
     units, size, channels, grid = STEMS[name]
     model, trace = traced(name)

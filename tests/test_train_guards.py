@@ -17,6 +17,7 @@ import pytest
 import small_runs as runs
 import torch
 from small_runs import Child, litter, outcome, stalled, status
+from tiny import mostly_slow
 from torch import Tensor
 
 from plainvit.cli import main
@@ -258,7 +259,7 @@ def test_replay_prints_json_that_others_can_read(diverged: tuple[Path, str], cap
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"micro_batch": 4}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}]
+    "changes", mostly_slow([{"micro_batch": 4}, {}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}], 2)
 )
 def test_replay_makes_a_sound_step_again(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The step after a checkpoint, with the loss and the norm that the metrics have of it, bit for bit."""
@@ -293,7 +294,8 @@ def test_a_captured_step_can_be_looked_into_while_the_run_goes_on(tmp_path: Path
 
 # Signals --------------------------------------------------------------------------------------------------------------
 
-signals = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+SIGNALS = ((signal.SIGTERM, 143), (signal.SIGINT, 130))
+signals = pytest.mark.parametrize(("number", "code"), SIGNALS)
 
 
 def command(tmp_path: Path, made: Config, *words: str, stall: str = "", pace: float = 0.0) -> Child:
@@ -344,7 +346,7 @@ def test_a_signal_to_the_data_workers_too(tmp_path: Path, number: int, code: int
     assert outcome(out) == outcome(tmp_path / "whole")
 
 
-@signals
+@pytest.mark.parametrize(("number", "code"), mostly_slow(SIGNALS, 2))
 def test_a_second_signal_ends_at_once(tmp_path: Path, whole: dict[str, Any], number: int, code: int) -> None:
     """In the middle of a step that never ends: nothing more is saved, and what was saved is whole."""
     out = tmp_path / "run"
@@ -371,7 +373,9 @@ def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stall", "number", "code"),
-    [("delivering", signal.SIGTERM, 143), ("reporting", signal.SIGTERM, 143), ("reporting", signal.SIGINT, 130)],
+    mostly_slow(
+        [("delivering", signal.SIGTERM, 143), ("reporting", signal.SIGTERM, 143), ("reporting", signal.SIGINT, 130)], 2
+    ),
 )
 def test_a_signal_after_the_last_step_is_called_one(
     tmp_path: Path, whole: dict[str, Any], stall: str, number: int, code: int
@@ -443,11 +447,13 @@ def test_the_reason_is_never_a_bare_number(
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
     out = tmp_path / "run"
-    child = command(tmp_path, runs.config(), pace=0.25)
+    child = command(tmp_path, runs.config(), pace=0.05)
     child.wait_for(lambda: any(metrics(out)))
+    child.send(signal.SIGSTOP)  # or it might be done before it is asked of
     line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=2, capsys=capsys)
     assert f"process {child.process.pid} on {platform.node()} is training in {out}" in line
     assert child.process.is_alive()
+    child.send(signal.SIGCONT)
     assert child.wait() == 0, child.said
     assert outcome(out) == whole
 
@@ -521,7 +527,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("step", [1, 5, 7, 12])
+@pytest.mark.parametrize("step", mostly_slow([1, 5, 12, 7], 2))
 def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
     small_disk: Path, tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int, capsys: Capture
 ) -> None:
@@ -591,7 +597,7 @@ def offered(line: str) -> int:
     return int(words[words.index("--micro-batch") + 1])
 
 
-@pytest.mark.parametrize(("micro_batch", "most"), [(8, 4), (16, 8), (8, 2), (16, 1)])
+@pytest.mark.parametrize(("micro_batch", "most"), mostly_slow([(8, 4), (16, 8), (8, 2), (16, 1)], 3))
 def test_too_large_a_micro_batch_is_refused_with_one_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, micro_batch: int, most: int
 ) -> None:

@@ -144,7 +144,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table has a line about machines without a GPU")
-@pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(WRONG, 2), ids=[flags for flags, _, _ in WRONG])
+@pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(WRONG, 3), ids=[flags for flags, _, _ in WRONG])
 def test_wrong_words_are_refused_before_anything_is_made(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
@@ -154,23 +154,26 @@ def test_wrong_words_are_refused_before_anything_is_made(
 
 @pytest.mark.parametrize(
     ("words", "part"),
-    [
-        ("train", "plainvit train digits"),
-        ("train digit", "nearest: digits"),
-        ("train no.py:recipe", "no file no.py"),
-        ("train mine.py:recip", "nearest: recipe"),
-        ("train mine.py", "mine.py:FUNCTION"),
-        ("train vit-b16-jft", "--data"),
-        ("finetune --data digits", "--init"),
-        ("finetune", "--data"),
-        ("finetune --init vit_b16_augreg_i21k_224 --data digits", "hf download timm/vit_base_patch16_224"),
-        ("finetune --init vit_b16_augreg_i21k_224 --data digits", "plainvit train photos --data"),
-        ("train digits --data cifar10", "the recipe digits is for digits"),
-        ("doctor digitts", "nearest: digits"),
-        ("doctor digits --batchh 3", "nearest: --batch"),
-        ("replay", "RUN"),
-        ("replay nowhere", "no run folder"),
-    ],
+    mostly_slow(
+        [
+            ("train", "plainvit train digits"),
+            ("train digit", "nearest: digits"),
+            ("train no.py:recipe", "no file no.py"),
+            ("train mine.py:recip", "nearest: recipe"),
+            ("train mine.py", "mine.py:FUNCTION"),
+            ("train vit-b16-jft", "--data"),
+            ("finetune --data digits", "--init"),
+            ("finetune", "--data"),
+            ("finetune --init vit_b16_augreg_i21k_224 --data digits", "hf download timm/vit_base_patch16_224"),
+            ("finetune --init vit_b16_augreg_i21k_224 --data digits", "plainvit train photos --data"),
+            ("train digits --data cifar10", "the recipe digits is for digits"),
+            ("doctor digitts", "nearest: digits"),
+            ("doctor digits --batchh 3", "nearest: --batch"),
+            ("replay", "RUN"),
+            ("replay nowhere", "no run folder"),
+        ],
+        2,
+    ),
 )
 @pytest.mark.usefixtures("recipe")
 def test_a_command_without_a_run_in_it_is_refused(capsys: Capture, words: str, part: str) -> None:
@@ -196,7 +199,7 @@ LATE: list[tuple[str, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "code", "part"), LATE, ids=[flags for flags, _, _ in LATE])
+@pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(LATE, 2), ids=[flags for flags, _, _ in LATE])
 def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
@@ -235,7 +238,7 @@ def test_a_tracker_is_sent_every_number(tmp_path: Path, monkeypatch: pytest.Monk
     assert sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
 
 
-@pytest.mark.parametrize("seed", [2**24, 20_240_131, 2**32 - 1, 2**63 - 1])
+@pytest.mark.parametrize("seed", mostly_slow([2**32 - 1, 2**24, 20_240_131, 2**63 - 1], 3))
 def test_a_large_seed_trains_or_is_refused_at_once(capsys: Capture, recipe: str, seed: int) -> None:
     """A date is a likely seed."""
     code = ended("train", recipe, "--out", "run", "--seed", seed)
@@ -371,14 +374,17 @@ def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsy
 
 @pytest.mark.parametrize(
     ("flags", "first"),
-    [
-        ("--model.depth 2", {}),
-        ("--model.width 32", {}),
-        ("--optim.lora 2", {}),
-        ("", {"optim": Optim(name="sgd")}),
-        ("", {"ema": 0.0}),
-        ("", {"optim": Optim(lora=2)}),
-    ],
+    mostly_slow(
+        [
+            ("--model.depth 2", {}),
+            ("--model.width 32", {}),
+            ("--optim.lora 2", {}),
+            ("", {"optim": Optim(name="sgd")}),
+            ("", {"ema": 0.0}),
+            ("", {"optim": Optim(lora=2)}),
+        ],
+        2,
+    ),
 )
 def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
     tmp_path: Path, recipe: str, capsys: Capture, flags: str, first: dict[str, Any]
@@ -410,7 +416,9 @@ def test_a_finished_run_can_be_made_longer_by_force(tmp_path: Path, recipe: str,
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'])
+@pytest.mark.parametrize(
+    "text", mostly_slow(["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'], 3)
+)
 def test_a_broken_config_file_is_told_of(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
     (begun(tmp_path / "run") / "config.json").write_text(text)
     refused(capsys, "train", recipe, "--out", "run")
@@ -568,14 +576,17 @@ FINETUNE = (
 
 @pytest.mark.parametrize(
     ("flags", "code", "part"),
-    [
-        ("--head keep", 3, "--head zero"),
-        ("--model.depth 2", 2, "depth 1, not 2"),
-        ("--model.mean 0.1", 2, "mean"),
-        ("--model.patch 2 2", 2, "patch (4, 4), not (2, 2)"),
-        ("--image-size 13", 2, "nearest: 12 or 16"),
-        ("--teacher first", 3, "10 classes"),
-    ],
+    mostly_slow(
+        [
+            ("--head keep", 3, "--head zero"),
+            ("--model.depth 2", 2, "depth 1, not 2"),
+            ("--model.mean 0.1", 2, "mean"),
+            ("--model.patch 2 2", 2, "patch (4, 4), not (2, 2)"),
+            ("--image-size 13", 2, "nearest: 12 or 16"),
+            ("--teacher first", 3, "10 classes"),
+        ],
+        3,
+    ),
 )
 @pytest.mark.usefixtures("first")
 def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code: int, part: str) -> None:
@@ -621,15 +632,18 @@ def test_a_run_folder_goes_on_as_weights(capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("words", "parts"),
-    [
-        ("train digits --help", ("--optim.lr", "--model.patch", "--data", "--out", "--search", "--force", "0.002")),
-        ("train --help", ("plainvit recipes", "--optim.lr", "FILE.py:FUNCTION")),
-        ("finetune --help", ("--init", "--head", "--image-size", "ft-cifar10", "--optim.frozen")),
-        ("finetune ft-cifar10 --help", ("--optim.grid", "0.03", "sgd")),
-        ("doctor --help", ("risks", "--json")),
-        ("doctor digits --help", ("--model.patch",)),
-        ("replay --help", ("--step", "RUN", "--json")),
-    ],
+    mostly_slow(
+        [
+            ("train digits --help", ("--optim.lr", "--model.patch", "--data", "--out", "--search", "--force", "0.002")),
+            ("train --help", ("plainvit recipes", "--optim.lr", "FILE.py:FUNCTION")),
+            ("finetune --help", ("--init", "--head", "--image-size", "ft-cifar10", "--optim.frozen")),
+            ("finetune ft-cifar10 --help", ("--optim.grid", "0.03", "sgd")),
+            ("doctor --help", ("risks", "--json")),
+            ("doctor digits --help", ("--model.patch",)),
+            ("replay --help", ("--step", "RUN", "--json")),
+        ],
+        3,
+    ),
 )
 def test_help_names_what_there_is(capsys: Capture, words: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -164,7 +164,7 @@ def test_killed_at_each_point_by_itself(tmp_path: Path, whole_streamed: dict[str
     assert litter(out) == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", tiny.mostly_slow([2, 0], 2))
 def test_a_killed_run_can_be_started_again_at_once(
     tmp_path: Path, whole_streamed: dict[str, Any], workers: int
 ) -> None:
@@ -222,7 +222,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", tiny.mostly_slow(VARIANTS.values(), 3), ids=VARIANTS)
+@pytest.mark.parametrize("changes", tiny.mostly_slow(VARIANTS.values(), 4), ids=VARIANTS)
 def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
     made = runs.config(**changes)
     fit(made, tmp_path / "whole", quiet=True)
@@ -367,14 +367,17 @@ def test_metrics_have_each_step_and_each_validation_once_in_order(whole: dict[st
 
 @pytest.mark.parametrize(
     "end",
-    [
-        '{"step": 10, "loss": 1.0}\n{"step": 11, "loss": 1.0}\n{"step": 12, "val": {"top1": 1.0}}\n',
-        '{"step": 10, "loss": 2.3',
-        '{"step": 9, "lo',
-        "\n\n[1]\n7\nnull\n{}\n",
-        "\0" * 100,
-        '{"step": 13, "loss": 1.0}\n\0\0\0\n{"step": 14}',
-    ],
+    tiny.mostly_slow(
+        [
+            '{"step": 10, "loss": 1.0}\n{"step": 11, "loss": 1.0}\n{"step": 12, "val": {"top1": 1.0}}\n',
+            '{"step": 10, "loss": 2.3',
+            '{"step": 9, "lo',
+            "\n\n[1]\n7\nnull\n{}\n",
+            "\0" * 100,
+            '{"step": 13, "loss": 1.0}\n\0\0\0\n{"step": 14}',
+        ],
+        2,
+    ),
 )
 def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(tmp_path: Path, whole: dict[str, Any], end: str) -> None:
     stopped_run(runs.config(), tmp_path / "run", 11)  # the newest checkpoint is that of step 9
@@ -425,7 +428,9 @@ def test_metrics_have_times_and_tell_when_a_run_went_on(tmp_path: Path, capsys: 
     assert read_metrics(out / "metrics.jsonl")["step"].tolist() == list(range(1, 13))
 
 
-@pytest.mark.parametrize(("name", "value"), [("torch", "1.13"), ("device", "abacus, 3 threads"), ("processes", 8)])
+@pytest.mark.parametrize(
+    ("name", "value"), tiny.mostly_slow([("torch", "1.13"), ("device", "abacus, 3 threads"), ("processes", 8)], 3)
+)
 def test_another_machine_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
     out = tmp_path / "run"
     stopped_run(runs.config(), out, 8)
@@ -568,7 +573,9 @@ def dangling(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [TENSORS, STATE])
-@pytest.mark.parametrize("damage", [absent, empty, folder_instead, one_bit, of_another_step, dangling])
+@pytest.mark.parametrize(
+    "damage", tiny.mostly_slow([absent, empty, folder_instead, one_bit, of_another_step, dangling], 3)
+)
 def test_with_a_damaged_checkpoint_the_one_before_is_taken(
     copy: Path, whole: dict[str, Any], damage: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -159,7 +159,7 @@ def test_the_sound_files_are_sound(tmp_path: Path, kind: str) -> None:
 MAY_BE_ABSENT = {"pos_embed", "params/pos_embedding"}  # timm's pos_embed="none"; big_vision's fixed positions
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 2))
 def test_a_missing_weight_is_refused(tmp_path: Path, kind: str) -> None:
     for name in sound(kind).keys() - MAY_BE_ABSENT:
         values = {other: x for other, x in sound(kind).items() if other != name}
@@ -206,7 +206,7 @@ PATCHES = (
 
 
 @pytest.mark.parametrize("change", SHAPES)
-@pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 6))
+@pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 10))
 def test_a_wrong_shape_is_refused(tmp_path: Path, kind: str, change: str) -> None:
     """The same numbers with other sides of 1 may load, and must then be the same model."""
     right = plainvit.load(store(kind, sound(kind), tmp_path), **HINTS).state_dict()

@@ -290,7 +290,7 @@ def test_the_table_has_every_pair_that_can_be() -> None:
     assert every - pairs == never, "Google's GELU is not that of a bare file"
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 5))
+@pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 8))
 def test_there_and_back_is_bit_equal(tmp_path: Path, name: str) -> None:
     """A -> B -> A, for every ordered pair of formats that can hold the model."""
     model, able = model_of(name), holders(name)
@@ -356,7 +356,7 @@ def test_a_resnet_padded_otherwise_is_refused(tmp_path: Path, kind: str, format_
 
 
 @pytest.mark.parametrize("format_", ["plainvit", "google", "timm", "transformers", "torchvision"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", tiny.mostly_slow([torch.bfloat16, torch.float16, torch.float32, torch.float64], 3))
 def test_convert_keeps_the_dtype(tmp_path: Path, dtype: torch.dtype, format_: str) -> None:
     model = (tanh() if format_ == "google" else exact())().to(dtype)
     first = plainvit.save(model, tmp_path / "first.safetensors")
