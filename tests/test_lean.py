@@ -103,3 +103,11 @@ def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatc
 def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
     found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, **changes)
     assert found == {"plainvit.short_attention", *expected}
+
+
+def test_the_compiler_has_the_options_that_are_given_to_it() -> None:
+    options = lean.compiler_options(configure("ViT-L/16", 10))
+    assert options
+    assert set(options) <= set(torch._inductor.list_options())
+    for other in ("ViT-H/14", "BiT-R50x1"):  # rows too wide for what shared memory holds, and no LayerNorm
+        assert lean.compiler_options(configure(other, 10)) is None

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from plainvit.config import Config
 from plainvit.data.loader import Batch, Loader
 from plainvit.device import choose_precision
+from plainvit.models.lean import compiler_options
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -95,7 +96,8 @@ class Training:
         self.ddp = replicate(self.objective, self.world) if self.world.size > 1 and not self.fsdp else None
         self.forward: Callable = self.ddp or self.objective
         if config.compile == "on" or (config.compile == "auto" and device == "cuda"):
-            self.forward = torch.compile(self.forward, dynamic=False)
+            options = compiler_options(config.model) if device == "cuda" and config.shortcuts == "auto" else None
+            self.forward = torch.compile(self.forward, dynamic=False, options=options)
         self.gradients: Callable[..., Tensor] = lambda *tensors: gradients(self, tensors, self.forward)
         self.update: Callable[[], None] = self.optimizers.step
         if graphs_fit(config, self.world):
