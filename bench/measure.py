@@ -27,13 +27,14 @@ from plainvit.planning.cost import macs
 from plainvit.runtime.folder import finite
 
 GIB = 2**30
+SIDE = 8192  # of the matrices that say what a GPU can do
 Clock = Callable[[], float]
 WIDTH = 150  # of the wide tables
 # Words in the names of CUDA kernels, tried in this order; Inductor names its own after all that is fused into them
 KINDS = {
     "pointwise": ("triton_poi_", "triton_red_", "triton_per_"),
     "attention": ("flash", "fmha", "attention", "attn", "sdpa"),
-    "optimizer": ("adam", "multi_tensor", "foreach", "lamb"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
     "gemm": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem_", "scaled_mm"),
     "other": ("memcpy", "memset"),
 }
@@ -86,33 +87,39 @@ def calls_that_last(run: Callable[[], object], device: str, wanted: float = 1.0)
 def ceilings(device: str, left_out: list[str], clock: Clock = time.perf_counter) -> dict[str, float | None]:
     """TFLOP/s of a large product in the precision of the rows and in fp8, TB/s of a copy: what this device can do."""
     gpu = device.startswith("cuda")
-    side, dtype = (8192, torch.bfloat16) if gpu else (768, torch.float32)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
+    product, flops = large_product(device)
     source = torch.empty(GIB if gpu else GIB // 32, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = _typical_seconds(lambda: torch.mm(a, b, out=out), device, clock)
+    multiplied = _typical_seconds(product, device, clock)
     copied = _typical_seconds(lambda: target.copy_(source), device, clock)
     return {
-        "matmul": 2 * side**3 / product / 1e12,
-        "fp8": _fp8_ceiling(device, side, left_out) if gpu else None,
+        "matmul": flops / multiplied / 1e12,
+        "fp8": _fp8_ceiling(device, left_out) if gpu else None,
         "copy": 2 * source.numel() / copied / 1e12,
     }
 
 
-def _fp8_ceiling(device: str, side: int, left_out: list[str]) -> float | None:
+def large_product(device: str) -> tuple[Callable[[], object], float]:
+    """A product that keeps the device busy, in the precision of the rows, and its FLOPs."""
+    side, dtype = (SIDE, torch.bfloat16) if device.startswith("cuda") else (768, torch.float32)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out), 2 * side**3
+
+
+def _fp8_ceiling(device: str, left_out: list[str]) -> float | None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         tell("fp8 matmul: this GPU has none (compute capability 8.9 or newer has)", left_out)
         return None
     try:
-        a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device=device)
         how: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         product = _typical_seconds(lambda: torch._scaled_mm(a, b.t(), **how), device)  # pyright: ignore[reportPrivateImportUsage]
     except (RuntimeError, AttributeError, TypeError) as error:
         tell(f"fp8 matmul: {first_line(error)}", left_out)
         return None
-    return 2 * side**3 / product / 1e12
+    return 2 * SIDE**3 / product / 1e12
 
 
 def _typical_seconds(run: Callable[[], object], device: str, clock: Clock = time.perf_counter) -> float:

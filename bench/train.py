@@ -11,11 +11,11 @@ already: uint8 for plainvit, which normalises them itself; ready floats for the 
 own (plainvit.train.fit.prepare and plainvit.train.loop.step), which also reads the loss and the norm of each step. The
 peers' forms are those of bench/peers.py. The first steps compile, warm up and hold every loss against plainvit's.
 
-%: nominal FLOPs (3 x the forward pass) over the matmul rate measured in the same run; "executed" counts what a system
-really computes. GiB: the most that the system allocated in a step beyond what lay there before it was built. Device:
-the time of all kernels of a step. Systems take turns in every round. All stay on the device where their weights and
-optimisers leave it at least two thirds of its memory; otherwise each peer is alone there with plainvit, in turns with
-it, and peers are compared through plainvit.
+%: nominal FLOPs (3 x the forward pass) over the rate of a large product, which takes its turn in every round: a GPU at
+work is slower than a cool one. "executed" counts what a system really computes. GiB: the most that the system allocated
+in a step beyond what lay there before it was built. Device: the time of all kernels of a step. All systems stay on the
+device where their weights and optimisers leave it at least two thirds of its memory; otherwise each peer is alone there
+with plainvit, in turns with it, and peers are compared through plainvit.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from bench.measure import (
     interleaved,
     kernel_table,
     kernels,
+    large_product,
     machine,
     percent,
     said,
@@ -73,6 +74,7 @@ MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  #
 BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
 PARITY = {"cuda": 0.01, "cpu": 1e-3}  # greatest relative difference of a loss in bf16, in fp32
 OURS = "plainvit"
+PRODUCT = "a large product, TFLOP/s"
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class Warm:
     resident: int | None  # of which between steps
     rates: list[float] = field(default_factory=list)  # images a second, a round
     beside: list[float] = field(default_factory=list)  # plainvit's in the same rounds
+    matmul: list[float] = field(default_factory=list)  # TFLOP/s of a large product in the same rounds
     kernels: list[Kernel] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -350,11 +353,16 @@ def take_turns(systems: list[Warm], job: Job, options: Options, left_out: list[s
     def rate(one: Warm) -> float:
         return job.batch / seconds_a_call(one.step, counts[one.name], job.device)
 
-    found = interleaved({one.name: partial(rate, one) for one in systems}, options.repeats)
+    product, flops = large_product(job.device)
+    many = options.steps or calls_that_last(product, job.device)
+    turns: dict[str, Callable[[], float]] = {one.name: partial(rate, one) for one in systems}
+    turns[PRODUCT] = lambda: flops / seconds_a_call(product, many, job.device) / 1e12
+    found = interleaved(turns, options.repeats)
     again = _graphs_compiled() != graphs
     for one in systems:
         one.rates += found[one.name]
         one.beside += found[OURS]
+        one.matmul += found[PRODUCT]
         one.kernels = one.kernels or kernels(one.step, job.device, left_out)
         last = float(one.step())
         if not np.isfinite(last):
@@ -372,7 +380,7 @@ def _graphs_compiled() -> int:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(job_name: str, found: Sequence[Warm], options: Options, matmul: float) -> list[dict[str, Any]]:
+def rows_of(job_name: str, found: Sequence[Warm], options: Options) -> list[dict[str, Any]]:
     """A row a system; ratios are to the fastest tuned peer, through plainvit's speed in the same rounds."""
     links = {one.name: statistics.median(one.rates) / statistics.median(one.beside) for one in found}
     tuned = {name: link for name, link in links.items() if name.endswith(", tuned")}
@@ -380,7 +388,7 @@ def rows_of(job_name: str, found: Sequence[Warm], options: Options, matmul: floa
     model = model_of(job_name, options)
     rows: list[dict[str, Any]] = []
     for one in found:
-        rate = statistics.median(one.rates)
+        rate, matmul = statistics.median(one.rates), statistics.median(one.matmul)
         off = difference(one.losses, found[0].losses)
         own = VARIANTS[one.name].parity if one.name in VARIANTS else 0.0
         limit = own or PARITY["cuda" if options.gpu else "cpu"]
@@ -389,6 +397,7 @@ def rows_of(job_name: str, found: Sequence[Warm], options: Options, matmul: floa
         row |= {"images_per_second": rate, "least": min(one.rates), "most": max(one.rates), "repeats": len(one.rates)}
         row |= {"rounds": one.rates, "step_ms": 1000 * row["batch"] / rate, "beside_plainvit": links[one.name]}
         row |= {"ratio": links[one.name] / links[best] if best else None, "best_peer": one.name == best}
+        row |= {"matmul": matmul}
         row |= {"percent": percent(rate, step_flops(model), matmul), "executed": percent(rate, one.executed, matmul)}
         row |= {"peak_gib": _gib(one.peak), "resident_gib": _gib(one.resident), "first_s": one.first_s}
         row |= {"device_ms": busy_ms(one.kernels), "attention": attention_of(one.kernels)}
@@ -413,18 +422,34 @@ def attention_of(found: Sequence[Kernel]) -> list[str]:
 
 
 def show_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
-    columns = ("model", "system", "img/s", "spread", "ratio", "%", "executed", "GiB", "step ms", "device", "first s")
+    columns = (
+        "model",
+        "system",
+        "img/s",
+        "spread",
+        "ratio",
+        "matmul",
+        "%",
+        "executed",
+        "GiB",
+        "step ms",
+        "device",
+        "first s",
+    )
     shown: list[list[str]] = []
     for row in rows:
         numbers = [f"{row['images_per_second']:,.1f}", f"{row['least']:,.1f}-{row['most']:,.1f}"]
         numbers += [f"{row['ratio']:.3f}{'*' if row['best_peer'] else ''}" if row["ratio"] else "-"]
-        numbers += [f"{row['percent']:.1f}", f"{row['executed']:.1f}", number(row["peak_gib"], ".2f")]
+        numbers += [f"{row['matmul']:,.3g}", f"{row['percent']:.1f}", f"{row['executed']:.1f}"]
+        numbers += [number(row["peak_gib"], ".2f")]
         numbers += [f"{row['step_ms']:,.2f}", number(row["device_ms"], ",.2f"), f"{row['first_s']:.0f}"]
         words = ", ".join(row["attention"]) or "-"
         shown.append(
             [f"{row['model']} x{row['batch']}", row["system"], *numbers, f"{row['loss_difference']:.1e}", words]
         )
-    show(title, (*columns, "loss", "attention kernels"), shown, left=("model", "system", "attention kernels"))
+    show(
+        title, (*columns, "first s", "loss", "attention kernels"), shown, left=("model", "system", "attention kernels")
+    )
     for row in rows:
         for remark in row["remarks"]:
             print(f"note: {row['model']}, {row['system']}: {remark}")
@@ -442,7 +467,6 @@ def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
     if not options.compiled:
         tell("compilation: torch.compile is off, so plainvit is eager and tuned means fused AdamW alone", left_out)
     top = ceilings(options.device, left_out)
-    assert top["matmul"]
     rows: list[dict[str, Any]] = []
     tables: list[tuple[str, list[Kernel]]] = []
     for name in options.models:
@@ -451,7 +475,7 @@ def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
         except torch.OutOfMemoryError as error:  # already by the images
             tell(f"ViT-{name}, {batch_of(name, options)} images: {first_line(error)}", left_out)
             continue
-        rows += rows_of(name, found, options, top["matmul"]) if found else []
+        rows += rows_of(name, found, options) if found else []
         tables += [(f"ViT-{name}, plainvit: one step", found[0].kernels)] if found and found[0].kernels else []
         del found
         torch.compiler.reset()  # the limit of compilations of one function is for one model
@@ -475,7 +499,7 @@ def title_of(options: Options) -> str:
 def ceiling_words(top: Mapping[str, float | None], kind: str) -> str:
     matmul, fp8, copy = (number(top[name], ",.3g") for name in ("matmul", "fp8", "copy"))
     ceiling = f"ceilings: matmul {kind} {matmul} and fp8 {fp8} TFLOP/s, copy {copy} TB/s"
-    return f"{ceiling}; ratio: to the fastest tuned peer (*); loss: greatest relative difference from plainvit's"
+    return f"{ceiling}, before all; ratio: to the fastest tuned peer (*); loss: most, relative, off plainvit's"
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
