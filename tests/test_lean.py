@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from plainvit.config import Config
 from plainvit.models import ViT, build, gelu, lean, short_attention
 from plainvit.models.fp8 import use_fp8
 from plainvit.models.trace import constant
 from plainvit.names import configure
+from plainvit.train.loop import compiler_options
 
 OURS = {f"plainvit.{name}" for name in ("short_attention", "gelu_linear", "linear_gelu", "gelu")}
 OURS.add("aten._addmm_activation")
@@ -106,8 +108,9 @@ def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any
 
 
 def test_the_compiler_has_the_options_that_are_given_to_it() -> None:
-    options = lean.compiler_options(configure("ViT-L/16", 10))
+    options = compiler_options(Config(model=configure("ViT-L/16", 10)))
     assert options
     assert set(options) <= set(torch._inductor.list_options())
     for other in ("ViT-H/14", "BiT-R50x1"):  # rows too wide for what shared memory holds, and no LayerNorm
-        assert lean.compiler_options(configure(other, 10)) is None
+        assert compiler_options(Config(model=configure(other, 10))) is None
+    assert compiler_options(Config(model=configure("ViT-L/16", 10), shortcuts="off")) is None

@@ -6,22 +6,18 @@
 Which way is taken follows from what is asked for and what is there; all of them are tested against the plain one.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plainvit.config import Model, ViTConfig
 from plainvit.models import gelu
 from plainvit.models.short_attention import device_ready
 
 if TYPE_CHECKING:
     from plainvit.models.vit import Mlp
-
-PIPELINED = {"triton.mix_order_reduction_allow_multi_stages": True}
-NARROW = 1024  # numbers in a row: of so many, three stages of four rows fit into any GPU's shared memory
 
 SHORT_FORMS = {"gelu": gelu.gelu, "gelu_tanh": gelu.gelu_tanh}  # the same in fewer instructions, for bf16
 ENOUGH = 2**25  # hidden numbers: eight tiles for each of an H200's 132 multiprocessors
@@ -71,14 +67,6 @@ def learns_by_kernel(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
     plain = type(first) is type(second) is nn.Linear and product_dtype(x) is torch.bfloat16
     ours = plain and x.is_cuda and device_ready(x.device.index)
     return ours and torch.is_grad_enabled() and gelu.taught()
-
-
-def compiler_options(config: Model | None) -> dict[str, Any] | None:
-    """For training on a GPU: a LayerNorm's gradients load their next rows while they sum up these.
-
-    0.16 ms in place of 0.21 for S/16 at batch 1024 on an H200.
-    """
-    return PIPELINED if isinstance(config, ViTConfig) and config.width <= NARROW else None
 
 
 def activated(mlp: "Mlp", x: Tensor) -> Tensor:

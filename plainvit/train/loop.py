@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plainvit.config import Config
+from plainvit.config import Config, ViTConfig
 from plainvit.data.loader import Batch, Loader
 from plainvit.device import choose_precision
-from plainvit.models.lean import compiler_options
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -50,6 +49,8 @@ from plainvit.train.optim import Average, Optimizers, rate
 
 if TYPE_CHECKING:
     from plainvit.evaluate.classify import Prepared
+
+NARROW = 1024  # numbers in a row: three stages of four such rows fit into the shared memory of any GPU
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Training:
         self.ddp = replicate(self.objective, self.world) if self.world.size > 1 and not self.fsdp else None
         self.forward: Callable = self.ddp or self.objective
         if config.compile == "on" or (config.compile == "auto" and device == "cuda"):
-            options = compiler_options(config.model) if device == "cuda" and config.shortcuts == "auto" else None
+            options = compiler_options(config) if device == "cuda" else None
             self.forward = torch.compile(self.forward, dynamic=False, options=options)
         self.gradients: Callable[..., Tensor] = lambda *tensors: gradients(self, tensors, self.forward)
         self.update: Callable[[], None] = self.optimizers.step
@@ -143,6 +144,15 @@ class Training:
             for name, tensor in self.average.weights.items():
                 tensor.copy_(like(part["average."][name], tensor))
         self.progress = Progress(**state["progress"])
+
+
+def compiler_options(config: Config) -> dict[str, Any] | None:
+    """On a GPU a LayerNorm's gradients load their next rows while they sum up these.
+
+    0.16 ms in place of 0.21 for S/16 at batch 1024 on an H200.
+    """
+    fits = isinstance(config.model, ViTConfig) and config.model.width <= NARROW and config.shortcuts == "auto"
+    return {"triton.mix_order_reduction_allow_multi_stages": True} if fits else None
 
 
 def train(run: Training) -> None:
