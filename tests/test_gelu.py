@@ -16,7 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from plainvit.models import ViT, lean
-from plainvit.models.gelu import gelu, gelu_linear, gelu_tanh, linear_gelu, taught
+from plainvit.models.gelu import aligned, gelu, gelu_linear, gelu_tanh, linear_gelu, taught
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 NUMBERS = BITS[BITS.isfinite()]
@@ -92,6 +92,16 @@ def test_a_product_that_ends_with_a_gelu() -> None:
     right = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
     torch.testing.assert_close(linear_gelu(x, weight, bias).double(), right, rtol=0, atol=3e-5)
     torch.library.opcheck(torch.ops.plainvit.linear_gelu.default, (x.flatten(0, 1), weight, bias))
+
+
+def test_tiles_begin_at_whole_lines() -> None:
+    numbers = torch.arange(65, dtype=torch.bfloat16)
+    for x in (numbers[:64].view(4, 16), numbers[1:].view(4, 16), numbers[:64].view(16, 4).t()):
+        found = aligned(x)
+        assert torch.equal(found, x)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+    assert aligned(numbers).data_ptr() == numbers.data_ptr()
 
 
 INTERPRETED = """
