@@ -390,7 +390,7 @@ class ViT(nn.Module):
         Then the last block computes the class token alone, where nothing else is read; branches that stochastic depth
         drops are not computed; under autocast, tokens between blocks stay in the short numbers of the products. A pass
         with a trace takes none of these, so that it sees whole blocks; a model begins without, so that its logits are
-        to the bit the same with a trace. Compiled code keeps less of an MLP (`Mlp.activate`), with a trace or without.
+        to the bit the same with a trace. Compiled code keeps less of an MLP (lean.py), with a trace or without.
         Our attention kernel is used unless `wanted` is False.
         """
         self.shortcuts = wanted
