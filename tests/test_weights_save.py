@@ -169,6 +169,17 @@ def test_old_shards_do_not_outlive_a_new_file(tmp_path: Path, format_: str) -> N
     assert plainvit.load(save(format_, tmp_path, new)).config.mlp_dim == 24
 
 
+@pytest.mark.parametrize("named", ["../precious.safetensors", "notes.txt", 1])
+def test_an_index_removes_no_file_that_is_no_shard(tmp_path: Path, named: str | int) -> None:
+    folder = save("timm folder", tmp_path)
+    kept = [tmp_path / "precious.safetensors", folder / "notes.txt"]
+    for path in kept:
+        path.write_text("mine")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"any": named}}))
+    assert plainvit.load(save("timm folder", tmp_path, small(mlp_dim=24))).config.mlp_dim == 24
+    assert [path.read_text() for path in kept] == ["mine", "mine"]
+
+
 # What a full disk does, in a process of its own: {kind of error: its text}, then the files that are left
 FULL = textwrap.dedent("""
     import json, resource, sys
