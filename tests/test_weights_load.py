@@ -504,6 +504,12 @@ def test_averaged_weights_are_taken_first(tmp_path: Path, plain: str, averaged: 
     assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
 
 
+def test_a_pytorch_file_of_before_1_6(tmp_path: Path) -> None:
+    peer, state = encoder()
+    torch.save(deit(state), tmp_path / "m.pth", _use_new_zipfile_serialization=False)
+    same_as(tmp_path / "m.pth", peer, "DeiT")
+
+
 def test_timms_names_and_nothing_more_are_half_and_half(tmp_path: Path) -> None:
     model = plainvit.load(write(encoder()[1], tmp_path / "m.safetensors"), heads=4)
     assert (model.config.mean, model.config.std) == HALF
