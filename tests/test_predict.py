@@ -192,7 +192,9 @@ def test_the_fingerprint_changes_with_a_file(photos: Path) -> None:
     before = inputs.find([str(photos)]).fingerprint()
     assert inputs.find([str(photos)]).fingerprint() == before
     (photos / "0.jpg").write_bytes(jpeg(77))
-    assert inputs.find([str(photos)]).fingerprint() != before
+    after = inputs.find([str(photos)]).fingerprint()
+    assert after != before
+    assert len(after) == len(before) == 16
 
 
 def test_the_fingerprint_changes_with_the_images_of_a_data_set(tmp_path: Path) -> None:
@@ -521,6 +523,24 @@ def test_a_table_for_people_and_lines_for_machines(weights: Path, photos: Path, 
 def test_how_fast_it_goes_is_said_on_the_way(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     main(["predict", str(weights), str(photos), "--out", str(tmp_path / "r.csv")])
     assert re.search(r"^images 7/7  \d[\d,]*/s ", capsys.readouterr().err, re.M)
+
+
+def test_called_from_python_it_says_nothing(
+    predictor: Predictor, photos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    write(Question(predictor, 1), inputs.find([str(photos)]), tmp_path / "r.csv")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_batch_that_does_not_fit_is_a_fault_of_resources(
+    weights: Path, photos: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
+
+    monkeypatch.setattr(Predictor, "logits", full)
+    told = refused(capsys, "predict", weights, photos, "--out", tmp_path / "r.csv", "--batch", 4, code=5)
+    assert told == "plainvit: the GPU has no room for a batch of 4: give a smaller --batch"
 
 
 def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
