@@ -502,6 +502,14 @@ def test_fewer_training_images_of_each_class(weights: Path, photos: Path, capsys
     assert json.loads(said(capsys, *words))[0]["train"]["n"] == 6
 
 
+def test_classes_that_lack_images_for_the_shots_are_told_of(weights: Path, photos: Path, capsys: Capture) -> None:
+    """The classes have six, five and four training images."""
+    words = (str(weights), "--data", str(photos), "--no-cache", "--device", "cpu", "--shots")
+    (line,) = (line for line in said(capsys, *words, "4", "6").splitlines() if "classes with fewer" in line)
+    assert line.split()[-2:] == ["0", "2"]
+    assert "classes with fewer" not in said(capsys, *words, "4")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
