@@ -328,9 +328,12 @@ def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture)
 def test_real_needs_the_official_names(tmp_path: Path) -> None:
     plant(tmp_path, {"imagenet-real/real.json": json.dumps([[0]] * 50_000).encode()})
     assert len(real_labels(tmp_path)) == 50_000
-    source = Pixels(np.zeros(1), ["val-00.parquet#0"], np.zeros(1), tuple(imagenet()["wnids"]))
-    with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
-        align(source, 1000, data_root=tmp_path)
+    for name in ("val-00.parquet#0", "a/ILSVRC2012_val_00000000.JPEG", "a/ILSVRC2012_val_00050001.JPEG"):
+        source = Pixels(np.zeros(1), [name], np.zeros(1), tuple(imagenet()["wnids"]))
+        with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
+            align(source, 1000, data_root=tmp_path)
+    source = Pixels(np.zeros(1), ["a/ILSVRC2012_val_00050000.JPEG"], np.zeros(1), source.classes)
+    assert align(source, 1000, data_root=tmp_path).right.tolist() == [[0]]
     source = Pixels(np.zeros(2), ["a/ILSVRC2012_val_00000007.JPEG"] * 2, np.zeros(2), source.classes)
     with pytest.raises(DataError, match="two images have the same number"):
         align(source, 1000, data_root=tmp_path)
