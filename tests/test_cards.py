@@ -21,7 +21,9 @@ import plainvit
 from plainvit.analyse.evaluation import Assessed, assess, default_name, summary_table
 from plainvit.cli import main
 from plainvit.config import About, Config, Optim, Preprocess, to_json
+from plainvit.data.content import sample_hash
 from plainvit.data.decode import DataError
+from plainvit.data.sources import open_source
 from plainvit.evaluate import chance, seeds
 from plainvit.evaluate.card import Card, read_card, read_rows, write_card
 from plainvit.evaluate.compare import compare, published, shape, unlike
@@ -151,6 +153,7 @@ def test_a_card_says_all_that_is_needed(both: tuple[Assessed, Assessed]) -> None
     assert card.model["weights"] == tensor_hash(model.state_dict())
     assert card.model["config"] == json.loads(json.dumps(to_json(model.config)))
     assert card.data["fingerprint"]
+    assert card.data["content"] == sample_hash(open_source("digits", "test"), 256)  # or it matches no older card
     assert card.data["spec"] == "digits"
     assert card.precision == "fp32"
     assert {"plainvit", "torch", "python", "device", "command", "started", "commit"} <= card.environment.keys()
