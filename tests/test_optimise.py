@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import plainvit
 from plainvit import Predictor
@@ -45,6 +46,22 @@ def test_without_a_compiler_it_is_the_plain_model(kind: str) -> None:
     assert fast.ways == {len(images): PLAIN}
     assert fast.agreement(images) == 1
     assert not fast(images).requires_grad
+
+
+def flops(model: nn.Module, images: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_no_work_is_done_that_no_answer_needs() -> None:
+    """Of the last block a class token needs itself alone, an average all tokens."""
+    images = tiny.images(dtype=torch.float32)
+    for pool, less in (("token", True), ("average", False)):
+        plain, fast = tiny.vit(torch.float32, pool=pool), Optimised(tiny.vit(torch.float32, pool=pool))
+        fast(images)  # so that the timing is over
+        assert (flops(fast, images) < flops(plain, images)) == less
 
 
 def test_the_fastest_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
