@@ -152,6 +152,17 @@ def test_first_losses_are_golden(name: str, tmp_path: Path) -> None:
     assert found == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=2e-4)
 
 
+@pytest.mark.parametrize(("asked", "times"), [("on", 1), ("auto", 0), ("off", 0)])
+def test_a_step_is_compiled_where_that_is_asked_for(
+    asked: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it is on a GPU alone: on a CPU a small run would wait for the compiler longer than it takes."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled.append(model) or model)
+    fit(tiny(steps=1, evaluations=1, compile=asked, device="cpu"), tmp_path, quiet=True)
+    assert len(compiled) == times
+
+
 # the loop against a loop written by hand ------------------------------------------------------------------------------
 
 
