@@ -39,10 +39,12 @@ from pictures import (
 from sklearn.datasets import load_digits
 
 from plainvit.cli import main
+from plainvit.config import Config
 from plainvit.data import generated, known, shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Files, Names, Source, Subset, open_source
+from plainvit.data.splits import open_splits
 from plainvit.evaluate.inputs import find
 
 LONG = "/".join("x" * 240 for _ in range(4)) + "/y.png"  # 966 bytes: each part is within what a disk allows
@@ -1242,6 +1244,16 @@ def test_a_finding_of_one_split_leaves_the_others_alone(tmp_path: Path) -> None:
     spec = str(tmp_path / "set")
     assert names(open_source(spec, "val", exclude=tmp_path / "bad.jsonl")) == ["a/1.png"]
     assert names(open_source(spec, "train", exclude=tmp_path / "bad.jsonl")) == ["a/0.png", "a/1.png"]
+
+
+def test_validation_images_named_as_the_test_images_are_kept(tmp_path: Path) -> None:
+    """val/a/0.png and test/a/0.png are two images; only where they are one is a part of train held out instead."""
+    for start, split in enumerate(("train", "val", "test")):
+        plant_classes(tmp_path / "set" / split, {"a": 5}, start=5 * start)
+    splits = open_splits(Config(data=str(tmp_path / "set"), holdout=0.2))
+    assert splits.val
+    assert (len(splits.train), len(splits.val)) == (5, 5)
+    assert splits.val.read(0) == (tmp_path / "set/val/a/0.png").read_bytes()
 
 
 def test_excluding_everything(tmp_path: Path) -> None:
