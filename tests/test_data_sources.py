@@ -1246,6 +1246,21 @@ def test_a_finding_of_one_split_leaves_the_others_alone(tmp_path: Path) -> None:
     assert names(open_source(spec, "train", exclude=tmp_path / "bad.jsonl")) == ["a/0.png", "a/1.png"]
 
 
+def test_a_finding_in_validation_images_that_are_also_the_test_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out of one of the two alone, they would pass for two sets, and the run be validated on its test images."""
+    monkeypatch.setitem(known.SETS, "small", known.Known(1, ("train", "val"), "test is the validation set"))
+    plant_classes(tmp_path / "small" / "train", {"a": 10})
+    plant_classes(tmp_path / "small" / "val", {"a": 4}, start=10)
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"split": "val", "name": "a/0.png", "problem": "unreadable"}))
+    config = Config(data="small", data_root=str(tmp_path), exclude=str(tmp_path / "bad.jsonl"), holdout=0.2)
+    splits = open_splits(config)
+    assert splits.val
+    assert splits.test
+    assert (len(splits.train), len(splits.val), names(splits.test)) == (8, 2, ["a/1.png", "a/2.png", "a/3.png"])
+
+
 def test_validation_images_named_as_the_test_images_are_kept(tmp_path: Path) -> None:
     """val/a/0.png and test/a/0.png are two images; only where they are one is a part of train held out instead."""
     for start, split in enumerate(("train", "val", "test")):

@@ -433,15 +433,20 @@ def _picked(line: int, cells: Any) -> _Row | None:
 
 
 def _excluding(source: Source, path: Path) -> Source:
-    bad = _excluded(path, source.split)
+    from plainvit.data.known import official_split
+
+    bad = _excluded(path, {source.split, official_split(source.spec, source.split)})
     keep = [index for index in range(len(source)) if source.name(index) not in bad]
     if not keep:
         raise DataError(f"{path} leaves no images in the {source.split} split of {source.spec}")
     return Subset(source, np.array(keep))
 
 
-def _excluded(path: Path, split: str) -> set[str]:
-    """Names, one a line; or findings in JSON, which count for their own split: train and val may share names."""
+def _excluded(path: Path, splits: set[str]) -> set[str]:
+    """Names, one a line; or findings in JSON, which count for their own split: train and val may share names.
+
+    The test images of ImageNet are its validation images: findings are of `val` there, and count for both.
+    """
     names: set[str] = set()
     for line, text in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), 1):
         finding: Any = {"name": text} if text.strip() else None
@@ -452,6 +457,6 @@ def _excluded(path: Path, split: str) -> set[str]:
                 raise DataError(f"{path} line {line} is not valid JSON: {error}") from error
             if not isinstance(finding.get("name"), str):
                 raise DataError(f"{path} line {line} lacks the name of an image")
-        if finding and finding.get("split", split) == split:
+        if finding and ("split" not in finding or finding["split"] in splits):
             names.add(finding["name"])
     return names
