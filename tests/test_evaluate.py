@@ -513,6 +513,20 @@ def test_a_run_is_evaluated_on_what_it_held_out_of_its_data(tmp_path: Path, capl
     assert (len(looked.images), looked.which, looked.held_out) == (4, "images that the run held out", True)
 
 
+def test_a_run_knows_its_images_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by another path than when it learned, or moved, they were scored whole: most had been learned."""
+    plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
+    monkeypatch.chdir(tmp_path)
+    plainvit.fit(small_runs.config(data="photos", holdout=0.2, steps=2, batch=4), "run", quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(choose("../run", "../photos", "", None)) == 4
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    assert len(choose("../run", "../moved", "", None)) == 4
+    plant_classes(tmp_path / "others", {"ant": 10, "bee": 10}, start=100)  # new images of the same names
+    assert len(choose("../run", "../others", "", None)) == 20
+
+
 def test_wrong_words_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     model = str(saved(tmp_path / "model.safetensors", classes=10))
     headless = str(saved(tmp_path / "headless.safetensors", classes=0))

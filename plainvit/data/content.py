@@ -13,6 +13,7 @@ from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
 SAMPLE = 64
+CONTENT = 256  # images of a card whose bytes tell sets of the same names apart
 
 
 def sample_hash(source: Source, count: int = SAMPLE) -> str:

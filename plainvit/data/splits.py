@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content import sample_hash
+from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
-from plainvit.disk import run_settings
+from plainvit.disk import read_json, run_folder, run_settings
 
 log = logging.getLogger("plainvit")
 SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}  # its other names
@@ -65,14 +65,16 @@ def _same_images(one: Source, other: Source) -> bool:
 
 
 def trained_on(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
-    """The settings of a run that learned from this data; None of other weights, and of other data."""
+    """The settings of a run that learned from this data, wherever it lies; None of other weights, and of other data."""
     stored = run_settings(model)
     own = stored.get("data")
-    if not own or not isinstance(own, str) or (own != data and not _one_place(own, data)):
+    if not own or not isinstance(own, str):
         return None
-    made = from_json(stored | {"data_root": str(data_root or stored.get("data_root") or "")}, ("run",))
+    root = str(data_root or stored.get("data_root") or "")
+    made = from_json(stored | {"data": data, "data_root": root}, ("run",))
     assert isinstance(made, Config)
-    return made
+    same = own == data or _one_place(own, data) or _learned_from(made, run_folder(model))
+    return made if same else None
 
 
 def _one_place(one: str, other: str) -> bool:
@@ -80,15 +82,28 @@ def _one_place(one: str, other: str) -> bool:
     return Path(one).exists() and Path(one).resolve() == Path(other).resolve()
 
 
+def _learned_from(config: Config, run: Path) -> bool:
+    """By what the run noted of its images: they may have been moved, or be named from another folder than it was."""
+    noted, card = read_json(run / "data.json"), read_json(run / "card.json").get("data") or {}
+    try:
+        found = open_splits(config)
+    except (ValueError, OSError):  # it could not have learned from these
+        return False
+    judged = found.test or found.val
+    alike = judged is None or card.get("content") in (None, sample_hash(judged, CONTENT))
+    return alike and all(noted.get(key) == value for key, value in found.described.items())
+
+
 def choose(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
     """The split asked for; without one, test images, or those that the run held out of this data, or all there are."""
-    run, split = trained_on(model, data, data_root), SAME.get(split, split)
+    split = SAME.get(split, split)
     try:
         source = open_source(data, split or "test", data_root=data_root)
-        if split == "train" and run:
+        if split == "train" and trained_on(model, data, data_root):
             log.warning("the model was trained on these images, or most of them: this says little of new ones")
         return source
     except AbsentSplit as error:
+        run = trained_on(model, data, data_root)
         if split and not (run and split == "val"):
             raise AbsentSplit(f"{error}; --split takes another") from error
     if run:

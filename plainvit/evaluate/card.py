@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from plainvit.config import Checked, to_json
-from plainvit.data.content import sample_hash
+from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import read_json, run_settings, write_together
@@ -37,7 +37,6 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import environment, finite
 
 VERSION = 1
-CONTENT = 256  # images whose bytes tell sets of the same names apart
 CARD, IMAGES = "card.json", "images.parquet"
 LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or, for a peer, compute
 # What a card must say, and of what type: a file that does not is no card
