@@ -44,26 +44,12 @@ VERBS: dict[str, Callable[..., object]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """The command. Errors that a user can mend are one line on standard error."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    verb = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in VERBS), None)
-    if verb is None:
-        _overview(arguments)
-        return
-    from plainvit import device
-
-    device.prepare()
     try:
-        rest = arguments[len(verb.split()) :]
-        if verb in runs.RUNS:
-            runs.run(verb, rest)
-        else:
-            parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
-        if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+        try:
+            _call(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            _flush()
     except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, OSError) as error:
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
@@ -71,6 +57,37 @@ def main(arguments: list[str] | None = None) -> None:
         fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _call(arguments: list[str]) -> None:
+    verb = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in VERBS), None)
+    if verb is None:
+        _overview(arguments)
+        return
+    from plainvit import device
+
+    device.prepare()
+    rest = arguments[len(verb.split()) :]
+    if verb in runs.RUNS:
+        runs.run(verb, rest)
+    else:
+        parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
+    if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
+        _flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _flush() -> None:
+    """What was printed, now: of a failure at its own end Python tells in its own words, and exits with 120."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def _deferred(call: Callable[..., object]) -> Callable[..., Callable[[], object]]:

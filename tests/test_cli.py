@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -183,6 +184,22 @@ def test_a_photo_too_large_to_be_true_is_refused(capsys: Capture, photo: Path, m
 
 def test_version(capsys: Capture) -> None:
     assert printed(capsys, "--version") == f"plainvit {plainvit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", mostly_slow(["models ViT-B/16", "models ViT-B/16 --json", "models --help", "--help"], 2)
+)
+@pytest.mark.parametrize(("unread", "code", "said"), [(True, 0, ""), (False, 2, "plainvit: [Errno 28] No space left")])
+def test_output_that_nobody_takes(words: str, unread: bool, code: int, said: str) -> None:
+    """`plainvit models --json | head -1`, and a full disk: what is short is written when the process ends."""
+    ends = os.pipe() if unread else (os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY))
+    os.close(ends[0])
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "plainvit", *words.split()]
+    done = subprocess.run(command, stdout=ends[1], stderr=subprocess.PIPE, text=True, env=buffered, check=False)
+    os.close(ends[1])
+    assert (done.returncode, done.stderr.count("\n")) == (code, 0 if unread else 1)
+    assert done.stderr.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -91,4 +91,7 @@ def show(value: object, renderable: "RenderableType | None") -> None:
         return
     from rich.console import Console
 
-    Console().print(renderable)
+    console = Console()
+    with console.capture() as shown:  # its own print ends the process with 1 where nobody reads on
+        console.print(renderable)
+    print(shown.get(), end="")
