@@ -155,6 +155,13 @@ def test_names_with_zero_bytes_between_them_come_from_standard_input(tmp_path: P
     assert {bytes(found.read(0)), bytes(found.read(1))} == {png(1), png(2)}
 
 
+def test_a_standard_input_that_is_closed_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no sys.stdin then, as after `<&-`."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(DataError, match="no images in -"):
+        inputs.find(["-"])
+
+
 def test_a_link_that_leads_nowhere_is_a_row_in_a_folder_as_in_a_glob(photos: Path) -> None:
     (photos / "3.jpg").symlink_to("nowhere.jpg")
     (photos / "circle.jpg").symlink_to("circle.jpg")

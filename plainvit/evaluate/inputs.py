@@ -235,7 +235,8 @@ def find(
 
 def _meant(word: str, split: str, data_root: str | Path | None, lines: Iterable[bytes] | None) -> Iterator[str | Part]:
     if word == "-":
-        yield from _listed(sys.stdin.buffer if lines is None else lines, split)
+        given = sys.stdin.buffer if lines is None and sys.stdin else lines  # no stdin: closed by whoever started us
+        yield from _listed(given or (), split)
     elif os.path.lexists(word):
         yield from _there(word, split)
     elif glob.has_magic(word):
