@@ -80,6 +80,17 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("format_", ["timm folder", "transformers"])
+def test_the_folder_of_a_run_is_not_written_over(tmp_path: Path, format_: str) -> None:
+    """Their config.json has the name of the run's, without which it cannot go on, nor be compared."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"kind": "run"}')
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="the folder of a run"):
+        save(format_, tmp_path)
+    assert tree(tmp_path) == before
+
+
 @pytest.mark.parametrize("format_", SAVED)
 def test_a_first_write_that_fails_leaves_nothing(tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_midway(monkeypatch, OSError(28, "No space left on device"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
-from plainvit.disk import DiskError, read_json, write_atomically, write_together
+from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
 from plainvit.weights.files import SHARD_INDEX
@@ -176,6 +176,8 @@ def _write_folder(
         raise ValueError(f"cannot write {path}: it is a file, and this format is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    if run_settings(path):
+        raise ValueError(f"{path} is the folder of a run, whose config.json would be lost: give another folder")
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
