@@ -299,12 +299,13 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     assert kept == {name: (out / name).read_bytes() for name in kept}
 
 
-def test_a_finished_run_without_its_report_gets_one(tmp_path: Path, whole: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lost", [("report.html", "model.safetensors"), ("model.safetensors",), ("results.json",)])
+def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[str, Any], lost: tuple[str, ...]) -> None:
     fit(runs.config(), tmp_path, quiet=True)
-    (tmp_path / "report.html").unlink()
-    (tmp_path / "model.safetensors").unlink()
+    for name in lost:
+        (tmp_path / name).unlink()
     fit(runs.config(), tmp_path, quiet=True)
-    assert (tmp_path / "report.html").is_file()
+    assert all((tmp_path / name).is_file() for name in lost)
     assert outcome(tmp_path) == whole
 
 

@@ -192,7 +192,8 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
         config = config.replace(steps=old.steps, optim=optim)
     changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
     words = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
-    done = folder.read("status.json").get("state") == "done" and (bare or (folder.path / "report.html").is_file())
+    due = ("model.safetensors", "results.json", *(() if bare else ("report.html",)))  # made again where one is lost
+    done = folder.read("status.json").get("state") == "done" and all((folder.path / name).is_file() for name in due)
     longer = config.steps > old.steps
     if changed and not force:
         raise ValueError(f"{folder.path} holds a run of another config ({words}): give another --out, or --force")
