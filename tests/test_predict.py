@@ -45,7 +45,7 @@ from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, _Packed, _sized
 from plainvit.evaluate.outputs import Parts, _json_lines
-from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, write
+from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, trust, write
 from plainvit.evaluate.predictor import Predictor
 from plainvit.verbs.predict import _print
 
@@ -671,6 +671,15 @@ def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_pat
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
     assert list(chosen(3)) == [0, 1, 2]
     assert len(chosen(100_000)) == 96
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"test": {"top1": 85.3, "images": 500}}', '{"val": {"top1": 0.5, "images": "36"}}', '{"test": 0.9}', "[1]", "{"],
+)
+def test_results_beside_weights_of_another_library_are_none_of_ours(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    assert trust(tmp_path) == ""
 
 
 # Jobs that are killed -------------------------------------------------------------------------------------------------

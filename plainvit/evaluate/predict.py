@@ -202,11 +202,15 @@ def _workers(images: int, device: str) -> int:
 
 def trust(model: str | Path) -> str:
     """How often a run was right on images that it had not learned from; empty where that is not known."""
-    stored = read_json(run_folder(model) / "results.json")
+    try:
+        stored = read_json(run_folder(model) / "results.json")
+    except ValueError:  # a file of this name beside another library's weights may be anything
+        return ""
     for split in ("test", "val"):
         found = stored.get(split)
-        if isinstance(found, dict) and isinstance(found.get("top1"), int | float) and found.get("images"):
-            images, right = int(found["images"]), round(found["top1"] * found["images"])
+        top1, images = (found.get("top1"), found.get("images")) if isinstance(found, dict) else (None, None)
+        if isinstance(top1, int | float) and 0 <= top1 <= 1 and isinstance(images, int) and images > 0:
+            right = round(top1 * images)
             between = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
             return f"of {images:,} images kept apart {right:,} were right (95 % interval {between} %)"
     return ""
