@@ -114,6 +114,13 @@ def test_orientation_of_a_scaled_jpeg(factor: int, orientation: int) -> None:
     assert np.array_equal(small, upright(data, (128 // factor, 320 // factor)))
 
 
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_size_and_pixels_agree_where_xmp_alone_names_an_orientation(mode: str) -> None:
+    """Pillow, which decodes CMYK, takes XMP's where there is no EXIF; the JPEG decoder of all others does not."""
+    data = encode(photo(64, 160, seed=3).convert(mode), "JPEG", xmp=b'<x tiff:Orientation="6"/>')
+    assert decode(data).shape[:2] == size(data) == (64, 160)
+
+
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None:
     data = held(orientation)

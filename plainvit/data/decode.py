@@ -112,8 +112,8 @@ def has_exif(data: bytes) -> bool:
 
 
 def _exif_orientation(image: Image.Image) -> int:
-    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return 1  # Pillow turns a TIFF by itself; a PNG without the block would be decoded to look for it
+    if image.format == "TIFF" or (image.format in ("PNG", "JPEG", "MPO") and "exif" not in image.info):
+        return 1  # Pillow turns a TIFF by itself; a PNG would be decoded for it, and in a JPEG XMP would count
     try:
         with _quiet():
             orientation = image.getexif().get(0x0112, 1)
