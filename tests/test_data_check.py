@@ -498,6 +498,14 @@ def test_packing_a_packed_set_again(tmp_path: Path, capsys: Capture) -> None:
     assert once.fingerprint() == twice.fingerprint()
 
 
+def test_what_is_too_long_for_a_jpeg_is_left_out(tmp_path: Path) -> None:
+    """One of them ended the whole pack, as if the disk had failed."""
+    root = plant_classes(tmp_path / "set", {"a": 2})
+    plant(root, {"a/long.png": encode(Image.new("RGB", (65_501, 8)))})
+    packed = check.pack(str(root), tmp_path / "packed")
+    assert (packed["images"], [one["name"] for one in packed["left_out"]]) == (2, ["a/long.png"])
+
+
 def test_packing_digits(tmp_path: Path, capsys: Capture) -> None:
     found = packed(capsys, "digits", tmp_path / "out")
     assert found["images"] == sum(len(open_source("digits", split)) for split in ("train", "test"))

@@ -35,6 +35,7 @@ from plainvit.disk import write_atomically
 T = TypeVar("T")
 THUMB = 96
 SHARD_BYTES = 256 * 2**20
+WIDEST = 65_500  # pixels along a side of a JPEG, by libjpeg
 
 
 def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
@@ -324,6 +325,8 @@ def _shrunk(source: Source, index: int, side: int, quality: int) -> tuple[bytes,
         pixels = decode(data, target if scale < 1 else None)
         if scale == 1 and isinstance(data, bytes) and data[:2] == b"\xff\xd8" and not has_exif(data):
             return data, (height, width)
+        if max(target) > WIDEST:
+            raise ImageError(f"{target[1]} x {target[0]} is larger than a JPEG can be")
         small = resized(pixels, target).permute(1, 2, 0).contiguous().numpy()
         return simplejpeg.encode_jpeg(small, quality, "RGB", "420"), target
     except (ImageError, OSError) as error:
