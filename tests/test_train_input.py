@@ -1,6 +1,7 @@
 """What a user may get wrong: one line on standard error, the right exit code, nothing lost, nothing left behind."""
 
 import json
+import os
 import re
 import shutil
 import tomllib
@@ -556,6 +557,16 @@ def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture,
     line = refused(capsys, "train", recipe, "--out", "run", *PHOTOS, code=3)
     assert "photos" in line
     assert status(Path("run"))["exit_code"] == 3 if Path("run").exists() else True
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused_by_name(recipe: str, capsys: Capture) -> None:
+    """Not by the file that could not be written, as if the disk had failed."""
+    folder = photos(count=3)
+    next(folder.iterdir()).rename(os.fsdecode(os.fsencode(folder) + b"/caf\xe9"))
+    line = refused(capsys, "train", recipe, "--out", "run", *PHOTOS, code=3)
+    assert "'caf\\udce9'" in line
+    assert "rename it" in line
+    assert here() == []
 
 
 # Weights to start from ------------------------------------------------------------------------------------------------

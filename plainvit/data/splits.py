@@ -51,12 +51,20 @@ def open_splits(config: Config) -> Splits:
     assert train is not None
     if train.labels.min() < 0:
         raise DataError(f"{config.data} has training images without a label")
+    _check_names(train)
     val, test = _open(config, "val"), _open(config, "test")
     if val and test and _same_images(val, test):
         val = None
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
     return Splits(part_of(train, config.share), val, test)
+
+
+def _check_names(source: Source) -> None:
+    """A folder's name may be any bytes; what a run and its weights say of their classes is UTF-8."""
+    for name in source.classes:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise DataError(f"{source.spec} has the class {name!r}, whose name is not UTF-8: rename it")
 
 
 def _same_images(one: Source, other: Source) -> bool:
