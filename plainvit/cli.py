@@ -55,6 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(getattr(error, "exit_code", 2))  # the first of several processes says it
         fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
+    except (RuntimeError, MemoryError) as error:
+        from plainvit.device import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        said = str(error) or type(error).__name__
+        fail(f"memory does not suffice, a smaller --batch might: {said.splitlines()[0]}", 5)
     except KeyboardInterrupt:
         sys.exit(130)
 

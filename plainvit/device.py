@@ -34,6 +34,12 @@ WAIT_VARIABLE = "OMP_WAIT_POLICY"
 _PROBE = "import torch; torch.nn.Linear(64, 64).bfloat16()(torch.ones(64, 64).bfloat16())"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's, PyTorch's on a CPU, or Python's."""
+    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return named or "can't allocate memory" in str(error)
+
+
 def prepare() -> None:
     """Call before torch is loaded: caps oneDNN where its AMX kills the process; threads sleep on a crowded machine."""
     if "torch" in sys.modules:

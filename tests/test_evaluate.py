@@ -475,6 +475,38 @@ def test_wrong_data_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     assert "--split" in refused(capsys, "evaluate", model, "--data", str(tmp_path / "photos"), "--split", "test")
 
 
+@pytest.mark.parametrize(
+    ("verb", "error", "said"),
+    [
+        ("evaluate", torch.OutOfMemoryError("CUDA out of memory. Tried to get 20 GiB.\nmore"), "Tried to get 20 GiB."),
+        ("probe", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "DefaultCPUAllocator"),
+        ("evaluate", MemoryError(), "MemoryError"),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception, said: str
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    for method in ("logits", "features"):
+        monkeypatch.setattr(Predictor, method, full)
+    model = str(saved(tmp_path / "model.safetensors", classes=10))
+    told = refused(capsys, verb, model, "--data", "digits", "--device", "cpu", code=5)
+    assert told.startswith("plainvit: memory does not suffice, a smaller --batch might: ")
+    assert told.endswith(said) or said in told.split(": ")
+
+
+def test_an_error_of_ours_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(Predictor, "logits", wrong)
+    model = str(saved(tmp_path / "model.safetensors", classes=10))
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        main(["evaluate", model, "--data", "digits", "--device", "cpu"])
+
+
 # Which images ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits, open_splits, risks
-from plainvit.device import choose_device
+from plainvit.device import choose_device, is_out_of_memory
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
@@ -41,7 +41,6 @@ from plainvit.train.guards import (
     InterruptedRunError,
     Terminated,
     choose_micro_batch,
-    is_out_of_memory,
     short_of_memory,
     termination,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -86,10 +87,6 @@ def termination() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, old)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:

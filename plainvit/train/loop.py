@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Config, ViTConfig
 from plainvit.data.loader import Batch, Loader
-from plainvit.device import choose_precision
+from plainvit.device import choose_precision, is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -40,7 +40,6 @@ from plainvit.train.guards import (
     capture,
     choose_micro_batch,
     interruptions,
-    is_out_of_memory,
     short_of_memory,
 )
 from plainvit.train.masked import PredictPatches
