@@ -305,7 +305,9 @@ def test_shortcuts_change_nothing(settings: dict[str, Any], recompute: bool) -> 
         logits = model.take_shortcuts(wanted)(images)
         assert isinstance(logits, Tensor)
         logits.square().sum().backward()
-        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+        features = model.features(images)
+        assert isinstance(features, Tensor)
+        results.append([logits, features, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1])
     for plain, short in zip(*results, strict=True):
         torch.testing.assert_close(short, plain, rtol=1e-10, atol=1e-12)

@@ -400,7 +400,7 @@ class ViT(nn.Module):
     def features(self, images: Tensor, layers: Sequence[int] | None = None) -> Tensor | list[Tensor]:
         """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""
         if layers is None:
-            return self.represent(self.encode(images))
+            return self.represent(self.encode_tokens(self.embed(images), keep=self._wanted_tokens(None)))
         depth = len(self.blocks)
         if not layers or not all(-depth <= layer < depth for layer in layers):
             raise ValueError(f"layers {list(layers)} are not all among this model's 0 to {depth - 1}")
