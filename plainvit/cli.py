@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 usage, 3 data, 4 diverged (of a study: runs failed), 5 resources, 130/143 signals.
 """
 
+import errno
 import functools
 import os
 import sys
@@ -54,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(getattr(error, "exit_code", 2))  # the first of several processes says it
-        fail(str(error).splitlines()[0], getattr(error, "exit_code", 2))
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        fail(_said(error), getattr(error, "exit_code", 5 if full else 2))
     except (RuntimeError, MemoryError) as error:
         from plainvit.device import is_out_of_memory
 
@@ -64,6 +66,13 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"memory does not suffice, a smaller --batch might: {said.splitlines()[0]}", 5)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _said(error: Exception) -> str:
+    """In one line; of an error of the system without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).splitlines()[0]
 
 
 def _call(arguments: list[str]) -> None:

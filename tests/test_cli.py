@@ -189,7 +189,7 @@ def test_version(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "words", mostly_slow(["models ViT-B/16", "models ViT-B/16 --json", "models --help", "--help"], 2)
 )
-@pytest.mark.parametrize(("unread", "code", "said"), [(True, 0, ""), (False, 2, "plainvit: [Errno 28] No space left")])
+@pytest.mark.parametrize(("unread", "code", "said"), [(True, 0, ""), (False, 5, "plainvit: No space left on device")])
 def test_output_that_nobody_takes(words: str, unread: bool, code: int, said: str) -> None:
     """`plainvit models --json | head -1`, and a full disk: what is short is written when the process ends."""
     ends = os.pipe() if unread else (os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY))
@@ -200,6 +200,11 @@ def test_output_that_nobody_takes(words: str, unread: bool, code: int, said: str
     os.close(ends[1])
     assert (done.returncode, done.stderr.count("\n")) == (code, 0 if unread else 1)
     assert done.stderr.startswith(said)
+
+
+def test_an_error_of_the_system_is_said_without_its_number(capsys: Capture, tmp_path: Path) -> None:
+    words = ("train", "digits", "--exclude", str(tmp_path / "none.txt"), "--out", str(tmp_path / "run"))
+    assert refused(capsys, *words) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

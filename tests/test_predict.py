@@ -558,6 +558,19 @@ def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: 
     assert "5.jpg" in found["first_error"]
 
 
+def test_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also into a pipe, which Python would fill first."""
+    lines: list[int] = []
+
+    class Told(io.StringIO):
+        def flush(self) -> None:
+            lines.append(self.getvalue().count("\n"))
+
+    monkeypatch.setattr(sys, "stdout", Told())
+    main(["predict", str(weights), str(photos), "--json"])
+    assert [*dict.fromkeys(lines)] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     plant(tmp_path, {"bad.jpg": b"\xff\xd8 no"})

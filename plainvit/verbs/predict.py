@@ -218,7 +218,7 @@ def _print(
                 bad, first = bad + 1, first or f"{row['name']}: {row['error']}"
             kept += [row] if sheet or not json else []
             if json:
-                print(_json.dumps(row), file=stdout)
+                print(_json.dumps(row), file=stdout, flush=True)
     if sheet:
         _sheet(model, source, kept, sheet)
     if not json and bad < len(source):
