@@ -398,6 +398,15 @@ def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
     torch.testing.assert_close(done.model.head.bias, torch.full((3,), -4.0))
 
 
+def test_a_binary_loss_refuses_smoothed_labels() -> None:
+    """Every class of a smoothed label is above 0, and would count as the class."""
+    smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))
+    with pytest.raises(ValueError, match=r"smoothing gives all classes one: --augment.smoothing 0"):
+        resolve(smoothed, open_splits(smoothed))
+    plain = smoothed.replace(augment=Augment(crop="none"))
+    assert resolve(plain, open_splits(plain)).loss == "binary"
+
+
 def test_a_teacher_teaches(tmp_path: Path) -> None:
     teacher = build(TINY.replace(classes=3))
     plainvit.save(teacher, tmp_path / "t.safetensors")

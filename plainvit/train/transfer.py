@@ -55,6 +55,9 @@ def resolve(config: Config, splits: Splits) -> Config:
         raise DataError(f"the model has {model.classes} classes, {config.data} has {classes}: --model.classes 0")
     if (config.augment.mixup or config.augment.cutmix) and config.batch % 2:
         raise ValueError(f"mixing pairs neighbours, so the batch must be even, got {config.batch}")
+    if config.loss == "binary" and config.augment.smoothing and config.objective == "classify":
+        words = "loss 'binary' takes whatever has a share of a label as the class, and smoothing gives all classes one"
+        raise ValueError(f"{words}: --augment.smoothing 0")
     return config.replace(
         model=model.replace(classes=classes),
         preprocess=config.preprocess or preprocess,
