@@ -17,7 +17,8 @@ from pictures import plant_classes
 from small_runs import without_figures
 
 import plainvit
-from plainvit.config import Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
+from plainvit.config import About, Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
+from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
@@ -34,7 +35,7 @@ from plainvit.train.deliver import _missed
 from plainvit.train.fit import _objective, fit, prepare
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import load_teacher, resolve
 from plainvit.verbs.runs import _in_words
 from plainvit.weights.published import TO_START
 
@@ -416,6 +417,25 @@ def test_a_teacher_teaches(tmp_path: Path) -> None:
         quiet=True,
     )
     assert losses(tmp_path / "run")[0] == pytest.approx(math.log(3), rel=1e-5)  # two heads of zeros
+
+
+def test_a_teacher_of_classes_in_another_order_is_refused(tmp_path: Path) -> None:
+    """What it says of its first class would be taught of another."""
+    teacher = build(TINY.replace(classes=3))
+    teacher.about = About(class_names=("triangle", "square", "circle"))
+    plainvit.save(teacher, tmp_path / "t.safetensors")
+    with pytest.raises(DataError, match=r"the teacher .* calls a class 'triangle' that shapes.* calls 'circle'"):
+        fit(tiny(teacher=str(tmp_path / "t.safetensors")), tmp_path / "run", quiet=True)
+
+
+def test_a_teacher_with_other_words_for_the_classes_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = build(TINY.replace(classes=3))
+    teacher.about = About(class_names=("disc", "square", "triangle"))
+    plainvit.save(teacher, tmp_path / "t.safetensors")
+    load_teacher(tiny(teacher=str(tmp_path / "t.safetensors")), ("circle", "square", "triangle"))
+    assert "calls a class 'disc'" in caplog.text
 
 
 def test_holding_out_is_fair_and_stable() -> None:

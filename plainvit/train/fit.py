@@ -310,7 +310,7 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
             raise ValueError(f"fsdp cuts up a model that is called whole, {config.objective!r} calls it in parts: ddp")
         return PredictPatches(model, config, world.rank).to(world.device)
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
-    teacher = load_teacher(config, len(splits.classes)).to(world.device) if config.teacher else None
+    teacher = load_teacher(config, splits.classes).to(world.device) if config.teacher else None
     objective = Classify(model, config, counts, teacher).to(world.device)
     if world.size > 1 and config.parallel == "fsdp":
         if config.optim.name == "muon" or config.optim.lora:

@@ -4,6 +4,7 @@ Fine-tuning is training that starts elsewhere: nothing else in the loop knows of
 """
 
 import hashlib
+import logging
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from plainvit.runtime.checkpoint import file_hash
 from plainvit.weights import load, look
 from plainvit.weights.reading import resolve as weights_path
 
+log = logging.getLogger("plainvit")
 FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not fix
 
 
@@ -111,8 +113,8 @@ def _loaded(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
     if config.head == "zero":
         model.replace_head(wanted.classes)
     elif model.about.class_names and model.about.class_names != splits.classes:
-        theirs, ours = next((a, b) for a, b in zip(model.about.class_names, splits.classes, strict=True) if a != b)
-        raise DataError(f"{config.init} calls a class {theirs!r} that {config.data} calls {ours!r}: --head zero")
+        words = _another_class(model.about.class_names, splits.classes, config.data)
+        raise DataError(f"{config.init} {words}: --head zero")
     odd = {name: both for name, both in differences(model.config, wanted).items() if name not in FREE}
     if odd:
         words = ", ".join(f"{name} {has}, not {asked}" for name, (has, asked) in odd.items())
@@ -120,9 +122,21 @@ def _loaded(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
     return model
 
 
-def load_teacher(config: Config, classes: int) -> ViT | ResNet:
-    """A model that only answers."""
+def _another_class(names: tuple[str, ...], classes: tuple[str, ...], data: str) -> str:
+    """The first of as many classes whose names differ."""
+    theirs, ours = next((a, b) for a, b in zip(names, classes, strict=True) if a != b)
+    return f"calls a class {theirs!r} that {data} calls {ours!r}"
+
+
+def load_teacher(config: Config, classes: tuple[str, ...]) -> ViT | ResNet:
+    """A model that only answers, of the same classes in the same order."""
     teacher = load(config.teacher)
-    if teacher.config.classes != classes:
-        raise DataError(f"the teacher {config.teacher} has {teacher.config.classes} classes, the data has {classes}")
+    count, names = teacher.config.classes, teacher.about.class_names
+    if count != len(classes):
+        raise DataError(f"the teacher {config.teacher} has {count} classes, the data has {len(classes)}")
+    if names and names != classes:
+        words = f"the teacher {config.teacher} {_another_class(names, classes, config.data)}"
+        if set(names) == set(classes):
+            raise DataError(f"{words}: it has the same classes in another order")
+        log.warning("%s: classes are taken in their order", words)  # n01440764 and tench are one
     return teacher.eval().requires_grad_(False)
