@@ -461,6 +461,17 @@ def test_sizes_of_known_sets_make_the_length() -> None:
     assert plan(Config(model=SMALL, data="flowers102", holdout=0.5, epochs=2, batch=102))["run"]["steps"] == 20
 
 
+@pytest.mark.parametrize("name", ["masked-cifar10", "mae-cifar10"])
+def test_self_supervision_is_planned_without_a_head(name: str) -> None:
+    """As a run of it is: the classes of its data are not asked for."""
+    config = recipe(name).replace(data="digits")  # whose images need not be there
+    report = plan(config)
+    trained = resolve(config, open_splits(config)).model
+    assert trained is not None
+    assert (report["classes"], report["parameters"]) == (0, cost.parameters(trained))
+    assert not any("last layer" in note for note in report["notes"])
+
+
 def test_without_the_number_of_images_a_step_is_planned() -> None:
     report = plan(recipe("vit-h14-jft"), on="h200", devices=64, simulate=False)
     assert report["run"]["exaflops"] is None

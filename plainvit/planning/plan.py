@@ -96,6 +96,8 @@ def _resolved(config: Config) -> Model:
         raise ValueError(f"the model of {config.init} is not in the config: fill it in from the weights first")
     if model is None:
         raise ValueError("there is no model to plan for: give --model NAME, or --init WEIGHTS")
+    if config.objective != "classify":  # the encoder alone is trained
+        return model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
     return model.replace(classes=model.classes or CLASSES.get(config.data, 0))
 
 
@@ -233,7 +235,7 @@ def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str
         yield "the run has no length: give --epochs or --steps for exaFLOPs and hours"
     elif not report["run"]["images"] and not config.steps:
         yield "the number of training images is not known: give --images for exaFLOPs and hours"
-    if not model.classes:
+    if not model.classes and config.objective == "classify":
         yield "the classes follow the data: counted without the last layer"
     if isinstance(model, ResNetConfig) or model.stem:
         yield "the rate of convolutions is assumed, not measured: take times as a guess"
