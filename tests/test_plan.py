@@ -1,5 +1,6 @@
 """Plans against PyTorch's optimisers, what its backward pass keeps, FSDP itself, steps of an H200, and Table 6."""
 
+import contextlib
 import dataclasses
 import importlib
 import io
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from plainvit.names import configure, list_models
 from plainvit.planning import cost
 from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
-from plainvit.planning.plan import plan, table
+from plainvit.planning.plan import _halved, plan, table
 from plainvit.planning.ranks import sharded
 from plainvit.planning.shapes import shape
 from plainvit.planning.step_time import (
@@ -48,6 +49,7 @@ from plainvit.planning.step_time import (
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.train import guards
 from plainvit.train.fit import fit
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
@@ -568,6 +570,23 @@ def test_the_table_says_what_to_read_what_links_and_which_way() -> None:
     assert "300 GB/s" in " ".join(inside["notes"])
     assert "other nodes" not in " ".join(inside["notes"])
     assert not any("GB/s" in note for note in plan(recipe("vit-h14-jft"), devices=8, simulate=False)["notes"])
+
+
+@pytest.mark.parametrize("most", [1, 11, 12, 24, 49, 99])
+def test_micro_batches_are_planned_as_the_loop_finds_them(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 100 where no more than `most` images fit: the loop takes equal parts of it."""
+
+    class Run(SimpleNamespace):
+        def objective(self, images: Tensor) -> tuple[Tensor, None]:
+            if len(images) > most:
+                raise torch.OutOfMemoryError("out of memory")
+            return torch.ones((), requires_grad=True), None
+
+    run = Run(cast=contextlib.nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
+    found = guards.largest_micro_batch(run, (torch.zeros(100, 1),), 100)
+    monkeypatch.setattr("plainvit.planning.plan.largest_micro_batch", lambda *_: most)
+    small = dataclasses.replace(H200, memory=1e-9)  # nothing fits whole
+    assert _halved(Step(model=SMALL, images=100), small) == found
 
 
 def test_the_way_that_fits_is_named() -> None:

@@ -221,11 +221,11 @@ def _mode(step: Step, config: Config, device: Device | None, run: dict[str, Any]
 
 
 def _halved(step: Step, device: Device) -> int:
-    """As the loop finds it: the device's whole batch, or the half, or the half of that ..."""
+    """As the loop finds it: the device's whole batch, or at most the half, or of that ..., in equal parts."""
     size, most = step.images, largest_micro_batch(step, device)
     alone = memory(replace(step, micro_batch=size), device.kept)["total"] <= device.memory * device.usable * GIB
     while size > max(most, 1) and not alone:
-        size = max(size // 2, 1)
+        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=1)
     return size
 
 
