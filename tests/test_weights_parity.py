@@ -339,6 +339,13 @@ def test_timm_creates_a_model_from_our_folder(tmp_path: Path, ours: dict[str, An
     assert gap(model, from_folder(folder)) < CLOSE
 
 
+def test_a_timm_folder_has_the_mlp_that_we_have(tmp_path: Path) -> None:
+    """timm computes int(width * ratio), and 56 * (488 / 56) is a little less than 488."""
+    model = tiny.vit(torch.float32, numerics="timm", width=56, mlp_dim=488)
+    assert int(56 * (488 / 56)) == 487
+    assert gap(model, from_folder(plainvit.save(model, tmp_path / "folder", format="timm"))) < CLOSE
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gelu_sigmoid", "relu"])
 def test_timm_creates_a_distilled_deit_from_our_folder(tmp_path: Path, activation: str) -> None:
     model = tiny.vit(torch.float32, numerics="timm", distillation=True, activation=activation)

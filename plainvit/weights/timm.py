@@ -4,6 +4,7 @@ Heads, and for square grids the image size, are not in such a file; config.json 
 Files that only share the names but not the model (SwiGLU, QK norm, relative bias ...) are refused by name.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -403,6 +404,12 @@ def sidecar_for(config: Model, about: About) -> dict[str, Any]:
     return described | {"pretrained_cfg": {key: value for key, value in published.items() if value is not None}}
 
 
+def _mlp_ratio(config: ViTConfig) -> float:
+    """timm computes int(width * ratio), one too few where the ratio was rounded down: then the next number."""
+    ratio = config.mlp_dim / config.width
+    return ratio if int(config.width * ratio) == config.mlp_dim else math.nextafter(ratio, math.inf)
+
+
 def _arguments(config: ViTConfig) -> dict[str, Any]:
     """The arguments of timm's VisionTransformer; any size of it can be asked for through one architecture's name."""
     arguments: dict[str, Any] = {
@@ -412,7 +419,7 @@ def _arguments(config: ViTConfig) -> dict[str, Any]:
         "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.heads,
-        "mlp_ratio": config.mlp_dim / config.width,
+        "mlp_ratio": _mlp_ratio(config),
         "act_layer": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
     }
     if config.distillation:
