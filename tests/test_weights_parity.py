@@ -41,7 +41,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import plainvit
-from plainvit.config import ResNetConfig
+from plainvit.config import About, Preprocess, ResNetConfig
+from plainvit.data.transforms import prepare
 from plainvit.models import ViT, build
 from plainvit.names import configure
 from plainvit.weights import look
@@ -572,6 +573,20 @@ def test_the_processor_we_write_cuts_as_we_say(tmp_path: Path, resize: str) -> N
     corner = pixels[0, :, 2, 2]
     assert (corner == (1.0 if resize == "crop" else -1.0)).all()
     assert plainvit.load(folder).about.preprocess == model.about.preprocess
+
+
+@pytest.mark.parametrize("crop", [1.0, 0.875])
+@pytest.mark.parametrize("size", [(128, 64), (64, 128)], ids=["wide", "tall"])
+def test_the_processor_we_write_keeps_the_aspect(tmp_path: Path, size: tuple[int, int], crop: float) -> None:
+    """Of a photo that is no square, the centre is cut as we cut it, and not squashed into a square before."""
+    model = tiny.vit(numerics="transformers", image_size=32)
+    model.about = About(preprocess=Preprocess(resize="crop", crop=crop))
+    folder = plainvit.save(model, tmp_path / "folder", format="transformers")
+    ramp = np.linspace(0, 255, size[0])[None, :, None] + np.linspace(0, 255, size[1])[:, None, None]
+    photo = np.broadcast_to(ramp / 2, (*size[::-1], 3)).astype(np.uint8)
+    theirs = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(photo), return_tensors="np")["pixel_values"][0]
+    ours = prepare(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
+    assert np.abs(theirs - ours).max() < 0.05
 
 
 # torchvision ----------------------------------------------------------------------------------------------------------

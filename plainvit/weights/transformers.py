@@ -4,6 +4,7 @@ The library renamed its modules in version 5 but still writes the old names to d
 A single file does not say its heads; config.json does, with the activation, LayerNorm's epsilon and the image size.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -186,6 +187,18 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         yield "layer_scale", "transformers' ViT has none"
 
 
+def _cropped(size: dict[str, int], crop: float) -> dict[str, Any]:
+    """The short side, then the centre. ViT's processor has no crop, and DeiT's ignores the aspect: CLIP's has both.
+
+    For images that are not square it is DeiT's, which is exact for photos of their aspect.
+    """
+    larger = {side: math.floor(value / crop + 1e-6) for side, value in size.items()}
+    cut = {"do_center_crop": True, "crop_size": size}
+    if size["height"] != size["width"]:
+        return cut | {"image_processor_type": "DeiTImageProcessor", "size": larger}
+    return cut | {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": larger["height"]}}
+
+
 def sidecars_for(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[str, Any]]:
     """config.json and preprocessor_config.json, as the library reads them."""
     deit = bool(config.distillation or config.registers)
@@ -227,7 +240,5 @@ def sidecars_for(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[
         "size": {"height": config.image_size[0], "width": config.image_size[1]},
     }
     if about.preprocess.resize == "crop":
-        short = {side: round(value / about.preprocess.crop) for side, value in prepared["size"].items()}
-        prepared |= {"do_center_crop": True, "crop_size": prepared["size"], "size": short}
-        prepared["image_processor_type"] = "DeiTImageProcessor"  # ViT's has no crop
+        prepared |= _cropped(prepared["size"], about.preprocess.crop)
     return {"config.json": described, "preprocessor_config.json": prepared}
