@@ -556,6 +556,25 @@ def test_transformers_processor_of_today(tmp_path: Path) -> None:
     assert (model.about.preprocess.resize, model.about.preprocess.interpolation) == ("squash", "bilinear")
 
 
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "not normalised": {"do_normalize": False},
+    "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},
+    "bytes, not normalised": {"do_rescale": False, "do_normalize": False},
+    "scaled otherwise": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [2.0] * 3},
+}
+
+
+@pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
+def test_pixels_enter_as_transformers_processor_has_them(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = hub_folder(tmp_path, "ViT", None)
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, **settings)
+    processor.save_pretrained(folder)
+    model = plainvit.load(folder)
+    photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    theirs = processor(photo, return_tensors="pt")["pixel_values"].float()
+    torch.testing.assert_close(model.normalise(torch.from_numpy(photo).permute(2, 0, 1)[None]), theirs)
+
+
 # Strangers ------------------------------------------------------------------------------------------------------------
 
 

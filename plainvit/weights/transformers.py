@@ -90,7 +90,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     hidden = shapes.get("pooler.dense.weight", (0,))[0]
     if hidden and config.get("pooler_act", "tanh") != "tanh":
         raise refuse("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if second and channels == 3 else ((0.5,), (0.5,))
+    mean, std = _pixels(processor, *((IMAGENET_MEAN, IMAGENET_STD) if second and channels == 3 else ((0.5,), (0.5,))))
     model = ViTConfig(
         width=width,
         depth=count_layers(shapes, re.escape(block) + r"(\d+)\."),
@@ -106,8 +106,8 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
         posemb_prefix="all" if second and not teacher else "class",
         norm_eps=float(config.get("layer_norm_eps", 1e-12)),
         activation=_activation(config),
-        mean=tuple(processor.get("image_mean") or mean),
-        std=tuple(processor.get("image_std") or std),
+        mean=mean,
+        std=std,
     )
     told = "config.json" if config else f"{family}'s default"
     prepared = "preprocessor_config.json" if processor else f"{family}'s convention: square resize"
@@ -139,6 +139,17 @@ def _activation(config: Mapping[str, Any]) -> Any:
     if name not in SPELLINGS:
         raise ValueError(f"config.json asks for the activation {name!r}; {nearest(str(name), SPELLINGS)}")
     return SPELLINGS[name]
+
+
+def _pixels(processor: Mapping[str, Any], *usual: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of pixels in [0, 1]. The processor's are of bytes that it has, or has not, scaled before."""
+    mean, std = (tuple(processor.get(f"image_{name}") or own) for name, own in zip(("mean", "std"), usual, strict=True))
+    if not processor.get("do_normalize", True):
+        mean, std = (0.0,), (1.0,)
+    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255.0
+    if math.isclose(scale, 1):
+        return mean, std
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
 def _preprocess(processor: Mapping[str, Any]) -> dict[str, Any]:
