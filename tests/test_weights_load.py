@@ -504,6 +504,13 @@ def test_averaged_weights_are_taken_first(tmp_path: Path, plain: str, averaged: 
     assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
 
 
+def test_a_tensor_beside_a_state_dict_is_not_taken_for_one(tmp_path: Path) -> None:
+    """PyTorch's own ImageNet example keeps its best accuracy so."""
+    peer, state = encoder()
+    torch.save({"epoch": 3, "best_acc1": torch.tensor(81.2)} | deit(state), tmp_path / "m.pth")
+    same_as(tmp_path / "m.pth", peer, "DeiT")
+
+
 def test_a_pytorch_file_of_before_1_6(tmp_path: Path) -> None:
     peer, state = encoder()
     torch.save(deit(state), tmp_path / "m.pth", _use_new_zipfile_serialization=False)

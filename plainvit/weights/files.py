@@ -177,9 +177,11 @@ class TorchFile:
             loaded = _load_torch(path)
         self.wrapper = ""
         for _ in range(MOST_WRAPPERS):
-            if not isinstance(loaded, Mapping) or any(isinstance(value, Tensor) for value in loaded.values()):
+            if not isinstance(loaded, Mapping):
                 break
             inside = next((key for key in self.WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+            if inside is None and any(isinstance(value, Tensor) for value in loaded.values()):
+                break
             if inside is None:
                 raise ValueError(
                     f"{path} holds no state dict: its entries are {', '.join(map(repr, list(loaded)[:5]))}"
