@@ -43,15 +43,24 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     if format != "plainvit":  # transformers asks for it; with a single entry the same weights are the same bytes
         metadata["format"] = "pt"
     if format == "google":
+        _tell_grid(path, config)
         _write_npz(path, out)
     elif folder:
         _write_folder(path, out, metadata, _sidecars(format, config, model.about, weights))
     elif path.suffix in (".pth", ".bin") and format != "plainvit":
         log.warning("%s: a %s file does not hold mean, std and preprocessing: .safetensors does", path, path.suffix)
+        _tell_grid(path, config)
         write_atomically(path, lambda beside: torch.save(out, beside))
     else:
         write_atomically(path, lambda beside: safetensors.torch.save_file(out, beside, metadata))
     return path
+
+
+def _tell_grid(path: Path, config: Model) -> None:
+    """A bare table of 16 positions is read as 4 x 4, whatever it was."""
+    if isinstance(config, ViTConfig) and config.posemb == "1d" and config.grid[0] != config.grid[1]:
+        (h, w), words = config.grid, "%s: nothing in it says that its grid is %d x %d: load it with grid=(%d, %d)"
+        log.warning(words, path, h, w, h, w)
 
 
 def convert(source: str | Path, target: str | Path, format: str, drop: Sequence[str] = (), **hints: Any) -> Path:  # noqa: A002
