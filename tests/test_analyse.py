@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import tiny
 import torch
 from pictures import encode, photo, plant, plant_classes, png, real_data
@@ -136,8 +137,9 @@ def test_as_many_images_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_map_is_only_called_better_where_chance_is_unlikely() -> None:
     better, none, worse = (gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4))
     assert [one.verdict for one in (better, none, worse)] == ["better", "no better", "worse"]
-    mean, error = 0.2625, np.std([0.3, 0.2, 0.25, 0.3], ddof=1) / 2
-    assert (better.low, better.high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-5)
+    few = scipy.stats.ttest_1samp([0.3, 0.2, 0.25, 0.3], 0).confidence_interval(0.95)
+    assert (better.low, better.high) == pytest.approx(tuple(few), abs=1e-5)
+    assert gain([0.3, 0.1], [0.0] * 2).verdict == "no better"  # 1.96 standard errors of two images are 70 %
     assert gain([0.3], [0.1]).verdict == "no better"  # one image tells nothing
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from plainvit.analyse import attention, drawings, robust
 from plainvit.analyse.page import Html, element, join, picture, table
 from plainvit.analyse.subject import Drawing, Part, Parts, Subject
-from plainvit.evaluate.chance import mean_interval
+from plainvit.evaluate.chance import student
 
 SHOWN = 6  # images with maps
 JUDGED = 32  # images over which maps are judged
@@ -155,8 +155,10 @@ class Gain(NamedTuple):
 
 
 def gain(larger: list[float], smaller: list[float]) -> Gain:
+    """Of few images, so by Student's t; of one there is no interval."""
     apart = np.subtract(larger, smaller)
-    return Gain(float(apart.mean()), *mean_interval(apart))
+    ends = student(apart.tolist()) if len(apart) > 1 else (math.nan, math.nan)
+    return Gain(float(apart.mean()), *ends)
 
 
 def _verdicts(falls: dict[str, Gain], rises: dict[str, Gain]) -> Html:
