@@ -146,6 +146,29 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, quick: None) 
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "masked.target": ("colour", {"masked": Masked(target="pixels")}),
+    "masked.width": ("mae", {"masked": MAE.replace(width=32)}),
+    "objective": ("mae", {"objective": "simmim"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes"), CHANGED.values(), ids=CHANGED)
+def test_what_answers_for_hidden_patches_cannot_change_in_a_run(
+    kind: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    quick: None,  # noqa: ARG001
+) -> None:
+    """It is refused before anything is written: the run's own command goes on with it."""
+    fit(config(kind, steps=3, evaluations=1), tmp_path / "run", quiet=True)
+    before = (tmp_path / "run/config.json").read_text()
+    with pytest.raises(ValueError, match=f"{request.node.callspec.id} cannot change in a run that has begun"):
+        fit(config(kind, steps=6, **changes), tmp_path / "run", force=True, quiet=True)
+    assert (tmp_path / "run/config.json").read_text() == before
+
+
 def test_a_step_can_be_made_again(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
     fit(config(keep=5), tmp_path / "run", quiet=True)
     recorded = {line["step"]: line["loss"] for line in metrics(tmp_path / "run") if "loss" in line}

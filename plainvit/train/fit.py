@@ -212,7 +212,9 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
 def _is_fixed(name: str, before: object, after: object) -> bool:
     """What a checkpoint's tensors cannot follow."""
     free = name.rpartition(".")[2] in ("dropout", "stochastic_depth")
-    shape = name.startswith("model") or name in ("optim.name", "optim.lora")
+    decoder = tuple(f"masked.{part}" for part in ("target", "depth", "width", "heads"))
+    shape = name.startswith("model") or name in ("optim.name", "optim.lora", *decoder)
+    shape = shape or (name == "objective" and "mae" in (before, after))
     return (shape and not free) or (name in ("ema", "ema_window") and not (before and after))
 
 
