@@ -646,6 +646,20 @@ def test_l16_of_torchvision_is_resized_to_242(tmp_path: Path) -> None:
         assert round(224 / found.about["preprocess"]["crop"]) == short
 
 
+@pytest.mark.parametrize("size", [224, 518])
+def test_h14_of_torchvision_is_swags_at_either_size(tmp_path: Path, size: int) -> None:
+    """There is no other H/14: resized to its own size, by bicubic interpolation."""
+    from torchvision.models import ViT_H_14_Weights, vit_h_14
+
+    with torch.device("meta"):
+        state = vit_h_14(image_size=size).state_dict()
+    found, _ = look(hollow(state, tmp_path / "hollow.safetensors"))
+    published = {one.transforms().crop_size[0]: one.transforms() for one in ViT_H_14_Weights}[size]
+    prepared = found.about["preprocess"]
+    assert prepared["interpolation"] == published.interpolation.value
+    assert round(size / prepared["crop"]) == published.resize_size[0]
+
+
 def hollow(state: State, path: Path) -> Path:
     """A safetensors file of the right names and shapes, all zeros, that takes no room on disk."""
     header, end = {}, 0

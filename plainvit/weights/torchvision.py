@@ -68,8 +68,8 @@ def find(tensors: Tensors, hints: Hints) -> Found:
         "mean": "torchvision's transforms",
         "preprocess": "torchvision's transforms",
     }
-    # 384 px and above: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
-    large = config.image_size[0] >= 384
+    # 384 px and above, and H/14 at any size: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
+    large = config.image_size[0] >= 384 or (width, patch[0]) == (1280, 14)
     short = 242 if (width, patch[0]) == (1024, 16) else 256  # L/16 alone is resized to 242
     preprocess = {
         "resize": "crop",
