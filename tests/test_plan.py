@@ -364,6 +364,27 @@ def test_accumulated_gradients_travel_once() -> None:
     assert exposed(step, H200, 0.0) == exposed(whole, H200, 0.0)
 
 
+LORA: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two heads": ({"distillation": True}, ()),
+    "a hidden layer": ({"representation": 20}, ()),
+    "no head": ({"classes": 0}, ()),
+    "a frozen block": ({}, ("blocks.0.*",)),
+    "a frozen head": ({}, ("head*",)),
+}
+
+
+@pytest.mark.parametrize(("settings", "frozen"), LORA.values(), ids=LORA)
+def test_what_lora_trains_is_counted_as_the_run_has_it(settings: dict[str, Any], frozen: tuple[str, ...]) -> None:
+    config, optim = SMALL.replace(**settings), Optim(name="muon", lora=3, frozen=frozen)
+    model = build(config)
+    assert isinstance(model, ViT)
+    add_lora(model, optim.lora, 0)
+    freeze(model, frozen)
+    left = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    matrices = sum(count for name, count in left.items() if name.startswith("blocks."))
+    assert trained_numbers(config, optim) == (sum(left.values()), matrices)
+
+
 # Many ranks -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ N tokens, D width, M mlp_dim, H heads, K classes.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -15,6 +16,7 @@ from plainvit.planning import cost
 from plainvit.planning.devices import Device
 
 GIB = 2**30
+MATRICES = ("weight", "down", "up")  # ends of their names
 Mode = Literal["single", "ddp", "fsdp"]
 
 
@@ -109,10 +111,7 @@ def trained_numbers(model: Model, optim: Optim) -> tuple[int, int]:
     if isinstance(model, ViTConfig):
         D, M = model.width, model.mlp_dim
         matrices = layers_of(model) * (4 * D * D + 2 * D * M)
-        if optim.lora:  # a pair of thin matrices for each of the blocks' four, and the head
-            pairs = layers_of(model) * optim.lora * (8 * D + 2 * M)
-            return pairs + (D + 1) * model.classes, pairs
-    if optim.frozen:
+    if optim.frozen or optim.lora:
         return _unfrozen(model, optim)
     return count, matrices
 
@@ -124,10 +123,21 @@ def _unfrozen(model: Model, optim: Optim) -> tuple[int, int]:
     from plainvit.models import build
 
     with torch.device("meta"):
-        named = dict(build(model).named_parameters())
-    left = {n: p for n, p in named.items() if not any(fnmatchcase(n, pattern) for pattern in optim.frozen)}
-    ours = [p.numel() for n, p in left.items() if "blocks." in n and n.endswith("weight") and p.ndim == 2]
-    return sum(p.numel() for p in left.values()), sum(ours)
+        named = {name: tuple(p.shape) for name, p in build(model).named_parameters()}
+    named = dict(_low_rank(named, optim.lora)) if optim.lora else named
+    left = {n: shape for n, shape in named.items() if not any(fnmatchcase(n, pattern) for pattern in optim.frozen)}
+    ours = [shape for n, shape in left.items() if "blocks." in n and n.endswith(MATRICES) and len(shape) == 2]
+    return sum(map(math.prod, left.values())), sum(map(math.prod, ours))
+
+
+def _low_rank(named: Mapping[str, tuple[int, ...]], rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What LoRA trains: the head, and a pair of thin matrices for each of the blocks'."""
+    for name, shape in named.items():
+        if name.startswith("head"):
+            yield name, shape
+        elif name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2:
+            pair = f"{name.removesuffix('weight')}parametrizations.weight.0"
+            yield from ((f"{pair}.down", (rank, shape[1])), (f"{pair}.up", (shape[0], rank)))
 
 
 def layers_of(c: ViTConfig) -> int:
