@@ -361,6 +361,19 @@ def test_timm_reads_our_pixels_and_names(tmp_path: Path) -> None:
     assert tuple(settings["input_size"]) == (3, 24, 40)
 
 
+@pytest.mark.parametrize("resize", ["squash", "crop"])
+def test_timm_cuts_as_we_say(tmp_path: Path, resize: str) -> None:
+    """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
+    model = tiny.vit(torch.float32, numerics="timm", image_size=32)
+    model.about = About(preprocess=Preprocess(resize=resize, crop=0.5))
+    folder = plainvit.save(model, tmp_path / "folder", format="timm")
+    photo = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8).repeat(32, 0).repeat(32, 1)
+    settings = timm.data.resolve_model_data_config(from_folder(folder))
+    theirs = timm.data.create_transform(**settings, is_training=False)(Image.fromarray(photo)).numpy()
+    ours = prepare(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
+    assert np.abs(theirs - ours).max() < 0.02
+
+
 # A hybrid in a folder stands under the name of one of timm's own: what that does not have must be refused
 TINY_HYBRID: dict[str, dict[str, Any]] = {
     "as it is": {},
