@@ -563,6 +563,20 @@ def test_transformers_processor_of_today(tmp_path: Path) -> None:
     assert (model.about.preprocess.resize, model.about.preprocess.interpolation) == ("squash", "bilinear")
 
 
+def test_one_file_counts_where_the_index_of_older_shards_is_left(tmp_path: Path) -> None:
+    """As transformers leaves and reads it."""
+    folder = hub_folder(tmp_path, "ViT", None)
+    peer = transformers.ViTForImageClassification.from_pretrained(folder)
+    peer.save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    sharded = plainvit.load(folder)
+    torch.nn.init.ones_(peer.classifier.weight)
+    peer.save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert sharded.head is not None
+    assert torch.equal(plainvit.load(folder).head.weight, torch.ones_like(sharded.head.weight))
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "not normalised": {"do_normalize": False},
     "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},

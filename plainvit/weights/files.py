@@ -266,9 +266,12 @@ def open_file(path: Path) -> Tensors:
 
 
 def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
-    """The tensors of a folder as the hub lays it out: one file, or shards with an index; `safe_only`, safetensors."""
+    """The tensors of a folder as the hub lays it out: one file, or shards with an index; `safe_only`, safetensors.
+
+    With both it is the file: transformers reads that, and where it writes one leaves the index of older shards behind.
+    """
     index = folder / SHARD_INDEX
-    if index.is_file():
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         names = read_json(index).get("weight_map")
         shards = list(names.values()) if isinstance(names, dict) else []
         if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):

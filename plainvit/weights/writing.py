@@ -179,7 +179,7 @@ def _sidecars(format: str, config: Model, about: About, weights: dict[str, Tenso
 def _write_folder(
     path: Path, out: dict[str, Tensor], metadata: dict[str, str], sidecars: dict[str, dict[str, Any]]
 ) -> None:
-    """All files or none; shards of an earlier model, which would be read instead, go with the new one's arrival."""
+    """All files or none; shards of an earlier model go with the new one's arrival."""
     new = not path.exists()
     if path.is_file():
         raise ValueError(f"cannot write {path}: it is a file, and this format is a folder")
