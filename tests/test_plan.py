@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from test_cost import TABLE_6
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from plainvit import cli, hub
 from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig, from_json
@@ -32,7 +33,7 @@ from plainvit.names import configure, list_models
 from plainvit.planning import cost
 from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, groups, largest_micro_batch, memory, stored, trained_numbers
-from plainvit.planning.plan import _halved, plan, table
+from plainvit.planning.plan import _halved, _resolved, plan, table
 from plainvit.planning.ranks import sharded
 from plainvit.planning.shapes import shape
 from plainvit.planning.step_time import (
@@ -51,6 +52,7 @@ from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train import guards
 from plainvit.train.fit import fit
+from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
 from plainvit.train.transfer import resolve
@@ -493,6 +495,22 @@ def test_self_supervision_is_planned_without_a_head(name: str) -> None:
     assert trained is not None
     assert (report["classes"], report["parameters"]) == (0, cost.parameters(trained))
     assert not any("last layer" in note for note in report["notes"])
+
+
+def test_self_supervision_is_planned_with_all_tokens_of_the_last_block() -> None:
+    """PyTorch's count of a step's forward pass, less the layer that answers: every token is counted."""
+    config = Config(model=SMALL, objective="masked", data="digits", steps=1)
+    model = build(SMALL.replace(classes=0))
+    assert isinstance(model, ViT)
+    net, place = PredictPatches(model, config), torch.arange(1)
+    with FlopCounterMode(display=False) as counted:
+        net(torch.zeros(1, 3, *SMALL.image_size, dtype=torch.uint8), *net.hide(0, torch.zeros_like(place), place))
+    answers = 2 * net.hidden * SMALL.width * 512
+    planned = _resolved(config)
+    assert isinstance(planned, ViTConfig)
+    linear = sum(2 * one.rows * one.inner * one.outer * one.times for one in products(planned, shortcuts=True))
+    attention = SMALL.depth * 4 * SMALL.tokens**2 * SMALL.width
+    assert linear + attention == counted.get_total_flops() - answers
 
 
 def test_without_the_number_of_images_a_step_is_planned() -> None:

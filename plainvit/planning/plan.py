@@ -96,9 +96,19 @@ def _resolved(config: Config) -> Model:
         raise ValueError(f"the model of {config.init} is not in the config: fill it in from the weights first")
     if model is None:
         raise ValueError("there is no model to plan for: give --model NAME, or --init WEIGHTS")
-    if config.objective != "classify":  # the encoder alone is trained
-        return model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
+    if config.objective != "classify":
+        return _encoder(model)
     return model.replace(classes=model.classes or CLASSES.get(config.data, 0))
+
+
+def _encoder(model: Model) -> Model:
+    """What self-supervision trains: there is no head, and answers are read off the patches' tokens, whatever it pools.
+
+    So the last block is computed for all of them.
+    """
+    if not isinstance(model, ViTConfig):
+        return model.replace(classes=0)
+    return model.replace(classes=0, representation=0, pool="average" if model.reads_one_token else model.pool)
 
 
 def _known_device(on: str) -> str:
