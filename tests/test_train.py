@@ -399,6 +399,16 @@ def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
     torch.testing.assert_close(done.model.head.bias, torch.full((3,), -4.0))
 
 
+def test_a_run_too_short_for_its_window_can_be_made_longer(tmp_path: Path) -> None:
+    """A tenth of 6 steps is less than one: their average is the last weights, and still the one to go on from."""
+    short = fit(tiny(ema_window=0.1), tmp_path / "run", quiet=True)
+    plain = fit(tiny(), tmp_path / "plain", quiet=True)
+    for name, weight in short.model.state_dict().items():
+        assert torch.equal(weight, plain.model.state_dict()[name])
+    fit(tiny(ema_window=0.1, steps=30), tmp_path / "run", force=True, quiet=True)
+    assert len(losses(tmp_path / "run")) == 30
+
+
 def test_a_binary_loss_refuses_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))

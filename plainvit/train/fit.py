@@ -268,12 +268,12 @@ def prepare(
         device=world.device,
     )
     objective = _objective(config, splits, world)
-    model, decay = objective.model, config.decay(config.steps)
+    model, averages = objective.model, bool(config.ema or config.ema_window)
     run = Training(
         config=config,
         objective=objective,
         optimizers=Optimizers(model, _trained(objective), config.optim, graphs=graphs_fit(config, world)),
-        average=Average(model, decay) if decay else None,
+        average=Average(model, config.decay(config.steps)) if averages else None,  # of few steps too: they may be more
         loader=loader,
         folder=folder,
         track=tracker(config.track if world.first else (), folder.path, config),
