@@ -275,6 +275,24 @@ def test_a_run_that_was_shortened_on_the_way_goes_on_exactly(tmp_path: Path, mon
     assert outcome(tmp_path / "whole")["step"] == 8
 
 
+def test_a_run_that_was_shortened_and_is_made_longer_has_the_length_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 6 a second a step leaves 8 of 12; what was cut of these is not cut of 16 as well."""
+    shorten = loop.Stopwatch.shorten
+
+    def at_six(watch: loop.Stopwatch, display: Any) -> None:
+        if watch.run.progress.step == 6:
+            watch.last, watch.run.ends = (4, time.monotonic() - 2.0), time.monotonic() + 2.5
+            shorten(watch, display)
+
+    monkeypatch.setattr(loop.Stopwatch, "shorten", at_six)
+    fit(runs.config(evaluations=6, hours=1.0), tmp_path, quiet=True)
+    assert outcome(tmp_path)["step"] == 8
+    fit(runs.config(evaluations=6, steps=16), tmp_path, force=True, quiet=True)
+    assert outcome(tmp_path)["step"] == 16
+
+
 def test_a_search_goes_on(tmp_path: Path) -> None:
     made = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
     fit(made, tmp_path / "whole", search=True, quiet=True)

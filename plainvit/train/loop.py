@@ -63,6 +63,7 @@ class Progress:
     worse: int = 0  # evaluations since the best
     micro_batch: int = 0
     cut: int = 0  # steps that --hours had no time for after all
+    cut_of: int = 0  # the length that they were cut of
 
 
 @dataclass
@@ -214,6 +215,7 @@ class Stopwatch:
         if steps < run.steps:
             display.tell(f"slower than at the start: {run.config.hours:g} hours allow {steps} of {run.steps} steps")
             run.progress.cut += run.steps - steps
+            run.progress.cut_of = run.config.steps
             display.total = steps
 
 
@@ -224,6 +226,8 @@ def _resume(run: Training) -> None:
     run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
     if found:
         run.restore(*found)
+    if run.progress.cut_of not in (0, run.config.steps):  # another length was asked for since
+        run.progress.cut = run.progress.cut_of = 0
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch
     if run.world.first:
