@@ -422,20 +422,7 @@ def attention_of(found: Sequence[Kernel]) -> list[str]:
 
 
 def show_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
-    columns = (
-        "model",
-        "system",
-        "img/s",
-        "spread",
-        "ratio",
-        "matmul",
-        "%",
-        "executed",
-        "GiB",
-        "step ms",
-        "device",
-        "first s",
-    )
+    speed = ("img/s", "spread", "ratio", "matmul", "%", "executed", "GiB", "step ms", "device", "first s", "loss")
     shown: list[list[str]] = []
     for row in rows:
         numbers = [f"{row['images_per_second']:,.1f}", f"{row['least']:,.1f}-{row['most']:,.1f}"]
@@ -447,9 +434,8 @@ def show_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
         shown.append(
             [f"{row['model']} x{row['batch']}", row["system"], *numbers, f"{row['loss_difference']:.1e}", words]
         )
-    show(
-        title, (*columns, "first s", "loss", "attention kernels"), shown, left=("model", "system", "attention kernels")
-    )
+    left = ("model", "system", "attention kernels")
+    show(title, (*left[:2], *speed, *left[2:]), shown, left=left)
     for row in rows:
         for remark in row["remarks"]:
             print(f"note: {row['model']}, {row['system']}: {remark}")

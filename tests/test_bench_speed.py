@@ -83,7 +83,10 @@ def test_training_runs_side_by_side(train: ModuleType, tmp_path: Path, capsys: A
     assert found["command"].startswith("python -m bench.train --device cpu")
     assert str(tmp_path) not in found["command"]
     assert {"torch", "timm", "transformers", "triton", "commit", "processor"} <= found["machine"].keys()
-    assert "no GPU" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "no GPU" in told.err
+    line = next(line for line in told.out.splitlines() if line.startswith("model"))
+    assert all(line.count(word) == 1 for word in ("img/s", "matmul", "first s", "loss"))
 
 
 def _flops_by_torch() -> int:
