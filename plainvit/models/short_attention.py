@@ -221,17 +221,18 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
 def run_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the packed qkv, [B, N, 3D], and that summed up over images and tokens, fp32 [3D]."""
+    """The gradient of the packed qkv, [B, N, 3D], and that summed up over images and tokens, fp32 [3D].
+
+    As a softmax's weights add up to 1, those of values sum up to the tokens' gradient, and those of keys to 0.
+    """
     grad, qkv = _dense(grad), _dense(qkv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
         return dqkv, lse.new_zeros(qkv.shape[2])
     delta = torch.empty_like(lse)
-    sums = (
-        run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries),
-        run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys),
-    )
-    return dqkv, torch.cat([some.sum(0) for some in sums])
+    queries, values = run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries).sum(0).chunk(2)
+    run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys)
+    return dqkv, torch.cat((queries, torch.zeros_like(queries), values))
 
 
 def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -244,10 +245,10 @@ def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dic
 def run_queries(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch
 ) -> Tensor:
-    """Writes the first third of dqkv, and delta. Sums of that third: fp32 [programs, D]."""
+    """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
     rest, sizes = _shared(grad, qkv, heads)
     programs = launch.parts(qkv.shape[1])
-    sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3)
+    sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
             qkv, out, lse, grad, delta, dqkv, sums, *rest, **sizes,
@@ -257,17 +258,15 @@ def run_queries(
     return sums
 
 
-def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> Tensor:
-    """Writes the other two thirds of dqkv; after run_queries, whose delta it reads. Sums of both: [programs, 2D]."""
+def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
+    """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
     rest, sizes = _shared(grad, qkv, heads)
     N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
-    sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
-            qkv, lse, grad, delta, dqkv, sums, *rest, **sizes,
+            qkv, lse, grad, delta, dqkv, *rest, **sizes,
             KEYS=launch.keys, WIDTHS=split(N, launch.rows), PROGRAMS=programs, **launch.options(),
         )  # fmt: skip
-    return sums
 
 
 # One opaque operator for autograd, the compiler and export ------------------------------------------------------------

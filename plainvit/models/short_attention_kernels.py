@@ -61,29 +61,26 @@ def store(start, tiles, factor, first, stride, N: constexpr, ROWS: constexpr, PA
 
 
 @triton.jit
-def store_sums(start, tiles, factor, PARTS: constexpr):
-    """The sum of all rows, times `factor`."""
+def store_sums(start, sums, PARTS: constexpr):
     for i in tl.static_range(len(PARTS)):
-        columns = before(PARTS, i) + tl.arange(0, PARTS[i])
-        tl.store(start + columns, tl.sum(tiles[i], 0) * factor)
+        tl.store(start + before(PARTS, i) + tl.arange(0, PARTS[i]), sums[i])
 
 
 @triton.jit
-def added(a, b, PARTS: constexpr):
-    tiles = ()
+def no_sums(PARTS: constexpr):
+    sums = ()
     for i in tl.static_range(len(PARTS)):
-        tiles = tiles + (a[i] + b[i],)
-    return tiles
+        sums = sums + (tl.full((PARTS[i],), 0.0, tl.float32),)
+    return sums
 
 
 @triton.jit
-def real_rows(tiles, first, N: constexpr, ROWS: constexpr, PARTS: constexpr):
-    """Zero from row N on."""
-    kept = ()
-    rows = first + tl.arange(0, ROWS)
+def add_rows(sums, tiles, factor, PARTS: constexpr):
+    """sums + the sum of all rows, times `factor`."""
+    found = ()
     for i in tl.static_range(len(PARTS)):
-        kept = kept + (tl.where(rows[:, None] < N, tiles[i], 0.0),)
-    return kept
+        found = found + (sums[i] + tl.sum(tiles[i].to(tl.float32), 0) * factor,)
+    return found
 
 
 @triton.jit
@@ -126,13 +123,6 @@ def delta_of(grad, out, PARTS: constexpr):
 def begin(pointer, head, batch_stride, H, D: constexpr):
     """Where a head, counted over all images, begins in a tensor [B, N, ... H D]."""
     return pointer + (head // H).to(tl.int64) * batch_stride + (head % H) * D
-
-
-@triton.jit
-def sums_of(pointer, head, H, D: constexpr, WIDE: constexpr, PROGRAMS: constexpr):
-    """Where this program puts the sums of its head: [B PROGRAMS, H WIDE]."""
-    row = (head // H).to(tl.int64) * PROGRAMS + tl.program_id(0) % PROGRAMS
-    return pointer + row * (H * WIDE) + (head % H) * D
 
 
 @triton.jit(do_not_specialize=["H"])
@@ -249,7 +239,7 @@ def attention_backward_queries(
     scale, shrink, H, N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
     RESIDENT: constexpr,
 ):  # fmt: skip
-    """dQ, its sums [B PROGRAMS, H D], and the delta [B, H, N] that dK and dV want.
+    """dQ, the delta [B, H, N] that dK and dV want, and sums over queries, of dQ and of dO: [B PROGRAMS, 2 H D].
 
     Keys are loaded once (RESIDENT), or for each block.
     """
@@ -267,7 +257,8 @@ def attention_backward_queries(
     if RESIDENT:
         keys = load_keys(k, token_stride, N, WIDTHS, PARTS)
         values = load_keys(v, token_stride, N, WIDTHS, PARTS)
-    everything = zeros(ROWS, PARTS)
+    sum_dq = no_sums(PARTS)
+    sum_grad = no_sums(PARTS)
     for turn in range(tl.cdiv(N, ROWS * PROGRAMS)):
         first = (turn * PROGRAMS + tl.program_id(0) % PROGRAMS) * ROWS
         rows = first + tl.arange(0, ROWS)
@@ -295,8 +286,12 @@ def attention_backward_queries(
                 before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
             )  # fmt: skip
         store(dq, sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
-        everything = added(everything, sums, PARTS)  # those of padded queries are 0
-    store_sums(sums_of(summed, head, H, D, D, PROGRAMS), everything, shrink, PARTS)
+        sum_dq = add_rows(sum_dq, sums, shrink, PARTS)  # padded queries add 0
+        sum_grad = add_rows(sum_grad, grads, 1.0, PARTS)
+    row = (head // H).to(tl.int64) * PROGRAMS + tl.program_id(0) % PROGRAMS
+    summed += row * (2 * H * D) + (head % H) * D
+    store_sums(summed, sum_dq, PARTS)
+    store_sums(summed + H * D, sum_grad, PARTS)
 
 
 @triton.jit
@@ -321,10 +316,10 @@ def add_to_keys(
 
 @triton.jit(do_not_specialize=["H"])
 def attention_backward_keys(
-    qkv, lse, grad, delta, dqkv, summed, batch_stride, token_stride, grad_batch_stride, grad_token_stride,
+    qkv, lse, grad, delta, dqkv, batch_stride, token_stride, grad_batch_stride, grad_token_stride,
     scale, shrink, H, N: constexpr, PARTS: constexpr, KEYS: constexpr, WIDTHS: constexpr, PROGRAMS: constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys, and their sums [B PROGRAMS, 2 H D]: queries pass by, in blocks of WIDTHS rows."""
+    """dK and dV of one block of keys: queries pass by, in blocks of WIDTHS rows."""
     D: constexpr = before(PARTS, len(PARTS))
     LOOPED: constexpr = looped(N, WIDTHS, False)
     head = tl.program_id(0) // PROGRAMS
@@ -350,6 +345,3 @@ def attention_backward_keys(
         )  # fmt: skip
     store(dk, dks, shrink, key, 3 * H * D, N, KEYS, PARTS)
     store(dk + H * D, dvs, 1.0, key, 3 * H * D, N, KEYS, PARTS)
-    sums = sums_of(summed, head, H, D, 2 * D, PROGRAMS)
-    store_sums(sums, real_rows(dks, key, N, KEYS, PARTS), shrink, PARTS)
-    store_sums(sums + H * D, real_rows(dvs, key, N, KEYS, PARTS), 1.0, PARTS)
