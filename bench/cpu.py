@@ -49,7 +49,6 @@ FORMS: dict[str, Form] = {
     "transformers, as shipped": partial(peer_shipped, "transformers"),
     "torchvision, as shipped": partial(peer_shipped, "torchvision"),
 }
-FREEZING = {"options": {"freezing": True}}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -95,7 +94,7 @@ def measure(words: argparse.Namespace, batches: Sequence[int]) -> dict[str, Any]
     assert isinstance(model, ViTConfig)
     torch.set_num_threads(words.threads)
     top = ceilings("cpu", left_out, CLOCKS[words.clock])
-    job = Job(model, "cpu", torch.float32, FREEZING, CLOCKS[words.clock])
+    job = Job(model, "cpu", torch.float32, CLOCKS[words.clock])
     rows: list[dict[str, Any]] = []
     for batch in batches:
         forms = forms_of(words.compile == "on", left_out)

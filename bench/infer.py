@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.models.fp8 import in_fp8, why_not
+from plainvit.models.optimise import frozen
 from plainvit.names import configure
 from plainvit.planning.cost import macs
 
@@ -67,7 +68,6 @@ class Job:
     model: ViTConfig
     device: str
     dtype: torch.dtype  # of the compiled form's weights
-    options: dict[str, Any] = field(default_factory=dict)  # of torch.compile
     clock: Callable[[], float] = time.perf_counter  # on a CPU; a GPU has its own
 
     def __post_init__(self) -> None:
@@ -121,7 +121,9 @@ def peer_compiled(library: str, job: Job) -> Answer:
 
 
 def _compiled(model: nn.Module, job: Job) -> Answer:
-    forward = torch.compile(model, dynamic=False, **job.options)
+    forward = torch.compile(model, dynamic=False)
+    if job.device == "cpu":
+        return frozen(forward)
 
     def answer(images: Tensor) -> Tensor:
         with torch.no_grad():

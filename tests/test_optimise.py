@@ -16,6 +16,7 @@ from plainvit.models import optimise
 from plainvit.models.optimise import PLAIN, Optimised, Way, choose, fastest, prepared
 
 CPU = torch.device("cpu")
+PACKED = ("mkldnn::_linear_pointwise", "mkl::_mkl_linear")  # products with a matrix that was packed beforehand
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,9 @@ def test_every_way_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         near = 0.05 if way.precision == "bf16" else 1e-4
         assert (fast(images) - logits).abs().max() <= near * logits.std()
         assert (fast.features(images) - features).abs().max() <= near * features.std()
-        assert fast(images).dtype is torch.float32
+        with torch.profiler.profile() as seen:
+            assert fast(images).dtype is torch.float32
+        packed = [event.key for event in seen.key_averages() if event.key in PACKED]
+        assert bool(packed) == (way.code == "compiled"), f"{way}: weights as constants are packed for their products"
     monkeypatch.undo()
     assert fastest(model.config, 2, CPU) in optimise.ways_on(CPU)

@@ -148,8 +148,24 @@ def prepared(model: ViT | ResNet, way: Way, what: str) -> Callable[[Tensor], Ten
         return call
     if way.code == "graphs":
         return torch.compile(call, dynamic=False, mode="reduce-overhead")
-    frozen = place_of(model).type == "cpu"  # weights as constants of the code
-    return torch.compile(call, dynamic=False, options={"freezing": frozen})
+    compiled = torch.compile(call, dynamic=False)
+    return frozen(compiled) if place_of(model).type == "cpu" else compiled
+
+
+def frozen(compiled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Weights as constants of compiled code, which packs them as a CPU's products like them.
+
+    Dynamo asks the compiler's configuration about that when it meets a parameter: torch.compile's options come later,
+    and `{"freezing": True}` among them does nothing.
+    """
+
+    def answer(images: Tensor) -> Tensor:
+        from torch._inductor import config
+
+        with config.patch(freezing=True), torch.no_grad():
+            return compiled(images)
+
+    return answer
 
 
 # Choosing -------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def macs(config: Model) -> int:
 def is_small(config: Model, images: int) -> bool:
     """Whether a host that starts a step's kernels one by one costs much of it: then they are started as CUDA graphs.
 
-    A large GPU is done with such a step in 200 ms at most, of which the host costs 2 or 3 (L/16, batch 256, on an H200).
+    A large GPU is done with such a step in 200 ms at most, of which the host costs 2 or 3 (L/16, batch 256, an H200).
     """
     return 6 * macs(config) * images < SMALL_STEP
 
