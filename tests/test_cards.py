@@ -219,6 +219,8 @@ def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Assessed, Asse
         ({"metrics": []}, "metrics"),
         ({"images": 0}, "no images"),
         ({"counts": {"top1": 1, "top5": 2}}, "top1 is"),
+        ({"counts": {"top1": "many"}}, "top1 is missing"),
+        ({"metrics": {"top1": float("nan")}}, "top1 is missing"),
         ({"data": {"spec": "digits"}}, "data.fingerprint"),
     ],
 )

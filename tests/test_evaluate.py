@@ -318,6 +318,7 @@ def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture)
     assert card["images"] == 3
     assert card["data"]["left_out"] == 1
     assert card["data"]["split"] == "val"
+    assert set(card["metrics"]) == {"top1", "top5", "nll", "ece"}  # of several labels none is a row of its own
     assert card["counts"]["top1"] == sum(expected)
     by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["guess"], strict=True)}
     assert by_number == {at: guesses[at] for at in numbers if lists[at]}

@@ -539,6 +539,21 @@ def test_called_from_python_it_says_nothing(
     assert capsys.readouterr() == ("", "")
 
 
+def test_called_from_python_it_refuses_a_file_that_it_cannot_write(
+    predictor: Predictor, photos: Path, tmp_path: Path
+) -> None:
+    """Before any image is looked at."""
+    source = inputs.find([str(photos)])
+    for out, words in (("rows.txt", "should end in .jsonl"), ("no/rows.csv", "is not a folder")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            write(Question(predictor, 1), source, tmp_path / "new" / out, engine=never)
+    assert not (tmp_path / "new").exists()
+
+
+def never(*_: object) -> Answered:
+    raise AssertionError("an answer was asked for")
+
+
 def test_a_batch_that_does_not_fit_is_a_fault_of_resources(
     weights: Path, photos: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

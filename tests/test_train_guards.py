@@ -138,6 +138,16 @@ def test_a_bad_gradient_changes_nothing(
     assert json.loads((tmp_path / "results.json").read_text())["skipped_steps"] == 1
 
 
+def test_a_bad_step_is_said_with_the_line_that_looks_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil_gradients(monkeypatch, float("nan"), {BAD})
+    fit(runs.config(steps=BAD), tmp_path, quiet=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"step {BAD} is skipped: loss " in said
+    assert f"gradient norm nan; plainvit replay {tmp_path} --step {BAD} looks into it" in said
+
+
 def test_a_bad_micro_batch_spoils_its_whole_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_gradients(monkeypatch, float("nan"), {BAD})
     seen = watch_states(monkeypatch)

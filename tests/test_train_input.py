@@ -757,6 +757,12 @@ def test_doctor_finds_what_train_would_refuse(capsys: Capture, flags: str, part:
     assert any(part in risk for risk in risks(capsys, "digits", *words))
 
 
+def test_doctor_prints_a_risk_with_its_mending(capsys: Capture) -> None:
+    words = ("digits", "--batch", "63", "--augment.mixup", "0.2")
+    ((risk, mend),) = risks(capsys, *words).items()
+    assert set(f"{risk} {mend}".split()) <= set(printed(capsys, "doctor", *words).split())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_doctor_finds_a_device_that_is_not_there(capsys: Capture) -> None:
     assert any("GPU" in risk for risk in risks(capsys, "digits", "--device", "cuda"))
