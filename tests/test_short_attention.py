@@ -370,6 +370,17 @@ def test_a_models_biases_get_their_gradients(interpreter: Interpreter) -> None:
         assert expected.abs().max() > 1e-3, name
 
 
+def test_no_gpu_is_asked_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert not ours.device_ready(0)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert not ours.device_ready(0)
+
+
 def test_a_cpu_is_refused() -> None:
     qkv = torch.zeros(1, 8, 192, dtype=torch.float16)
     assert not fits(qkv, 1)

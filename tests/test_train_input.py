@@ -27,6 +27,7 @@ from plainvit.runtime.folder import metrics
 from plainvit.runtime.track import tracker
 from plainvit.train import doctor, loop
 from plainvit.train.fit import fit
+from plainvit.weights import save
 
 Capture = pytest.CaptureFixture[str]
 
@@ -283,6 +284,25 @@ def test_frozen_weights_stay_under_low_rank_updates(tmp_path: Path) -> None:
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "run"))
     assert torch.equal(before["head.weight"], after["head.weight"])
     assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
+
+
+def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has no checkpoint yet."""
+    weights = tmp_path / "first" / "model.safetensors"
+    first = fit(made(), tmp_path / "first", quiet=True).model
+    begun = made(init=str(weights), model=None, head="keep")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", raising(ZeroDivisionError()))
+        with pytest.raises(ZeroDivisionError):
+            fit(begun, tmp_path / "run", quiet=True)
+    assert first.head
+    first.head.bias.data += 1
+    save(first, weights)
+    with pytest.raises(ValueError, match="has other weights than"):
+        fit(begun, tmp_path / "run", quiet=True)
+    fit(begun, tmp_path / "run", quiet=True, force=True)
 
 
 # Search ---------------------------------------------------------------------------------------------------------------

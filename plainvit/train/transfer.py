@@ -81,9 +81,7 @@ def _length(config: Config, images: int) -> int:
 
 
 def init_hash(config: Config) -> str:
-    """Of the files that init's weights come from, so that another one under the name is noticed; empty without init."""
-    if not config.init:
-        return ""
+    """Of the files that init's weights come from, so that another one under the name is noticed."""
     path = weights_path(config.init)
     if not path.exists():
         raise ValueError(f"there is no file or folder {path} to start from")
