@@ -396,6 +396,14 @@ def test_convert_as_json(capsys: Capture, tmp_path: Path) -> None:
     assert Path(said["path"]).is_file()
 
 
+def test_inspect_says_in_whose_format_a_converted_file_is(capsys: Capture, tmp_path: Path) -> None:
+    ours, theirs = (str(tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
+    plainvit.save(plainvit.create("ViT-Ti/16", image_size=32, classes=3, numerics="timm"), ours)
+    printed(capsys, "convert", ours, theirs, "--format", "timm")
+    assert "note: its weights have the names and shapes of timm" in printed(capsys, "inspect", theirs)
+    assert "note:" not in printed(capsys, "inspect", ours)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
 def test_help_names_every_verb(capsys: Capture, arguments: list[str]) -> None:
     out = helped(capsys, *arguments)

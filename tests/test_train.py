@@ -279,7 +279,9 @@ def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -> None:
     """And a checkpoint is no model: where the best was kept, its folder says whose it is."""
-    config = tiny(steps=6, evaluations=3, seed=1, optim=Optim(lr=0.1, schedule="constant", clip=0), holdout=0.3)
+    optim = Optim(lr=0.01, schedule="constant", clip=0)
+    data = {"data": "shapes:size=16,count=600,classes=3", "holdout": 0.5}  # 600 images tell 33 % from 28
+    config = tiny(steps=6, evaluations=3, seed=3, optim=optim, **data)
     done = fit(config, tmp_path / "run", quiet=True, bare=True)
     vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
@@ -292,8 +294,8 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
             plainvit.load(place)
 
 
-@pytest.mark.parametrize(("best", "told"), [(0.819, False), (0.821, True)])
-def test_within_a_standard_error_no_step_was_better(best: float, told: bool) -> None:
+@pytest.mark.parametrize(("best", "told"), [(0.839, False), (0.841, True)])
+def test_within_two_standard_errors_no_step_was_better(best: float, told: bool) -> None:
     """Of 400 images with 80 % of them right: sqrt(0.8 * 0.2 / 400) is 2 points."""
     run: Any = SimpleNamespace(config=tiny(), progress=loop.Progress(best=best, best_step=3))
     found = _missed(run, {"val": {"top1": 0.8, "images": 400}})

@@ -29,7 +29,7 @@ from plainvit.train import loop
 from plainvit.train.fit import fit
 from plainvit.train.guards import DivergedError, largest_micro_batch, short_of_memory
 from plainvit.train.loop import Training
-from plainvit.train.objectives import Classify
+from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Optimizers
 from plainvit.train.replay import replay
 from plainvit.weights import save
@@ -146,6 +146,12 @@ def test_a_bad_step_is_said_with_the_line_that_looks_into_it(
     said = " ".join(capsys.readouterr().err.split())
     assert f"step {BAD} is skipped: loss " in said
     assert f"gradient norm nan; plainvit replay {tmp_path} --step {BAD} looks into it" in said
+
+
+def test_what_is_not_finite_is_no_best_validation() -> None:
+    assert score({"top1": 0.1, "nll": 2.0}) == 0.1
+    assert score({"top1": 0.1, "nll": float("nan")}) == score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
+    assert score({"loss": 0.5}) == -0.5
 
 
 def test_a_bad_micro_batch_spoils_its_whole_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

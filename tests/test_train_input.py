@@ -351,7 +351,12 @@ def test_an_unfinished_run_says_where_it_stopped(tmp_path: Path, capsys: Capture
     begun(tmp_path / "run")
     for words in (("inspect", "run"), ("predict", "run", "digits"), ("evaluate", "run", "--data", "digits")):
         said = refused(capsys, *words)
-        assert "stopped at step 3 of 4 (failed), and has no weights yet" in said
+        assert "stopped at step 3 of 4 (failed), and has no weights yet: its `plainvit train` command" in said
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status | {"state": "diverged"}))
+    assert "(diverged), and has no weights yet: another --out with a lower --optim.lr" in refused(
+        capsys, "inspect", "run"
+    )
 
 
 def test_a_run_made_longer_has_the_weights_from_before(

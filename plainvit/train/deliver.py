@@ -44,12 +44,12 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
 
 
 def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The best validation, where the weights delivered are worse by more than a standard error: less is noise."""
+    """The best validation, where the weights delivered are worse by more than two standard errors: less is chance."""
     val, progress = numbers.get("val", {}), run.progress
     if "top1" not in val or run.config.patience or progress.best_step is None:
         return {}
     error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
-    better = progress.best > val["top1"] + error
+    better = progress.best > val["top1"] + 2 * error
     return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
 
 

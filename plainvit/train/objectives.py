@@ -5,6 +5,7 @@ returns the mean loss over the images and the number of images whose label is th
 is no such thing. Here are labels; hidden patches are in masked.py.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,8 +20,13 @@ from plainvit.models import ResNet, ViT
 
 
 def score(numbers: Mapping[str, float]) -> float:
-    """What validations are compared by, more being better: top-1, or the loss where there are no labels."""
-    return numbers["top1"] if "top1" in numbers else -numbers["loss"]
+    """What validations are compared by, more being better: top-1, or the loss where there are no labels.
+
+    Logits that are not finite choose a class too: it counts for nothing.
+    """
+    if "top1" not in numbers:
+        return -numbers["loss"]
+    return numbers["top1"] if math.isfinite(numbers.get("nll", 0.0)) else -math.inf
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:

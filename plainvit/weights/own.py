@@ -79,4 +79,5 @@ def find(tensors: Tensors, path: Path) -> Found:
     beyond = {"preprocess": preprocess, "class_names": names}
     found = Found(str(about.get("family")), config, layout, sources, beyond)
     found.default = "the file's own description"
+    found.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
     return found

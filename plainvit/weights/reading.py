@@ -103,9 +103,9 @@ def look(
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
     unfinished = _unfinished(path)
     if unfinished and not (path / "model.safetensors").is_file():
-        raise ValueError(
-            f"{unfinished}, and has no weights yet: its `plainvit train` command once more goes on with it"
-        )
+        once_more = "its `plainvit train` command once more goes on with it"
+        mend = "another --out with a lower --optim.lr begins anew" if unfinished.endswith("(diverged)") else once_more
+        raise ValueError(f"{unfinished}, and has no weights yet: {mend}")
     if path.is_dir():
         tensors, beside = open_folder(path, safe_only=_from_hub(source)), path
     elif path.is_file():
