@@ -210,6 +210,8 @@ def _outliers(source: Source, split: str, sizes: np.ndarray) -> Iterator[dict[st
 
 
 def check_table(findings: list[dict[str, Any]]) -> Group:
+    if not findings:
+        return Group("nothing wrong found")
     counts: dict[str, int] = {}
     for finding in findings:
         counts[finding["problem"]] = counts.get(finding["problem"], 0) + 1
@@ -218,7 +220,7 @@ def check_table(findings: list[dict[str, Any]]) -> Group:
         shown.add_column(title, overflow="fold")
     for finding in findings[:40]:
         shown.add_row(*(Text(_plain(finding[key])) for key in ("split", "name", "problem", "detail")))
-    summary = ", ".join(f"{problem}: {count:,}" for problem, count in counts.items()) or "nothing wrong found"
+    summary = ", ".join(f"{problem}: {count:,}" for problem, count in counts.items())
     return Group(shown, f"\n{summary}" + (" (the first 40 are shown)" if len(findings) > 40 else ""))
 
 
