@@ -158,10 +158,9 @@ def frozen(compiled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     Dynamo asks the compiler's configuration about that when it meets a parameter: torch.compile's options come later,
     and `{"freezing": True}` among them does nothing.
     """
+    from torch._inductor import config
 
     def answer(images: Tensor) -> Tensor:
-        from torch._inductor import config
-
         with config.patch(freezing=True), torch.no_grad():
             return compiled(images)
 

@@ -101,10 +101,8 @@ def look(
     """What a source holds, by its headers alone: nothing is loaded yet."""
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
-    unfinished = _unfinished(path)
+    unfinished, mend = _unfinished(path)
     if unfinished and not (path / "model.safetensors").is_file():
-        once_more = "its `plainvit train` command once more goes on with it"
-        mend = "another --out with a lower --optim.lr begins anew" if unfinished.endswith("(diverged)") else once_more
         raise ValueError(f"{unfinished}, and has no weights yet: {mend}")
     if path.is_dir():
         tensors, beside = open_folder(path, safe_only=_from_hub(source)), path
@@ -140,15 +138,18 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
     raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
 
 
-def _unfinished(folder: Path) -> str:
-    """How far a run has come that has not ended; nothing of any other folder or file."""
+def _unfinished(folder: Path) -> tuple[str, str]:
+    """How far a run has come that has not ended, and what ends it; nothing of any other folder or file."""
     said = read_json(folder / "status.json") if folder.is_dir() else {}
     if said.get("state") in (None, "done"):
-        return ""
+        return "", ""
+    mend = "its `plainvit train` command once more goes on with it"
+    if said["state"] == "diverged":
+        mend = "another --out with a lower --optim.lr begins anew"
     kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     if said["state"] == "running":  # or killed: then it could not say so
-        return f"{folder} is a run whose last checkpoint is of step {max(kept, default=0)} of {said.get('steps')}"
-    return f"{folder} is a run that stopped at step {said.get('step')} of {said.get('steps')} ({said['state']})"
+        return f"{folder} is a run whose last checkpoint is of step {max(kept, default=0)} of {said.get('steps')}", mend
+    return f"{folder} is a run that stopped at step {said.get('step')} of {said.get('steps')} ({said['state']})", mend
 
 
 def _from_hub(source: str | Path) -> bool:
