@@ -1,9 +1,12 @@
 """Evaluation against scikit-learn, direct counts and authors' lists: numbers, label sets, processes, timm's models."""
 
+import contextlib
 import json
 import logging
 import os
 import socket
+import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -706,6 +709,64 @@ def test_published_weights_out_of_reach_are_one_line(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="@FOLDER/model") as caught:
         load_timm("vit_tiny_patch16_224")
     assert "\n" not in str(caught.value)
+
+
+# The model stays the caller's -----------------------------------------------------------------------------------------
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_predictor_leaves_the_mode_of_the_callers_model(fails: bool) -> None:
+    """Of each module: a part may be in another mode than the whole."""
+    model = tiny.vit(torch.float32, dropout=0.5).train()
+    model.blocks[0].eval()
+    before = modes(model)
+    predictor = Predictor(model)
+    assert modes(model) == before
+    images = torch.zeros(2, 3, *(1, 1) if fails else predictor.size)
+    for ask in (predictor.logits, predictor.features):
+        with pytest.raises(ValueError, match="do not fit") if fails else contextlib.nullcontext():
+            assert torch.equal(ask(images), ask(images))  # nothing is random: it was in eval mode
+        assert modes(model) == before
+
+
+def test_threads_share_a_model_in_training_mode() -> None:
+    model = tiny.vit(torch.float32, dropout=0.5).train()
+    inside, seen = threading.Barrier(2), []
+    first, second = threading.Event(), threading.Event()
+
+    def record(module: nn.Module, _: object) -> None:
+        inside.wait(10)  # both calls have begun
+        (first if not seen else second).wait(10)
+        seen.append(module.training)
+
+    model.head.register_forward_pre_hook(record)  # pyright: ignore[reportOptionalMemberAccess]
+    predictor = Predictor(model)
+    images = torch.zeros(1, 3, *predictor.size)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(predictor.logits, images) for _ in range(2)]
+        first.set()
+        wait(calls, return_when=FIRST_COMPLETED)  # the other one goes on when this is over
+        second.set()
+        assert torch.equal(calls[0].result(), calls[1].result())
+    assert seen == [False, False]
+    assert all(modes(model))
+
+
+def test_a_predictor_leaves_the_model_on_its_device() -> None:
+    model = tiny.vit(torch.float32).to("meta")
+    predictor = Predictor(model)
+    assert predictor.device == "meta"
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    with pytest.raises(ValueError, match="meta"):
+        Predictor(model, device="cpu")
+
+
+def test_an_optimised_model_is_in_eval_mode(tmp_path: Path) -> None:
+    assert not any(modes(plainvit.load(saved(tmp_path / "m.safetensors"), optimise=True)))
 
 
 # One picture in several forms -----------------------------------------------------------------------------------------

@@ -64,6 +64,25 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert state(tmp_path / "graphs") == state(tmp_path / "called")
 
 
+def test_the_steps_that_hours_time_are_captured_in_training_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of the timing is the one that the run replays: dropout and stochastic depth are in it."""
+    modes: list[bool] = []
+    original = loop.gradients
+
+    def recorded(run: loop.Training, *rest: Any) -> torch.Tensor:
+        modes.append(all(module.training for module in run.objective.modules()))
+        return original(run, *rest)
+
+    monkeypatch.setattr(loop, "gradients", recorded)
+    fit(on_gpu("adamw", hours=1.0), tmp_path / "hours", quiet=True)
+    assert modes
+    assert all(modes)
+    fit(on_gpu("adamw"), tmp_path / "plain", quiet=True)
+    assert losses(tmp_path / "hours") == losses(tmp_path / "plain")
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)

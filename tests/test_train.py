@@ -26,13 +26,14 @@ from plainvit.data.sources import open_source
 from plainvit.data.splits import hold_out, open_splits, risks
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
-from plainvit.models import build
+from plainvit.models import ViT, build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
 from plainvit.train.deliver import _missed
 from plainvit.train.fit import _objective, fit, prepare
+from plainvit.train.graphs import WARM
 from plainvit.train.loop import train
 from plainvit.train.optim import rate
 from plainvit.train.transfer import load_teacher, resolve
@@ -326,6 +327,36 @@ def test_hours_shorten_the_run_and_its_schedule(tmp_path: Path) -> None:
     assert stored["optim"]["warmup"] == pytest.approx(stored["steps"] / 10)
     assert len(losses(tmp_path)) == json.loads((tmp_path / "status.json").read_text())["steps"] <= stored["steps"]
     fit(config, tmp_path, quiet=True)  # the same command: the length that was found stays
+
+
+@pytest.mark.parametrize("objective", ["classify", "masked"])
+def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: Any
+) -> None:
+    """Of all modules: in the steps that --hours times, in the loop, and between them in validations."""
+    modes: list[tuple[bool, frozenset[bool]]] = []
+    encode_tokens = ViT.encode_tokens
+
+    def recorded(model: ViT, *arguments: Any) -> torch.Tensor:
+        modes.append((torch.is_grad_enabled(), frozenset(module.training for module in model.modules())))
+        return encode_tokens(model, *arguments)
+
+    monkeypatch.setattr(ViT, "encode_tokens", recorded)
+    model = TINY.replace(dropout=0.1, stochastic_depth=0.3)
+    fit(tiny(model=model, hours=1.0, objective=objective), tmp_path, quiet=True)
+    assert sum(learns for learns, _ in modes) == WARM + 6 + 6
+    assert {modes_of for learns, modes_of in modes if learns} == {frozenset({True})}
+    assert {modes_of for learns, modes_of in modes if not learns} == {frozenset({False})}
+
+
+def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
+    splits = open_splits(tiny())
+    with Folder(tmp_path) as folder:
+        run = prepare(resolve(tiny(), splits), splits, folder, quiet=True)
+        batch = next(run.loader.batches(0, 1))
+        run.objective.model.blocks[-1].eval()  # a part is enough
+        with pytest.raises(AssertionError):
+            loop.launch(run, run.objective.prepare(batch, 0))
 
 
 def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ https://docs.ray.io/en/latest/data/batch_inference.html, https://docs.ray.io/en/
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -34,7 +35,7 @@ from plainvit import __version__
 from plainvit.data.decode import DataError
 from plainvit.data.sources import Source
 from plainvit.data.workers import Evaluate
-from plainvit.device import choose_precision
+from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import Answered, MemoryFault, Question
 from plainvit.evaluate.predictor import Predictor
@@ -213,7 +214,8 @@ class _Packed:
         asked = question.predictor
         precision = "bf16" if asked.dtype is torch.bfloat16 else "fp32"
         settings = {"device": device, "precision": precision, "preprocess": asked.preprocess, "batch": asked.batch}
-        return cls(asked.model.cpu(), settings, question.top, __version__)
+        model = asked.model if asked.device == "cpu" else copy.deepcopy(asked.model).cpu()
+        return cls(model, settings, question.top, __version__)
 
 
 class _Decoding:
@@ -265,7 +267,8 @@ class _Answering:
         found: _Packed = ray.get(self.packed)
         if found.version != __version__:
             raise ValueError(f"{socket.gethostname()} has plainvit {__version__}, the job is of {found.version}")
-        return Question(Predictor(found.model, **found.settings), found.top)
+        model = found.model.to(choose_device(found.settings["device"]))
+        return Question(Predictor(model, **found.settings), found.top)
 
     @functools.cached_property
     def work(self) -> _Decoding:

@@ -5,7 +5,9 @@ predictor(["a.jpg", "b.jpg"])[0]                    [Guess("cat", 0.93), Guess("
 predictor.features(predictor.stack(["a.jpg"]))      [1, D]
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -34,7 +36,11 @@ class Guess(NamedTuple):
 
 
 class Predictor:
-    """One model on one device in one precision, with its own preprocessing unless told otherwise."""
+    """One model on one device in one precision, with its own preprocessing unless told otherwise.
+
+    A model that is given as an object stays the caller's. It is used on the device it is on. It is in eval mode only
+    while a call lasts; afterwards every module is back in the mode it was in. Weights that change are seen.
+    """
 
     def __init__(
         self,
@@ -47,9 +53,12 @@ class Predictor:
         batch: int = 64,
     ) -> None:
         self.source = model if isinstance(model, str | Path) else ""
-        self.device = choose_device(device)
-        self.model: Any = (_loaded(model, image_size) if isinstance(model, str | Path) else model).to(self.device)
-        self.model.eval()
+        if isinstance(model, str | Path):
+            self.device = choose_device(device)
+            self.model: Any = _loaded(model, image_size).to(self.device).eval()
+        else:
+            self.device, self.model = _device_of(model, device), model
+        self._lock, self._calls, self._training_modules = threading.Lock(), 0, []
         self.dtype = choose_precision(precision, self.device)
         self.size: tuple[int, int] = self.model.config.image_size
         self.preprocess = preprocess or self.model.about.preprocess
@@ -89,13 +98,13 @@ class Predictor:
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K] in fp32, on the model's device."""
-        with self._cast():
+        with self._eval_mode(), self._cast():
             return self.model(images.to(self.device, non_blocking=True)).float()
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, D] in fp32: what the last layer reads."""
-        with self._cast():
+        with self._eval_mode(), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
     def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Guess]]:
@@ -109,8 +118,37 @@ class Predictor:
                 found.append([Guess(self.class_names[at], value) for value, at in zip(values, places, strict=True)])
         return found
 
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """Threads share the model: the first call that begins switches it, the last one that ends switches it back."""
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1:
+                self._training_modules = [module for module in self.model.modules() if module.training]
+                for module in self._training_modules:
+                    module.training = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._calls == 0:
+                    for module in self._training_modules:
+                        module.training = True
+
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.device.split(":")[0], self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def _device_of(model: nn.Module, asked: str) -> str:
+    """The device that the model is on; asking for another one is an error."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return choose_device(asked)
+    wanted = first.device if asked == "auto" else torch.device(choose_device(asked))
+    if wanted.type != first.device.type or wanted.index not in (None, first.device.index):
+        raise ValueError(f"device is {asked!r}, but the model is on {first.device}: call model.to({asked!r}) first")
+    return str(first.device)
 
 
 def _loaded(source: str | Path, image_size: int | None) -> nn.Module:

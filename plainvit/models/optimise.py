@@ -68,6 +68,7 @@ class Optimised(nn.Module):
 
     def __init__(self, model: ViT | ResNet, *, fp8: bool = False) -> None:
         super().__init__()
+        self.training = False  # as its parts
         self.fp8 = fp8
         self.model = model.eval().requires_grad_(False)
         self.config, self.about = model.config, model.about

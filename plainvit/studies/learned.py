@@ -23,6 +23,7 @@ from plainvit.analyse import attention, embeddings
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ResNetConfig
 from plainvit.data.splits import open_splits
+from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
 from plainvit.recipes import recipe
@@ -215,7 +216,7 @@ def draw_filters(found: Found) -> Figure:
 
 def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     """Mean attention distance of every head in pixels, and what the rules ask of it."""
-    model = model_of(config, folder)
+    model = model_of(config, folder).to(choose_device("auto"))
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None

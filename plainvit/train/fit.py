@@ -382,6 +382,7 @@ def _time_a_step(run: Training) -> float:
     The median: a moment of other work on the machine must not cut the run, which is shortened later if need be.
     """
     times: list[float] = []
+    run.objective.train()
     for batch in run.loader.batches(0, WARM + 6):
         tensors = run.objective.prepare(batch, 0)
         run.progress.micro_batch = run.progress.micro_batch or choose_micro_batch(run, tensors)

@@ -345,6 +345,8 @@ def gradients(run: Training, tensors: tuple[Tensor, ...], forward: Callable) -> 
 
     The norm is that of the whole batch; the others are those of this process's images.
     """
+    # In eval mode there is no dropout or stochastic depth, and a CUDA graph of such a step is replayed to the end
+    assert all(module.training for module in run.objective.modules()), "a training step needs training mode"
     total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
     loss = correct = torch.zeros((), device=tensors[0].device)
     parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
