@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import small_runs as runs
+import tiny
 import torch
 
 from plainvit.config import Config, Optim
@@ -15,6 +16,7 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.train import loop
 from plainvit.train.fit import fit
 from plainvit.train.graphs import Graph
+from plainvit.train.optim import Optimizers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +102,23 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fit(on_gpu(name), tmp_path / "cut", quiet=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert state(tmp_path / "cut") == state(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+def test_a_restored_optimiser_has_the_layout_of_a_new_one(name: Any) -> None:
+    model = tiny.vit(torch.float32).cuda()
+
+    def stepped(state: dict[str, torch.Tensor] | None) -> tuple[Optimizers, dict[str, Any]]:
+        ours = Optimizers(model, model.named_parameters(), Optim(name=name))
+        if state:
+            ours.load({key: tensor.cpu() for key, tensor in state.items()})
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        ours.step()
+        return ours, {key: (value.device, value.dtype, value.shape) for key, value in ours.state().items()}
+
+    ours, new = stepped(None)
+    assert stepped(ours.state())[1] == new
 
 
 def test_a_bad_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

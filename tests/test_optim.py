@@ -8,6 +8,7 @@ import timm.optim
 import torch
 from tiny import vit
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plainvit.config import Optim
 from plainvit.models import ViT, create
@@ -340,6 +341,20 @@ def test_a_restored_optimiser_goes_on_to_the_bit(name: str) -> None:
         assert torch.equal(mine, theirs)
     assert ours.state().keys() == other.state().keys()
     assert all(torch.equal(value, other.state()[key]) for key, value in ours.state().items())
+
+
+@pytest.mark.parametrize(("name", "device"), [("adamw", "cuda"), ("lamb", "cpu")])
+def test_counters_are_restored_to_where_a_new_state_has_them(name: str, device: str) -> None:
+    """On the host for LAMB, which would wait for the device at every parameter otherwise."""
+    optim = Optim(name=name)  # pyright: ignore[reportArgumentType]
+    model = vit()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # no GPU is needed to see where tensors lie
+        parameter = nn.Parameter(torch.zeros(3, 2, device="cuda"))
+        ours = Optimizers(model, [("head.weight", parameter)], optim)
+        stored = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2)}
+        ours.load({f"head.weight:{key}": value for key, value in stored.items()})
+        found = {key: value.device.type for key, value in ours.all[0].state[parameter].items()}
+    assert found == {"step": device, "exp_avg": "cuda", "exp_avg_sq": "cuda"}
 
 
 # averages -------------------------------------------------------------------------------------------------------------

@@ -165,11 +165,13 @@ class Optimizers:
             parameter, _, name = key.rpartition(":")
             mine.setdefault(parameter, {})[name] = value
         for optimizer in self.all:
+            # Where a new state has its counters: on the host, but for kernels that read them on the device
+            on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
             for parameter in _parameters(optimizer):
                 found = mine.get(self._names[parameter])
                 if found:
                     optimizer.state[parameter] = {
-                        name: like(value, parameter) if value.ndim or parameter.is_cuda else value.clone()
+                        name: like(value, parameter) if value.ndim or on_device else value.clone()
                         for name, value in found.items()
                     }
 
