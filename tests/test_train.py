@@ -32,6 +32,7 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
 from plainvit.train.deliver import _missed
+from plainvit.train.doctor import _of_optim
 from plainvit.train.fit import _objective, fit, prepare
 from plainvit.train.graphs import WARM
 from plainvit.train.loop import train
@@ -566,3 +567,15 @@ def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
         new = longer.replace(init="", model=TINY, device=device)
         ((_, mend),) = risks(new, open_splits(new))
         assert f"--init {TO_START[machine]} " in mend
+
+
+@pytest.mark.parametrize(("data", "known"), [("digits", True), ("digits:01234", True), ("my-digits", False)])
+def test_the_digits_are_known_by_their_name_alone(
+    data: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a word in the path of somebody's folder."""
+    monkeypatch.chdir(tmp_path)
+    plant_classes(tmp_path / "my-digits", {"cat": 6, "dog": 6})
+    config = Config(data=data, batch=1, steps=500, model=TINY, augment=Augment(flip=0.5))
+    assert [risk.split()[-1] for risk, _ in risks(config, open_splits(config))] == ([] if known else ["alone"])
+    assert any("mirrored" in risk for risk, _ in _of_optim(config)) == known

@@ -140,7 +140,7 @@ def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < LEAST_STEPS:
         yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
-    if not config.init and images < 5000 and "digits" not in config.data:
+    if not config.init and images < 5000 and config.data.partition(":")[0] != "digits":
         yield (
             f"{images} images are few to learn from alone",
             f"start from published weights: plainvit finetune --init {_suited(config)} --data {config.data}",

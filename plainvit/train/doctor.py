@@ -158,7 +158,7 @@ def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
         yield f"gradients are not clipped{also}", f"--optim.clip 1{where}"
     if optim.lr > 5e-3 and optim.name == "adamw":
         yield f"lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
-    if config.augment.flip and "digits" in config.data:
+    if config.augment.flip and config.data.partition(":")[0] == "digits":
         yield "mirrored digits are no digits", "--augment.flip 0"
 
 
