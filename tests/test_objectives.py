@@ -1,6 +1,7 @@
 """Losses against PyTorch's own and by hand; a tiny model overfits one batch under each optimiser and loss."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,30 @@ def test_a_hard_teacher_is_deits() -> None:
     expected = (F.cross_entropy(own, one.labels) + F.cross_entropy(other, choice)) / 2
     torch.testing.assert_close(loss, expected)
     assert not any(name.startswith("teacher") for name, _ in objective.named_parameters())
+
+
+def test_two_heads_without_a_teacher_learn_as_inference_uses_them() -> None:
+    """The loss is that of their mean, and every parameter has a gradient, as DDP needs."""
+    model = small(distillation=True)
+    for seed, parameter in enumerate(model.parameters()):
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+    objective, one = Classify(model.train(), Config(augment=PLAIN)), batch()
+    loss, correct = objective(*objective.prepare(one, 0))
+    loss.backward()
+    logits = model.eval()(one.images)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, one.labels))
+    assert correct == (logits.argmax(-1) == one.labels).sum()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_teacher_computes_in_the_precision_of_the_run(precision: Any, dtype: torch.dtype) -> None:
+    teacher = small().eval()
+    seen: list[torch.dtype] = []
+    teacher.blocks[0].mlp.fc1.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    objective = Classify(small(), Config(augment=PLAIN, precision=precision), teacher=teacher)
+    said = objective.prepare(batch(), 0)[3]
+    assert (seen, said.dtype) == ([dtype], torch.float32)
 
 
 def test_a_soft_teacher_is_kullback_leibler_up_to_a_constant() -> None:

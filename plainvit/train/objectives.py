@@ -16,6 +16,7 @@ from plainvit.config import Config
 from plainvit.data.loader import Batch
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.transforms import as_floats
+from plainvit.device import choose_precision
 from plainvit.models import ResNet, ViT
 
 
@@ -83,7 +84,10 @@ class Classify(nn.Module):
         size = teacher.config.image_size
         if tuple(images.shape[2:]) != size:
             images = F.interpolate(as_floats(images), size, mode="bilinear", antialias=True)
-        logits = teacher(images).float()
+        device = images.device.type
+        dtype = choose_precision(self.config.precision, device)  # as the student
+        with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
+            logits = teacher(images).float()
         if self.config.distil == "hard":
             return F.one_hot(logits.argmax(-1), self.classes).float()
         return F.softmax(logits / self.config.temperature, -1)
@@ -93,6 +97,8 @@ class Classify(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         logits = self.model(images)
         both = logits if isinstance(logits, tuple) else (logits, logits)  # DeiT's second head learns from the teacher
+        if taught is None and isinstance(logits, tuple):  # the mean of both heads learns, as inference uses it (timm)
+            both = ((logits[0] + logits[1]) / 2,) * 2
         loss = self.loss(both[0], targets)
         if self.weights is not None:
             loss = loss * (targets @ self.weights)
