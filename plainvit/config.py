@@ -165,7 +165,9 @@ class ViTConfig(Checked):
     norm_eps: float = 1e-6  # of LayerNorm
     activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # of the MLPs
     dropout: float = 0.0  # after the embedding, attention and each layer of an MLP
-    stochastic_depth: float = 0.0  # of the last block; grows linearly from 0 at the first
+    #: rate of the last block; grows linearly from 0 at the first. From 0.2 on the images of a micro-batch are drawn
+    #: together, each at its rate, unless shortcuts are off
+    stochastic_depth: float = 0.0
     layer_scale: float | None = None  # LayerScale's initial value; None: without
     axial: bool = False  # each block becomes one along rows and one along columns (paper D.6)
     stem: ResNetConfig | None = None  # a hybrid's ResNet
@@ -436,7 +438,8 @@ class Config(Checked):
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
     graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
-    shortcuts: Literal["auto", "off"] = "auto"  # our own kernels, no work that no result needs; off: plain PyTorch
+    #: our own kernels, no work that no result needs, stochastic depth from 0.2 on drawn jointly; off: plain PyTorch
+    shortcuts: Literal["auto", "off"] = "auto"
     workers: int = -1  # processes that read images; -1: as many as suit the machine
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
     parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each

@@ -4,6 +4,7 @@ Peers get random weights, which peers.py copies into plainvit; logits then agree
 """
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import ViTForImageClassification
 import plainvit
 from plainvit import Trace
 from plainvit.models import ViT
+from plainvit.models.vit import Residual
 
 EXACT = 1e-10
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -646,14 +648,25 @@ def test_stochastic_depth_that_skips_the_work() -> None:
     assert (share - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
 
 
-def test_of_a_single_image_a_branch_is_dropped_by_chance() -> None:
-    """No share of it is left out: however many tokens it has, each branch goes at its rate."""
-    block = tiny.vit(depth=3, stochastic_depth=0.3).take_shortcuts().blocks[2].train()
-    x, draws = torch.rand(1, 5, 48, dtype=torch.float64), 500
+@pytest.mark.parametrize("images", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rate", [0.2, 0.3, 0.5, 0.9])
+def test_skipping_keeps_every_image_at_the_exact_rate(images: int, rate: float) -> None:
+    """In micro-batches of any size, of one image too: B (1 - rate) of them rounded up or down, and 1 / (1 - rate)."""
+    residual = Residual(tiny.vit().config, rate).train()
+    x, draws = torch.ones(images, 1, 1, dtype=torch.float64), 2000
     torch.manual_seed(0)
-    with torch.no_grad():
-        unchanged = sum(torch.equal(block(x), x) for _ in range(draws)) / draws
-    assert abs(unchanged - 0.3**2) < 5 * (0.09 * 0.91 / draws) ** 0.5
+    added = torch.stack([residual.plus_some(x, lambda some: some) - x for _ in range(draws)]).flatten(1)
+    kept = added != 0
+    assert torch.allclose(added[kept], torch.tensor(1 / (1 - rate), dtype=torch.float64), rtol=1e-12)
+    assert set(kept.sum(1).tolist()) <= {math.floor(images * (1 - rate) + 1e-9), math.ceil(images * (1 - rate) - 1e-9)}
+    error = 5 * (rate * (1 - rate) / draws) ** 0.5
+    assert (kept.double().mean(0) - (1 - rate)).abs().max() < error  # of each place in the batch
+
+
+def test_skipping_begins_at_its_rate_whatever_the_micro_batch() -> None:
+    blocks = tiny.vit(depth=4, stochastic_depth=0.33).take_shortcuts().train().blocks  # 0, 0.11, 0.22, 0.33
+    assert [block.residual1.skipping for block in blocks] == [False, False, True, True]
+    assert not any(block.residual1.skipping for block in blocks.eval())
 
 
 def test_skipping_saves_the_flops_and_the_gradient() -> None:

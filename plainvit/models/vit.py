@@ -15,6 +15,7 @@ not computed), `skipping` and `plus_some` (nor are branches that stochastic dept
 `lean_mlp`, `recompute`, `take_shortcuts`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
@@ -236,21 +237,28 @@ class Residual(nn.Module):
         x = self.dropout(x)
         return x if self.scale is None else x * self.scale
 
-    def skipping(self, images: int) -> bool:
+    @property
+    def skipping(self) -> bool:
         """Whether a branch is to be computed only for the images that keep it."""
-        wanted = self.skips and self.training and self.rate >= SKIPPED
-        return wanted and 0 < self.keeping(images) < images
-
-    def keeping(self, images: int) -> int:
-        return round(images * (1 - self.rate))
+        return self.skips and self.training and self.rate >= SKIPPED
 
     def plus_some(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """x + branch(x) for a share of the images that is the same in every batch, chosen anew; x for the others."""
+        """x + branch(x) for the images that keep the branch; x for the others.
+
+        Each image keeps it with probability 1 - rate, as in `forward`. But images are not drawn independently, so that
+        shapes are fixed: of B images B (1 - rate) keep it, rounded up or down at random so that the mean is exact.
+        DINOv2 (drop_add_residual_stochastic_depth) rounds down always.
+        """
         images = x.shape[0]
-        count = self.keeping(images)
-        kept = torch.rand(images, device=x.device).argsort()[:count]
-        some = x.index_select(0, kept)
-        return x.index_copy(0, kept, some + (self.scaled(branch(some)) * (images / count)).to(x.dtype))
+        expected = images * (1 - self.rate)
+        count = math.ceil(expected - 1e-6)
+        draws = torch.rand(images + 1, device=x.device)
+        chosen = draws[:images].argsort()[:count]
+        last = draws[images] < expected - (count - 1)  # whether the last of them keeps it too
+        kept = torch.arange(count, device=x.device) < count - 1 + last.long()
+        some = x.index_select(0, chosen)
+        added = self.scaled(branch(some)) * (1 / (1 - self.rate)) * kept.view(-1, 1, 1)
+        return x.index_copy(0, chosen, some + added.to(x.dtype))
 
 
 class Block(nn.Module):
@@ -272,7 +280,7 @@ class Block(nn.Module):
         """`keep`: nobody will look at other tokens, so they are not computed (of a block with pre-norm, not axial)."""
         if keep != ALL:
             return self._of_some(x, keep)
-        if self.pre and trace is None and self.residual1.skipping(x.shape[0]):
+        if self.pre and trace is None and self.residual1.skipping:
             x = self.residual1.plus_some(x, lambda some: self.attend(self.norm1(some), None))
             return self.residual2.plus_some(x, lambda some: self.mlp(self.norm2(some)))
         if self.pre:
@@ -385,13 +393,15 @@ class ViT(nn.Module):
         return both if self.training else mean
 
     def take_shortcuts(self, wanted: bool = True) -> Self:
-        """Whether to save work that no result needs, as training does: the same but for rounding.
+        """Whether to save work that no result needs, as training does: the same but for rounding and one kind of draw.
 
         Then the last block computes the class token alone, where nothing else is read; branches that stochastic depth
-        drops are not computed; under autocast, tokens between blocks stay in the short numbers of the products. A pass
-        with a trace takes none of these, so that it sees whole blocks; a model begins without, so that its logits are
-        to the bit the same with a trace. Compiled code keeps less of an MLP (lean.py), with a trace or without.
-        Our attention kernel is used unless `wanted` is False.
+        drops at a rate of 0.2 or more are not computed, and the images of a micro-batch are drawn together: each keeps
+        a branch with the same probability as before, but not independently (Residual.plus_some); under autocast, tokens
+        between blocks stay in the short numbers of the products. A pass with a trace takes none of these, so that it
+        sees whole blocks; a model begins without, so that its logits are to the bit the same with a trace. Compiled
+        code keeps less of an MLP (lean.py), with a trace or without. Our attention kernel is used unless `wanted` is
+        False.
         """
         self.shortcuts = wanted
         shorten(self, wanted)
