@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from PIL import Image
 from tiny import mostly_slow
 from torch import Tensor
 
-from plainvit.config import Augment, Preprocess
+from plainvit.config import Augment, Config, Preprocess, ViTConfig
 from plainvit.data import resident, shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
@@ -36,6 +36,9 @@ from plainvit.data.order import permutation, uniforms
 from plainvit.data.resident import decode_all, sample_boxes, steps_at_once
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.transforms import DRAWS, prepare
+from plainvit.data.workers import default_workers
+from plainvit.runtime.distributed import World
+from plainvit.train.deliver import evaluation_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 
@@ -676,6 +679,39 @@ def test_one_large_image_does_not_make_a_large_canvas_for_all() -> None:
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"), [(16, None, 8), (16, "4", 4), (2, "8", 1), (None, None, 1), (16, "", 8)]
+)
+def test_processes_of_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int | None, processes: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert default_workers() == expected
+    assert Loader(photos, batch=4, size=(8, 8), augment=Augment(), mode="streamed").workers == expected
+
+
+@pytest.mark.parametrize(("setting", "batch", "expected"), [(-1, 4, 3), (-1, 60, 0), (-1, 30, 2), (0, 4, 0), (2, 4, 2)])
+def test_validation_in_training_takes_the_workers_that_training_does(
+    monkeypatch: pytest.MonkeyPatch, photos: Source, setting: int, batch: int, expected: int
+) -> None:
+    """-1 are as many as training has, but none for a single batch."""
+    started: list[int] = []
+
+    def no_batches(_: object, __: int, ___: int, workers: int, **____: object) -> Generator[Any]:
+        started.append(workers)
+        yield from ()
+
+    monkeypatch.setattr("plainvit.data.loader.in_order", no_batches)
+    monkeypatch.setattr("plainvit.data.loader.default_workers", lambda: 3)
+    model = ViTConfig(width=8, depth=1, heads=1, mlp_dim=8, patch=(4, 4), image_size=(8, 8), classes=0)
+    config = Config(model=model, batch=batch, workers=setting, preprocess=Preprocess())
+    list(evaluation_set(config, photos, World()).batches())
+    assert started == [expected]
 
 
 def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side: int = 24) -> list[Stream]:

@@ -29,6 +29,13 @@ log = logging.getLogger("plainvit")
 Made = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
 
 
+def default_workers() -> int:
+    """Data workers for one process: its share of this machine's cores, at most 8."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    share = (os.cpu_count() or 1) // max(int(processes) if processes.isdecimal() else 1, 1)
+    return max(min(share, 8), 1)
+
+
 class Train(Dataset[Made]):
     """One item is one step's batch, made whole by one worker."""
 
