@@ -452,6 +452,45 @@ def test_an_error_takes_the_workers_along(tmp_path: Path) -> None:
     assert "cannot be decoded" in str(caught.value)
 
 
+class Stuck(Pixels):
+    """Images that a worker never finishes reading, as from a disk that hangs; it notes who it is before."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__(noise(8, 8)[None].repeat(40, 0), np.zeros(40), ("a",), np.arange(40))
+        self.notes = notes
+
+    def read(self, index: int) -> np.ndarray:
+        (self.notes / str(os.getpid())).touch()
+        time.sleep(600)
+        return super().read(index)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="asks Linux for the state of a process")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Also while they read: torch's own look at the parent comes between two items."""
+    context = multiprocessing.get_context("fork")
+    parent = context.Process(target=stream, args=(Stuck(tmp_path),), kwargs={"workers": 2})
+    parent.start()
+    while len(workers := [int(note.name) for note in tmp_path.iterdir()]) < 2:  # nothing_hangs ends what hangs
+        time.sleep(0.02)
+    assert all(map(is_running, workers))
+    parent.kill()
+    parent.join()
+    try:
+        while any(map(is_running, workers)):
+            time.sleep(0.02)
+    finally:
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
+
+
 # Streamed and resident ------------------------------------------------------------------------------------------------
 
 
