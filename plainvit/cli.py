@@ -14,7 +14,7 @@ from tyro.conf import DisallowNone
 from plainvit import __version__
 from plainvit.config import nearest
 from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
-from plainvit.verbs.words import READING, fail, parsed
+from plainvit.verbs.words import READING, Processes, fail, parsed
 
 VERBS: dict[str, Callable[..., object]] = {
     "train": runs.Train,
@@ -85,9 +85,13 @@ def _call(arguments: list[str]) -> None:
     device.prepare()
     rest = arguments[len(verb.split()) :]
     if verb in runs.RUNS:
-        runs.run(verb, rest)
+        done = runs.run(verb, rest)
     else:
-        parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
+        done = parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
+    if isinstance(done, Processes):
+        from plainvit.runtime.launch import launch
+
+        sys.exit(launch(arguments, *done))
     if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
         _flush()
         sys.stderr.flush()

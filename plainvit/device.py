@@ -168,12 +168,17 @@ def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
         raise ValueError(f"device {name!r} is unknown: cpu, cuda, cuda:1, or auto")
     if not name.startswith("cuda"):
         return name
+    if beside > 1 and ":" in name:
+        words = f"--device {name} is one GPU, --devices {beside} needs {beside}"
+        raise ValueError(f"{words}: use --device cuda (CUDA_VISIBLE_DEVICES selects which)")
     there = torch.cuda.device_count()
     if not there:
         raise ValueError(f"device {name!r} is not there: PyTorch finds no GPU on this machine; --device cpu")
     if beside > there:
         raise ValueError(f"{beside} processes on this machine, but it has {there} GPUs: one process a GPU")
-    return name if ":" in name or beside == 1 else f"cuda:{local}"
+    if ":" in name and int(name.partition(":")[2]) >= there:
+        raise ValueError(f"--device {name} does not exist: this machine has {there} GPUs, numbered from 0")
+    return f"cuda:{local}" if beside > 1 else name
 
 
 def choose_precision(name: str, device: str) -> "torch.dtype":

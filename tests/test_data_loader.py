@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from PIL import Image
 from tiny import mostly_slow
 from torch import Tensor
 
-from plainvit.config import Augment, Preprocess
+from plainvit.config import Augment, Config, Preprocess, ViTConfig
 from plainvit.data import resident, shards
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
@@ -36,6 +36,9 @@ from plainvit.data.order import permutation, uniforms
 from plainvit.data.resident import decode_all, sample_boxes, steps_at_once
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.transforms import DRAWS, prepare
+from plainvit.data.workers import default_workers
+from plainvit.runtime.distributed import World
+from plainvit.train.deliver import evaluation_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 
@@ -449,6 +452,45 @@ def test_an_error_takes_the_workers_along(tmp_path: Path) -> None:
     assert "cannot be decoded" in str(caught.value)
 
 
+class Stuck(Pixels):
+    """Images that a worker never finishes reading, as from a disk that hangs; it notes who it is before."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__(noise(8, 8)[None].repeat(40, 0), np.zeros(40), ("a",), np.arange(40))
+        self.notes = notes
+
+    def read(self, index: int) -> np.ndarray:
+        (self.notes / str(os.getpid())).touch()
+        time.sleep(600)
+        return super().read(index)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="asks Linux for the state of a process")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Also while they read: torch's own look at the parent comes between two items."""
+    context = multiprocessing.get_context("fork")
+    parent = context.Process(target=stream, args=(Stuck(tmp_path),), kwargs={"workers": 2})
+    parent.start()
+    while len(workers := [int(note.name) for note in tmp_path.iterdir()]) < 2:  # nothing_hangs ends what hangs
+        time.sleep(0.02)
+    assert all(map(is_running, workers))
+    parent.kill()
+    parent.join()
+    try:
+        while any(map(is_running, workers)):
+            time.sleep(0.02)
+    finally:
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
+
+
 # Streamed and resident ------------------------------------------------------------------------------------------------
 
 
@@ -676,6 +718,39 @@ def test_one_large_image_does_not_make_a_large_canvas_for_all() -> None:
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"), [(16, None, 8), (16, "4", 4), (2, "8", 1), (None, None, 1), (16, "", 8)]
+)
+def test_processes_of_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int | None, processes: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert default_workers() == expected
+    assert Loader(photos, batch=4, size=(8, 8), augment=Augment(), mode="streamed").workers == expected
+
+
+@pytest.mark.parametrize(("setting", "batch", "expected"), [(-1, 4, 3), (-1, 60, 0), (-1, 30, 2), (0, 4, 0), (2, 4, 2)])
+def test_validation_in_training_takes_the_workers_that_training_does(
+    monkeypatch: pytest.MonkeyPatch, photos: Source, setting: int, batch: int, expected: int
+) -> None:
+    """-1 are as many as training has, but none for a single batch."""
+    started: list[int] = []
+
+    def no_batches(_: object, __: int, ___: int, workers: int, **____: object) -> Generator[Any]:
+        started.append(workers)
+        yield from ()
+
+    monkeypatch.setattr("plainvit.data.loader.in_order", no_batches)
+    monkeypatch.setattr("plainvit.data.loader.default_workers", lambda: 3)
+    model = ViTConfig(width=8, depth=1, heads=1, mlp_dim=8, patch=(4, 4), image_size=(8, 8), classes=0)
+    config = Config(model=model, batch=batch, workers=setting, preprocess=Preprocess())
+    list(evaluation_set(config, photos, World()).batches())
+    assert started == [expected]
 
 
 def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side: int = 24) -> list[Stream]:

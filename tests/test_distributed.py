@@ -20,6 +20,7 @@ from torch import Tensor
 
 import plainvit
 from plainvit.cli import main
+from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
@@ -431,6 +432,45 @@ def test_more_processes_than_gpus_are_refused_before_they_start(tmp_path: Path) 
     done = train(tmp_path / "run", "--devices", "2", "--device", "cuda")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "beside", "expected"),
+    [("cuda", 1, 2, "cuda:1"), ("auto", 0, 2, "cuda:0"), ("cuda:1", 0, 1, "cuda:1"), ("cpu", 1, 2, "cpu")],
+)
+def test_each_process_has_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, local: int, beside: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(device, local, beside) == expected
+
+
+@pytest.mark.parametrize(("device", "beside"), [("cuda:1", 2), ("cuda:0", 2), ("cuda:2", 1), ("cuda", 3)])
+def test_a_device_that_processes_would_share_or_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, beside: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="GPU"):
+        choose_device(device, 0, beside)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits", "--devices", "2", "--device", "cpu", "--out", "run"],
+        ["evaluate", "run", "--data", "digits", "--devices", "2", "--device", "cpu"],
+    ],
+)
+def test_the_launched_processes_get_the_arguments_of_main(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """Not those of the program that calls it."""
+    monkeypatch.setattr(sys, "argv", ["another-program", "--its", "words"])
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("plainvit.runtime.launch.launch", lambda *given: launched.append(given) or 7)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 7
+    assert launched == [(words, 2, 0, "cpu")]
 
 
 @pytest.mark.slow

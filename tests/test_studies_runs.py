@@ -1,12 +1,17 @@
 """Many runs: the same numbers as one after the other, finished ones kept, failures told at the end."""
 
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_runs as runs
 
+import plainvit
+from plainvit.config import Config
 from plainvit.disk import read_json
-from plainvit.studies.runs import FailedRunsError, Pace, Workers, kind, run_all, run_hash
+from plainvit.studies.runs import FailedRunsError, Pace, Workers, code_hash, kind, run_all, run_hash, run_name
 from plainvit.train.fit import fit
 
 
@@ -46,7 +51,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
     with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
         run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
-    assert (tmp_path / run_hash(good) / "results.json").is_file()
+    assert (tmp_path / run_name(good) / "results.json").is_file()
 
 
 def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
@@ -77,3 +82,57 @@ def test_a_run_is_known_by_what_decides_its_result() -> None:
     assert run_hash(config.replace(init="a/1f")) == run_hash(config.replace(init="b/1f"))
     others = [config.replace(seed=1), config.replace(steps=13), config.replace(init="1f"), config.replace(share=0.5)]
     assert len({run_hash(one) for one in (config, *others)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("train/optim.py", True),
+        ("models/vit.py", True),
+        ("config.py", True),
+        ("data/new.py", True),
+        ("verbs/words.py", False),
+        ("studies/page.py", False),
+        ("notes.txt", False),
+    ],
+)
+def test_code_that_a_run_executes_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, counts: bool
+) -> None:
+    package = tmp_path / "plainvit"
+    shutil.copytree(Path(plainvit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(plainvit, "__file__", str(package / "__init__.py"))
+    before = code_hash.__wrapped__()
+    assert before == code_hash()
+    with (package / file).open("a") as changed:
+        changed.write("x = 1\n")
+    assert (code_hash.__wrapped__() != before) == counts
+
+
+class Due:
+    """Workers that only note what they are given, and say that it is done."""
+
+    free = (None,)
+
+    def finished(self, configs: Mapping[Path, Config]) -> Iterator[Any]:
+        self.paths = list(configs)
+        for path in configs:
+            path.mkdir()
+            (path / "status.json").write_text('{"state": "done"}')
+        yield from ()
+
+
+def test_a_run_of_other_code_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs, workers = {"a": runs.config(), "b": runs.config(seed=1)}, Due()
+    first = run_all(configs, tmp_path, workers, quiet=True)  # pyright: ignore
+    assert workers.paths == list(first.values())
+    assert run_all(configs, tmp_path, workers, quiet=True) == first  # pyright: ignore
+    assert workers.paths == []
+    assert not caplog.records
+    monkeypatch.setattr("plainvit.studies.runs.code_hash", lambda: "other")
+    second = run_all(configs, tmp_path, workers, quiet=True)  # pyright: ignore
+    assert workers.paths == list(second.values())
+    assert not set(second.values()) & set(first.values())
+    assert len(caplog.records) == 1

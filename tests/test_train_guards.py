@@ -24,10 +24,17 @@ from plainvit.cli import main
 from plainvit.config import Config, Optim
 from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train.fit import fit
-from plainvit.train.guards import DivergedError, largest_micro_batch, short_of_memory
+from plainvit.train.guards import (
+    DivergedError,
+    MemoryShortError,
+    choose_micro_batch,
+    largest_micro_batch,
+    short_of_memory,
+)
 from plainvit.train.loop import Training
 from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Optimizers
@@ -699,7 +706,7 @@ class OnDevice:
         return OnDevice(min(part.stop, self.size))
 
 
-def device_run(most: int, tried: list[int]) -> Any:
+def device_run(most: int, tried: list[int], world: World | None = None, *, fsdp: bool = False) -> Any:
     """A run on a device that takes `most` images at once."""
 
     def objective(images: OnDevice) -> tuple[Any, None]:
@@ -712,7 +719,14 @@ def device_run(most: int, tried: list[int]) -> Any:
     checkpoints = SimpleNamespace(steps=list, settle=lambda: None)
     progress = loop.Progress()
     return SimpleNamespace(
-        cast=nullcontext, objective=objective, optimizers=nothing, checkpoints=checkpoints, progress=progress
+        cast=nullcontext,
+        objective=objective,
+        optimizers=nothing,
+        checkpoints=checkpoints,
+        progress=progress,
+        world=world or World(),
+        config=runs.config(batch=128, model=runs.MODEL.replace(classes=10)),
+        fsdp=fsdp,
     )
 
 
@@ -736,3 +750,41 @@ def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, 
     size = offered(str(error))
     assert 1 <= size <= most
     assert Config(batch=batch, micro_batch=size).micro_batch == size
+
+
+def choose_as_one_of_two(rank: int, store: Path, most: int, fsdp: bool) -> None:
+    """In a child: prints the micro-batch that rank chooses, and the sizes that it tried. FSDP asks for free memory."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for name in ("memory_reserved", "memory_allocated"):
+        setattr(torch.cuda, name, lambda: 0)
+    torch.cuda.mem_get_info = lambda: (most * 25_000, 10**9)
+    tried: list[int] = []
+    run = device_run(most, tried, World(rank, 2, "cpu"), fsdp=fsdp)
+    try:
+        chosen = choose_micro_batch(run, (OnDevice(64),))  # pyright: ignore
+    except MemoryShortError as error:
+        chosen = 0 if error.agreed else None
+    print(json.dumps([chosen, tried]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("most", "fsdp", "expected"), [((64, 9), False, 8), ((64, 0), False, 0), ((64, 4), True, 8), ((64, 0), True, 0)]
+)
+def test_processes_choose_one_micro_batch(tmp_path: Path, most: tuple[int, int], fsdp: bool, expected: int) -> None:
+    """Memory is short in one of two processes only. With FSDP a trial would leave the other waiting: none is made."""
+    children = [
+        Child(choose_as_one_of_two, rank, tmp_path / "store", most[rank], fsdp, log=tmp_path / f"{rank}.log")
+        for rank in (0, 1)
+    ]
+    assert [child.wait() for child in children] == [0, 0]
+    (first, first_tried), (second, second_tried) = (json.loads(child.said.splitlines()[-1]) for child in children)
+    assert (first, second) == (expected, expected)
+    assert bool(first_tried or second_tried) != fsdp
+
+
+def test_memory_that_runs_out_in_one_of_several_processes_is_not_tried_again() -> None:
+    """The others stand in the middle of a step, and would not take part in the collectives of a trial."""
+    tried: list[int] = []
+    error = short_of_memory(device_run(4, tried, World(1, 2, "cpu")), (OnDevice(64),), 64)  # pyright: ignore
+    assert (tried, error.exit_code, offered(str(error))) == ([], 5, 32)

@@ -632,6 +632,38 @@ def test_damaged_checkpoints_do_not_crowd_out_sound_ones(tmp_path: Path) -> None
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+class Killed(BaseException):
+    """Ends a function where a kill would."""
+
+
+@pytest.mark.parametrize("deleted", [0, 1, 2])
+def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: int
+) -> None:
+    kept = Checkpoints(tmp_path / "checkpoints", 9)
+    for step in (1, 2, 3):
+        kept.save(step, {"a": torch.ones(2) * step}, {})
+    kept.wait()
+
+    def delete_some(folder: Path, **_: object) -> None:
+        if folder.is_dir():
+            for path in sorted(folder.iterdir())[:deleted]:
+                path.unlink()
+            raise Killed
+
+    kept.keep = 1
+    with monkeypatch.context() as patch:
+        patch.setattr("plainvit.runtime.checkpoint.shutil.rmtree", delete_some)
+        with pytest.raises(Killed):
+            kept._prune(None)
+    again = Checkpoints(tmp_path / "checkpoints", 1)
+    assert again.steps() == [2, 3]
+    for step in again.steps():
+        assert again.read(step)[1]["step"] == step
+    assert again.newest()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
 def test_what_is_no_checkpoint_is_passed_over(copy: Path, whole: dict[str, Any]) -> None:
     for name in ("step-00000999", "step-0000001x", "step-11", ".tmp-00000011", "backup"):
         (copy / "checkpoints" / name).mkdir()

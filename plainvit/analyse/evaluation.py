@@ -7,7 +7,6 @@ The folder holds card.json, images.parquet (a row for each image), classes.csv, 
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +23,7 @@ from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
 from plainvit.data.splits import choose
 from plainvit.data.transforms import resized
+from plainvit.data.workers import default_workers
 from plainvit.disk import DiskError
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.chance import FEW
@@ -129,7 +129,7 @@ def _classified(
     """With a progress bar of the first process, whose part is as large as any."""
     source = labels.source
     if workers is None:  # starting them takes longer than a small set does
-        workers = 0 if len(source) < 16 * batch else min((os.cpu_count() or 1) // world.size, 8)
+        workers = 0 if len(source) < 16 * batch else default_workers()
     prepared = Prepared(
         source, predictor.size, predictor.preprocess, batch=batch, workers=workers, world=world, keep=False
     )

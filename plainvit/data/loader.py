@@ -11,7 +11,6 @@ come from the same numbers either way. A worker that dies is replaced, and its b
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,7 +26,7 @@ from plainvit.data.policy import Policy, to_device
 from plainvit.data.resident import Resident, ahead, extents_that_fit, steps_at_once
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, finish
-from plainvit.data.workers import Evaluate, Train, in_order, refuse_many
+from plainvit.data.workers import Evaluate, Train, default_workers, in_order, refuse_many
 
 log = logging.getLogger("plainvit")
 
@@ -64,7 +63,7 @@ class Loader:
         self.source, self.size, self.augment, self.seed = source, size, augment, seed
         self.batch, self.rank, self.share = batch, rank, batch // world
         self.device = torch.device(device)
-        self.workers = min(os.cpu_count() or 1, 8) if workers is None else workers
+        self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
         wanted = augment.randaugment[0] or augment.three_augment
@@ -164,12 +163,17 @@ def evaluation_batches(
     preprocess: Preprocess,
     rank: int = 0,
     world: int = 1,
-    workers: int = 0,
+    workers: int | None = 0,
     device: str | torch.device = "cpu",
 ) -> Generator[Batch]:
-    """Every image of the source once over all processes, in order; the last batch may be smaller."""
+    """Every image of the source once over all processes, in order; the last batch may be smaller.
+
+    workers: None chooses them; a single batch is made without, as one worker would make it alone.
+    """
     index = np.arange(rank, len(source), world)
     work = Evaluate(source, index, batch, size, preprocess)
+    if workers is None:
+        workers = min(default_workers(), len(work)) if len(work) > 1 else 0
     made = in_order(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
     with contextlib.closing(made):
         for _, (images, labels, where, bad) in made:

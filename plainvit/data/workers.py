@@ -1,10 +1,12 @@
 """Worker processes that read, decode and cut, and are replaced where they die; and what is done about bad images."""
 
+import functools
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 BAD_SHARE = 0.01  # training goes on below this share of images that cannot be decoded
 log = logging.getLogger("plainvit")
 Made = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
+
+
+def default_workers() -> int:
+    """Data workers for one process: its share of this machine's cores, at most 8."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    share = (os.cpu_count() or 1) // max(int(processes) if processes.isdecimal() else 1, 1)
+    return max(min(share, 8), 1)
 
 
 class Train(Dataset[Made]):
@@ -150,6 +159,7 @@ def _pool(work: Dataset[Made], start: int, stop: int | None, workers: int, *, pi
         prefetch_factor=4 if workers else None,
         multiprocessing_context=multiprocessing.get_context("fork") if workers and os.name == "posix" else None,
         generator=torch.Generator(),
+        worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
     )
     items = iter(pool)
     if workers and threading.current_thread() is threading.main_thread():
@@ -157,6 +167,17 @@ def _pool(work: Dataset[Made], start: int, stop: int | None, workers: int, *, pi
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal_handling._SIGCHLD_handler_set = False
     return items
+
+
+def _end_with_parent(parent: int, _: int) -> None:
+    """In a worker. torch's own look at the parent comes between items only: not while one is read, decoded or sent."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends with its parent", daemon=True).start()
 
 
 class _Caught(Dataset[Any]):

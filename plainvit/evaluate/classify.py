@@ -148,7 +148,7 @@ class Prepared:
         preprocess: Preprocess,
         *,
         batch: int = 256,
-        workers: int = 0,
+        workers: int | None = 0,
         world: World | None = None,
         keep: bool = True,
     ) -> None:

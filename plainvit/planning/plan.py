@@ -17,7 +17,7 @@ from rich.table import Table
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig, length, nearest
 from plainvit.data.known import SETS
 from plainvit.planning import cost
-from plainvit.planning.devices import DEVICES, Device
+from plainvit.planning.devices import DEVICES, H200, Device
 from plainvit.planning.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory, trained_numbers
 from plainvit.planning.ranks import simulated
 from plainvit.planning.shapes import published_model
@@ -237,6 +237,18 @@ def _halved(step: Step, device: Device) -> int:
     while size > max(most, 1) and not alone:
         size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=1)
     return size
+
+
+def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
+    """Images at once of an FSDP step in `free` bytes on each device, the weights being there already; 0: not one."""
+    assert config.model
+    step = next(step for step in _modes(config, config.model, devices) if step.mode == "fsdp")
+    for size in sorted((n for n in range(1, step.images + 1) if step.images % n == 0), reverse=True):
+        used = memory(replace(step, micro_batch=size))
+        there = used["weights"] + used["averaged weights"] + used["images"]
+        if used["total"] - there <= free * H200.usable:
+            return size
+    return 0
 
 
 def _notes(config: Config, model: Model, report: dict[str, Any]) -> Iterator[str]:

@@ -135,10 +135,7 @@ class Checkpoints:
     def _put(self, beside: Path, target: Path) -> None:
         """Under its name, at once; an older one of the same step, which would be damaged, makes room for it."""
         sync_folder(beside)
-        old = target.with_name(f".tmp-old-{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
+        old = _rename_to_delete(target)
         beside.rename(target)
         sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -146,7 +143,7 @@ class Checkpoints:
     def _prune(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep]:
             if step != best:
-                shutil.rmtree(self.folder / f"step-{step:08d}", ignore_errors=True)
+                shutil.rmtree(_rename_to_delete(self.folder / f"step-{step:08d}"), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in order."""
@@ -185,6 +182,15 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             for left in self.folder.glob(".tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _rename_to_delete(folder: Path) -> Path:
+    """Under a name that `sweep` removes: a kill while its files are deleted leaves no part of a checkpoint behind."""
+    old = folder.with_name(f".tmp-old-{folder.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    return old
 
 
 def _joined(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Many runs, a few at a time, on one machine; each finished one is kept by the hash of its config and not run again.
+"""Many runs, a few at a time, on one machine; a finished one is not run again by the same code.
 
     with Workers(4) as workers:
         folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), workers)
@@ -10,8 +10,10 @@ of one kind.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,11 +27,14 @@ from typing import Any, Self
 
 import torch
 
+import plainvit
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
 from plainvit.runtime.distributed import end_after
 from plainvit.train.fit import fit
+
+log = logging.getLogger("plainvit")
 
 
 class FailedRunsError(ValueError):
@@ -43,8 +48,10 @@ def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, 
 
     An error comes once all others are done.
     """
-    found = {name: folder / run_hash(config) for name, config in configs.items()}
+    found = {name: folder / run_name(config) for name, config in configs.items()}
     names = {path: name for name, path in found.items() if not is_done(path)}  # of equal ones the last name stands
+    if old := sum(any(map(is_done, folder.glob(f"{run_hash(configs[name])}*"))) for name in names.values()):
+        log.warning("%d of these runs are in %s, made by other code: they are run again", old, folder)
     failed: dict[str, str] = {}
     with Pace(set(found.values()), set(names), len(workers.free), quiet=quiet) as display:
         for path, future in workers.finished({path: configs[name] for path, name in names.items()}):
@@ -87,6 +94,24 @@ def run_hash(config: Config) -> str:
     plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL | {"recipe"}}
     plain["init"] = Path(config.init).name
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run_name(config: Config) -> str:
+    """The name of a run's folder: the same config run by other code is another run."""
+    return f"{run_hash(config)}-{code_hash()}"
+
+
+@functools.cache
+def code_hash() -> str:
+    """Of the source files that a run executes: not those of commands, pages, plans, recipes and studies."""
+    package = Path(plainvit.__file__).parent
+    files = [package / "config.py", package / "device.py"]
+    for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
+        files += sorted((package / part).rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def is_done(path: Path) -> bool:

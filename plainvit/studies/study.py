@@ -5,11 +5,13 @@
 
 Its arms are runs that differ in one thing; each is run with several seeds and compared on held-out training images, so
 that test images are not read at all. An arm may begin from the weights of another of the same seed. Results go into
-OUT/NAME/{table.md, figure.png, verdict.json}; runs lie in OUT/runs by the hash of their config, so that studies share
-them and a finished one is not run again. A study whose definition changed since its verdict refuses to mix the two.
+OUT/NAME/{table.md, figure.png, verdict.json}; runs lie in OUT/runs by the hashes of their config and of the code, so
+that studies share them, and a finished one is run again only if the code changed. A study whose definition changed
+since its verdict refuses to mix the two.
 """
 
 import hashlib
+import inspect
 import json
 import math
 import statistics
@@ -32,7 +34,7 @@ from plainvit.evaluate import chance
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite
 from plainvit.studies.page import plus_minus
-from plainvit.studies.runs import Workers, run_all, run_hash
+from plainvit.studies.runs import Workers, run_all, run_hash, run_name
 from plainvit.weights import save as save_weights
 
 Budget = Literal["cpu", "gpu", "paper"]
@@ -208,7 +210,7 @@ def run_study(
     _check_data(arms)
     configs = run_arms(arms, out / "runs", seeds, workers, quiet)
     values = {
-        arm: [study.measure(config, out / "runs" / run_hash(config)) for config in configs[arm]]
+        arm: [study.measure(config, out / "runs" / run_name(config)) for config in configs[arm]]
         for arm in arms
         if arms[arm].counts
     }
@@ -217,7 +219,7 @@ def run_study(
     how = {
         "seconds": round(time.monotonic() - started, 1),
         "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
-        "folders": {arm: [f"runs/{run_hash(config)}" for config in configs[arm]] for arm in arms if arms[arm].trained},
+        "folders": {arm: [f"runs/{run_name(config)}" for config in configs[arm]] for arm in arms if arms[arm].trained},
         "command": f"plainvit study {study.given or study.name} --budget {budget}"
         + f" --seeds {seeds}" * (seeds != SEEDS[budget])
         + " --data-root DIR" * bool(data_root),
@@ -239,7 +241,7 @@ def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, workers: Workers, 
 
 def spent_on(configs: Sequence[Config], runs: Path) -> dict[str, Any]:
     """What the runs took and were made with; they may be older than the verdict, and shared with other studies."""
-    made = [read_json(runs / name / "environment.json") for name in sorted({run_hash(config) for config in configs})]
+    made = [read_json(runs / name / "environment.json") for name in sorted({run_name(config) for config in configs})]
     return {
         "count": len(made),
         "seconds": round(sum(one.get("seconds", 0.0) for one in made), 1),
@@ -252,14 +254,15 @@ def _config(arm: Arm, seed: int, configs: Mapping[str, list[Config]], runs: Path
     config = arm.config.replace(seed=seed)
     if not arm.after:
         return config
-    before = runs / run_hash(configs[arm.after][seed])
+    before = runs / run_name(configs[arm.after][seed])
     return config.replace(init=str(_edited(arm, config, before) if arm.edit else before))
 
 
 def _edited(arm: Arm, config: Config, before: Path) -> Path:
     """The folder of the weights that an arm makes of those before it; made once."""
     assert arm.edit
-    folder = before.with_name(f"{before.name}-{arm.edit.__name__}-{run_hash(config)}")
+    code = hashlib.sha256(Path(inspect.getfile(arm.edit)).read_bytes()).hexdigest()[:8]
+    folder = before.with_name(f"{before.name}-{arm.edit.__name__}-{code}-{run_hash(config)}")
     if not (folder / "model.safetensors").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(arm.edit(before, config), folder / "model.safetensors")

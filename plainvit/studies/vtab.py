@@ -28,6 +28,7 @@ from plainvit.disk import write_text
 from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
+from plainvit.studies.runs import code_hash
 from plainvit.train.fit import fit
 from plainvit.train.guards import DivergedError
 from plainvit.train.transfer import starting_model
@@ -120,8 +121,8 @@ def means(scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def default_folder(config: Config, setting: str) -> Path:
-    """runs/vtab-SETTING-HASH: other weights, steps or seeds are other runs."""
-    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed])
+    """runs/vtab-SETTING-HASH: other weights, steps, seeds or code are other runs."""
+    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed, code_hash()])
     return Path("runs") / f"vtab-{setting}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
 

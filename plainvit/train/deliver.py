@@ -87,7 +87,7 @@ def evaluation_set(config: Config, source: Source, world: World) -> Prepared:
     """A split as the run's model evaluates it."""
     assert config.model
     assert config.preprocess
-    batch, workers = min(config.batch, 512), max(config.workers, 0)
+    batch, workers = min(config.batch, 512), None if config.workers < 0 else config.workers
     return Prepared(source, config.model.image_size, config.preprocess, batch=batch, workers=workers, world=world)
 
 

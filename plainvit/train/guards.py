@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plainvit.device import is_out_of_memory
+from plainvit.planning.plan import estimate_micro_batch
 from plainvit.runtime.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class DivergedError(ValueError):
 class MemoryShortError(ValueError):
     """The device has too little memory; the command ends with exit code 5."""
 
-    exit_code = 5
+    exit_code, agreed = 5, False
 
 
 class InterruptedRunError(ValueError):
@@ -90,12 +91,22 @@ def termination() -> Iterator[None]:
 
 
 def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
-    """What was asked for; otherwise the whole batch on a CPU, on a GPU what fits."""
+    """What was asked for; otherwise the whole batch on a CPU, on GPUs what fits each of them.
+
+    With FSDP it is computed, not tried: a trial that fails in one process leaves the others waiting in its collectives.
+    """
     if run.config.micro_batch or tensors[0].device.type == "cpu":  # Linux hands out memory that it does not have
         return min(run.config.micro_batch or len(tensors[0]), len(tensors[0]))
-    size = largest_micro_batch(run, tensors, len(tensors[0]))
+    if run.fsdp:
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
+    else:
+        size = largest_micro_batch(run, tensors, len(tensors[0]))
+    size = int(run.world.gather_rows(torch.tensor([size], device=run.world.device)).min())
     if not size:
-        raise MemoryShortError("not even one image at a time fits into the device's memory")
+        error = MemoryShortError("not even one image at a time fits into the device's memory")
+        error.agreed = True  # all processes raise it
+        raise error
     return size
 
 
@@ -103,9 +114,10 @@ def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...], most: int)
     """`most` images, or about half as many, or a quarter ...: what goes forward and backward without complaint.
 
     Tried uncompiled, which needs the more memory, and without a compilation for each size. 0 where nothing fits.
+    The objective is called without DDP around it, so no gradients are exchanged: processes may fail one by one.
     """
     total = len(tensors[0])
-    size = max((n for n in range(1, most + 1) if total % n == 0), default=0)
+    size = largest_divisor(total, most)
     while size:
         try:
             with run.cast():
@@ -115,11 +127,16 @@ def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...], most: int)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            size = max((n for n in range(1, size // 2 + 1) if total % n == 0), default=0)
+            size = largest_divisor(total, size // 2)
         finally:
             run.optimizers.zero()
             torch.cuda.empty_cache()
     return 0
+
+
+def largest_divisor(total: int, most: int) -> int:
+    """Of `total`, up to `most`; 0 where `most` is below 1."""
+    return max((n for n in range(1, most + 1) if total % n == 0), default=0)
 
 
 def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: int) -> MemoryShortError:
@@ -128,8 +145,11 @@ def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: i
     saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
     if tensors is None:
         return MemoryShortError(f"out of memory at step {run.progress.step + 1}{saved}")
-    fits = largest_micro_batch(run, tensors, size // 2)
-    way = f"--micro-batch {fits}{' --force' if saved else ''} fits" if fits else "not even one image at a time fits"
+    if run.world.size > 1:  # the others are in the middle of a step: nothing can be tried without them
+        fits, says = largest_divisor(len(tensors[0]), size // 2), "needs less"
+    else:
+        fits, says = largest_micro_batch(run, tensors, size // 2), "fits"
+    way = f"--micro-batch {fits}{' --force' if saved else ''} {says}" if fits else "not even one image at a time fits"
     words = f"out of memory at step {run.progress.step + 1} with {size} images at once"
     return MemoryShortError(f"{words}: {way}{saved}")
 

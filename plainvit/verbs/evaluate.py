@@ -1,13 +1,12 @@
 """Evaluation with cards: evaluate, compare."""
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import Model, chosen_workers, show
+from plainvit.verbs.words import Model, Processes, chosen_workers, show
 
 if TYPE_CHECKING:
     from plainvit.evaluate.classify import Result
@@ -35,7 +34,7 @@ def score(
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     devices: int = 1,
     json: bool = False,
-) -> None:
+) -> "Processes | None":
     """How good a model is on a set: accuracy, likelihood, calibration, each class, the worst errors, with a card.
 
     The preprocessing is the model's own unless a flag says otherwise. imagenet-real, imagenet-v2, imagenet-a,
@@ -66,9 +65,7 @@ def score(
     if antialias and no_antialias:
         raise ValueError("--antialias and --no-antialias contradict each other: give one of them")
     if devices > 1 and "RANK" not in os.environ:
-        from plainvit.runtime.launch import launch
-
-        sys.exit(launch(sys.argv[1:], devices, 0, device))
+        return Processes(devices, 0, device)
     from dataclasses import asdict
 
     from rich.console import Group
@@ -96,6 +93,7 @@ def score(
     if done:  # the first of several processes speaks for all
         said = {"folder": str(done.folder), **asdict(done.card)}
         show(finite(said), None if json else Group(summary_table(done), *map(Text, _in_words(done.result))))
+    return None
 
 
 def _in_words(result: "Result") -> list[str]:

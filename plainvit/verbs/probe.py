@@ -1,7 +1,6 @@
 """Frozen features: probe."""
 
 import json as _json
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,6 +62,7 @@ def probe(
         out: Write the cards to this file too, as JSON.
         json: Print JSON for machines instead of tables.
     """
+    from plainvit.data.workers import default_workers
     from plainvit.disk import write_atomically
     from plainvit.evaluate import features, frozen
     from plainvit.evaluate.predictor import Predictor
@@ -87,7 +87,7 @@ def probe(
     )
     predictor = Predictor(model, device=device, precision=precision, image_size=image_size, batch=batch)
     if processes is None:  # on a CPU the model needs the cores more than they do
-        processes = 0 if predictor.device == "cpu" else min(os.cpu_count() or 1, 8)
+        processes = 0 if predictor.device == "cpu" else default_workers()
     home = None if no_cache else cache or features.default_cache()
     cards = frozen.probe_sets(
         predictor, data, settings, split=split, data_root=data_root, cache=home, workers=processes, quiet=json

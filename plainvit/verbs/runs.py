@@ -1,7 +1,6 @@
 """Runs: train, finetune, plan and doctor, whose flags are the fields of a recipe's config; recipes and replay."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 from tyro.conf import DisallowNone, Positional, arg
 
 from plainvit.config import Config, Model, Preprocess
-from plainvit.verbs.words import Pattern, parsed, refuse, show
+from plainvit.verbs.words import Pattern, Processes, parsed, refuse, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +80,25 @@ def _plan(command: Plan) -> None:
     show(report, None if command.json else plan.table(report))
 
 
-def _train(command: Train) -> None:
+def _train(command: Train) -> Processes | None:
     if command.devices < 1 or command.restarts < 0:
         raise ValueError(
             f"--devices is at least 1 and --restarts at least 0, got {command.devices}, {command.restarts}"
         )
     if command.devices > 1 and "RANK" not in os.environ:
-        from plainvit.runtime.launch import launch
-
-        sys.exit(launch(sys.argv[1:], command.devices, command.restarts, command.config.device))
+        return Processes(command.devices, command.restarts, command.config.device)
     from plainvit.train.fit import fit
 
     done = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
     if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all
-        return
+        return None
     if command.json:
         show({"folder": str(done.folder), **_without_confusion(done.numbers)}, None)
-        return
+        return None
     for line in _in_words(done.numbers):
         print(line)
     print(f"report: {done.folder / 'report.html'}")
+    return None
 
 
 def _in_words(results: dict[str, Any]) -> Iterator[str]:
@@ -139,7 +137,8 @@ def _doctor(command: Doctor) -> None:
 
 OWN = "for your own photos: plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
 
-RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> flags, what to do, default recipe
+# verb -> flags, what to do, default recipe
+RUNS: dict[str, tuple[type[Any], Callable[[Any], Processes | None], str]] = {
     "train": (Train, _train, ""),
     "finetune": (Finetune, _train, "finetune"),
     "plan": (Plan, _plan, ""),
@@ -147,7 +146,7 @@ RUNS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {  # verb -> fla
 }
 
 
-def run(verb: str, arguments: list[str]) -> None:
+def run(verb: str, arguments: list[str]) -> Processes | None:
     """A verb whose flags are the fields of a recipe's config, with the recipe's values as their defaults."""
     from plainvit.recipes import list_recipes, recipe
 
@@ -170,7 +169,7 @@ def run(verb: str, arguments: list[str]) -> None:
             raise ValueError(f"the recipe comes first: plainvit {verb} {stray} ...")
         refuse(stray, flags, verb, arguments, default=default)
     asked = Config(**_values(found.config))
-    do(replace(found, config=asked if prepared else asked.replace(preprocess=config.preprocess)))
+    return do(replace(found, config=asked if prepared else asked.replace(preprocess=config.preprocess)))
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def study(
 
     `plainvit study list` names them. Arms differ in one thing, have several seeds and are compared on held-out training
     images; the rule that decides is in the study's file. OUT/NAME has the table, the figure and the verdict, OUT.md is
-    a page of all of them. Finished runs in OUT/runs are not run again, so an interrupted study goes on with the same
-    command. Exit code 4 if runs of it failed, by divergence or otherwise.
+    a page of all of them. Finished runs in OUT/runs are not run again unless plainvit's code changed, so an interrupted
+    study goes on with the same command. Exit code 4 if runs of it failed, by divergence or otherwise.
 
     Args:
         names: Of studies, such as positions; or all; or FILE.py:STUDY, one of your own in a file that you trust.

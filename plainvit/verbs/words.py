@@ -8,7 +8,7 @@ import json as _json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import tyro
 from tyro.conf import Positional, arg
@@ -21,6 +21,14 @@ Data = Annotated[str, Positional, arg(metavar="DATA")]
 Pattern = Annotated[str, Positional, arg(metavar="[PATTERN]", help_behavior_hint="")]
 UNSAID = arg(help_behavior_hint="")  # a default that the help has no word for
 READING = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+
+
+class Processes(NamedTuple):
+    """What a command returns to be run in several processes; `cli.py`, which has its arguments, starts them."""
+
+    count: int
+    restarts: int
+    device: str
 
 
 def parsed(what: Callable[..., Any], verb: str, args: list[str], **options: Any) -> Any:
