@@ -817,6 +817,38 @@ def test_parts_of_another_job_are_refused(predictor: Predictor, weights: Path, p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv"]
 
 
+def test_a_job_continues_with_another_batch_that_divides_its_parts(
+    predictor: Predictor, weights: Path, photos: Path, tmp_path: Path
+) -> None:
+    out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
+    with pytest.raises(Stop):
+        write(Question(predictor, 2), source, out, engine=stopping, part=4)  # in batches of 4
+    part = tmp_path / "r.jsonl.parts" / "part-000000.parquet"
+    first = part.read_bytes()
+    for batch in (3, 8):
+        with pytest.raises(ValueError, match="--batch"):
+            write(Question(Predictor(weights, device="cpu", batch=batch), 2), source, out, part=4)
+        assert part.read_bytes() == first
+    asked: list[list[int]] = []
+
+    def counted(*arguments: Any) -> Answered:
+        asked.append(arguments[2].tolist())
+        yield from locally(*arguments)
+
+    summary, _ = write(Question(Predictor(weights, device="cpu", batch=2), 2), source, out, engine=counted, part=4)
+    assert (summary.images, summary.resumed, asked) == (7, 4, [[2, 3]])
+    whole = list(rows(Question(predictor, 2), source))
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["name"], row["error"]) for row in found] == [(row["name"], row["error"]) for row in whole]
+    for ours, theirs in zip(found, whole, strict=True):
+        assert [one["label"] for one in ours["guesses"]] == [one["label"] for one in theirs["guesses"]]
+        np.testing.assert_allclose(
+            [one["probability"] for one in ours["guesses"]],
+            [one["probability"] for one in theirs["guesses"]],
+            rtol=1e-5,
+        )
+
+
 def test_the_same_weights_in_another_model_are_another_job(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     model = tiny.vit(torch.float32, depth=1, mean=(0.1, 0.2, 0.3))
     model.load_state_dict(predictor.model.state_dict())

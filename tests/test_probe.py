@@ -223,7 +223,7 @@ def test_a_temperature_or_an_l2_out_of_range_is_refused() -> None:
         (lambda x, y: (x[:0], y[:0]), "N, D"),
         (lambda x, y: (x, y + 1), "labels are from 0 to 1"),
         (lambda x, y: (x, y - 1), "labels are from 0 to 1"),
-        (lambda x, y: (x.index_fill(0, torch.tensor([3]), float("nan")), y), "not finite"),
+        (lambda x, y: (x.index_fill(0, torch.tensor([3]), float("nan")), y), "NaN or Inf"),
     ],
 )
 def test_what_is_no_set_of_features_is_refused(spoil: Any, words: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plainvit.models import Trace, ViT
+from plainvit.models.inference import in_eval_mode
 
 CELLS = 60_000_000  # attention weights that are held at once: 240 MB
 
@@ -68,12 +69,13 @@ class Heads:
 
 
 @torch.no_grad()
+@in_eval_mode
 def heads(model: ViT, images: Tensor) -> Heads:
     """The attention of patches over patches, whose rows are made to sum to 1 again without the class token.
 
     The paper does not say what it does with that token. Axial layers look along one axis only.
     """
-    model = check(model).eval()
+    model = check(model)
     layers, count = len(model.blocks), len(images)
     sums = torch.zeros(3, layers, model.config.heads, dtype=torch.float64)
     for some in batches(model, images):
@@ -114,12 +116,13 @@ def distances(model: ViT, layer: int) -> Tensor:
 
 
 @torch.no_grad()
+@in_eval_mode
 def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
     """[B, h, w]: each layer's attention, mean over heads, multiplied through the layers (Abnar and Zuidema 2020).
 
     With the residual a layer's matrix is half identity, as in that paper; without, as the ViT paper's text has it.
     """
-    model = whole(model).eval()
+    model = whole(model)
     found = []
     for some in batches(model, images):
         product: list[Tensor] = []
@@ -135,9 +138,10 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 
 
 @torch.no_grad()
+@in_eval_mode
 def looks(model: ViT, images: Tensor) -> Tensor:
     """[B, layers, heads, h, w]: where the class token looks; without one, the mean over all patches' looks."""
-    model = whole(model).eval()
+    model = whole(model)
     found = []
     for some in batches(model, images):
         layers: list[Tensor] = []
@@ -146,13 +150,14 @@ def looks(model: ViT, images: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+@in_eval_mode
 def relevance(model: ViT, images: Tensor, classes: Tensor | None = None) -> Tensor:
     """[B, h, w] for the given classes, or the ones that the model chooses (Chefer, Gur and Wolf 2021).
 
     A layer's attention counts where more of it would raise the class's logit: R + mean_h((grad * A)+) R, layer by
     layer. The gradient of a weight follows from that of the head's output, which the fused kernel does compute.
     """
-    model = whole(model).eval()
+    model = whole(model)
     if model.head is None:
         raise ValueError("the model has no head, so there is no answer to explain")
     found, start = [], 0

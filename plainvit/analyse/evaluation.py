@@ -77,7 +77,6 @@ def assess(
             lambda both: both[1].fingerprint() + str(both[0].preprocess),
         )
         result = _classified(world, predictor, labels, batch, workers, quiet)
-        _check_finite(result, labels.source)
         done = _written(world, predictor, labels, result, out) if world.first else None
         world.barrier()  # nobody leaves while another is still at work
         return done
@@ -93,13 +92,6 @@ def _check(out: Path | None, batch: int, workers: int | None) -> None:
         raise ValueError(f"{out} is the folder of a run, with a report and a card of its own: give another --out")
     if out:
         _make(out)
-
-
-def _check_finite(result: Result, source: Source) -> None:
-    bad = np.flatnonzero(~np.isfinite(result.nll))
-    if len(bad):
-        name = source.name(int(result.index[bad[0]]))
-        raise ValueError(f"the model's answer is not finite for {len(bad)} of {len(result.nll)} images: {name}")
 
 
 def _opened(

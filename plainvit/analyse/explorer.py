@@ -23,6 +23,7 @@ from plainvit.analyse.attention import Reduced, whole
 from plainvit.analyse.drawings import hides_shade
 from plainvit.analyse.page import CRISP, Html, element
 from plainvit.models import ViT
+from plainvit.models.inference import in_eval_mode
 
 BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the page stays below 10
 IMAGES = 6
@@ -88,6 +89,7 @@ class Views:
 
 
 @torch.no_grad()
+@in_eval_mode
 def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
     """Of one image [3, H, W], by one pass that keeps one layer at a time."""
     found = Views([], [], [], [])
@@ -101,7 +103,7 @@ def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
             found.singles.append(single)
             found.largest_singles.append(largest)
 
-    whole(model).eval()(image[None].to(model.embedding.weight.device), Reduced(use))
+    whole(model)(image[None].to(model.embedding.weight.device), Reduced(use))
     return found
 
 

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 from plainvit.analyse.attention import check, check_place
 from plainvit.evaluate.chance import mcnemar
 from plainvit.models import ResNet, Trace, ViT
+from plainvit.models.inference import check_finite, in_eval_mode
 from plainvit.models.vit import Block
 
 BATCH = 64
 
 
 @torch.no_grad()
+@in_eval_mode
 def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """[n, K] on the CPU."""
+    """[n, K] on the CPU; an error where they are NaN or Inf."""
     device = next(model.parameters()).device
-    return torch.cat([model(some.to(device)).float().cpu() for some in images.split(BATCH)])
+    found = torch.cat([model(some.to(device)).float().cpu() for some in images.split(BATCH)])
+    _check_finite(found)
+    return found
+
+
+def _check_finite(found: Tensor) -> None:
+    check_finite(found, lambda at: f"image {at}")
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -54,12 +62,13 @@ class Removed:
 
 
 @torch.no_grad()
+@in_eval_mode
 def removed(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -> Removed:
     """A layer that is removed passes its tokens on; a head that is removed adds nothing.
 
     What comes before the removed part is computed once for all.
     """
-    model = check(model).eval()
+    model = check(model)
     if model.head is None:
         raise ValueError("the model has no head, so there is no answer to lose")
     device = model.embedding.weight.device
@@ -76,7 +85,9 @@ def _right_without(model: ViT, images: Tensor, labels: Tensor, heads: bool) -> t
     """Which images are answered rightly: [n] by the whole model, [L, n] without each layer, [L, H, n] each head."""
 
     def right(x: Tensor, start: int) -> Tensor:
-        return _answer(model, x, start).argmax(-1) == labels
+        answer = _answer(model, x, start)
+        _check_finite(answer)
+        return answer.argmax(-1) == labels
 
     x, layers, single = model.embed(images), [], []
     for layer in range(len(model.blocks)):
@@ -171,7 +182,7 @@ def occluded(
     """Accuracy with each share of the patches hidden, those of a smaller share always among them."""
     order = orders(len(images), grid[0] * grid[1], 0)
     counts = [round(share * order.shape[1]) for share in shares]
-    return [accuracy(model.eval(), hide(images, order, count, grid), labels) for count in counts]
+    return [accuracy(model, hide(images, order, count, grid), labels) for count in counts]
 
 
 def shuffled(model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequence[tuple[int, int]]) -> list[float]:
@@ -179,7 +190,7 @@ def shuffled(model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequenc
     found = []
     for grid in grids:
         order = orders(len(images), grid[0] * grid[1], 0)
-        found.append(accuracy(model.eval(), shuffle(images, order, grid), labels))
+        found.append(accuracy(model, shuffle(images, order, grid), labels))
     return found
 
 
@@ -205,9 +216,9 @@ def move(images: Tensor, pixels: int) -> Tensor:
 
 
 @torch.no_grad()
+@in_eval_mode
 def shifted(model: ViT | ResNet, images: Tensor, labels: Tensor | None, pixels: Sequence[int]) -> Shifted:
     """A convolution's features move with the image; a ViT's patches cut it anew (paper 3.1, inductive bias)."""
-    model = model.eval()
     still, answers = _seen(model, images)
     found = Shifted(list(pixels), [], [], [])
     for count in pixels:
@@ -224,9 +235,10 @@ def _seen(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
     device, features, answers = next(model.parameters()).device, [], []
     for some in images.split(BATCH):
         trace = Trace(name)
-        answers.append(cast(Tensor, model(some.to(device), trace)).argmax(-1).cpu())
+        answers.append(cast(Tensor, model(some.to(device), trace)).float().cpu())
         features.append(trace[name].float().cpu())
-    return torch.cat(features), torch.cat(answers)
+    _check_finite(torch.cat(answers))
+    return torch.cat(features), torch.cat(answers).argmax(-1)
 
 
 # Whether a map tells the truth ----------------------------------------------------------------------------------------
@@ -249,7 +261,7 @@ class Faithful:
 def ends(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of the images, and of their mean colours: where the curves of every map begin and end."""
     everything = orders(len(images), 1, 0)
-    return logits(model.eval(), images), logits(model, hide(images, everything, 1, (1, 1)))
+    return logits(model, images), logits(model, hide(images, everything, 1, (1, 1)))
 
 
 def faithfulness(
@@ -265,7 +277,7 @@ def faithfulness(
     """
     if not (len(shares) > 1 and shares[0] == 0 and shares[-1] == 1):
         raise ValueError(f"shares go from 0 to 1, got {list(shares)}")
-    model, grid = model.eval(), (maps.shape[1], maps.shape[2])
+    grid = maps.shape[1], maps.shape[2]
     order = torch.sort(maps.flatten(1), dim=1, descending=True, stable=True).indices
     whole, nothing = known or ends(model, images)
     answers = whole.argmax(-1, keepdim=True)

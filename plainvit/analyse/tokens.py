@@ -13,14 +13,15 @@ from torch import Tensor
 
 from plainvit.analyse.attention import batches, check
 from plainvit.models import ResNet, Trace, ViT
+from plainvit.models.inference import in_eval_mode
 
 OUTLYING = 3.0  # times the median length: the artefacts of "Vision Transformers Need Registers" are far above it
 
 
 @torch.no_grad()
+@in_eval_mode
 def pooled(model: ViT | ResNet, images: Tensor) -> list[Tensor]:
     """After each block, or each stage of a ResNet, the mean over the places of an image: [n, D] in float64."""
-    model = model.eval()
     if isinstance(model, ViT):
         names, prefix = [f"block{layer}/tokens" for layer in range(len(model.blocks))], model.config.prefix
         pool = lambda x: x[:, prefix:].mean(1)  # noqa: E731
@@ -59,9 +60,10 @@ class Outliers:
 
 
 @torch.no_grad()
+@in_eval_mode
 def outliers(model: ViT, images: Tensor) -> Outliers:
     """Of the tokens after the last block, before the final norm."""
-    model = check(model).eval()
+    model = check(model)
     last = f"block{len(model.blocks) - 1}/tokens"
     found: list[Tensor] = []
     for some in batches(model, images):

@@ -24,6 +24,7 @@ from plainvit.data.sources import Source
 from plainvit.evaluate.chance import FEW, mean_interval, sureness, wilson
 from plainvit.evaluate.labels import Labels, check_labels
 from plainvit.evaluate.predictor import Predictor
+from plainvit.models.inference import check_finite, eval_mode
 from plainvit.runtime.distributed import World
 
 MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
@@ -183,38 +184,40 @@ def classify(
 ) -> Result:
     """Runs the model over every image, shared by all processes; it is put back into the mode it was in.
 
-    Right is the image's label, or what `labels` say. `tell` hears of each batch of this process when it is done.
+    Logits that are NaN or Inf, be it of one image, are a NonFiniteError. Right is the image's label, or what `labels`
+    say. `tell` hears of each batch of this process when it is done.
     """
     world, model = prepared.world, predictor.model
     check_labels(prepared.source)
     marks = _Marks(labels, prepared.source, predictor.classes)
-    training = model.training
-    model.eval()
     rows, unreadable, rounds = [marks.nothing], 0, 0
-    for batch in prepared.batches():
-        rows.append(marks.scored(predictor.logits(batch.images), batch))
-        unreadable, rounds = unreadable + len(batch.bad), rounds + 1
-        if tell:
-            tell(batch)
-    for _ in range(prepared.rounds - rounds):
-        predictor.logits(torch.zeros(1, 3, *prepared.size))
-    model.train(training)
+    with eval_mode(model):
+        for batch in prepared.batches():
+            rows.append(marks.scored(predictor.logits(batch.images), batch))
+            unreadable, rounds = unreadable + len(batch.bad), rounds + 1
+            if tell:
+                tell(batch)
+        for _ in range(prepared.rounds - rounds):
+            predictor.logits(torch.zeros(1, 3, *prepared.size))
     found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
     if not len(found):
         raise DataError(f"no image of the {prepared.source.split} split can be read")
+    found = found[np.argsort(found[:, 0])]
+    check_finite(torch.from_numpy(found[:, 4:COLUMNS]), lambda at: prepared.source.name(int(found[at, 0])))
     return _result(found, len(prepared.source.classes), unreadable)
 
 
 def _result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
     """The rows of all processes, in the order of the source."""
-    rows = rows[np.argsort(rows[:, 0])]
     index, truth, several = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
     guesses, hits = np.split(several, 2, axis=1)
     return Result(truth, guesses, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
-COLUMNS = 4  # of a row: place in the source, label, probability of the first guess, nll; guesses and hits follow
+# Of a row: place in the source, label, probability of the first guess, nll, sum of all logits, which is NaN or Inf
+# where one of them is; guesses and hits follow
+COLUMNS = 5
 
 
 class _Marks:
@@ -227,6 +230,7 @@ class _Marks:
         self.nothing = torch.zeros(0, COLUMNS + 2 * min(5, self.classes), dtype=torch.float64)  # rows of no image
 
     def scored(self, logits: Tensor, batch: Batch) -> Tensor:
+        total = logits.double().sum(-1)  # [B]; finite in float64 where all logits are finite in fp32
         if self.columns is not None:
             logits = logits[:, self.columns.to(logits.device)]
         log_probability = logits.double().log_softmax(-1)  # [B, K]
@@ -235,7 +239,7 @@ class _Marks:
         given = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
         hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
-        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1))
+        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
         row = torch.cat((torch.stack([one.double() for one in columns], 1), best.indices.double(), hits.double()), 1)
         good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
         return row.cpu()[good]

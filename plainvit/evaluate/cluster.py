@@ -39,6 +39,7 @@ from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import Answered, MemoryFault, Question
 from plainvit.evaluate.predictor import Predictor
+from plainvit.runtime.launch import environment_set
 
 THREADS = 4  # of one copy of the model on CPUs: more copies take more memory, more threads wait for each other
 BLOCKS = 10_000  # most tasks of a job
@@ -90,7 +91,7 @@ def joined(address: str | None, device: str = "auto") -> Iterator[Cluster]:
     """A running cluster or, without an address, one of this machine alone that ends with the block."""
     address = address or os.environ.get("RAY_ADDRESS")
     ours = {**OURS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with _environment({"RAY_BACKEND_LOG_LEVEL": "fatal", **({} if address else ours)}):
+    with environment_set({"RAY_BACKEND_LOG_LEVEL": "fatal", **({} if address else ours)}):
         ray = _ray()
         was_there = ray.is_initialized()
         try:
@@ -136,17 +137,6 @@ def _knock(address: str) -> None:
     if host and port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=10):
             pass
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _ray() -> ModuleType:

@@ -30,6 +30,7 @@ from plainvit.data.sources import Source
 from plainvit.device import cache_folder
 from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate.predictor import Predictor
+from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display
 
@@ -61,10 +62,10 @@ def extract(
         _make_folder(cache)
     key = features_key(predictor, source, predictor.weights_hash)
     path = cache / f"{key}.safetensors" if cache else None
-    if path and (found := _read(path, key)):
-        return found
-    found = _compute(predictor, source, key, workers, quiet)
-    if path:
+    kept = _read(path, key) if path else None
+    found = kept or _compute(predictor, source, key, workers, quiet)
+    check_finite(found.features, lambda at: source.name(int(found.index[at])), "features")
+    if path and not kept:
         _write(path, found)
     return found
 

@@ -1,6 +1,6 @@
 """The output of a long job, in parts: each is written whole beside it, and a job that was killed makes what it lacks.
 
-parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, steps=157, per_part=16)
+parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, images=10_000, batch=64, part=1024)
 for step in parts.missing(): parts.add(step, table)        # in any order
 parts.finish()                                             # results.jsonl from all of them; the parts are removed
 
@@ -16,6 +16,7 @@ import functools
 import glob
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from safetensors.numpy import save_file
 from plainvit.data.decode import DataError
 from plainvit.disk import DiskError, read_json, write_atomically, write_text
 
+log = logging.getLogger("plainvit")
 FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # how they begin; the last four are = + - @ in full width
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 
@@ -37,14 +39,17 @@ NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 class Parts:
     """The finished parts of one job, locked while it is open."""
 
-    def __init__(self, out: Path, job: dict[str, Any], *, steps: int, per_part: int, force: bool = False) -> None:
-        self.out, self.folder, self.steps, self.per_part = out, out.with_name(f"{out.name}.parts"), steps, per_part
+    def __init__(
+        self, out: Path, job: dict[str, Any], *, images: int, batch: int, part: int, force: bool = False
+    ) -> None:
+        self.out, self.folder = out, out.with_name(f"{out.name}.parts")
+        self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
         self.replaces = force
         if not self.folder.exists():
             self._spare()
         self._own()
-        self._begin(job, force)
+        self._begin(job, batch, force)
         self.done = {part for part in range(self.count) if self._is_whole(part)}
 
     def _spare(self) -> None:
@@ -64,11 +69,14 @@ class Parts:
             self._lock.close()
             raise ValueError(f"another process is writing {self.out}: wait for it, or give another --out") from error
 
-    def _begin(self, job: dict[str, Any], force: bool) -> None:
+    def _begin(self, job: dict[str, Any], batch: int, force: bool) -> None:
         """Parts of the same job are kept, those of another refused."""
-        self.job, found = {**job, "steps": self.steps, "per_part": self.per_part}, read_json(self.folder / "job.json")
-        unlike = [key for key in self.job if self.job[key] != found.get(key)]
+        found = read_json(self.folder / "job.json")
+        unlike = [key for key in job if job[key] != found.get(key)]
         parts = list(self.folder.glob("part-*.parquet"))
+        if parts and not unlike and not force:
+            self._resize(found, batch)
+        self.job = {**job, "batch": batch, "part": self.per_part * batch}
         if found and unlike and parts and not force:
             self._lock.close()
             raise ValueError(
@@ -87,6 +95,19 @@ class Parts:
         for litter in (*beside, *self.folder.glob(".*.tmp"), *(parts if unlike or force else ())):
             litter.unlink()
         self._describe()
+
+    def _resize(self, found: dict[str, Any], batch: int) -> None:
+        """The finished parts keep their number of images, whatever the batch that goes on: it has to divide it."""
+        part, before = (found.get(key) for key in ("part", "batch"))
+        if not isinstance(part, int) or part < 1 or part % batch:
+            self._lock.close()
+            raise ValueError(
+                f"{self.folder} holds parts of {part} images, which --batch {batch} does not divide: --batch {before} "
+                "continues the job, --force starts over"
+            )
+        self.per_part = part // batch
+        if batch != before:
+            log.warning("continuing with --batch %d after %s: the last digits of the rows may differ", batch, before)
 
     def _describe(self) -> None:
         text = json.dumps({**self.job, "replaces": self.replaces}, indent=2) + "\n"

@@ -5,7 +5,7 @@
 
 Worker processes read and decode while the model answers. A picture that cannot be read, or whose answer is not finite,
 is a row with its error. The rows of each batch are a function of the batch alone, so a job that was killed and taken
-up again gives the same file.
+up again gives the same file; with another --batch it differs in the last digits at most.
 """
 
 import functools
@@ -101,7 +101,7 @@ class Question:
         return pa.array(self.predictor.class_names, pa.string())
 
     def describe(self, source: Source) -> dict[str, Any]:
-        """All that the rows depend on."""
+        """All that the rows depend on, but for the batch, which changes their last digits at most."""
         predictor, config = self.predictor, self.predictor.model.config
         return {
             "plainvit": __version__,
@@ -111,7 +111,6 @@ class Question:
             "inputs": source.fingerprint(),
             "images": len(source),
             "top": self.top,
-            "batch": self.batch,
             "precision": str(predictor.dtype).removeprefix("torch."),
             "preprocess": to_json(predictor.preprocess),
             "image size": list(predictor.size),
@@ -252,8 +251,8 @@ def write(
     Also gives back the rows numbered in `keep`, for whoever wants to show some.
     """
     check_out(out, ROWS if question.top else FEATURES)
-    start, steps, size = time.monotonic(), question.steps(source), question.batch
-    parts = Parts(out, question.describe(source), steps=steps, per_part=-(-part // size), force=force)
+    start, size = time.monotonic(), question.batch
+    parts = Parts(out, question.describe(source), images=len(source), batch=size, part=part, force=force)
     try:
         missing = parts.missing()
         todo = sum(min(size, len(source) - int(step) * size) for step in missing)

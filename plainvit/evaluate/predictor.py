@@ -22,6 +22,7 @@ from plainvit.config import Preprocess
 from plainvit.data.decode import pixels_of
 from plainvit.data.transforms import prepare
 from plainvit.device import choose_device, choose_precision
+from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
 
@@ -113,7 +114,9 @@ class Predictor:
             raise ValueError(f"k is {k}, the model has {self.classes} classes")
         found: list[list[Guess]] = []
         for some in _batches(pictures, self.batch):
-            best = self.logits(self.stack(some)).softmax(-1).topk(k)
+            logits = self.logits(self.stack(some))
+            check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
+            best = logits.softmax(-1).topk(k)
             for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 found.append([Guess(self.class_names[at], value) for value, at in zip(values, places, strict=True)])
         return found
@@ -157,6 +160,10 @@ def _loaded(source: str | Path, image_size: int | None) -> nn.Module:
 
         return load_timm(str(source).removeprefix("timm:"), image_size)
     return load(source, image_size=image_size)
+
+
+def _name(picture: Picture, number: int) -> str:
+    return str(picture) if isinstance(picture, str | Path) else f"image {number}"
 
 
 def _batches(pictures: Iterable[Picture], size: int) -> Iterator[list[Picture]]:

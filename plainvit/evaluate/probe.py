@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plainvit.models.inference import check_finite
+
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
 L2_SWEEP = tuple(2.0**power for power in range(-10, 20))  # of big_vision's earlier version
 BIAS = 100.0  # the constant feature: so large that its weight is hardly regularised
@@ -80,6 +82,7 @@ class LeastSquares:
 
     def sweep(self, features: Tensor, l2s: Sequence[float] = L2_SWEEP) -> dict[float, Tensor]:
         """The classes for each l2, as float64 has them; see _Answers for how most are found sooner."""
+        _check_features(features)
         found = {l2: torch.empty(len(features), dtype=torch.long) for l2 in l2s}
         weights = {l2: (self.right / (self.eigenvalues + l2).unsqueeze(1), self.bias(l2)) for l2 in sorted(l2s)}
         for block in parts(len(features), 16 * QUICK):
@@ -222,6 +225,7 @@ def neighbours(
     In the features' own precision. A vector of zeros is at cosine 0 of all others.
     """
     _check(features, labels, classes)
+    _check_features(others)
     if not ks or min(ks) < 1 or max(ks) > len(features):
         raise ValueError(f"k is between 1 and the {len(features):,} training images, got {', '.join(map(str, ks))}")
     if temperature <= 0:
@@ -269,6 +273,7 @@ class Logistic:
         return standardised(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
+        _check_features(features)
         found = [self.scores(features[part]).argmax(1) for part in parts(len(features))]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.long)
 
@@ -373,5 +378,8 @@ def _check(features: Tensor, labels: Tensor, classes: int) -> None:
         raise ValueError(f"features are [N, D] with N labels, got {tuple(features.shape)} and {len(labels)} labels")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"labels are from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-    if not bool(torch.isfinite(features).all()):
-        raise ValueError("some features are not finite: is the model sound?")
+    _check_features(features)
+
+
+def _check_features(features: Tensor) -> None:
+    check_finite(features, lambda at: f"row {at}", "features")

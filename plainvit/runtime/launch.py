@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from plainvit.device import choose_device
@@ -33,6 +34,18 @@ class Deaths(logging.Handler):
             follows = what_follows(self.made, self.allowed)
             self.said = f"rank {rank} was ended by {signal.Signals(-code).name}; {follows}"
             print(f"plainvit: {self.said}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def environment_set(settings: dict[str, str]) -> Iterator[None]:
+    """Environment variables while this lasts, and what they were before again."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def launch(arguments: list[str], processes: int, restarts: int, device: str) -> int:
@@ -60,9 +73,11 @@ def launch(arguments: list[str], processes: int, restarts: int, device: str) -> 
         monitor_interval=0.2,
         start_method="spawn",
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    with tempfile.TemporaryDirectory() as place:
-        os.environ[NOTE] = str(Path(place) / "folders")
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
+    with (
+        tempfile.TemporaryDirectory() as place,
+        environment_set({NOTE: str(Path(place) / "folders"), "OMP_NUM_THREADS": threads}),
+    ):
         try:
             elastic_launch(config, sys.executable)("-m", "plainvit", *arguments)
         except ChildFailedError as error:

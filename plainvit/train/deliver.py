@@ -13,8 +13,10 @@ from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
+from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import whole
+from plainvit.train.guards import DivergedError
 from plainvit.train.held_out import judge
 from plainvit.train.loop import Training, averaged
 from plainvit.train.masked import PredictPatches
@@ -27,10 +29,13 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
     model, first = chosen_model(run), run.world.first
     if first:
         save(model, run.folder.path / "model.safetensors")
-    if isinstance(run.objective, PredictPatches):
-        numbers, samples = _predicted(run, run.objective), []
-    else:
-        numbers, samples = _classified(run, model, splits)
+    try:
+        if isinstance(run.objective, PredictPatches):
+            numbers, samples = _predicted(run, run.objective), []
+        else:
+            numbers, samples = _classified(run, model, splits)
+    except NonFiniteError as error:
+        raise DivergedError(f"with the final weights, {error}") from error
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
     numbers |= _missed(run, numbers)

@@ -6,6 +6,7 @@
 The same call again goes on with an unfinished run, and does nothing to a finished one.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from plainvit.device import choose_device, is_out_of_memory
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
+from plainvit.models.inference import NonFiniteError
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
@@ -395,5 +397,6 @@ def _time_a_step(run: Training) -> float:
 def _time_an_evaluation(run: Training) -> float:
     started = time.perf_counter()
     if run.evaluate:
-        run.evaluate()
+        with contextlib.suppress(NonFiniteError):  # said where it counts, at the first validation
+            run.evaluate()
     return time.perf_counter() - started

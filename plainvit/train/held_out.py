@@ -1,5 +1,6 @@
 """How well hidden patches are predicted on held-out images, and a picture of it for the run's report."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from plainvit.analyse.masked import draw_masked
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.transforms import prepare
 from plainvit.evaluate.classify import Prepared
+from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.train.masked import PredictPatches
 
 if TYPE_CHECKING:
@@ -24,21 +26,22 @@ def judge(
     objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
 ) -> dict[str, float]:
     """The loss, and with colours the share that is right, over every held-out image, shared by all processes."""
-    world, training = prepared.world, objective.training
-    objective.eval()
+    world = prepared.world
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, right, images, unreadable
-    for batch in prepared.batches():
-        good = ~np.isin(batch.index, [index for index, _ in batch.bad])
-        images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
-        sums[3] += len(batch.bad)
-        if count:
-            with cast():
-                loss, right = objective(*objective.prepare_held_out(images, batch.index[good]))
-            sums[:3] += torch.stack((loss * count, right, torch.full_like(loss, count))).double()
-    objective.train(training)
+    with eval_mode(objective):
+        for batch in prepared.batches():
+            good = ~np.isin(batch.index, [index for index, _ in batch.bad])
+            images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
+            sums[3] += len(batch.bad)
+            if count:
+                with cast():
+                    loss, right = objective(*objective.prepare_held_out(images, batch.index[good]))
+                sums[:3] += torch.stack((loss * count, right, torch.full_like(loss, count))).double()
     loss, right, images, unreadable = world.sum(sums).tolist()
     if not images:
         raise DataError(f"no image of the {prepared.source.split} split can be read")
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss on {int(images):,} held-out images is {loss:g}: lower --optim.lr")
     colours = {} if right != right else {"accuracy": right / images}
     return {"loss": loss / images, **colours, "images": int(images), "unreadable": int(unreadable)}
 
@@ -65,9 +68,7 @@ def _draw(run: "Training", objective: PredictPatches, prepared: Prepared) -> Non
         except (ImageError, OSError):
             continue
     if images:
-        objective.eval()
         batch = torch.stack(images).to(run.world.device)
-        with run.cast():
+        with eval_mode(objective), run.cast():
             shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
-        objective.train()
         draw_masked(run.folder.path, run.progress.step, [part.cpu().numpy() for part in shown])

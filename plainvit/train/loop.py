@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from plainvit.config import Config, ViTConfig
 from plainvit.data.loader import Batch, Loader
 from plainvit.device import choose_precision, is_out_of_memory
+from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
@@ -386,15 +387,21 @@ def _validate(run: Training, display: Display) -> None:
     """Of the averaged weights, where there are any: they are what is delivered."""
     assert run.evaluate
     progress = run.progress
-    with averaged(run.objective.model, run.average):
-        numbers = run.evaluate()
+    step = f"{progress.step:{len(str(display.total))}}"  # one below the other
+    try:
+        with averaged(run.objective.model, run.average):
+            numbers = run.evaluate()
+    except NonFiniteError as error:  # the run goes on, or diverges by its own guard
+        progress.worse += 1
+        run.record({"step": progress.step, "val": {"non_finite": error.images}})
+        display.tell(f"step {step}  validation  {error}")
+        return
     if score(numbers) > progress.best:
         progress.best, progress.best_step, progress.worse = score(numbers), progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": numbers})
     words = "  ".join(_number(name, value) for name, value in numbers.items())
-    step = f"{progress.step:{len(str(display.total))}}"  # one below the other
     display.tell(f"step {step}  validation  {words}{'' if progress.worse else '  best so far'}")
 
 
@@ -415,8 +422,8 @@ def averaged(model: nn.Module, average: Average | None) -> Iterator[None]:
         yield
         return
     own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(average.weights)  # in place: compiled code and shards hold on to the tensors
     try:
+        model.load_state_dict(average.weights)  # in place: compiled code and shards hold on to the tensors
         yield
     finally:
         model.load_state_dict(own)

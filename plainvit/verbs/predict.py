@@ -27,7 +27,7 @@ MOST_SHOWN = 200  # pictures whose guesses are printed for people; more belong i
 class How:
     """How pictures are found and asked about, whatever is asked of them."""
 
-    batch: int = 64  # Pictures that the model sees at a time
+    batch: int = 64  # Pictures that the model sees at a time; may change when a job is continued
     image_size: int | None = None  # Height and width in pixels at which the model sees them; its own by default
     device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Of the arithmetic; auto is bf16 on a GPU, else fp32

@@ -1,0 +1,367 @@
+"""Whatever scores a model leaves its mode as it was, also after an exception, and takes no NaN or Inf for an answer."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import small_runs as runs
+import tiny
+import torch
+from pictures import encode, plant
+from small_runs import metrics, status
+from torch import Tensor, nn
+
+import plainvit
+from plainvit.analyse import attention, explorer, robust, tokens
+from plainvit.cli import main
+from plainvit.config import Augment, Masked, Preprocess
+from plainvit.data.sources import open_source
+from plainvit.data.splits import open_splits
+from plainvit.evaluate import probe
+from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.features import extract
+from plainvit.evaluate.predictor import Predictor
+from plainvit.models import ViT
+from plainvit.models.inference import NonFiniteError, check_finite
+from plainvit.runtime.folder import NOTE, Folder
+from plainvit.runtime.launch import launch
+from plainvit.train import fit as fitting
+from plainvit.train.deliver import chosen_model
+from plainvit.train.fit import fit, prepare
+from plainvit.train.guards import DivergedError
+from plainvit.train.held_out import _draw as draw
+from plainvit.train.held_out import judge, validate
+from plainvit.train.loop import averaged
+from plainvit.train.transfer import resolve
+
+SIZE = (24, 40)
+IMAGES = 6
+LABELS = torch.arange(IMAGES) % 2
+
+
+def pixels(index: int, bad: tuple[int, ...]) -> np.ndarray:
+    """White where the model is to fail."""
+    if index in bad:
+        return np.full((*SIZE, 3), 255, np.uint8)
+    return np.random.default_rng(index).integers(0, 200, (*SIZE, 3), dtype=np.uint8)
+
+
+def plant_images(folder: Path, bad: tuple[int, ...]) -> Path:
+    files = {f"test/{'ab'[index % 2]}/{index}.png": encode(pixels(index, bad)) for index in range(IMAGES)}
+    return plant(folder, files)
+
+
+def stack_images(bad: tuple[int, ...] = ()) -> Tensor:
+    return torch.stack([torch.from_numpy(pixels(index, bad)).permute(2, 0, 1) for index in range(IMAGES)])
+
+
+def make_model(value: float = float("nan")) -> ViT:
+    """Its tokens are `value` for a white image."""
+    model = tiny.vit(torch.float32, depth=2, classes=2)
+
+    def spoil(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        white = inputs[0].flatten(1).amin(1) > 0.99
+        return torch.where(white.view(-1, *[1] * (out.ndim - 1)), value, out)
+
+    model.embedding.register_forward_hook(spoil)
+    return model
+
+
+def score_folder(model: ViT, folder: Path) -> object:
+    source = open_source(str(folder), "test")
+    return classify(Predictor(model, device="cpu"), Prepared(source, SIZE, Preprocess(), batch=4))
+
+
+def call_predictor(model: ViT, folder: Path) -> object:
+    files = [folder / f"test/{'ab'[index % 2]}/{index}.png" for index in range(IMAGES)]
+    return Predictor(model, device="cpu")(files, k=2)
+
+
+def extract_features(model: ViT, folder: Path) -> object:
+    return extract(Predictor(model, device="cpu", batch=4), open_source(str(folder), "test"), quiet=True)
+
+
+NAMED: dict[str, Callable[[ViT, Path], object]] = {
+    "classify": score_folder,
+    "Predictor": call_predictor,
+    "extract": extract_features,
+}
+SCORED: dict[str, Callable[[ViT, Tensor], object]] = {
+    "accuracy": lambda model, images: robust.accuracy(model, images, LABELS),
+    "removed": lambda model, images: robust.removed(model, images, LABELS),
+    "shifted": lambda model, images: robust.shifted(model, images, LABELS, (0, 1)),
+    "faithfulness": lambda model, images: robust.faithfulness(model, images, torch.rand(IMAGES, 3, 5)),
+    "occluded": lambda model, images: robust.occluded(model, images, LABELS, (3, 5), (0.0, 0.5)),
+    "shuffled": lambda model, images: robust.shuffled(model, images, LABELS, [(1, 1)]),
+    "ends": robust.ends,
+}
+LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
+    "heads": attention.heads,
+    "rollout": attention.rollout,
+    "looks": attention.looks,
+    "relevance": attention.relevance,
+    "pooled": tokens.pooled,
+    "outliers": tokens.outliers,
+    "views": lambda model, images: explorer.views(model, images[0], explorer.plan(model, 1)),
+}
+every_bad = pytest.mark.parametrize("bad", [(4,), tuple(range(IMAGES))], ids=["one", "all"])
+
+
+# Values that are not finite -------------------------------------------------------------------------------------------
+
+
+@every_bad
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMED)
+def test_non_finite_outputs_of_files_are_an_error_that_counts_and_names_them(
+    name: str, value: float, bad: tuple[int, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        NAMED[name](make_model(value), plant_images(tmp_path, bad))
+    assert caught.value.images == len(bad)
+    assert f"{len(bad)} of {IMAGES} " in str(caught.value)
+    assert f"{'ab'[bad[0] % 2]}/{bad[0]}.png" in str(caught.value)
+
+
+@every_bad
+@pytest.mark.parametrize("name", SCORED)
+def test_non_finite_outputs_are_no_accuracy_in_an_analysis(name: str, bad: tuple[int, ...]) -> None:
+    with pytest.raises(NonFiniteError):
+        SCORED[name](make_model(), stack_images(bad))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_probes_refuse_non_finite_features_on_either_side(value: float) -> None:
+    good, labels = torch.randn(20, 4), torch.arange(20) % 2
+    bad = good.clone()
+    bad[7, 1] = value
+    fits: list[Callable[[Tensor, Tensor], object]] = [
+        lambda a, b: probe.solve(a, labels, 2).predict(b),
+        lambda a, b: probe.neighbours(a, labels, 2, b, ks=(1,)),
+        lambda a, b: probe.logistic(a, labels, 2, l2=0.1).predict(b),
+    ]
+    for use in fits:
+        use(good, good)
+        for pair in ((bad, good), (good, bad)):
+            with pytest.raises(NonFiniteError) as caught:
+                use(*pair)
+            assert caught.value.images == 1
+
+
+def test_features_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    folder, cache = plant_images(tmp_path / "images", (4,)), tmp_path / "cache"
+    with pytest.raises(NonFiniteError):
+        extract(Predictor(make_model(), device="cpu"), open_source(str(folder), "test"), cache=cache, quiet=True)
+    assert not list(cache.iterdir())
+
+
+def test_minus_infinity_in_another_class_counts_too() -> None:
+    check_finite(torch.full((2, 3), 3e38), str)
+    with pytest.raises(NonFiniteError):
+        check_finite(torch.tensor([[0.0, 1.0], [0.0, float("-inf")]]), str)
+    model = tiny.vit(torch.float32, depth=1, classes=10, image_size=(8, 8))
+    assert model.head is not None
+    model.head.bias.data[3] = float("-inf")  # the NLL of the other nine classes stays finite
+    with pytest.raises(NonFiniteError) as caught:
+        classify(Predictor(model, device="cpu"), Prepared(open_source("digits", "test"), (8, 8), Preprocess()))
+    assert caught.value.images == 360
+
+
+def test_evaluate_ends_with_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.vit(torch.float32, depth=1, classes=2)
+    assert model.head is not None
+    model.head.weight.data.fill_(3e38)  # finite in the file
+    path = plainvit.save(model, tmp_path / "model.safetensors")
+    folder = plant_images(tmp_path / "images", ())
+    with pytest.raises(SystemExit) as caught:
+        main(["evaluate", str(path), "--data", str(folder), "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert caught.value.code == 4
+    assert not (tmp_path / "out" / "card.json").exists()
+    assert len(capsys.readouterr().err.strip().splitlines()[-1:]) == 1
+
+
+# In training ----------------------------------------------------------------------------------------------------------
+
+
+def fail_validations(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> None:
+    """Some of the calls of classify, counted from 1, find logits that are not finite."""
+    calls = 0
+
+    def sometimes(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in which:
+            raise NonFiniteError("the model's logits are NaN or Inf for 3 of 36 images", 3)
+        return classify(*arguments)
+
+    monkeypatch.setattr(fitting, "classify", sometimes)
+
+
+def test_a_non_finite_validation_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.without_figures(monkeypatch)
+    fail_validations(monkeypatch, {1, 3})
+    fit(runs.config(steps=12, evaluations=4), tmp_path, quiet=False)
+    found = {line["step"]: line["val"] for line in metrics(tmp_path) if "val" in line}
+    assert {step: val.get("non_finite") for step, val in found.items()} == {3: 3, 6: None, 9: 3, 12: None}
+    assert all(("top1" in val) != ("non_finite" in val) for val in found.values())
+    said = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    assert ["best so far" in line for line in said[:2]] == [False, True]
+    assert status(tmp_path)["state"] == "done"
+
+
+def test_patience_never_takes_the_weights_of_a_non_finite_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.without_figures(monkeypatch)
+    fail_validations(monkeypatch, {2, 3})
+    done = fit(runs.config(steps=12, evaluations=4, patience=2), tmp_path, quiet=True)
+    assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [3, 6, 9]  # two that are no better
+    assert done.numbers["val"]["top1"] == metrics_at(tmp_path, 3)["top1"]
+
+
+def metrics_at(folder: Path, step: int) -> dict[str, float]:
+    return next(line["val"] for line in metrics(folder) if line["step"] == step and "val" in line)
+
+
+def test_final_weights_with_non_finite_outputs_are_a_diverged_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.without_figures(monkeypatch)
+
+    def explode(run: Any) -> Any:
+        model = chosen_model(run)
+        for name, parameter in model.named_parameters():
+            if name.startswith("head"):
+                parameter.data.fill_(3e38)
+        return model
+
+    monkeypatch.setattr("plainvit.train.deliver.chosen_model", explode)
+    with pytest.raises(DivergedError):
+        fit(runs.config(steps=2), tmp_path, quiet=True)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("diverged", 4)
+    assert not (tmp_path / "results.json").exists()
+
+
+# The mode of the caller's model ---------------------------------------------------------------------------------------
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def mixed_modes(model: nn.Module) -> list[bool]:
+    """Training, with one part that is frozen in evaluation mode."""
+    model.train()
+    next(iter(model.children())).eval()
+    return modes(model)
+
+
+class Planted(Exception):
+    """Raised in the middle of a forward pass."""
+
+
+def plant_failure(module: nn.Module) -> list[bool]:
+    """Fails when the module is called; the mode that it is in then."""
+    seen: list[bool] = []
+
+    def fail(module: nn.Module, _: object) -> None:
+        seen.append(module.training)
+        raise Planted
+
+    module.register_forward_pre_hook(fail)
+    return seen
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "raises"])
+@pytest.mark.parametrize("name", [*SCORED, *LOOKED_AT])
+def test_an_analysis_leaves_the_mode_of_its_model(name: str, fails: bool) -> None:
+    model, images = make_model(), stack_images()
+    before = mixed_modes(model)
+    seen = plant_failure(model.blocks[1]) if fails else []
+    with pytest.raises(Planted) if fails else contextlib.nullcontext():
+        (SCORED | LOOKED_AT)[name](model, images)
+    assert modes(model) == before
+    assert seen == [False] * fails
+
+
+def test_classify_leaves_the_mode_of_its_model_also_if_it_raises() -> None:
+    model = tiny.vit(torch.float32, depth=1, classes=10, image_size=(8, 8))
+    predictor = Predictor(model, device="cpu")
+    prepared = Prepared(open_source("digits", "test"), (8, 8), Preprocess())
+    before = mixed_modes(model)
+    classify(predictor, prepared)
+    assert modes(model) == before
+    seen = plant_failure(model.norm)
+    with pytest.raises(Planted):
+        classify(predictor, prepared)
+    assert modes(model) == before
+    assert seen == [False]
+
+
+@pytest.fixture
+def masked_run(tmp_path: Path) -> Iterator[Any]:
+    config = runs.config(
+        objective="mae", ema=0.0, masked=Masked(depth=1, width=16, heads=2), augment=Augment(crop="none")
+    )
+    splits = open_splits(config)
+    with Folder(tmp_path / "run") as folder:
+        yield prepare(resolve(config, splits), splits, folder, quiet=True)
+
+
+def test_judging_hidden_patches_leaves_the_mode_also_if_it_raises(masked_run: Any) -> None:
+    run = masked_run
+    before = mixed_modes(run.objective)
+    judge(run.objective, run.validation, run.cast)
+    validate(run, run.validation)
+    assert modes(run.objective) == before
+    plant_failure(run.objective.model.norm)
+    for use in (
+        lambda: judge(run.objective, run.validation, run.cast),
+        lambda: draw(run, run.objective, run.validation),
+    ):
+        with pytest.raises(Planted):
+            use()
+        assert modes(run.objective) == before
+
+
+def test_a_non_finite_loss_of_hidden_patches_is_an_error(masked_run: Any) -> None:
+    run = masked_run
+    run.objective.model.norm.bias.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        judge(run.objective, run.validation, run.cast)
+
+
+# Other state of the process or of the model ---------------------------------------------------------------------------
+
+
+def test_averaged_weights_that_do_not_fit_leave_the_models_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrong = {name: torch.zeros(3) if name == "1.bias" else tensor + 1 for name, tensor in own.items()}
+    with pytest.raises(RuntimeError), averaged(model, cast(Any, SimpleNamespace(weights=wrong))):
+        pass
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_launch_that_fails_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.launcher import api
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, seen = dict(os.environ), {}
+
+    def fail(*_: object) -> None:
+        seen.update(os.environ)
+        raise Planted
+
+    monkeypatch.setattr(api, "elastic_launch", fail)
+    with pytest.raises(Planted):
+        launch(["train", "digits"], 1, 0, "cpu")
+    assert seen.keys() - before.keys() == {NOTE, "OMP_NUM_THREADS"}
+    assert dict(os.environ) == before
