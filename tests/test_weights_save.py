@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import tiny
 import torch
 
 import plainvit
+from plainvit.weights import writing
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
 
@@ -60,7 +60,7 @@ def fail_midway(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
             Path(target).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(safetensors.torch, "save_file", broken)
+    monkeypatch.setattr(writing, "write_safetensors", broken)
     monkeypatch.setattr(torch, "save", broken)
     monkeypatch.setattr(np, "savez", broken)
 

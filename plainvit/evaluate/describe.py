@@ -11,6 +11,7 @@ from rich.table import Table
 
 from plainvit.config import ViTConfig, to_json
 from plainvit.planning import cost
+from plainvit.weights.files import CHECKSUM
 from plainvit.weights.layout import locate
 from plainvit.weights.reading import look
 
@@ -21,6 +22,8 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
     if isinstance(found.config, ViTConfig) and found.config.stem:
         settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
+    unprotected = "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata
+    notes = found.notes + ["it has no checksum, so damage to it would not be noticed"] * unprotected
     head = locate(found.layout, "head.weight")
     name = head.names[0] if head and head.names[0] in tensors.shapes else None
     sources = {key: found.sources.get(key, found.default) for key in settings}
@@ -36,7 +39,7 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
         "preprocess": found.about.get("preprocess", {}),
         "class_names": list(found.about.get("class_names") or ()),
         "sources": sources | {"preprocess": found.sources.get("preprocess", found.default)},
-        "notes": found.notes,
+        "notes": notes,
     }
 
 

@@ -79,6 +79,7 @@ def load(
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise {optimise!r} is unknown: True, False or 'fp8'")
     found, tensors = look(source, heads=heads, image_size=image_size, grid=grid)
+    tensors.check()
     model = fill(found, tensors, dtype)
     model.about = _about(found)
     notes = list(found.notes)

@@ -1,14 +1,14 @@
-"""A model -> weights in any known format, whole or not at all."""
+"""A model -> weights in any known format, whole or not at all; the same model gives the same bytes."""
 
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About,
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
-from plainvit.weights.files import SHARD_INDEX
+from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
 from plainvit.weights.layout import emit, unexpressed
 from plainvit.weights.reading import load
 
@@ -40,7 +40,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     assert not stray, f"{format} has no place for {stray}, and did not say so"
     out = emit(layout, weights, config)
     metadata = {"plainvit": json.dumps(own.describe(format, config, model.about))}
-    if format != "plainvit":  # transformers asks for it; with a single entry the same weights are the same bytes
+    if format != "plainvit":  # transformers asks for it
         metadata["format"] = "pt"
     if format == "google":
         _tell_grid(path, config)
@@ -50,10 +50,33 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     elif path.suffix in (".pth", ".bin") and format != "plainvit":
         log.warning("%s: a %s file does not hold mean, std and preprocessing: .safetensors does", path, path.suffix)
         _tell_grid(path, config)
-        write_atomically(path, lambda beside: torch.save(out, beside))
+        write_atomically(path, lambda beside: _write_torch(beside, out))
     else:
-        write_atomically(path, lambda beside: safetensors.torch.save_file(out, beside, metadata))
+        write_atomically(path, lambda beside: write_safetensors(beside, out, metadata))
     return path
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """With a checksum, and the same bytes for the same content: the library orders metadata at random."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as the library has it
+    raw = {name: tensors[name].contiguous().flatten().view(torch.uint8).numpy() for name in order}
+    content = {
+        name: (names[tensors[name].dtype], tuple(tensors[name].shape), hashlib.sha256(raw[name]).hexdigest())
+        for name in order
+    }
+    told = dict(metadata) | {CHECKSUM: hash_content(metadata, content)}
+    header: dict[str, Any] = {"__metadata__": {key: told[key] for key in sorted(told)}}
+    end = 0
+    for name in order:
+        dtype, shape, _ = content[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end := end + raw[name].nbytes)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(raw[name])
 
 
 def _tell_grid(path: Path, config: Model) -> None:
@@ -196,7 +219,7 @@ def _write_folder(
     for name, value in sidecars.items():
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         writers[path / name] = lambda beside, text=text: beside.write_text(text, encoding="utf-8")
-    writers[path / "model.safetensors"] = lambda beside: safetensors.torch.save_file(out, beside, metadata)
+    writers[path / "model.safetensors"] = lambda beside: write_safetensors(beside, out, metadata)
     try:
         write_together(writers)
     except DiskError:
@@ -221,6 +244,12 @@ def _shards(folder: Path) -> list[str]:
         SHARD_INDEX,
         *{name for name in named if isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)},
     ]
+
+
+def _write_torch(path: Path, out: dict[str, Tensor]) -> None:
+    """Through an open file: given a name, torch.save stores that of the temporary file inside."""
+    with path.open("wb") as file:
+        torch.save(out, file)
 
 
 def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
