@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from plainvit.data.transforms import prepare
 from plainvit.device import choose_device, choose_precision
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
+from plainvit.weights.pixels import Pixels
 
 Picture = str | Path | bytes | np.ndarray | Image.Image  # a file, its bytes, or pixels [height, width, 3]
 
@@ -34,7 +35,10 @@ class Guess(NamedTuple):
 
 
 class Predictor:
-    """One model on one device in one precision, with its own preprocessing unless told otherwise."""
+    """One model on one device in one precision, with its own preprocessing unless told otherwise.
+
+    mean, std, resize, crop and interpolation say what a weights file does not, as in `plainvit.load`.
+    """
 
     def __init__(
         self,
@@ -45,10 +49,11 @@ class Predictor:
         preprocess: Preprocess | None = None,
         image_size: int | None = None,
         batch: int = 64,
+        **pixels: Unpack[Pixels],
     ) -> None:
         self.source = model if isinstance(model, str | Path) else ""
         self.device = choose_device(device)
-        self.model: Any = (_loaded(model, image_size) if isinstance(model, str | Path) else model).to(self.device)
+        self.model: Any = _loaded(model, image_size, pixels).to(self.device)
         self.model.eval()
         self.dtype = choose_precision(precision, self.device)
         self.size: tuple[int, int] = self.model.config.image_size
@@ -113,12 +118,17 @@ class Predictor:
         return torch.autocast(self.device.split(":")[0], self.dtype, enabled=self.dtype is not torch.float32)
 
 
-def _loaded(source: str | Path, image_size: int | None) -> nn.Module:
+def _loaded(source: str | Path | nn.Module, image_size: int | None, pixels: Pixels) -> nn.Module:
+    ready = isinstance(source, nn.Module)
+    if any(value is not None for value in pixels.values()) and (ready or str(source).startswith("timm:")):
+        raise ValueError(f"{', '.join(pixels)} can be given for a weights file, not for a model that has its own")
+    if ready:
+        return source
     if str(source).startswith("timm:"):
         from plainvit.evaluate.timm_models import load_timm
 
         return load_timm(str(source).removeprefix("timm:"), image_size)
-    return load(source, image_size=image_size)
+    return load(source, image_size=image_size, **pixels)
 
 
 def _batches(pictures: Iterable[Picture], size: int) -> Iterator[list[Picture]]:

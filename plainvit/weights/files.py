@@ -41,6 +41,7 @@ class DamagedError(ValueError):
 class Tensors(Protocol):
     """Named tensors of a file: shapes are known at once, values are read when asked for."""
 
+    path: Path
     shapes: dict[str, tuple[int, ...]]
     metadata: dict[str, str]
 
@@ -95,7 +96,7 @@ class SafetensorsFiles:
         if stored is None:
             return
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # hashing runs outside Python's lock
-            digests = list(pool.map(lambda home: _hash_range(home[0], *home[1][1:]), self._home.values()))
+            digests = list(pool.map(lambda home: hash_range(home[0], *home[1][1:]), self._home.values()))
         entries = {
             name: (kind, self.shapes[name], digest)
             for (name, (_, (kind, _, _))), digest in zip(self._home.items(), digests, strict=True)
@@ -117,7 +118,7 @@ def hash_content(metadata: Mapping[str, str], entries: Mapping[str, tuple[str, t
     return hashlib.sha256(json.dumps([told, entries], sort_keys=True).encode()).hexdigest()
 
 
-def _hash_range(path: Path, start: int, end: int) -> str:
+def hash_range(path: Path, start: int, end: int) -> str:
     """SHA-256 of a part of a file, read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -226,6 +227,7 @@ class TorchFile:
     WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.metadata: dict[str, str] = {}
         with _clear(path, "PyTorch file"):
             loaded = _load_torch(path)
@@ -267,7 +269,7 @@ class Renamed:
     """A file under other names: {new: (old, None)}, or (old, layer) where old stacks all layers."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
-        self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
+        self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
         self.shapes = {new: tensors.shapes[old][0 if layer is None else 1 :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:
