@@ -23,6 +23,7 @@ from small_runs import Child, litter, marker, outcome, stalled, status
 
 from plainvit.analyse.curves import read_metrics
 from plainvit.config import Augment, Config, Optim
+from plainvit.data.decode import DataError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
 from plainvit.studies.runs import is_done
@@ -325,6 +326,26 @@ def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[st
     fit(runs.config(), tmp_path, quiet=True)
     assert all((tmp_path / name).is_file() for name in lost)
     assert outcome(tmp_path) == whole
+
+
+@pytest.mark.parametrize("checkpoints", ["sound", "damaged"])
+def test_a_finished_run_makes_damaged_weights_again(tmp_path: Path, whole: dict[str, Any], checkpoints: str) -> None:
+    """From its newest sound checkpoint; without one it is an error of the data, and the file stays as it is."""
+    fit(runs.config(), tmp_path, quiet=True)
+    weights = tmp_path / "model.safetensors"
+    sound = weights.read_bytes()
+    damaged = sound[: len(sound) // 2] + bytes(256) + sound[len(sound) // 2 + 256 :]
+    weights.write_bytes(damaged)
+    if checkpoints == "sound":
+        fit(runs.config(), tmp_path, quiet=True)
+        assert outcome(tmp_path) == whole
+        assert weights.read_bytes() == sound
+        return
+    for tensors in tmp_path.glob("checkpoints/*/*.safetensors"):
+        tensors.write_bytes(tensors.read_bytes()[:-64] + bytes(64))
+    with pytest.raises(DataError):
+        fit(runs.config(), tmp_path, quiet=True)
+    assert weights.read_bytes() == damaged
 
 
 def test_the_report_of_an_interruption_does_not_pass_for_that_of_the_end(

@@ -156,7 +156,7 @@ def test_a_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any)
 def test_a_trained_head_is_not_called_zeros(tmp_path: Path, reported: Any) -> None:
     path = google.save(google.original(), tmp_path / "B_16.npz")
     plainvit.load(path)
-    assert reported() == []
+    assert not [line for line in reported() if "features only" in line]
     assert describe(path)["head"] == "trained"
 
 

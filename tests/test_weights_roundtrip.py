@@ -41,6 +41,7 @@ import plainvit
 from plainvit.config import About, Preprocess
 from plainvit.names import configure
 from plainvit.weights import convert, look
+from plainvit.weights.files import CHECKSUM
 
 GOLDEN = Path(__file__).parent / "golden"
 State = dict[str, Tensor]
@@ -742,7 +743,7 @@ def golden_description() -> dict[str, Any]:
 def test_the_description_is_the_golden_one(tmp_path: Path) -> None:
     path = plainvit.save(described_model(), tmp_path / "m.safetensors")
     assert json.loads(metadata(path)["plainvit"]) == golden_description()
-    assert set(metadata(path)) == {"plainvit"}  # one entry: safetensors writes several in any order
+    assert set(metadata(path)) == {"plainvit", CHECKSUM}
 
 
 def write_described(path: Path, description: dict[str, Any], model: Any) -> Path:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import tiny
 import torch
 
 import plainvit
+from plainvit.weights import writing
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
 
@@ -60,7 +60,7 @@ def fail_midway(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
             Path(target).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(safetensors.torch, "save_file", broken)
+    monkeypatch.setattr(writing, "write_safetensors", broken)
     monkeypatch.setattr(torch, "save", broken)
     monkeypatch.setattr(np, "savez", broken)
 
@@ -251,17 +251,3 @@ def test_a_full_disk_is_one_line(full_disk: Path, format_: str) -> None:
         save(format_, full_disk)
     assert len(str(caught.value).splitlines()) == 1
     assert {path.name for path in full_disk.iterdir()} == {"other"}
-
-
-@pytest.mark.parametrize(("format_", "name"), [("google", "m.npz"), ("timm", "m.pth")])
-def test_a_grid_that_a_bare_file_cannot_say_is_told(
-    tmp_path: Path, format_: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """2 x 8 positions are as many as 4 x 4, as which they would be read."""
-    model = tiny.vit(numerics=format_, image_size=(16, 64))
-    path = plainvit.save(model, tmp_path / name, format=format_)
-    assert "its grid is 2 x 8: load it with grid=(2, 8)" in caplog.text
-    assert plainvit.load(path, heads=4, grid=(2, 8)).config.grid == (2, 8)
-    caplog.clear()
-    plainvit.save(tiny.vit(numerics=format_, image_size=32), tmp_path / name, format=format_)
-    assert "its grid" not in caplog.text

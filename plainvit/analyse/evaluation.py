@@ -9,7 +9,7 @@ The folder holds card.json, images.parquet (a row for each image), classes.csv, 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Group
@@ -67,7 +67,8 @@ def assess(
 ) -> Assessed | None:
     """Evaluates a model on one split and writes its folder; in other processes than the first, nothing is returned.
 
-    preprocess changes single settings of the model's own. Without `out` the folder is one of its own in evaluations/.
+    preprocess changes single settings of the model's own, mean and std among them. Without `out` the folder is one of
+    its own in evaluations/.
     """
     _check(out, batch, workers)
     world = join_processes(device, TIMEOUT)
@@ -106,12 +107,14 @@ def _opened(
 ) -> tuple[Predictor, Labels]:
     """Data first: it is opened sooner than weights, and wrong more often."""
     source = choose(model, data, split, data_root)
-    predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size)
+    told: Any = {} if str(model).startswith("timm:") else changes
+    predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size, **told)
     if not predictor.classes:
         raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
-    predictor.preprocess = predictor.preprocess.replace(**changes)
-    if "crop" in changes and predictor.preprocess.resize != "crop":
-        raise ValueError("--crop says how much is kept of a centre crop: it goes with --resize crop")
+    if not told:  # another library's model: its pixels are its own, but photos may be prepared otherwise
+        predictor.preprocess = predictor.preprocess.replace(**changes)
+        if "crop" in changes and predictor.preprocess.resize != "crop":
+            raise ValueError("--crop is the share that a centre crop keeps: it goes with --resize crop")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import finite
+from plainvit.weights.pixels import Pixels
 
 SCALE = 6.7  # rem of the page for an inch of a figure: two panels fit side by side
 LARGEST = 1_000_000  # bytes of a PNG: photographs under maps keep their colours
@@ -74,12 +75,13 @@ def understand(
     thorough: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    **pixels: Unpack[Pixels],
 ) -> Written:
     """Writes the page and its figures below `out`."""
     if count < 1:
         raise ValueError(f"--count is the number of images, at least 1, got {count}")
     wanted = images_of(model, images, split, data_root)
-    predictor = Predictor(model, device=device, precision="fp32")
+    predictor = Predictor(model, device=device, precision="fp32", **pixels)
     other = _other(against, device) if against else None
     subject = gather(predictor, *wanted, count, model)
     subject.against, subject.other, subject.thorough = other, name_of(against), thorough

@@ -11,7 +11,9 @@ from rich.table import Table
 
 from plainvit.config import ViTConfig, to_json
 from plainvit.planning import cost
-from plainvit.weights.layout import locate
+from plainvit.weights.files import CHECKSUM
+from plainvit.weights.layout import Found, locate
+from plainvit.weights.pixels import GIVEN, find_source
 from plainvit.weights.reading import look
 
 
@@ -21,10 +23,12 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
     if isinstance(found.config, ViTConfig) and found.config.stem:
         settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
+    unprotected = "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata
+    notes = found.notes + ["it has no checksum, so damage to it would not be noticed"] * unprotected
     head = locate(found.layout, "head.weight")
     name = head.names[0] if head and head.names[0] in tensors.shapes else None
     sources = {key: found.sources.get(key, found.default) for key in settings}
-    sources["std"] = sources["mean"]
+    sources["std"] = find_source(found, "std")
     for key in {"dropout", "stochastic_depth"} & settings.keys():
         sources[key] = "not in a weights file"
     return {
@@ -35,9 +39,15 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
         "settings": settings,
         "preprocess": found.about.get("preprocess", {}),
         "class_names": list(found.about.get("class_names") or ()),
-        "sources": sources | {"preprocess": found.sources.get("preprocess", found.default)},
-        "notes": found.notes,
+        "sources": sources | {"preprocess": _preprocess_source(found)},
+        "notes": notes,
     }
+
+
+def _preprocess_source(found: Found) -> str:
+    given = [name for name in found.about.get("preprocess", {}) if found.sources.get(name) == GIVEN]
+    other = found.sources.get("preprocess", found.default)
+    return f"{', '.join(given)} {GIVEN}; else {other}" if given else other
 
 
 def table(described: dict[str, Any]) -> Group:

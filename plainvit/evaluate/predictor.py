@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from plainvit.device import choose_device, choose_precision
 from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
+from plainvit.weights.pixels import Pixels
 
 Picture = str | Path | bytes | np.ndarray | Image.Image  # a file, its bytes, or pixels [height, width, 3]
 
@@ -41,6 +42,8 @@ class Predictor:
 
     A model that is given as an object stays the caller's. It is used on the device it is on. It is in eval mode only
     while a call lasts; afterwards every module is back in the mode it was in. Weights that change are seen.
+
+    mean, std, resize, crop and interpolation say what a weights file does not, as in `plainvit.load`.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class Predictor:
         preprocess: Preprocess | None = None,
         image_size: int | None = None,
         batch: int = 64,
+        **pixels: Unpack[Pixels],
     ) -> None:
         self.source = model if isinstance(model, str | Path) else ""
         if isinstance(model, str | Path):
             self.device = choose_device(device)
-            self.model: Any = _loaded(model, image_size).to(self.device).eval()
+            self.model: Any = _loaded(model, image_size, pixels).to(self.device).eval()
+        elif any(value is not None for value in pixels.values()):
+            raise ValueError(f"{', '.join(pixels)} can be given for a weights file, not for a model that has its own")
         else:
             self.device, self.model = _device_of(model, device), model
         self._lock, self._calls, self._training_modules = threading.Lock(), 0, []
@@ -154,12 +160,14 @@ def _device_of(model: nn.Module, asked: str) -> str:
     return str(first.device)
 
 
-def _loaded(source: str | Path, image_size: int | None) -> nn.Module:
+def _loaded(source: str | Path, image_size: int | None, pixels: Pixels) -> nn.Module:
+    if any(value is not None for value in pixels.values()) and str(source).startswith("timm:"):
+        raise ValueError(f"{', '.join(pixels)} can be given for a weights file, not for a model that has its own")
     if str(source).startswith("timm:"):
         from plainvit.evaluate.timm_models import load_timm
 
         return load_timm(str(source).removeprefix("timm:"), image_size)
-    return load(source, image_size=image_size)
+    return load(source, image_size=image_size, **pixels)
 
 
 def _name(picture: Picture, number: int) -> str:

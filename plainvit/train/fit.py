@@ -53,6 +53,7 @@ from plainvit.train.objectives import Classify, score
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.transfer import init_hash, initial_model, load_teacher, resolve
 from plainvit.weights import load
+from plainvit.weights.files import open_file
 
 log = logging.getLogger("plainvit")
 
@@ -196,6 +197,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
     due = ("model.safetensors", "results.json", *(() if bare else ("report.html",)))  # made again where one is lost
     done = folder.read("status.json").get("state") == "done" and all((folder.path / name).is_file() for name in due)
     longer = config.steps > old.steps
+    done = done and (longer or _has_sound_weights(folder.path))
     if changed and not force:
         raise ValueError(f"{folder.path} holds a run of another config ({words}): give another --out, or --force")
     if done and changed and not longer:
@@ -209,6 +211,20 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
         raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
     return config, done and not longer
+
+
+def _has_sound_weights(folder: Path) -> bool:
+    """Whether a finished run's final weights are as they were written; if not, a checkpoint makes them again."""
+    path = folder / "model.safetensors"
+    try:
+        open_file(path).check()
+        return True
+    except ValueError as error:
+        if Checkpoints(folder / "checkpoints", 1).newest() is None:
+            words = f"{path} is damaged, and {folder} has no sound checkpoint to make it again from"
+            raise DataError(f"{words}: copy the file again, or train again with another --out") from error
+        log.warning("%s is damaged: it is made again from the newest checkpoint", path)
+        return False
 
 
 def _is_fixed(name: str, before: object, after: object) -> bool:

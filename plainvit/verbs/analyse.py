@@ -5,7 +5,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from plainvit.verbs.words import Model, show
+from plainvit.verbs.words import Model, PixelFlags, PixelOptions, given_pixels, show
 
 
 def analyse(
@@ -19,6 +19,7 @@ def analyse(
     count: int = 128,
     against: str = "",
     thorough: bool = False,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     device: str = "auto",
     json: bool = False,
 ) -> None:
@@ -37,6 +38,7 @@ def analyse(
         count: Images to look at, spread over the set.
         against: Another model, whose layers and shifts are compared.
         thorough: Spend as many passes as it takes, also on a CPU: more images for maps, and single heads of any model.
+        pixels: What the model's file does not say of its images.
         device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         json: Print the paths that were written, and what was left out, as JSON.
     """
@@ -57,6 +59,7 @@ def analyse(
             thorough=thorough,
             device=device,
             quiet=json,
+            **given_pixels(pixels),
         )
     except UnreachableError as error:
         own = "plainvit train pixels --out runs/px, then plainvit analyse runs/px"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import Model, Processes, chosen_workers, show
+from plainvit.verbs.words import Model, PixelFlags, PixelOptions, Processes, chosen_workers, given_pixels, show
 
 if TYPE_CHECKING:
     from plainvit.evaluate.classify import Result
@@ -23,9 +23,7 @@ def score(
     data_root: Path | None = None,
     out: Path | None = None,
     image_size: int | None = None,
-    resize: Literal["squash", "crop"] | None = None,
-    crop: float | None = None,
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     antialias: bool = False,
     no_antialias: bool = False,
     batch: int = 64,
@@ -48,9 +46,7 @@ def score(
         data_root: Where known sets lie, each in a folder of its name.
         out: Where the results go; evaluations/MODEL-DATA-SPLIT-HASH where not given.
         image_size: Height and width in pixels, in place of the model's own; positions are resampled.
-        resize: squash to the size, or the short side and then a centre crop.
-        crop: With resize crop, the side that is kept as a share of the resized short side.
-        interpolation: How pixels are resampled.
+        pixels: In place of the model's own.
         antialias: Make a smaller image without aliasing.
         no_antialias: Make it with aliasing.
         batch: Images at a time.
@@ -75,14 +71,14 @@ def score(
     from plainvit.runtime.folder import finite
 
     smooth = True if antialias else False if no_antialias else None
-    settings = {"resize": resize, "crop": crop, "interpolation": interpolation, "antialias": smooth}
+    changes = given_pixels(pixels) | ({} if smooth is None else {"antialias": smooth})
     done = assess(
         model,
         data,
         split=split,
         data_root=data_root,
         out=out,
-        preprocess={name: value for name, value in settings.items() if value is not None},
+        preprocess=changes,
         image_size=image_size,
         batch=batch,
         workers=chosen_workers(workers),

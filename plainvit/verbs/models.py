@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import UNSAID, Model, Pattern, show
+from plainvit.verbs.words import UNSAID, Model, Pattern, PixelFlags, PixelOptions, given_pixels, show
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,6 +43,7 @@ def inspect(
     image: Path | None = None,
     image_size: int | None = None,
     heads: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     seed: int = 0,
     json: bool = False,
 ) -> None:
@@ -57,14 +58,16 @@ def inspect(
         image: A photo to run a named model on; without one, a colour gradient.
         image_size: Height and width of the images in pixels.
         heads: Heads of the file's model, where the file cannot say.
+        pixels: What the file does not say of its images.
         seed: Draws a named model's weights.
         json: Print JSON for machines instead of a table.
     """
     from plainvit.names import is_model
 
     if is_model(model):
-        if heads is not None:
-            raise ValueError("--heads goes with a weights file; a named model has its own")
+        told = given_pixels(pixels) | ({} if heads is None else {"heads": heads})
+        if told:
+            raise ValueError(f"--{next(iter(told))} goes with a weights file; a named model has its own")
         from plainvit.evaluate import forward
 
         report = forward.report(model, image, 224 if image_size is None else image_size, seed)
@@ -74,7 +77,7 @@ def inspect(
         raise ValueError("--image goes with a model's name; a weights file is described, not run")
     from plainvit.evaluate import describe
 
-    described = describe.describe(model, heads=heads, image_size=image_size)
+    described = describe.describe(model, heads=heads, image_size=image_size, **given_pixels(pixels))
     show(described, None if json else describe.table(described))
 
 
@@ -88,6 +91,7 @@ def convert(
     heads: int | None = None,
     image_size: int | None = None,
     classes: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
     """Weights from any library's format to another's, every number as it was.
@@ -104,11 +108,13 @@ def convert(
         heads: Heads of the model, where the file cannot say.
         image_size: Resample the positions to this size first.
         classes: Replace the head by one of zeros with so many classes first.
+        pixels: What the file does not say of its images.
         json: Print JSON for machines instead of the path that was written.
     """
     from plainvit.weights import convert as run
 
-    written = run(model, target, format, drop, heads=heads, image_size=image_size, classes=classes)
+    told = {"heads": heads, "image_size": image_size, "classes": classes} | given_pixels(pixels)
+    written = run(model, target, format, drop, **told)
     if json:
         show({"path": str(written), "format": format}, None)
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from plainvit.verbs.words import Model, chosen_workers, show
+from plainvit.verbs.words import Model, PixelFlags, chosen_workers, given_pixels, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,7 @@ MOST_SHOWN = 200  # pictures whose guesses are printed for people; more belong i
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class How(PixelFlags):
     """How pictures are found and asked about, whatever is asked of them."""
 
     batch: int = 64  # Pictures that the model sees at a time; may change when a job is continued
@@ -142,7 +142,8 @@ def _asked(model: str, inputs: Sequence[str], top: int | None, how: How) -> "Ite
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray prints at any time; stdout is for rows
             run = stack.enter_context(cluster.joined(how.address, device))
             device, precision = "cpu", run.precision(precision)  # the model is loaded here and answers there
-        predictor = Predictor(model, device=device, precision=precision, image_size=how.image_size, batch=how.batch)
+        settings: dict[str, Any] = {"image_size": how.image_size, "batch": how.batch} | given_pixels(how)
+        predictor = Predictor(model, device=device, precision=precision, **settings)
         yield Question(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
 
 

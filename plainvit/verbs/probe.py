@@ -4,7 +4,7 @@ import json as _json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from plainvit.verbs.words import UNSAID, Model, chosen_workers, show
+from plainvit.verbs.words import UNSAID, Model, PixelFlags, PixelOptions, chosen_workers, given_pixels, show
 
 
 def probe(
@@ -24,6 +24,7 @@ def probe(
     split: Literal["test", "val"] = "test",
     data_root: Path | None = None,
     image_size: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     batch: int = 64,
@@ -53,6 +54,7 @@ def probe(
         split: What is tested on.
         data_root: Where known sets lie, each in a folder of its name.
         image_size: Resample the model's positions to this size first.
+        pixels: What the file does not say of its images.
         device: cpu, cuda, cuda:1; auto: a GPU where there is one.
         precision: Of the model; auto: bf16 on a GPU.
         batch: Images at once.
@@ -85,7 +87,8 @@ def probe(
         linear_l2=linear_l2,
         per_class=per_class,
     )
-    predictor = Predictor(model, device=device, precision=precision, image_size=image_size, batch=batch)
+    told = given_pixels(pixels)
+    predictor = Predictor(model, device=device, precision=precision, image_size=image_size, batch=batch, **told)
     if processes is None:  # on a CPU the model needs the cores more than they do
         processes = 0 if predictor.device == "cpu" else default_workers()
     home = None if no_cache else cache or features.default_cache()

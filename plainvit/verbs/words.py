@@ -8,7 +8,8 @@ import json as _json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 import tyro
 from tyro.conf import Positional, arg
@@ -29,6 +30,26 @@ class Processes(NamedTuple):
     count: int
     restarts: int
     device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelFlags:
+    """How a photo becomes the model's input, where the weights file does not say it or says it wrongly."""
+
+    mean: Annotated[tuple[float, ...], UNSAID] = ()  # Mean of the pixels in [0, 1], one value or one per channel
+    std: Annotated[tuple[float, ...], UNSAID] = ()  # Standard deviation of the pixels, one value or one per channel
+    resize: Literal["squash", "crop"] | None = None  # squash to the size, or the short side and then a centre crop
+    crop: float | None = None  # With --resize crop, the side that is kept as a share of the resized short side
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # How pixels are resampled
+
+
+PixelOptions = Annotated[PixelFlags, arg(name="")]
+
+
+def given_pixels(flags: PixelFlags) -> dict[str, Any]:
+    """The flags that were given, as the arguments of `load`."""
+    values = {field.name: getattr(flags, field.name) for field in fields(PixelFlags)}
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def parsed(what: Callable[..., Any], verb: str, args: list[str], **options: Any) -> Any:

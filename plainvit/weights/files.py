@@ -7,11 +7,14 @@ claims more bytes than the file has.
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +29,19 @@ from plainvit.disk import read_json
 SHARD_INDEX = "model.safetensors.index.json"
 MOST_WRAPPERS = 4
 SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
+CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
+
+
+class DamagedError(ValueError):
+    """A file that is not what was written; the command ends with exit code 3."""
+
+    exit_code = 3
 
 
 class Tensors(Protocol):
     """Named tensors of a file: shapes are known at once, values are read when asked for."""
 
+    path: Path
     shapes: dict[str, tuple[int, ...]]
     metadata: dict[str, str]
 
@@ -40,11 +51,16 @@ class Tensors(Protocol):
         """The tensor, with memory of its own where that costs nothing, and let go of here."""
         ...
 
+    def check(self) -> None:
+        """Compares the content with the checksum stored in the file; a file without one passes."""
+        ...
+
 
 class SafetensorsFiles:
     """One safetensors file, or the shards of one model."""
 
     def __init__(self, paths: list[Path]) -> None:
+        self.path = paths[0]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.metadata: dict[str, str] = {}
         self._home: dict[str, Any] = {}
@@ -56,7 +72,7 @@ class SafetensorsFiles:
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
                     self._home[name] = path, entry
             except (SafetensorError, OSError, ValueError, OverflowError) as error:
-                raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
+                raise DamagedError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
 
     def read(self, name: str) -> Tensor:
         """By its own bytes: the library's reader keeps the whole file mapped, and resident a second time."""
@@ -74,6 +90,42 @@ class SafetensorsFiles:
         )
 
     take = read
+
+    def check(self) -> None:
+        stored = self.metadata.get(CHECKSUM)
+        if stored is None:
+            return
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # hashing runs outside Python's lock
+            digests = list(pool.map(lambda home: hash_range(home[0], *home[1][1:]), self._home.values()))
+        entries = {
+            name: (kind, self.shapes[name], digest)
+            for (name, (_, (kind, _, _))), digest in zip(self._home.items(), digests, strict=True)
+        }
+        if hash_content(self.metadata, entries) != stored:
+            raise DamagedError(
+                f"{self.path} is damaged: its content does not match its checksum. Copy it "
+                "again; for the weights of a run, repeat its `plainvit train` command. If you edited the file on "
+                f"purpose, save it without the metadata entry {CHECKSUM!r}"
+            )
+
+
+def hash_content(metadata: Mapping[str, str], entries: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """SHA-256 of all that decides the model: metadata, and {name: (dtype, shape, SHA-256 of the bytes)}.
+
+    The order of entries and their places in the file do not count: a file rewritten without a change stays valid.
+    """
+    told = {key: value for key, value in metadata.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps([told, entries], sort_keys=True).encode()).hexdigest()
+
+
+def hash_range(path: Path, start: int, end: int) -> str:
+    """SHA-256 of a part of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        for at in range(start, end, 2**22):
+            digest.update(file.read(min(2**22, end - at)))
+    return digest.hexdigest()
 
 
 # What the headers call the dtypes that are not refused by name later
@@ -143,6 +195,9 @@ class NpzFile:
         tensor, self._last = self.read(name), None
         return tensor
 
+    def check(self) -> None:
+        """A NumPy archive has no checksum of ours."""
+
     def _array(self, name: str) -> np.ndarray:
         member, dtype, fortran, start = self._members[name]
         shape, order = self.shapes[name], "F" if fortran else "C"
@@ -172,6 +227,7 @@ class TorchFile:
     WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.metadata: dict[str, str] = {}
         with _clear(path, "PyTorch file"):
             loaded = _load_torch(path)
@@ -205,12 +261,15 @@ class TorchFile:
     def take(self, name: str) -> Tensor:
         return self._tensors.pop(name)
 
+    def check(self) -> None:
+        """A PyTorch file has no checksum of ours."""
+
 
 class Renamed:
     """A file under other names: {new: (old, None)}, or (old, layer) where old stacks all layers."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
-        self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
+        self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
         self.shapes = {new: tensors.shapes[old][0 if layer is None else 1 :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:
@@ -221,6 +280,9 @@ class Renamed:
     def take(self, name: str) -> Tensor:
         old, layer = self._names[name]
         return self._tensors.take(old) if layer is None else self._tensors.read(old)[layer].clone()
+
+    def check(self) -> None:
+        self._tensors.check()
 
 
 def _load_torch(path: Path) -> object:
@@ -241,7 +303,7 @@ def _clear(path: Path, kind: str) -> Iterator[None]:
         yield
     except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} is not a sound {kind}: {reason}") from error
+        raise DamagedError(f"{path} is not a sound {kind}: {reason}") from error
 
 
 def open_file(path: Path) -> Tensors:

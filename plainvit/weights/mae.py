@@ -8,6 +8,7 @@ either kind is read by plainvit.load too. Positions are kept as tables, fixed on
 the order (row, column, channel), where ours is (channel, row, column).
 """
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from plainvit.weights.files import Tensors
 from plainvit.weights.grids import count_layers
 from plainvit.weights.layout import LEAD1, Change, Layout, emit, fill, linear, locate, to
 from plainvit.weights.reading import look
+from plainvit.weights.writing import write_torch
+
+log = logging.getLogger("plainvit")
 
 HEAD_WIDTH = 32  # of the published decoder's 16 heads of 512; a file does not say
 
@@ -123,7 +127,9 @@ def write_mae(model: MaskedViT | ViT, path: str | Path) -> Path:
             )
         theirs = {name: weight.detach().cpu() for name, weight in model.decoder.state_dict().items()}
         out |= emit(decoder_layout(config), theirs, config)
-    write_atomically(path, lambda beside: torch.save({"model": out}, beside))
+    if (config.mean, config.std) != (timm.IMAGENET_MEAN, timm.IMAGENET_STD):
+        log.warning("%s does not hold its mean %s and std %s: load it with them", path, config.mean, config.std)
+    write_atomically(path, lambda beside: write_torch(beside, {"model": out}))
     return path
 
 

@@ -1,7 +1,8 @@
 """plainvit's own format, and the description that it leaves in every safetensors file it writes.
 
 Names are those of the models. The metadata entry "plainvit" holds a schema version, the format of the names (a timm
-file that plainvit wrote says so), the whole config and what is known beyond it.
+file that plainvit wrote says so), the whole config and what is known beyond it. A .pth or .npz file that plainvit wrote
+has the same in FILE.plainvit.json next to it.
 """
 
 import json
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.disk import read_json
 from plainvit.models import build
 from plainvit.weights import google, timm, torchvision, transformers
-from plainvit.weights.files import Tensors
+from plainvit.weights.files import DamagedError, Tensors, hash_range
 from plainvit.weights.layout import SAME, Found, Layout, To
 
 SCHEMA = 1  # a newer one is refused
@@ -46,6 +48,20 @@ def _own_layout(names: Iterable[str]) -> Layout:
 def describe(format: str, config: Model, about: About) -> dict[str, Any]:  # noqa: A002
     """The metadata of every safetensors file that plainvit writes, in whatever format its weights are."""
     return {"schema": SCHEMA, "format": format, "config": to_json(config), "about": asdict(about)}
+
+
+def sidecar(path: Path) -> Path:
+    """Where the description of a .pth or .npz file is, which cannot hold it: in a file next to it."""
+    return path.with_name(f"{path.name}.plainvit.json")
+
+
+def read_sidecar(path: Path) -> dict[str, str]:
+    """The metadata of a weights file from its sidecar; {} where it has none."""
+    described = read_json(sidecar(path))
+    if described and described.pop("sha256", "") != hash_range(path, 0, path.stat().st_size):
+        words = f"{path} is not the file that {sidecar(path).name} describes: it is damaged or was written over"
+        raise DamagedError(f"{words}. Copy it again, or delete {sidecar(path).name} to load it without")
+    return {"plainvit": json.dumps(described)} if described else {}
 
 
 def _check_extent(config: Model, tensors: Tensors) -> None:

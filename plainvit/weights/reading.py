@@ -8,7 +8,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 
@@ -23,6 +23,7 @@ from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import Found, fill, some
+from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
@@ -41,6 +42,7 @@ def load(
     resample: str = "bilinear-aligned",
     dtype: torch.dtype | None = torch.float32,
     optimise: Literal[False] = False,
+    **pixels: Unpack[Pixels],
 ) -> ViT | ResNet: ...
 
 
@@ -54,6 +56,7 @@ def load(
     grid: tuple[int, int] | None = None,
     resample: str = "bilinear-aligned",
     optimise: Literal[True, "fp8"],
+    **pixels: Unpack[Pixels],
 ) -> Optimised: ...
 
 
@@ -67,6 +70,7 @@ def load(
     resample: str = "bilinear-aligned",
     dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
+    **pixels: Unpack[Pixels],
 ) -> ViT | ResNet | Optimised:
     """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
 
@@ -74,11 +78,13 @@ def load(
     the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. optimise gives a model
     that only answers, as fast as this machine can. "fp8" lets it multiply 8-bit floats too, on a GPU that does: faster,
     and rounded to 1/16 at most, so that some close calls fall the other way; `agreement(images)` of the model says how
-    many. True never takes fp8. What was assumed, replaced or left out is logged in a line each.
+    many. True never takes fp8. mean, std, resize, crop, interpolation and antialias replace what the file says or its
+    format implies. What was assumed, replaced or left out is logged in a line each.
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise {optimise!r} is unknown: True, False or 'fp8'")
-    found, tensors = look(source, heads=heads, image_size=image_size, grid=grid)
+    found, tensors = look(source, heads=heads, image_size=image_size, grid=grid, **pixels)
+    tensors.check()
     model = fill(found, tensors, dtype)
     model.about = _about(found)
     notes = list(found.notes)
@@ -97,6 +103,7 @@ def look(
     heads: int | None = None,
     image_size: int | tuple[int, int] | None = None,
     grid: tuple[int, int] | None = None,
+    **pixels: Unpack[Pixels],
 ) -> tuple[Found, Tensors]:
     """What a source holds, by its headers alone: nothing is loaded yet."""
     path = resolve(source)
@@ -110,12 +117,17 @@ def look(
         tensors, beside = open_file(path), None
     else:
         raise ValueError(f"there is no file or folder {path}")
+    tensors.metadata |= own.read_sidecar(tensors.path)
+    described = "plainvit" in tensors.metadata
     try:
         found, tensors = _find(tensors, path, beside, hints)
-        found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
-        return found, tensors
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values no format writes
         raise ValueError(f"{path} is not a sound model: {type(error).__name__}, {error}".replace("\n", " ")) from error
+    set_pixels(found, pixels)
+    assumed = "" if described else describe_assumptions(found)
+    found.notes += [assumed] if assumed else []
+    found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
+    return found, tensors
 
 
 def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tuple[Found, Tensors]:

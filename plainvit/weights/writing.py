@@ -1,14 +1,14 @@
-"""A model -> weights in any known format, whole or not at all."""
+"""A model -> weights in any known format, whole or not at all; the same model gives the same bytes."""
 
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About,
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
-from plainvit.weights.files import SHARD_INDEX
+from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content, hash_range
 from plainvit.weights.layout import emit, unexpressed
 from plainvit.weights.reading import load
 
@@ -28,7 +28,8 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
     google is one .npz; plainvit, timm and torchvision one file (.safetensors, or .pth for the latter two); timm may be
     a folder with its config.json; transformers is a folder. What the format cannot express is refused by name, unless
-    `drop` names it.
+    `drop` names it. A .pth or .npz file holds weights alone: preprocessing, class names and the like are written into
+    FILE.plainvit.json next to it, from where `load` reads them.
     """
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
@@ -39,28 +40,59 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     stray = unexpressed(layout, weights)
     assert not stray, f"{format} has no place for {stray}, and did not say so"
     out = emit(layout, weights, config)
-    metadata = {"plainvit": json.dumps(own.describe(format, config, model.about))}
-    if format != "plainvit":  # transformers asks for it; with a single entry the same weights are the same bytes
+    described = own.describe(format, config, model.about)
+    metadata = {"plainvit": json.dumps(described)}
+    if format != "plainvit":  # transformers asks for it
         metadata["format"] = "pt"
     if format == "google":
-        _tell_grid(path, config)
-        _write_npz(path, out)
+        _write_with_sidecar(path, lambda beside: _write_npz(beside, out), described)
     elif folder:
         _write_folder(path, out, metadata, _sidecars(format, config, model.about, weights))
     elif path.suffix in (".pth", ".bin") and format != "plainvit":
-        log.warning("%s: a %s file does not hold mean, std and preprocessing: .safetensors does", path, path.suffix)
-        _tell_grid(path, config)
-        write_atomically(path, lambda beside: torch.save(out, beside))
+        _write_with_sidecar(path, lambda beside: write_torch(beside, out), described)
     else:
-        write_atomically(path, lambda beside: safetensors.torch.save_file(out, beside, metadata))
+        write_atomically(path, lambda beside: write_safetensors(beside, out, metadata))
     return path
 
 
-def _tell_grid(path: Path, config: Model) -> None:
-    """A bare table of 16 positions is read as 4 x 4, whatever it was."""
-    if isinstance(config, ViTConfig) and config.posemb == "1d" and config.grid[0] != config.grid[1]:
-        (h, w), words = config.grid, "%s: nothing in it says that its grid is %d x %d: load it with grid=(%d, %d)"
-        log.warning(words, path, h, w, h, w)
+def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
+    """A file that holds weights alone, and next to it what they mean."""
+    digest, sidecar = "", own.sidecar(path)
+
+    def write_weights(beside: Path) -> None:
+        nonlocal digest
+        write(beside)
+        digest = hash_range(beside, 0, beside.stat().st_size)
+
+    def write_description(beside: Path) -> None:
+        text = json.dumps(described | {"sha256": digest}, indent=2, ensure_ascii=False) + "\n"
+        beside.write_text(text, encoding="utf-8")
+
+    write_together({path: write_weights, sidecar: write_description})
+    log.warning("%s holds weights alone: preprocessing and class names are in %s next to it", path, sidecar.name)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """With a checksum, and the same bytes for the same content: the library orders metadata at random."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as the library has it
+    raw = {name: tensors[name].contiguous().flatten().view(torch.uint8).numpy() for name in order}
+    content = {
+        name: (names[tensors[name].dtype], tuple(tensors[name].shape), hashlib.sha256(raw[name]).hexdigest())
+        for name in order
+    }
+    told = dict(metadata) | {CHECKSUM: hash_content(metadata, content)}
+    header: dict[str, Any] = {"__metadata__": {key: told[key] for key in sorted(told)}}
+    end = 0
+    for name in order:
+        dtype, shape, _ = content[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end := end + raw[name].nbytes)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(raw[name])
 
 
 def convert(source: str | Path, target: str | Path, format: str, drop: Sequence[str] = (), **hints: Any) -> Path:  # noqa: A002
@@ -196,7 +228,7 @@ def _write_folder(
     for name, value in sidecars.items():
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         writers[path / name] = lambda beside, text=text: beside.write_text(text, encoding="utf-8")
-    writers[path / "model.safetensors"] = lambda beside: safetensors.torch.save_file(out, beside, metadata)
+    writers[path / "model.safetensors"] = lambda beside: write_safetensors(beside, out, metadata)
     try:
         write_together(writers)
     except DiskError:
@@ -223,14 +255,16 @@ def _shards(folder: Path) -> list[str]:
     ]
 
 
+def write_torch(path: Path, value: object) -> None:
+    """Through an open file: given a name, torch.save stores that of the temporary file inside."""
+    with path.open("wb") as file:
+        torch.save(value, file)
+
+
 def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
     arrays: dict[str, Any] = {name: _as_numpy(tensor) for name, tensor in out.items()}
-
-    def write(beside: Path) -> None:
-        with beside.open("wb") as file:
-            np.savez(file, **arrays)
-
-    write_atomically(path, write)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

@@ -1,0 +1,74 @@
+"""Mean, std, resize, crop and interpolation: set by the caller, or reported where a file does not say them.
+
+plainvit.load("m.pth", mean=0.5, std=0.5, crop=0.9)        plainvit evaluate m.pth --mean 0.5 --std 0.5 --crop 0.9
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal, TypedDict
+
+from plainvit.config import Preprocess, nearest
+from plainvit.weights.layout import Found
+
+GIVEN = "given by the caller"
+STATED = ("config.json", "preprocessor_config.json", GIVEN)  # how a source begins that is no assumption
+
+
+class Pixels(TypedDict, total=False):
+    """How a photo becomes the model's input. None leaves a setting to the file, or to the convention of its format."""
+
+    mean: float | Sequence[float] | None
+    std: float | Sequence[float] | None
+    resize: Literal["squash", "crop"] | None
+    crop: float | None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None
+    antialias: bool | None
+
+
+def set_pixels(found: Found, pixels: Pixels) -> None:
+    """Replaces what was found by what the caller gives."""
+    for name in pixels:
+        if name not in Pixels.__annotations__:
+            raise TypeError(f"load() has no argument {name!r}; {nearest(name, Pixels.__annotations__)}")
+    given: dict[str, Any] = {name: value for name, value in pixels.items() if value is not None}
+    if not given:
+        return
+    found.sources = {"std": find_source(found, "std")} | found.sources | dict.fromkeys(given, GIVEN)
+    colours = {name: given.pop(name) for name in ("mean", "std") if name in given}
+    values = {name: (value,) if isinstance(value, int | float) else tuple(value) for name, value in colours.items()}
+    found.config = found.config.replace(**values)
+    preprocess = Preprocess(**found.about.get("preprocess", {})).replace(**given)
+    if "crop" in given and preprocess.resize != "crop":
+        raise ValueError("--crop is the share that a centre crop keeps: it goes with --resize crop")
+    found.about["preprocess"] = asdict(preprocess)
+
+
+def find_source(found: Found, name: str) -> str:
+    """Where a setting of the pixels was learned."""
+    group = "mean" if name in ("mean", "std") else "preprocess"
+    return found.sources.get(name, found.sources.get(group, found.default))
+
+
+def describe_assumptions(found: Found) -> str:
+    """One line with the settings that neither the file, nor one next to it, nor the caller states; or ""."""
+    preprocess = Preprocess(**found.about.get("preprocess", {}))
+    values: dict[str, object] = {
+        "mean": " ".join(map(str, _shorten(found.config.mean))),
+        "std": " ".join(map(str, _shorten(found.config.std))),
+        "resize": preprocess.resize,
+        "crop": f"{preprocess.crop:.4g}",
+        "interpolation": preprocess.interpolation + ("" if preprocess.antialias else " without antialias"),
+    }
+    if preprocess.resize != "crop":
+        del values["crop"]
+    sources = {name: source for name in values if not (source := find_source(found, name)).startswith(STATED)}
+    if not sources:
+        return ""
+    words = ", ".join(f"{name} {values[name]}" for name in sources)
+    flags = ", ".join(f"--{name}" for name in sources)
+    why = "; ".join(dict.fromkeys(sources.values()))
+    return f"assumed {words}, as in {why}; give {flags} if it was trained with others (before `train`: to `convert`)"
+
+
+def _shorten(values: tuple[float, ...]) -> tuple[float, ...]:
+    return values[:1] if len(set(values)) == 1 else values

@@ -1,0 +1,108 @@
+"""Damage to a file that plainvit wrote is noticed, and the same model is written as the same bytes by every process."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import test_weights_save as saving
+import torch
+from safetensors import safe_open
+
+import plainvit
+from plainvit.weights.files import CHECKSUM, DamagedError
+
+FLIPS = 120
+
+
+def content(model: Any) -> tuple[Any, ...]:
+    weights = {name: (x.dtype, tuple(x.shape), x.numpy().tobytes()) for name, x in model.state_dict().items()}
+    return model.config, model.about, weights
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("format_", ["plainvit", "timm"])
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path, format_: str) -> None:
+    """Anywhere in the file: half of the bits are in the header, where the meaning of the numbers is."""
+    path = saving.save(format_, tmp_path)
+    sound, wanted = path.read_bytes(), content(plainvit.load(path))
+    header = 8 + int.from_bytes(sound[:8], "little")
+    draw, refused = random.Random(0), 0
+    for number in range(FLIPS):
+        damaged = bytearray(sound)
+        at = draw.randrange(header) if number % 2 else draw.randrange(header, len(sound))
+        damaged[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert content(plainvit.load(path)) == wanted, at
+        except ValueError:
+            refused += 1
+    assert refused >= FLIPS // 2, "every flip of a weight is refused"
+
+
+def test_damaged_weights_end_the_command_with_exit_code_3(tmp_path: Path) -> None:
+    from plainvit.cli import main
+
+    path = saving.save("plainvit", tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-64] + bytes(64))
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(path), str(tmp_path / "out.safetensors"), "--format", "plainvit"])
+    assert ended.value.code == 3
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_file_without_a_checksum_loads(tmp_path: Path) -> None:
+    """As plainvit wrote it before it had one."""
+    path = saving.save("plainvit", tmp_path)
+    wanted, (tensors, metadata) = content(plainvit.load(path)), read(path)
+    safetensors.torch.save_file(tensors, path, {"plainvit": metadata["plainvit"]})
+    assert content(plainvit.load(path)) == wanted
+
+
+def test_a_file_that_another_tool_writes_again_loads_unless_it_changed_it(tmp_path: Path) -> None:
+    path = saving.save("plainvit", tmp_path)
+    wanted, (tensors, metadata) = content(plainvit.load(path)), read(path)
+    safetensors.torch.save_file(tensors, path, metadata)
+    assert content(plainvit.load(path)) == wanted
+    edited = tensors | {"head.bias": tensors["head.bias"] + 1}
+    safetensors.torch.save_file(edited, path, metadata)
+    with pytest.raises(DamagedError, match=CHECKSUM):  # which to leave out for it to load
+        plainvit.load(path)
+    safetensors.torch.save_file(edited, path, {key: value for key, value in metadata.items() if key != CHECKSUM})
+    assert torch.equal(plainvit.load(path).head.bias, edited["head.bias"])
+
+
+# Writes the same model in every format, into the folder given
+WRITE = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    import test_weights_save as saving
+
+    for format_ in saving.SAVED:
+        (Path(sys.argv[2]) / format_).mkdir()
+        saving.save(format_, Path(sys.argv[2]) / format_)
+""")
+
+
+def test_two_processes_write_the_same_bytes_in_every_format(tmp_path: Path) -> None:
+    children = []
+    for seed in "12":
+        (tmp_path / seed).mkdir()
+        command = [sys.executable, "-c", WRITE, str(Path(__file__).parent), str(tmp_path / seed)]
+        children.append(subprocess.Popen(command, env=os.environ | {"PYTHONHASHSEED": seed}))
+    assert [child.wait(120) for child in children] == [0, 0]
+    one, other = (saving.tree(tmp_path / seed) for seed in "12")
+    assert len([name for name, data in one.items() if data]) >= len(saving.SAVED)
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == []

@@ -1,0 +1,161 @@
+"""Mean, std, resize, crop and interpolation: kept by every file that we write, reported where a file does not say."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import test_weights_google as google
+import test_weights_load as loading
+import tiny
+import torch
+
+import plainvit
+from plainvit.config import About, Preprocess
+from plainvit.weights.files import DamagedError
+from plainvit.weights.reading import look
+
+PIXELS: dict[str, Any] = {"mean": 0.25, "std": (0.5, 0.25, 0.125), "resize": "crop", "crop": 0.75}
+PIXELS |= {"interpolation": "lanczos", "antialias": True}
+# Files that do not say how photos are prepared
+SILENT: dict[str, Callable[[Path], Path]] = {
+    "under 'model'": lambda folder: loading.write(loading.deit(loading.encoder()[1]), folder / "m.pth"),
+    "under 'state_dict'": lambda folder: loading.write({"state_dict": loading.encoder()[1]}, folder / "m.pth"),
+    "timm's names": lambda folder: loading.write(loading.encoder()[1], folder / "m.safetensors"),
+    "torchvision": lambda folder: loading.bare("torchvision", (32, 32), folder),
+    "transformers": lambda folder: loading.bare("transformers", (32, 32), folder),
+    "transformers, no processor": lambda folder: loading.hub_folder(folder, "ViT", None),
+    "google": lambda folder: google.save(google.original(), folder / "m.npz"),
+    "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
+}
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines about the pixels, among those about heads and the like."""
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    caplog.clear()
+    return [line for line in lines if " mean " in line or "interpolation" in line]
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_a_file_does_not_say_is_reported_in_one_line(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the values that were taken and the flag for each; what the caller gives is no assumption."""
+    path = SILENT[name](tmp_path)
+    model = plainvit.load(path, heads=4)
+    (line,) = told(caplog)
+    assert "\n" not in line
+    prepared = model.about.preprocess
+    values = [f"{model.config.mean[0]}", f"{model.config.std[0]}", prepared.resize, prepared.interpolation]
+    assert all(value in line for value in (*values, "--mean", "--std", "--resize", "--interpolation"))
+    found = plainvit.load(path, heads=4, **PIXELS)
+    assert told(caplog) == []
+    assert (found.config.mean, found.config.std) == ((0.25,) * 3, (0.5, 0.25, 0.125))
+    assert found.about.preprocess == Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=True)
+    some = plainvit.load(path, heads=4, mean=0.25)
+    (line,) = told(caplog)
+    assert ("--mean" in line, "--std" in line) == (False, True)
+    assert some.config.std == model.config.std
+
+
+def test_what_lies_next_to_the_weights_is_no_assumption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for format_ in ("timm", "transformers"):
+        model = tiny.vit(torch.float32, numerics=format_, image_size=32)
+        model.about = About(preprocess=Preprocess(resize="crop", crop=0.8, interpolation="bicubic"))
+        folder = plainvit.save(model, tmp_path / format_, format=format_)
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})  # as the library would
+        found = plainvit.load(folder)
+        assert told(caplog) == []
+        assert found.about.preprocess.crop == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    "given", [{"crop": 0.5, "resize": "squash"}, {"std": 0.0}, {"mean": (0.5, 0.5)}, {"crop": 2.0}]
+)
+def test_pixels_that_make_no_sense_are_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        plainvit.load(SILENT["timm's names"](tmp_path), heads=4, **given)
+
+
+def test_an_unknown_argument_is_a_type_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="interpolation"):
+        plainvit.load(SILENT["timm's names"](tmp_path), heads=4, interpolatoin="bicubic")  # type: ignore[call-arg]
+
+
+# What every format must bring back: (name of the file, format, arithmetic)
+WRITTEN = [
+    ("m.safetensors", "plainvit", "google"),
+    ("m.npz", "google", "google"),
+    ("m", "timm", "google"),
+    ("m.safetensors", "timm", "timm"),
+    ("m.pth", "timm", "timm"),
+    ("m", "transformers", "transformers"),
+    ("m.safetensors", "torchvision", "torchvision"),
+    ("m.pth", "torchvision", "torchvision"),
+]
+
+
+@pytest.mark.parametrize(("name", "format_", "numerics"), WRITTEN)
+def test_every_file_that_we_write_says_how_photos_are_prepared(
+    tmp_path: Path, name: str, format_: str, numerics: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the heads, which no convention would give, and the class names; a line would mean that one was assumed."""
+    pixels = {} if format_ == "google" else {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.25, 0.125)}
+    size = (32, 32) if format_ == "torchvision" else (16, 64)  # 2 x 8 positions are as many as 4 x 4
+    model = tiny.vit(torch.float32, numerics=numerics, image_size=size, classes=3, **pixels)
+    prepared = Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=False)
+    model.about = About(family="mine", preprocess=prepared, class_names=("a", "b", "c"), sources={"mean": "my data"})
+    path = plainvit.save(model, tmp_path / name, format=format_)
+    caplog.clear()
+    found = plainvit.load(path)
+    assert told(caplog) == []
+    assert (found.config, found.about) == (model.config, model.about)
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in found.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "format_"), [("m.npz", "google"), ("m.pth", "timm")])
+def test_a_description_of_another_file_is_not_believed(
+    tmp_path: Path, name: str, format_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = plainvit.save(tiny.vit(torch.float32, numerics=format_, image_size=32), tmp_path / name, format=format_)
+    other = tiny.vit(torch.float32, numerics=format_, image_size=32, depth=2)
+    sidecar = tmp_path / f"{name}.plainvit.json"
+    described = sidecar.read_text()
+    plainvit.save(other, path, format=format_)
+    sidecar.write_text(described)
+    with pytest.raises(DamagedError, match=sidecar.name):
+        plainvit.load(path)
+    sidecar.unlink()
+    caplog.clear()
+    assert plainvit.load(path, heads=4).config.depth == 2
+    assert len(told(caplog)) == 1
+
+
+def test_the_commands_take_the_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from plainvit.cli import main
+
+    source, target = str(SILENT["under 'model'"](tmp_path)), tmp_path / "fixed.safetensors"
+    flags = ["--mean", "0.25", "--std", "0.5", "0.25", "0.125", "--resize", "crop", "--crop", "0.75"]
+    main(["inspect", source, "--heads", "4", *flags, "--interpolation", "nearest", "--json"])
+    described = json.loads(capsys.readouterr().out)
+    assert (described["settings"]["mean"], described["settings"]["std"]) == ([0.25] * 3, [0.5, 0.25, 0.125])
+    assert {described["sources"][name] for name in ("mean", "std")} == {"given by the caller"}
+    main(["convert", source, str(target), "--format", "plainvit", "--heads", "4", *flags])
+    config, about = look(target)[0].config, look(target)[0].about["preprocess"]
+    assert (config.mean, config.std, about["resize"], about["crop"]) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
+    photo = tmp_path / "a.png"
+    from PIL import Image
+
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8)).save(photo)
+    capsys.readouterr()
+    rows = []
+    for model, more in ((target, []), (target, ["--mean", "0.5"])):
+        main(["predict", str(model), str(photo), *more, "--json"])
+        rows.append(json.loads(capsys.readouterr().out)["guesses"])
+    assert rows[0] != rows[1]
