@@ -5,10 +5,12 @@ once, and by a thread while the device is at work on the steps before.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -51,22 +53,60 @@ def steps_at_once(images: int, size: tuple[int, int], device: torch.device) -> i
     return min(max(MADE_AT_ONCE // pixels, 1), 32) if device.type == "cuda" else 1
 
 
-def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
-    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all."""
-    if len(source) > 2_000_000:
-        return None
+class ResidentMemoryError(ValueError):
+    """Images that have to be resident do not fit into memory; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
+def available_bytes(device: torch.device) -> int:
+    """Of the device's memory; of the host's including what the page cache would give back."""
     if device.type == "cuda":
-        side, free = 256, torch.cuda.mem_get_info(device)[0] * SHARE
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def extents_that_fit(
+    source: Source, device: torch.device, wanted: bool = False, force: bool = False
+) -> np.ndarray | None:
+    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all.
+
+    wanted: the run began with them in memory, and they may take all of it; where they do not fit, that is an error,
+    or with `force` a warning.
+    """
+    if len(source) > 2_000_000 and not wanted:
+        return None
+    free = available_bytes(device)
+    if wanted:
+        side, most = math.inf, free
+    elif device.type == "cuda":
+        side, most = 256, free * SHARE
     else:  # where cutting a small image out of a large canvas takes longer than decoding it again
-        side, free = 160, min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * SHARE, 4e9)
+        side, most = 160, min(free * SHARE, 4e9)
     extents = np.empty((0, 2), int)
     few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
-    for chosen in (few, np.arange(len(source))):
+    for chosen in (np.arange(len(source)),) if wanted else (few, np.arange(len(source))):
         extents = _extents(source, chosen)
         height, width = (int(one) for one in extents.max(0))
-        if height * width > side * side or len(source) * height * width * 3 > free:
+        needed = len(source) * height * width * 3
+        if height * width > side * side or needed > most:
+            if wanted:
+                _tell_short(needed, free, device, force)
             return None
     return extents
+
+
+def _tell_short(needed: float, free: float, device: torch.device, force: bool) -> None:
+    words = (
+        f"the run began with its images in memory, {needed / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free on {device}"
+    )
+    if not force:
+        raise ResidentMemoryError(f"{words}: free memory, or give --force to read them from disk from now on")
+    log.warning("%s: they are read from disk from now on, and resized slightly differently", words)
 
 
 def _extents(source: Source, index: np.ndarray) -> np.ndarray:
