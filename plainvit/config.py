@@ -270,19 +270,22 @@ class Preprocess(Checked):
             raise ValueError(f"crop must be above 0 and at most 1, got {self.crop}")
 
 
+LEAST_PIXELS = 8  # augment.resize below this is a multiple of the image size
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
     """What happens to a training image at random."""
 
     # Every default is the paper's pre-training
 
-    #: inception: a part of the area by torchvision's sampling or by TensorFlow's; random: square resize to `resize`,
-    #: then a random crop (BiT); pad: a random crop of the image's size from a border of `pad` zeros (CIFAR), resized
-    #: where the model's size is another
+    #: inception: a part of the area by torchvision's sampling or by TensorFlow's; random: resize by `resize`, then a
+    #: random crop of the image size (BiT); pad: a random crop of the image's size from a border of `pad` zeros
+    #: (CIFAR), resized where the model's size is another
     crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
     area: tuple[float, float] = (0.05, 1.0)  # inception: least and most share of the image's area
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # inception: least and most width by height
-    resize: int = 0  # random: side of the square that is cropped from
+    resize: float = 0.0  # random: what is cropped from: a multiple of the image size (448 / 384), or pixels from 8 on
     pad: int = 4  # pad: pixels of the border
     flip: float = 0.5  # probability of mirroring left and right
     randaugment: tuple[int, int] = (0, 0)  # operations, magnitude of 30
@@ -297,18 +300,26 @@ class Augment(Checked):
     def __post_init__(self) -> None:
         for name in ("area", "aspect", "randaugment"):
             self._set(name, tuple(getattr(self, name)))
-        self._check(positive=("repeats",), natural=("resize", "pad", "randaugment"), rates=("colour", "smoothing"))
+        self._check(positive=("repeats",), natural=("pad", "randaugment"), rates=("colour", "smoothing"))
         for name in ("flip", "erase"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a probability, got {getattr(self, name)}")
         if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(f"area {self.area} and aspect {self.aspect} are (least, most), areas within (0, 1]")
         if self.crop == "random" and not self.resize:
-            raise ValueError("crop 'random' needs resize: the side of the square that it crops from")
+            raise ValueError("crop 'random' needs augment.resize, such as 1.17 times the image size")
+        if self.resize and self.resize < 1:
+            raise ValueError(
+                f"augment.resize is a multiple of the image size, at least 1, or pixels; got {self.resize}"
+            )
         if min(self.mixup, self.cutmix) < 0:
             raise ValueError("mixup and cutmix are alphas of a beta distribution: 0 (off) or above")
         if self.randaugment[1] > 30:
             raise ValueError(f"randaugment's magnitude is at most 30, got {self.randaugment[1]}")
+
+    def resized_side(self, side: int) -> int:
+        """Pixels to which crop 'random' resizes an image for a model with images of this side."""
+        return round(self.resize if self.resize >= LEAST_PIXELS else self.resize * side)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plainvit import recipes
-from plainvit.config import Config, ResNetConfig, ViTConfig, from_json, length, to_json
+from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, differences, from_json, length, to_json
+from plainvit.data.splits import open_splits
+from plainvit.data.transforms import DRAWS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import about, list_recipes, recipe
 from plainvit.recipes.bit import hyperrule
+from plainvit.train.transfer import resolve
+from plainvit.verbs.runs import _begun
 
 NAMES = list_recipes()
 every_recipe = pytest.mark.parametrize("name", NAMES)
@@ -151,7 +156,7 @@ def test_finetuning_is_table_4(name: str) -> None:
     assert lr in grid
     assert (config.loss, config.ema) == ("softmax", ema)
     assert (config.augment.crop, config.augment.flip) == ("random", 0.5)
-    assert config.augment.resize == {384: 448, 512: 597, 518: 604}[pixels]
+    assert config.augment.resized_side(pixels) == {384: 448, 512: 597, 518: 604}[pixels]
     assert config.preprocess
     assert config.preprocess.resize == "squash"
 
@@ -191,7 +196,7 @@ def test_bit_follows_its_rule(name: str) -> None:
     config, (steps, resize, pixels, mixup) = recipe(name), BIT[name]
     assert (config.model, config.data, config.head) == (None, "", "zero")
     assert (config.steps, config.image_size, config.batch) == (steps, pixels, 512)
-    assert (config.augment.crop, config.augment.resize, config.augment.mixup) == ("random", resize, mixup)
+    assert (config.augment.crop, config.augment.resized_side(pixels), config.augment.mixup) == ("random", resize, mixup)
     optim = config.optim
     assert (optim.name, optim.lr, optim.momentum, optim.weight_decay) == ("sgd", 0.003, 0.9, 0)
     assert (optim.schedule, optim.milestones) == ("steps", (0.3, 0.6, 0.9))
@@ -523,3 +528,43 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(mine.parent)
     assert recipe("digits").recipe == "digits"
     assert recipes.list_recipes("digits") == ["digits"]
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["command", "config"])
+@every_recipe
+def test_another_image_size_keeps_what_is_seen_of_an_image(name: str, way: str) -> None:
+    """At two and three times the size a crop has the same place in the image, and no other setting changes."""
+    config = recipe(name)
+    own = config.model.image_size[0] if config.model else config.image_size or 224
+    u, sizes = torch.rand(500, DRAWS, generator=torch.Generator().manual_seed(0)), torch.tensor([[600, 400]] * 500)
+    expected = crop_boxes(u, sizes, config.augment, (own, own))
+    for size in (2 * own, 3 * own):
+        if way == "command":
+            changed = _begun(config, {"image_size": size}, "train")
+        elif config.model:
+            changed = config.replace(model=config.model.replace(image_size=(size, size)))
+        else:
+            changed = config.replace(image_size=size)
+        assert {name.removeprefix("model.") for name in differences(config, changed)} == {"image_size"}
+        boxes = crop_boxes(u, sizes, changed.augment, (size, size))
+        # Places are whole pixels of the resized image: one of them at most
+        assert (boxes - expected).abs().max() <= 1.5 * 600 / own
+
+
+def test_resize_is_a_multiple_of_the_size_or_pixels() -> None:
+    assert Augment(crop="random", resize=448).resized_side(224) == 448
+    assert Augment(crop="random", resize=448 / 384).resized_side(224) == 261
+    for wrong in (0.0, 0.5, -1.0):
+        with pytest.raises(ValueError, match=r"augment.resize"):
+            Augment(crop="random", resize=wrong)
+
+
+def test_a_crop_larger_than_what_it_is_cut_from_is_an_error() -> None:
+    made = recipe("digits").replace(augment=Augment(crop="random", resize=9))
+    assert resolve(made, open_splits(made)).augment.resize == 9
+    made = made.replace(model=made.model.replace(image_size=(10, 10)))
+    with pytest.raises(ValueError, match=r"--augment.resize"):
+        resolve(made, open_splits(made))

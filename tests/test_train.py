@@ -80,8 +80,7 @@ def small_model(config: Config) -> ViTConfig | ResNetConfig | None:
 
 
 def smaller(config: Config, init: Path) -> Config:
-    augment, optim = config.augment, config.optim
-    augment = augment.replace(resize=40 if augment.resize else 0)
+    optim = config.optim
     return config.replace(
         model=small_model(config),
         init=str(init) if config.model is None else "",

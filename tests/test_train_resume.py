@@ -24,7 +24,9 @@ from small_runs import Child, litter, marker, outcome, stalled, status
 from plainvit.analyse.curves import read_metrics
 from plainvit.config import Augment, Config, Optim
 from plainvit.data.decode import DataError
+from plainvit.data.resident import ResidentMemoryError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
+from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.studies.runs import is_done
 from plainvit.train import deliver, loop
@@ -797,3 +799,72 @@ def test_another_seed_is_another_run(tmp_path: Path, whole: dict[str, Any]) -> N
     other = outcome(tmp_path / "run")
     for part in ("model.", "average.", "optimizer.", "lines", "weights"):
         assert other[part] != whole[part]
+
+
+# Images in memory or from disk ----------------------------------------------------------------------------------------
+
+PLENTY, LITTLE = 10**12, 500_000  # bytes that are free: the digits take 276 KB, and a set may take 0.3 of what is free
+
+
+def set_free_memory(patch: pytest.MonkeyPatch, count: int) -> None:
+    patch.setattr("plainvit.data.resident.available_bytes", lambda _: count)
+
+
+def cropped() -> Config:
+    """Crops are resized, which resident and streamed images are in different ways."""
+    return runs.config(augment=Augment(crop="inception", area=(0.3, 1.0), flip=0.0))
+
+
+def stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
+    step = loop.step
+
+    def stopping(run: loop.Training, *rest: Any) -> Any:
+        if run.progress.step == number:
+            raise RuntimeError("stopped")
+        return step(run, *rest)
+
+    patch.setattr(loop, "step", stopping)
+
+
+def loading_of(out: Path) -> str:
+    return json.loads((out / "data.json").read_text())["loading"]
+
+
+def test_a_resumed_run_keeps_its_images_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory other processes hold by then."""
+    outcomes = []
+    for mode, before, after in (("resident", PLENTY, LITTLE), ("streamed", LITTLE, PLENTY)):
+        set_free_memory(monkeypatch, before)
+        fit(cropped(), tmp_path / mode, quiet=True)
+        with monkeypatch.context() as patch:
+            stop_at(patch, 7)
+            with pytest.raises(RuntimeError, match="stopped"):
+                fit(cropped(), tmp_path / f"{mode}-cut", quiet=True)
+        set_free_memory(monkeypatch, after)
+        fit(cropped(), tmp_path / f"{mode}-cut", quiet=True)
+        outcomes += [runs.outcome(tmp_path / mode), runs.outcome(tmp_path / f"{mode}-cut")]
+        assert loading_of(tmp_path / mode) == loading_of(tmp_path / f"{mode}-cut") == mode
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[2] == outcomes[3]
+    assert outcomes[0]["weights"] != outcomes[2]["weights"]  # or there would be nothing to keep
+
+
+def test_images_that_no_longer_fit_into_memory_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError, match="stopped"):
+            fit(cropped(), tmp_path, quiet=True)
+    set_free_memory(monkeypatch, 1000)
+    with pytest.raises(ResidentMemoryError) as caught:
+        fit(cropped(), tmp_path, quiet=True)
+    assert caught.value.exit_code == 5
+    assert loading_of(tmp_path) == "resident"
+    fit(cropped(), tmp_path, quiet=True, force=True)
+    assert loading_of(tmp_path) == "streamed"
+    assert runs.status(tmp_path)["state"] == "done"
+
+
+def test_processes_agree_on_where_images_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "gather_words", lambda _, words: [words, "streamed"] if words == "resident" else [words])
+    fit(cropped(), tmp_path, quiet=True)
+    assert loading_of(tmp_path) == "streamed"

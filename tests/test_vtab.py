@@ -95,7 +95,7 @@ def test_what_would_change_a_label_is_left_out() -> None:
     no_flip = {"dsprites-orientation", "dsprites-location", "smallnorb-azimuth"}
     no_crop = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprites-location"}
     given = recipe("ft-vtab").augment
-    assert (given.crop, given.resize, given.flip) == ("random", 448, 0.5)
+    assert (given.crop, given.resized_side(384), given.flip) == ("random", 448, 0.5)
     for task in vtab.TASKS:
         found = vtab.augment_for(task, given)
         assert found.flip == (0.0 if task in no_flip else 0.5)
@@ -110,7 +110,7 @@ def test_the_papers_setting() -> None:
     assert (config.optim.name, config.optim.momentum, config.head) == ("sgd", 0.9, "zero")
     one = study.task_config(config, "dsprites-location", "root")
     assert (one.data, one.data_root) == ("vtab1000/dsprites-location", "root")
-    assert one.augment == Augment(crop="none", resize=448, flip=0.0)
+    assert one.augment == Augment(crop="none", resize=448 / 384, flip=0.0)
     shorter = study.base_config("weights", "paper", steps=100)
     assert shorter.optim.warmup * 100 == pytest.approx(8)  # 200 of 2,500
 

@@ -5,7 +5,8 @@
 
 Streamed: worker processes read, decode, crop and flip to uint8; the device does the rest. Resident: a set that fits is
 decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips, operations and colours
-come from the same numbers either way. A worker that dies is replaced, and its batch made again.
+come from the same numbers either way; resizing differs slightly, so a run records which way it began (`mode`). A worker
+that dies is replaced, and its batch made again.
 """
 
 import contextlib
@@ -57,7 +58,9 @@ class Loader:
         workers: int | None = None,
         device: str | torch.device = "cpu",
         mode: Literal["auto", "streamed", "resident"] = "auto",
+        force: bool = False,
     ) -> None:
+        """mode resident is an error where memory is too small for it; forced, images are streamed then."""
         if batch % world:
             raise ValueError(f"a batch of {batch} cannot be shared equally by {world} processes")
         self.source, self.size, self.augment, self.seed = source, size, augment, seed
@@ -71,11 +74,14 @@ class Loader:
         self._draws = DRAWS + (self.policy.draws if self.policy else 0)
         self._before = augment.replace(colour=0.0, erase=0.0) if self.policy else augment  # in resident memory
         self._after = augment.replace(flip=0.0)  # the workers have flipped, or what comes before a policy has
-        extents = extents_that_fit(source, self.device) if mode == "auto" else None
-        held = mode == "resident" or extents is not None
-        self.resident = Resident(source, self.device, self.bad, extents) if held else None
+        extents = None if mode == "streamed" else extents_that_fit(source, self.device, mode == "resident", force)
+        self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
         for index, reason in self.bad.items():
             log.warning("%s: %s", source.name(index), reason)
+
+    @property
+    def mode(self) -> Literal["streamed", "resident"]:
+        return "resident" if self.resident else "streamed"
 
     def positions(self, step: int) -> np.ndarray:
         """Global positions of this process's part of a step's batch."""

@@ -5,10 +5,12 @@ once, and by a thread while the device is at work on the steps before.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -51,22 +53,60 @@ def steps_at_once(images: int, size: tuple[int, int], device: torch.device) -> i
     return min(max(MADE_AT_ONCE // pixels, 1), 32) if device.type == "cuda" else 1
 
 
-def extents_that_fit(source: Source, device: torch.device) -> np.ndarray | None:
-    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all."""
-    if len(source) > 2_000_000:
-        return None
+class ResidentMemoryError(ValueError):
+    """Images that have to be resident do not fit into memory; the command ends with exit code 5."""
+
+    exit_code = 5
+
+
+def available_bytes(device: torch.device) -> int:
+    """Of the device's memory; of the host's including what the page cache would give back."""
     if device.type == "cuda":
-        side, free = 256, torch.cuda.mem_get_info(device)[0] * SHARE
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def extents_that_fit(
+    source: Source, device: torch.device, wanted: bool = False, force: bool = False
+) -> np.ndarray | None:
+    """Sizes [N, 2] of all images if they fit, padded to the largest: judged by a sample of them, then by all.
+
+    wanted: the run began with them in memory, and they may take all of it; where they do not fit, that is an error,
+    or with `force` a warning.
+    """
+    if len(source) > 2_000_000 and not wanted:
+        return None
+    free = available_bytes(device)
+    if wanted:
+        side, most = math.inf, free
+    elif device.type == "cuda":
+        side, most = 256, free * SHARE
     else:  # where cutting a small image out of a large canvas takes longer than decoding it again
-        side, free = 160, min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * SHARE, 4e9)
+        side, most = 160, min(free * SHARE, 4e9)
     extents = np.empty((0, 2), int)
     few = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
-    for chosen in (few, np.arange(len(source))):
+    for chosen in (np.arange(len(source)),) if wanted else (few, np.arange(len(source))):
         extents = _extents(source, chosen)
         height, width = (int(one) for one in extents.max(0))
-        if height * width > side * side or len(source) * height * width * 3 > free:
+        needed = len(source) * height * width * 3
+        if height * width > side * side or needed > most:
+            if wanted:
+                _tell_short(needed, free, device, force)
             return None
     return extents
+
+
+def _tell_short(needed: float, free: float, device: torch.device, force: bool) -> None:
+    words = (
+        f"the run began with its images in memory, {needed / 1e9:.3g} GB, but {free / 1e9:.3g} GB are free on {device}"
+    )
+    if not force:
+        raise ResidentMemoryError(f"{words}: free memory, or give --force to read them from disk from now on")
+    log.warning("%s: they are read from disk from now on, and rounded to grey levels", words)
 
 
 def _extents(source: Source, index: np.ndarray) -> np.ndarray:
@@ -122,7 +162,7 @@ class Resident:
         boxes = crop_boxes(u, self.sizes[index], augment, out)
         if same and augment.crop == "pad":
             return shifted(images, boxes[:, :2].long(), augment.pad)
-        return sample_boxes(images, boxes, out, zeros=augment.crop == "pad")
+        return resize_boxes(images, boxes, out, augment.pad if augment.crop == "pad" else 0)
 
 
 def shifted(images: Tensor, offsets: Tensor, pad: int) -> Tensor:
@@ -135,27 +175,39 @@ def shifted(images: Tensor, offsets: Tensor, pad: int) -> Tensor:
     return padded.flatten(2).gather(2, places.flatten(1).unsqueeze(1).expand(-1, 3, -1)).view_as(images)
 
 
-def sample_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], *, zeros: bool = False) -> Tensor:
-    """Bilinear samples of a box of each image [B, 3, *out]; where it shrinks, several samples a pixel are averaged."""
-    shrink = max(images.shape[2] / out[0], images.shape[3] / out[1])
-    over = 1 if shrink <= 1 else 2 if shrink <= 2 else 4
-    fine = (out[0] * over, out[1] * over)
-    top, left, height, width = (boxes[:, i : i + 1] for i in range(4))
-    y = top - 0.5 + (torch.arange(fine[0], device=boxes.device) + 0.5) * (height / fine[0])  # [B, H'] pixel centres
-    x = left - 0.5 + (torch.arange(fine[1], device=boxes.device) + 0.5) * (width / fine[1])
-    y = torch.minimum(torch.maximum(y, top), top + height - 1)  # as resizing the cut-out would: its border pixels go on
-    x = torch.minimum(torch.maximum(x, left), left + width - 1)
-    size_h, size_w = images.shape[2], images.shape[3]
-    grid = torch.stack(
-        (
-            ((2 * x + 1) / size_w - 1).unsqueeze(1).expand(-1, fine[0], -1),
-            ((2 * y + 1) / size_h - 1).unsqueeze(2).expand(-1, -1, fine[1]),
-        ),
-        3,
-    )  # [B, H', W', 2]
-    padding = "zeros" if zeros else "border"
-    found = F.grid_sample(images.float() / 255, grid, "bilinear", padding, align_corners=False)
-    return found if over == 1 else F.avg_pool2d(found, over)
+def resize_boxes(images: Tensor, boxes: Tensor, out: tuple[int, int], pad: int = 0) -> Tensor:
+    """A box (top, left, height, width) of each image, resized: floats in [0, 1], [B, 3, *out].
+
+    The filter is that of antialiased bilinear resizing in torchvision and Pillow, so images in memory equal those read
+    from disk, except that the latter are rounded to grey levels. Boxes may reach `pad` pixels beyond the image, into
+    zeros.
+    """
+    top, left, height, width = (boxes[:, i : i + 1].float() for i in range(4))
+    x = _resize_rows(images, top, height, out[0], pad)  # [B, 3, out, W]
+    x = _resize_rows(x.transpose(2, 3), left, width, out[1], pad).transpose(2, 3)  # [B, 3, *out]
+    return (x / 255).clamp(max=1)
+
+
+def _resize_rows(images: Tensor, start: Tensor, length: Tensor, out: int, pad: int) -> Tensor:
+    """Rows [start, start + length) of each image [B, 3, H, W] to [B, 3, out, W].
+
+    Tap by tap in place of one matrix product: sums are then the same however many images are in the batch.
+    """
+    size, scale = images.shape[2], length / out  # [B, 1]
+    centre = start + (torch.arange(out, device=images.device) + 0.5) * scale  # [B, out]
+    reach = scale.clamp(min=1)
+    first = (centre - reach).floor()
+    total, weights = 0.0, 0.0
+    for tap in range(2 * math.ceil(max((size + 2 * pad) / out, 1)) + 1):
+        row = first + tap
+        weight = (1 - (row + 0.5 - centre).abs() / reach).clamp(min=0)
+        weight = weight * ((row + 0.5 > start) & (row + 0.5 < start + length))
+        inside = weight * ((row >= 0) & (row < size))
+        index = row.clamp(0, size - 1).long()[:, None, :, None].expand(-1, images.shape[1], -1, images.shape[3])
+        total = total + inside[:, None, :, None] * images.gather(2, index)
+        weights = weights + weight
+    assert isinstance(weights, Tensor)
+    return total / weights[:, None, :, None]
 
 
 def decode_all(

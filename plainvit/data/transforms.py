@@ -22,7 +22,7 @@ DRAWS = 4 * TRIES + 9  # of each sample: its crop's tries, then flip, three colo
 def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
     """[B, 4] boxes (top, left, height, width) in pixels of images of `sizes` [B, 2], from uniforms [B, DRAWS].
 
-    Boxes of crop 'pad' may reach beyond the image; 'random' gives boxes in the resized square, mapped back.
+    Boxes of crop 'pad' may reach beyond the image; 'random' gives boxes in the resized image, mapped back.
     """
     h, w = sizes[:, 0].float(), sizes[:, 1].float()
     if augment.crop == "none":
@@ -31,9 +31,10 @@ def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int])
         top, left = ((u[:, i] * (2 * augment.pad + 1)).floor() - augment.pad for i in (0, 1))
         return torch.stack((top, left, h, w), 1)
     if augment.crop == "random":
-        spare_h, spare_w = augment.resize - out[0], augment.resize - out[1]
+        resized_h, resized_w = (augment.resized_side(side) for side in out)
+        spare_h, spare_w = resized_h - out[0], resized_w - out[1]
         top, left = (u[:, 0] * (spare_h + 1)).floor(), (u[:, 1] * (spare_w + 1)).floor()
-        kh, kw = h / augment.resize, w / augment.resize
+        kh, kw = h / resized_h, w / resized_w
         return torch.stack((top * kh, left * kw, out[0] * kh, out[1] * kw), 1)
     tries = u[:, : 4 * TRIES].view(-1, TRIES, 4)
     propose = _propose_torchvision if augment.crop == "inception" else _propose_tensorflow

@@ -70,7 +70,7 @@ def transfer(rule: Rule) -> Config:
             weight_decay=0.0,
             clip=0.0,
         ),
-        augment=Augment(crop="random", resize=rule.resize, flip=0.5, mixup=rule.mixup),
+        augment=Augment(crop="random", resize=rule.resize / rule.crop, flip=0.5, mixup=rule.mixup),
         preprocess=Preprocess(resize="squash"),
     )
 

@@ -213,9 +213,9 @@ def finetuning(name: str) -> Config:
             clip=1.0,
             grid=row.grid,
         ),
-        # "Follows BiT": a square of 448, a crop of 384 and a flip; at test time the square alone. Larger sizes keep
-        # the ratio, as the paper does not give theirs
-        augment=Augment(crop="random", resize=round(row.size * 448 / 384), flip=0.5),
+        # "Follows BiT": a square of 448, a crop of 384 and a flip; at test time the square alone. Other sizes keep the
+        # ratio, as the paper does not give theirs
+        augment=Augment(crop="random", resize=448 / 384, flip=0.5),
         preprocess=Preprocess(resize="squash"),
         ema=row.ema,
     )

@@ -59,7 +59,7 @@ def finetuned(budget: Budget, data: str) -> Config:
             return Config(data=data, steps=60, batch=64, holdout=0.3, evaluations=1, optim=optim, augment=augment)
         case "gpu":
             optim = Optim(name="muon", lr=1e-3, momentum=0.95, warmup=0.1)
-            augment = Augment(crop="random", resize=75)  # BiT's ratio of 448 to 384, for 64 pixels
+            augment = Augment(crop="random", resize=448 / 384)  # BiT's
             return Config(data=data, steps=1000, batch=256, holdout=0.2, evaluations=1, optim=optim, augment=augment)
         case "paper":
             return recipe(FINE_TUNINGS[data]).replace(holdout=recipe(FINE_TUNINGS[data]).search_holdout)

@@ -123,20 +123,12 @@ def resolution_arms(budget: Budget) -> dict[str, Arm]:
     found = {BEFORE: Arm(pretrained(budget), counts=False)}
     sizes = SIZES[budget]
     for size in sizes:
-        config = resized(finetuned(budget, DOWNSTREAM[budget][0]), size)
-        config = config.replace(image_size=0) if size == sizes[0] else config  # that of pre-training
+        pretrained_size = size == sizes[0]
+        config = finetuned(budget, DOWNSTREAM[budget][0]).replace(image_size=0 if pretrained_size else size)
         found[f"{RESAMPLED}, {size} px"] = Arm(config, x=size, group=RESAMPLED, after=BEFORE)
         if size > sizes[0]:
             found[f"{REDRAWN}, {size} px"] = Arm(config, x=size, group=REDRAWN, after=BEFORE, edit=redraw_positions)
     return found
-
-
-def resized(config: Config, size: int) -> Config:
-    """At another size, with random crops of the same share."""
-    augment = config.augment
-    if augment.crop == "random":
-        augment = augment.replace(resize=round(size * 448 / 384))
-    return config.replace(image_size=size, augment=augment)
 
 
 def redraw_positions(before: Path, config: Config) -> ViT:

@@ -40,10 +40,7 @@ def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, d
     """One setting for all tasks. light: the model's own size, and a fortieth of the images in all."""
     config = recipe("ft-vtab").replace(init=init, seed=seed, device=device, evaluations=2)
     if setting == "light":
-        config = config.replace(image_size=0, steps=500, batch=64)
-        size = starting_model(config)[0].image_size[0]
-        augment = config.augment.replace(resize=round(size * 448 / 384))  # the ratio of 448 to 384 pixels
-        config = config.replace(augment=augment, optim=config.optim.replace(warmup=0.1))
+        config = config.replace(image_size=0, steps=500, batch=64, optim=config.optim.replace(warmup=0.1))
     if steps:  # a shorter run has a shorter warm-up
         share = config.optim.warmup / config.steps if config.optim.warmup >= 1 else config.optim.warmup
         config = config.replace(steps=steps, optim=config.optim.replace(warmup=share))
@@ -63,6 +60,7 @@ def run_tasks(
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"VTAB has no task {task!r}; {nearest(task, TASKS)}")
+    starting_model(config)  # weights that cannot be read are an error now, not in each task
     configs = {task: task_config(config, task, data_root) for task in tasks if _is_there(config, task, data_root)}
     if not configs:
         raise DataError(f"{data_root} has the images of none of these tasks: {', '.join(tasks)}")

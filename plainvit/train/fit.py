@@ -149,8 +149,11 @@ def _fit_in(
         return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
     for risk, mend in () if quiet or not world.first else risks(config, splits):
         log.warning("%s: %s", risk, mend)
-    run = world.agree(lambda: prepare(config, splits, folder, quiet, world))
-    folder.write("data.json", splits.described | ({"init": init_hash(config)} if config.init else {}))
+    run = world.agree(lambda: prepare(config, splits, folder, quiet, world, force=force))
+    if len(set(world.gather_words(run.loader.mode))) > 1:  # each has chosen by the memory that it has
+        run.loader.resident = None
+    init = {"init": init_hash(config)} if config.init else {}
+    folder.write("data.json", splits.described | init | {"loading": run.loader.mode})
     folder.write("config.json", to_json(config))
     begun, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
     folder.write("environment.json", begun or now)
@@ -207,7 +210,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
         raise ValueError(f"{', '.join(fixed)} cannot change in a run that has begun ({words}): give another --out")
     if "init" in data and not force and data["init"] != init_hash(config):
         raise ValueError(f"{config.init} has other weights than {folder.path} was begun from: --force goes on")
-    if data and {key: data[key] for key in data if key != "init"} != splits.described and not force:
+    if data and {key: data[key] for key in data if key not in ("init", "loading")} != splits.described and not force:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
         raise DataError(f"the {what} of {config.data} changed since {folder.path} was begun: --force goes on")
     return config, done and not longer
@@ -269,10 +272,20 @@ def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Conf
 
 
 def prepare(
-    config: Config, splits: Splits, folder: Folder, quiet: bool = False, world: World | None = None
+    config: Config,
+    splits: Splits,
+    folder: Folder,
+    quiet: bool = False,
+    world: World | None = None,
+    *,
+    force: bool = False,
 ) -> Training:
-    """Model, objective, optimiser and loader of a run, as they are before its first step."""
+    """Model, objective, optimiser and loader of a run, as they are before its first step.
+
+    Images are in memory or read from disk as when the run began: the two are resized slightly differently.
+    """
     world = world or World(device=choose_device(config.device))
+    loading = folder.read("data.json").get("loading")
     assert config.model
     loader = Loader(
         splits.train,
@@ -284,6 +297,8 @@ def prepare(
         world=world.size,
         workers=None if config.workers < 0 else config.workers,
         device=world.device,
+        mode=loading if loading in ("resident", "streamed") else "auto",
+        force=force,
     )
     objective = _objective(config, splits, world)
     model, averages = objective.model, bool(config.ema or config.ema_window)

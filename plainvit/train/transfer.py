@@ -55,6 +55,11 @@ def resolve(config: Config, splits: Splits) -> Config:
         raise DataError(f"{config.init} has {model.classes} classes, {config.data} has {classes}: --head zero")
     if model.classes not in (0, classes):
         raise DataError(f"the model has {model.classes} classes, {config.data} has {classes}: --model.classes 0")
+    if config.augment.crop == "random" and any(config.augment.resized_side(side) < side for side in model.image_size):
+        size = " x ".join(map(str, model.image_size))
+        raise ValueError(
+            f"--augment.resize {config.augment.resize:g} is less than the image size {size}: give a multiple, 1.17"
+        )
     if (config.augment.mixup or config.augment.cutmix) and config.batch % 2:
         raise ValueError(f"mixing pairs neighbours, so the batch must be even, got {config.batch}")
     if config.loss == "binary" and config.augment.smoothing and config.objective == "classify":
