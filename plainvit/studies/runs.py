@@ -32,6 +32,7 @@ from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
 from plainvit.runtime.distributed import end_after
+from plainvit.runtime.folder import run_seconds
 from plainvit.train.fit import fit
 
 log = logging.getLogger("plainvit")
@@ -86,7 +87,7 @@ class Pace(Display):
 
 def _took(path: Path) -> list[float]:
     """The seconds of a run that is done."""
-    return [read_json(path / "environment.json").get("seconds", 0.0)] if is_done(path) else []
+    return [run_seconds(path)] if is_done(path) else []
 
 
 def run_hash(config: Config) -> str:
