@@ -12,7 +12,6 @@ from tyro.conf import DisallowNone
 
 from plainvit import __version__
 from plainvit.config import nearest
-from plainvit.disk import exit_code_of
 from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
 from plainvit.verbs.words import READING, Processes, fail, parsed
 
@@ -53,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read the output has seen enough
         sys.exit(0)
     except (ValueError, OSError) as error:
+        from plainvit.disk import exit_code_of
+
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(exit_code_of(error))  # the first of several processes says it
         fail(_said(error), exit_code_of(error))

@@ -27,7 +27,6 @@ from typing import Any, Self
 
 import torch
 
-import plainvit
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
@@ -103,9 +102,8 @@ def run_name(config: Config) -> str:
 
 
 @functools.cache
-def code_hash() -> str:
+def code_hash(package: Path = Path(__file__).parents[1]) -> str:
     """Of the source files that a run executes: not those of commands, pages, plans, recipes and studies."""
-    package = Path(plainvit.__file__).parent
     files = [package / "config.py", package / "device.py"]
     for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
         files += sorted((package / part).rglob("*.py"))
