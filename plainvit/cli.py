@@ -3,7 +3,6 @@
 Exit codes: 0 done, 2 usage, 3 data, 4 diverged (of a study: runs failed), 5 resources, 130/143 signals.
 """
 
-import errno
 import functools
 import os
 import sys
@@ -53,10 +52,11 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read the output has seen enough
         sys.exit(0)
     except (ValueError, OSError) as error:
+        from plainvit.disk import exit_code_of
+
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
-            sys.exit(getattr(error, "exit_code", 2))  # the first of several processes says it
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        fail(_said(error), getattr(error, "exit_code", 5 if full else 2))
+            sys.exit(exit_code_of(error))  # the first of several processes says it
+        fail(_said(error), exit_code_of(error))
     except (RuntimeError, MemoryError) as error:
         from plainvit.device import is_out_of_memory
 

@@ -1,6 +1,7 @@
 """Small files read with a limit, all files written whole or not at all. A leaf: it imports nothing of plainvit."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -43,6 +44,24 @@ class DiskError(OSError, ValueError):
     """A file that could not be written; the command ends with exit code 5."""
 
     exit_code = 5
+
+
+# A full, read-only or failing disk, or too many open files: no other path would do, so these are no wrong usage
+RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def exit_code_of(error: Exception) -> int:
+    """Of a command that ends with this error of a user or of the system: its own, 5 for resources, else 2."""
+    short = isinstance(error, OSError) and error.errno in RESOURCES
+    return getattr(error, "exit_code", 5 if short else 2)
+
+
+def make_folder(path: Path) -> None:
+    """A folder for output, with its parents."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"cannot write into {path}: {error.strerror}") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,5 +1,6 @@
 """What a run does when something goes wrong: numbers, signals, a second process, the disk, the memory."""
 
+import errno
 import json
 import os
 import platform
@@ -599,6 +600,56 @@ def test_a_disk_that_is_read_only(small_disk: Path, capsys: Capture) -> None:
 
 
 # The memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 7, 12])
+def test_a_run_folder_that_is_deleted_ends_the_run_with_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, at: int
+) -> None:
+    """At the first step, between two checkpoints, and at the last step."""
+    out, step = tmp_path / "run", loop.step
+
+    def delete(run: Training, *rest: Any) -> Any:
+        if run.progress.step == at - 1:
+            run.checkpoints.settle()
+            shutil.rmtree(out)
+        return step(run, *rest)
+
+    monkeypatch.setattr(loop, "step", delete)
+    line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=5, capsys=capsys)
+    assert str(out) in line
+
+
+@pytest.mark.parametrize("words", [("data", "pack", "digits"), ("train", "digits", "--out")])
+@pytest.mark.parametrize("place", ["file/below", "/proc/none/below"])
+def test_an_output_that_cannot_be_made_ends_with_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: tuple[str, ...], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("a file, no folder")
+    failed(*words, place, code=5, capsys=capsys)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE])
+def test_a_disk_that_fails_ends_with_5_as_status_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, number: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    monkeypatch.setattr(loop, "step", fail)
+    failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", tmp_path / "run", code=5, capsys=capsys)
+    assert status(tmp_path / "run")["exit_code"] == 5
+
+
+@pytest.mark.parametrize("words", [("data", "pack", "nowhere", "out"), ("evaluate", "nowhere", "--data", "digits")])
+def test_an_input_that_is_not_there_ends_with_2_or_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code in (2, 3)
 
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, since: int = 1) -> None:

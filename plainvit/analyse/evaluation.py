@@ -24,7 +24,7 @@ from plainvit.data.sources import Source
 from plainvit.data.splits import choose
 from plainvit.data.transforms import resized
 from plainvit.data.workers import default_workers
-from plainvit.disk import DiskError
+from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.chance import FEW
 from plainvit.evaluate.classify import Prepared, Result, classify
@@ -92,7 +92,7 @@ def _check(out: Path | None, batch: int, workers: int | None) -> None:
     if out and (out / "config.json").is_file():
         raise ValueError(f"{out} is the folder of a run, with a report and a card of its own: give another --out")
     if out:
-        _make(out)
+        make_folder(out)
 
 
 def _opened(
@@ -142,19 +142,12 @@ def _classified(
 def _written(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Assessed:
     card = make_card(predictor, labels, result, world)
     folder = out or Path("evaluations") / default_name(card)
-    _make(folder / "figures")
+    make_folder(folder / "figures")
     if labels.single:
         _write_classes(labels, result, folder)
     write_evaluation(card, labels, result, worst_errors(labels, result), folder)
     write_card(card, folder, labels, result)  # last: a folder with a card is whole
     return Assessed(card, folder, result)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"cannot write into {folder}: {error.strerror}") from error
 
 
 def default_name(card: Card) -> str:

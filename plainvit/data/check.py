@@ -30,7 +30,7 @@ from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source
 from plainvit.data.transforms import resized
-from plainvit.disk import write_atomically
+from plainvit.disk import make_folder, write_atomically
 
 T = TypeVar("T")
 THUMB = 96
@@ -234,7 +234,7 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
         raise DataError(f"{target} is not empty: pack into a new folder")
     parts = splits(spec, data_root)
     classes = _classes(spec, parts)
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     write_atomically(
         target / UNFINISHED, lambda beside: beside.write_text("plainvit data pack has not finished here\n")
     )

@@ -28,7 +28,7 @@ from plainvit.config import Checked, to_json
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
-from plainvit.disk import read_json, run_settings, write_together
+from plainvit.disk import make_folder, read_json, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.predictor import Predictor
@@ -155,7 +155,7 @@ def _versions() -> dict[str, str]:
 
 def write_card(card: Card, folder: Path, labels: Labels | None = None, result: Result | None = None) -> None:
     """card.json, and where the result is given images.parquet; together, so that they never contradict each other."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     said = {"card": card.card, **asdict(card)}
     text = json.dumps(finite(said), indent=1, ensure_ascii=False) + "\n"
     writers: dict[Path, Any] = {}
@@ -219,6 +219,9 @@ def _fault(said: dict[str, Any]) -> str:
             return f"{name} is missing"
         if not math.isclose(share, count / said["images"], rel_tol=1e-9):
             return f"{name} is {share}, but {count} of {said['images']} images are right"
+    for name, value in said["metrics"].items():
+        if value is not None and (type(value) not in (int, float) or not abs(value) < 1e300):
+            return f"metrics.{name} is not a number"
     for part, keys in {
         "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
         "model": ("weights",),

@@ -209,7 +209,7 @@ def _half(ends: Any) -> float:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
 def _of_means(centre: float, ends: list[float]) -> dict[str, Any]:
@@ -255,10 +255,12 @@ def _in_paper(spec: str, model: str) -> float | None:
 
 def shape(card: Card) -> str:
     """B/16 and the like where the model is one of the paper's, else nothing."""
-    config = card.model.get("config", {})
+    config = card.model.get("config")
+    config = config if isinstance(config, dict) else {}  # of another library, or of a card that was edited
     patch = config.get("patch")
-    size = SHAPES.get((config.get("width"), config.get("depth")), "")
-    plain = config.get("kind") == "vit" and not config.get("stem") and isinstance(patch, list) and len(set(patch)) == 1
+    size = next((name for sides, name in SHAPES.items() if sides == (config.get("width"), config.get("depth"))), "")
+    square = isinstance(patch, list) and len(patch) == 2 and patch[0] == patch[1]
+    plain = config.get("kind") == "vit" and not config.get("stem") and square
     return f"{size}/{patch[0]}" if size and plain else ""
 
 

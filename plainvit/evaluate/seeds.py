@@ -33,7 +33,10 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.settings.get("seed", 0))
+        seed = self.settings.get("seed", 0)
+        if type(seed) is not int:
+            raise ValueError(f"the config.json of {self.name} is not sound: seed is {seed!r}"[:200])
+        return seed
 
     @property
     def kind(self) -> str:

@@ -106,7 +106,7 @@ class Checkpoints:
                 write_text(beside / f"{name}.json", json.dumps(said))
                 return
             everyone = [said, *self._others(beside)]
-            state["files"] = {one["file"]: one["sha256"] for one in everyone}
+            state |= {"files": {one["file"]: one["sha256"] for one in everyone}, "tensors": sorted(tensors)}
             if self.sharded:
                 state["rows"] = {one["file"]: one["rows"] for one in everyone}
             text = json.dumps(state | {"sha256": _state_hash(state)})
@@ -168,8 +168,9 @@ class Checkpoints:
         folder = self.folder / f"step-{step:08d}"
         try:
             state = read_json(folder / STATE)
-            if state.pop("sha256", "") != _state_hash(state) or state["step"] != step:
+            if state.pop("sha256", "") != _state_hash(state) or state.get("step") != step:
                 raise ValueError("its state is not what was written")
+            _check_state(state)
             for name, digest in state["files"].items():
                 if file_hash(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
@@ -193,6 +194,22 @@ def _rename_to_delete(folder: Path) -> Path:
     return old
 
 
+def _check_state(state: dict[str, Any]) -> None:
+    """Files by their plain names with hashes, rows as whole numbers, tensors as a list of names."""
+    files, rows = state.get("files"), state.get("rows", {})
+    if not isinstance(files, dict) or not files:
+        raise ValueError("its state names no files")
+    for name, digest in files.items():
+        if Path(name).name != name or not isinstance(digest, str):
+            raise ValueError(f"its state says nothing sound of the file {name!r}")
+    parts = rows.values() if isinstance(rows, dict) else [rows]
+    if not all(isinstance(one, dict) and all(type(start) is int for start in one.values()) for one in parts):
+        raise ValueError("its state says nothing sound of rows")
+    names = state.get("tensors", [])  # which older versions did not note
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("its state says nothing sound of tensors")
+
+
 def _joined(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
     """Whole tensors from the rows in each file."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
@@ -200,6 +217,11 @@ def _joined(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
         starts = state.get("rows", {}).get(name, {})
         for key, tensor in safetensors.torch.load_file(folder / name).items():
             pieces.setdefault(key, []).append((starts.get(key, 0), tensor))
+    for key, found in pieces.items():
+        if len(found) > 1 and len({(rows.dtype, rows.ndim, rows.shape[1:]) for _, rows in found}) > 1:
+            raise ValueError(f"the rows of {key} do not fit each other")
+    if "tensors" in state and (other := pieces.keys() ^ set(state["tensors"])):
+        raise ValueError(f"it does not hold the tensors that were written: {sorted(other)[0]} is missing or new")
     return {
         key: found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in sorted(found, key=lambda one: one[0])])
         for key, found in pieces.items()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
+from plainvit.disk import exit_code_of
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class World:
         except (ValueError, OSError) as failure:
             if self.size == 1:
                 raise
-            error = f"{getattr(failure, 'exit_code', 2)} {str(failure).splitlines()[0]}"
+            error = f"{exit_code_of(failure)} {str(failure).splitlines()[0]}"
         for rank, found in enumerate(self.gather_words(error)):
             if found:
                 code, _, words = found.partition(" ")

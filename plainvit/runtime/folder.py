@@ -73,6 +73,8 @@ class Folder:
             with contextlib.suppress(OSError):  # a full disk has been told of where it was met
                 if file:
                     file.close()  # of the lock: lets go of it
+        if self.writes and not self.path.is_dir():
+            raise DiskError(f"the run folder {self.path} was deleted while it was in use")
         if self.writes and {entry.name for entry in self.path.iterdir()} == {".lock"}:
             shutil.rmtree(self.path, ignore_errors=True)  # nothing was begun in it
 
@@ -93,11 +95,10 @@ class Folder:
 
     def begin_part(self) -> float:
         """The seconds of the run's earlier parts; of one that was killed, up to its last line of metrics."""
-        known = self.read("environment.json")
-        spent, since = known.get("seconds", 0.0), known.get("running_since")
-        if since is not None:
-            last = max((line.get("time", 0.0) for line in _lines(self.path)), default=0.0)
-            spent += max(last - since, 0.0)
+        known, spent = self.read("environment.json"), run_seconds(self.path)
+        if known.get("running_since") is not None:
+            last = max((line["time"] for line in _lines(self.path) if _is_time(line.get("time"))), default=0.0)
+            spent += max(min(last, time.time()) - known["running_since"], 0.0)
         self.write("environment.json", known | {"seconds": round(spent, 1), "running_since": round(time.time(), 3)})
         return spent
 
@@ -140,6 +141,49 @@ def say_instead(path: Path, state: str, reason: str, exit_code: int, unsaid: tup
         write_text(path / "status.json", _json(said | ended | _here()) + "\n")
 
 
+def run_seconds(path: Path) -> float:
+    """What environment.json says that the run in this folder took so far; its times are checked."""
+    known = read_json(path / "environment.json")
+    for name in ("seconds", "running_since"):
+        if known.get(name) is not None and not _is_time(known[name]):
+            file = path / "environment.json"
+            raise ValueError(f"{file}: {name} is {short(known[name])}, not a time in seconds: correct it, or delete it")
+    return float(known.get("seconds") or 0.0)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json of a finished run, its numbers checked."""
+    found, file = read_json(path / "results.json"), path / "results.json"
+    for split in ("val", "test"):
+        fault = _results_fault(found.get(split, {}))
+        if fault:
+            raise ValueError(f"{file}: {split}{fault}: delete it, and the run's command makes it again")
+    return found
+
+
+def _results_fault(numbers: Any) -> str:
+    if not isinstance(numbers, dict):
+        return f" is {short(numbers)}, not an object"
+    if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):
+        return f".images is {short(numbers.get('images'))}, not a count"
+    for name, most in (("top1", 1.0), ("top5", 1.0), ("guessing", 1.0), ("nll", math.inf), ("loss", math.inf)):
+        value = numbers.get(name)
+        given = value is not None or (name == "top1" and name in numbers)  # others are null where they are not finite
+        if given and (type(value) not in (int, float) or not 0 <= value <= most):
+            return f".{name} is {short(value)}, not a number from 0 to {most:g}"
+    return ""
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e12  # pyright: ignore[reportOperatorIssue]
+
+
+def short(value: object) -> str:
+    """For a line of an error."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
 def metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics, in order: steps and validations, not the events between them."""
     return (line for line in _lines(path) if "event" not in line)
@@ -153,7 +197,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 value = json.loads(line)
-            except ValueError:  # the last line of a killed process
+            except (ValueError, RecursionError):  # the last line of a killed process
                 continue
             if isinstance(value, dict) and isinstance(value.get("step"), int):
                 yield value
@@ -161,8 +205,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json(value: dict[str, Any]) -> str:
     """A line for each entry of the object, and no more: a confusion matrix would have a million."""
-    lines = (f" {json.dumps(key)}: {json.dumps(inner, ensure_ascii=False)}" for key, inner in value.items())
-    return "{\n" + ",\n".join(lines) + "\n}"
+    lines = [f" {json.dumps(key)}: {json.dumps(inner, ensure_ascii=False)}" for key, inner in value.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character, which only an escape can hold
+        return json.dumps(value)
+    return text
 
 
 def finite(value: Any) -> Any:

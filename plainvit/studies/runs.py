@@ -27,11 +27,11 @@ from typing import Any, Self
 
 import torch
 
-import plainvit
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
 from plainvit.runtime.distributed import end_after
+from plainvit.runtime.folder import run_seconds
 from plainvit.train.fit import fit
 
 log = logging.getLogger("plainvit")
@@ -86,7 +86,7 @@ class Pace(Display):
 
 def _took(path: Path) -> list[float]:
     """The seconds of a run that is done."""
-    return [read_json(path / "environment.json").get("seconds", 0.0)] if is_done(path) else []
+    return [run_seconds(path)] if is_done(path) else []
 
 
 def run_hash(config: Config) -> str:
@@ -102,9 +102,8 @@ def run_name(config: Config) -> str:
 
 
 @functools.cache
-def code_hash() -> str:
+def code_hash(package: Path = Path(__file__).parents[1]) -> str:
     """Of the source files that a run executes: not those of commands, pages, plans, recipes and studies."""
-    package = Path(plainvit.__file__).parent
     files = [package / "config.py", package / "device.py"]
     for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
         files += sorted((package / part).rglob("*.py"))

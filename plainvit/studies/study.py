@@ -29,10 +29,10 @@ from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
-from plainvit.disk import read_json, write_text
+from plainvit.disk import make_folder, read_json, write_text
 from plainvit.evaluate import chance
 from plainvit.models import ResNet, ViT
-from plainvit.runtime.folder import environment, finite
+from plainvit.runtime.folder import environment, finite, read_results, run_seconds
 from plainvit.studies.page import plus_minus
 from plainvit.studies.runs import Workers, run_all, run_hash, run_name
 from plainvit.weights import save as save_weights
@@ -109,7 +109,7 @@ class Found:
 
 def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
     """The last numbers on held-out training images, as shares; never the test set's."""
-    val = read_json(folder / "results.json")["val"]
+    val = read_results(folder).get("val", {})
     return {name: val[name] for name in ("top1", "nll", "loss") if name in val}
 
 
@@ -241,10 +241,11 @@ def run_arms(arms: Mapping[str, Arm], runs: Path, seeds: int, workers: Workers, 
 
 def spent_on(configs: Sequence[Config], runs: Path) -> dict[str, Any]:
     """What the runs took and were made with; they may be older than the verdict, and shared with other studies."""
-    made = [read_json(runs / name / "environment.json") for name in sorted({run_name(config) for config in configs})]
+    folders = [runs / name for name in sorted({run_name(config) for config in configs})]
+    made = [read_json(folder / "environment.json") for folder in folders]
     return {
         "count": len(made),
-        "seconds": round(sum(one.get("seconds", 0.0) for one in made), 1),
+        "seconds": round(sum(map(run_seconds, folders)), 1),
         "commits": sorted({str(one.get("commit")) for one in made}),
         "devices": sorted({str(one.get("device")) for one in made}),
     }
@@ -264,7 +265,7 @@ def _edited(arm: Arm, config: Config, before: Path) -> Path:
     code = hashlib.sha256(Path(inspect.getfile(arm.edit)).read_bytes()).hexdigest()[:8]
     folder = before.with_name(f"{before.name}-{arm.edit.__name__}-{code}-{run_hash(config)}")
     if not (folder / "model.safetensors").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         save_weights(arm.edit(before, config), folder / "model.safetensors")
     return folder
 
@@ -328,7 +329,7 @@ def _write(study: Study, budget: Budget, folder: Path, found: Found, verdict: Ve
         **how,
         "environment": {name: made[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_text(folder / "verdict.json", json.dumps(finite(said), indent=1) + "\n")
     write_text(folder / "table.md", table(study, found, verdict))
     save(study.draw(found), folder / "figure.png")

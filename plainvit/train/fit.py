@@ -26,6 +26,7 @@ from plainvit.data.known import SETS
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits, open_splits, risks
 from plainvit.device import choose_device, is_out_of_memory
+from plainvit.disk import exit_code_of
 from plainvit.evaluate.classify import classify
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
@@ -33,7 +34,7 @@ from plainvit.models.inference import NonFiniteError
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
-from plainvit.runtime.folder import Folder, environment, other_bits, say_instead
+from plainvit.runtime.folder import Folder, environment, other_bits, read_results, run_seconds, say_instead
 from plainvit.runtime.sharding import shard
 from plainvit.runtime.track import tracker
 from plainvit.train.deliver import deliver, evaluation_set, predictor_of
@@ -146,7 +147,7 @@ def _fit_in(
     world.barrier()  # all have read the folder before the first writes into it
     if finished:
         log.warning("%s is finished: nothing is left to do", folder.path)
-        return Fitted(folder.path, folder.read("results.json"), load(folder.path / "model.safetensors"))
+        return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
     for risk, mend in () if quiet or not world.first else risks(config, splits):
         log.warning("%s: %s", risk, mend)
     run = world.agree(lambda: prepare(config, splits, folder, quiet, world, force=force))
@@ -174,7 +175,7 @@ def _tell(run: Training, error: BaseException, report: bool) -> None:
     """status.json, and a report of what there is where it is worth one."""
     stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
     state = "interrupted" if stopped else "diverged" if isinstance(error, DivergedError) else "failed"
-    usual = 130 if stopped else 2 if isinstance(error, ValueError | OSError) else 1
+    usual = 130 if stopped else exit_code_of(error) if isinstance(error, ValueError | OSError) else 1
     words, kind = str(error).partition("\n")[0], type(error).__name__
     plain = words and isinstance(error, ValueError | OSError | Terminated)
     reason = words if plain else f"{kind}: {words}".removesuffix(": ")
@@ -191,6 +192,7 @@ def _agreed(config: Config, splits: Splits, folder: Folder, force: bool, bare: b
     stored, data = folder.read("config.json"), folder.read("data.json")
     if not stored:
         return config, False
+    run_seconds(folder.path)  # refused now, not in the middle of the run
     old = from_json(stored, ("run",))
     if config.hours:  # which had set these
         optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)

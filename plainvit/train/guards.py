@@ -1,11 +1,12 @@
 """What stands between a run and harm: numbers that are not finite, too little memory, signals."""
 
 import contextlib
+import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from plainvit.device import is_out_of_memory
 from plainvit.planning.plan import estimate_micro_batch
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.folder import short
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -152,6 +154,54 @@ def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: i
     way = f"--micro-batch {fits}{' --force' if saved else ''} {says}" if fits else "not even one image at a time fits"
     words = f"out of memory at step {run.progress.step + 1} with {size} images at once"
     return MemoryShortError(f"{words}: {way}{saved}")
+
+
+def check_checkpoint(run: "Training", tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that a run of this config does not write: edited, or of another version of plainvit."""
+    own = {f"model.{name}": tensor for name, tensor in run.objective.state_dict().items()}
+    own |= {f"average.{name}": tensor for name, tensor in (run.average.weights if run.average else {}).items()}
+    given = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+    moments = {name.removeprefix("optimizer."): tensors[name] for name in tensors.keys() - given.keys()}
+    progress = state.get("progress")
+    fault = (
+        _progress_fault(run, progress, state["step"])
+        or tensor_fault(own, given)
+        or run.optimizers.find_fault(moments, updates=state["step"] - progress.get("skipped", 0))
+    )
+    if fault:
+        place = run.checkpoints.folder / f"step-{state['step']:08d}"
+        raise ValueError(f"the checkpoint {place} does not fit this run: {fault}; delete it, or give another --out")
+
+
+def _progress_fault(run: "Training", progress: Any, step: int) -> str:
+    if not isinstance(progress, dict):
+        return "progress is no object"
+    # step is that of the checkpoint; best may be -inf, best_step null
+    most = {"skipped": step, "best_step": step, "worse": step, "micro_batch": run.config.batch}
+    most["cut"] = most["cut_of"] = 2**53
+    for name, value in progress.items():
+        if not hasattr(run.progress, name):
+            return f"progress.{name} is not known to this version of plainvit"
+        if name == "best":
+            sound = isinstance(value, float) and value < math.inf
+        elif name == "step":
+            sound = value == step <= run.config.steps and type(value) is int
+        else:
+            sound = (type(value) is int and 0 <= value <= most[name]) or (value is None and name == "best_step")
+        if not sound:
+            return f"progress.{name} is {short(value)}"
+    return "" if "step" in progress else "progress.step is missing"
+
+
+def tensor_fault(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """The first tensor that is missing, unknown, or of another shape or type than the run's own."""
+    for name in sorted(own.keys() | given.keys()):
+        if name not in given or name not in own:
+            return f"{name} is {'missing' if name in own else 'not known'}"
+        if given[name].shape != own[name].shape or given[name].dtype != own[name].dtype:
+            kinds = [f"{tuple(one.shape)} of {one.dtype}" for one in (given[name], own[name])]
+            return f"{name} is {kinds[0]}, not {kinds[1]}"
+    return ""
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:

@@ -39,6 +39,7 @@ from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
     capture,
+    check_checkpoint,
     choose_micro_batch,
     interruptions,
     short_of_memory,
@@ -134,6 +135,7 @@ class Training:
         self.checkpoints.save(progress.step, self.tensors(), {"progress": asdict(progress)}, progress.best_step)
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        check_checkpoint(self, tensors, state)
         part = {
             kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
             for kind in ("model.", "average.", "optimizer.")
@@ -226,7 +228,7 @@ def _resume(run: Training) -> None:
     found = run.checkpoints.newest()
     run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
     if found:
-        run.restore(*found)
+        run.world.agree(lambda: run.restore(*found) or True)
     if run.progress.cut_of not in (0, run.config.steps):  # another length was asked for since
         run.progress.cut = run.progress.cut_of = 0
     if run.config.micro_batch:

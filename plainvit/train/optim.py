@@ -5,7 +5,7 @@ Each step sets its rate from `rate(step)`, so there is no scheduler and nothing 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -158,6 +158,24 @@ class Optimizers:
                     found[f"{self._names[parameter]}:{name}"] = tensor
         return found
 
+    def find_fault(self, state: Mapping[str, Tensor], updates: int) -> str:
+        """What of a stored state these optimisers do not write after so many updates; "" where all fits."""
+        known: dict[str, tuple[int, ...]] = {}
+        for optimizer in self.all:
+            for parameter in _parameters(optimizer):
+                name = self._names[parameter]
+                mine = {f"{name}:{part}": () if part == "step" else tuple(parameter.shape) for part in _kept(optimizer)}
+                missing = sorted(mine.keys() - state.keys())
+                if 0 < len(missing) < len(mine):  # a parameter without gradients has none at all
+                    return f"optimizer.{missing[0]} is missing"
+                known |= mine
+        if known and not state and updates:
+            return "the optimiser's tensors are missing"
+        for name, tensor in state.items():
+            if known.get(name) != tuple(tensor.shape) or not tensor.is_floating_point():
+                return f"optimizer.{name} is not known, or of another shape or type"
+        return ""
+
     def load(self, state: dict[str, Tensor]) -> None:
         """What `state` gave, into optimisers of the same kind."""
         mine: dict[str, dict[str, Tensor]] = {}
@@ -179,6 +197,13 @@ class Optimizers:
 def _is_muons(name: str, parameter: nn.Parameter) -> bool:
     """The blocks' matrices; the embedding, the head and convolutions are left to AdamW."""
     return parameter.ndim == 2 and "blocks." in name and is_matrix(name, parameter)
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of what an optimiser keeps for each parameter."""
+    if isinstance(optimizer, torch.optim.SGD | Muon):
+        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+    return "step", "exp_avg", "exp_avg_sq"
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

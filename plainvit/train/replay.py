@@ -18,8 +18,9 @@ from plainvit.config import Config, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.folder import Folder
+from plainvit.runtime.folder import Folder, short
 from plainvit.train.fit import prepare
+from plainvit.train.guards import tensor_fault
 from plainvit.train.loop import Training, gradients, launch
 
 
@@ -42,9 +43,16 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
     with Folder(path, writes=False) as folder:  # the run may be alive
         run = prepare(config, open_splits(config), folder, quiet=True)
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        size = state.get("micro_batch", 0)
+        if isinstance(progress := state.get("progress"), dict):
+            size = progress.get("micro_batch", 0)
+        fault = tensor_fault(run.objective.state_dict(), weights)
+        if not fault and (type(size) is not int or not 0 <= size <= config.batch):
+            fault = f"micro_batch is {short(size)}"
+        if fault:
+            raise ValueError(f"what {path} keeps of step {number + 1} does not fit its config.json: {fault}")
         run.objective.load_state_dict(weights)
-        run.progress.step = number
-        run.progress.micro_batch = state.get("micro_batch") or state.get("progress", {}).get("micro_batch", 0)
+        run.progress.step, run.progress.micro_batch = number, size
         return {"run": str(path), "step": number + 1} | _made_again(run)
 
 

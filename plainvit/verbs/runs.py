@@ -114,7 +114,7 @@ def _in_words(results: dict[str, Any]) -> Iterator[str]:
             if split == "val" and (better := results.get("better_before")):
                 before = f"step {better['step']:,} had {better['top1']:.2%}".replace("%", " %")
                 yield f"these are the last step's weights; {before}: --patience N delivers the best"
-        elif "loss" in found:
+        elif found.get("loss") is not None:
             yield f"{name} loss {found['loss']:.4f}"
 
 
