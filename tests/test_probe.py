@@ -263,7 +263,10 @@ def test_its_objective_is_what_it_says() -> None:
 def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
     x, y = clusters(300, 64, 4, spread=5.0)
     fitted, best, tried = probe.search_logistic(x, y, 4, (1e-6, 1e-3, 1e-1, 10.0))
-    assert best == max(tried, key=lambda l2: (tried[l2], l2))
+    assert tried[best] == max(tried.values())
+    separable, labels = clusters(300, 8, 4, spread=0.1)
+    _, chosen, equal = probe.search_logistic(separable, labels, 4, (1e-6, 1e-4, 1e-2, 1.0))
+    assert (chosen, set(equal.values())) == (1e-4, {1.0})
     assert len(set(tried.values())) > 1
     assert torch.allclose(fitted.weights, probe.logistic(x, y, 4, best).weights, atol=1e-3)
     inside, outside = probe._hold_out(y.numpy(), 4)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pictures import plant_classes
+from pictures import encode, plant, plant_classes
+from PIL import Image
 from small_runs import without_figures
 
 import plainvit
@@ -23,7 +24,7 @@ from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
-from plainvit.data.splits import hold_out, open_splits, risks
+from plainvit.data.splits import _drawn, hold_out, open_splits, risks
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
@@ -490,6 +491,40 @@ def test_holding_out_is_fair_and_stable() -> None:
     for label in range(10):
         assert abs((held.labels == label).sum() - 0.1 * (source.labels == label).sum()) <= 0.5
     assert names == {hold_out(source, 0.1)[1].name(i) for i in range(len(held))}
+
+
+def test_held_out_images_are_spread_evenly_over_a_sorted_class() -> None:
+    labels = np.repeat(np.arange(100), 60)  # by hash, not by place: files lie sorted by writer, date or camera
+    source: Any = SimpleNamespace(labels=labels, classes=tuple(map(str, range(100))))
+    places = _drawn(source, 0.2, 0, lambda count: count) % 60 / 59
+    assert len(places) == 1200
+    assert abs(places.mean() - 0.5) < 3 * places.std() / math.sqrt(len(places))
+    assert np.histogram(places, 4)[0] == pytest.approx(300, abs=45)
+
+
+@pytest.mark.parametrize("changes", [{}, {"patience": 2}, {"ema": 0.0}], ids=str)
+def test_the_same_images_score_the_same_held_out_and_as_test_images(tmp_path: Path, changes: dict[str, Any]) -> None:
+    digits, folder = open_source("digits", "train"), tmp_path / "digits"
+    files = {f"train/{digits.labels[at]}/{at:04d}.png": encode(enlarged(digits.image(at))) for at in range(150)}
+    plant(folder, files)
+    _, held = hold_out(open_source(str(folder), "train"), 0.2)
+    plant(folder / "test", {held.name(at): files[f"train/{held.name(at)}"] for at in range(len(held))})
+    model = TINY.replace(image_size=(8, 8))
+    config = tiny(data=str(folder), model=model, steps=12, evaluations=3, **{"ema": 0.5} | changes)
+    done = fit(config, tmp_path / "run", quiet=True)
+    val, test = done.numbers["val"], done.numbers["test"]
+    assert val == test
+    assert val["images"] == len(held) >= 25
+    last = [line["val"] for line in metrics(tmp_path / "run") if "val" in line][-1]
+    if "patience" not in changes:  # with it, the weights are those of the best validation
+        assert (last["top1"], last["nll"]) == (val["top1"], pytest.approx(val["nll"]))
+    stored = Predictor(tmp_path / "run", device="cpu")
+    apart = classify(stored, Prepared(open_source(str(folder), "test"), (8, 8), stored.preprocess, batch=7))
+    assert (apart.top1, apart.nll.mean()) == (val["top1"], pytest.approx(val["nll"], rel=1e-5))
+
+
+def enlarged(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(pixels).resize((28, 28), Image.Resampling.BICUBIC)
 
 
 def test_test_images_never_validate() -> None:

@@ -10,7 +10,7 @@ square of 256 and takes the centre of 224 for every model). Accuracies are top-1
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from plainvit.data.order import permutation
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate import probe
 from plainvit.evaluate.features import Features, extract
+from plainvit.evaluate.grid import warn_at_edge
 from plainvit.evaluate.predictor import Predictor
 
 Method = Literal["fewshot", "knn", "linear"]
@@ -147,6 +148,9 @@ def _choose(cards: list[dict[str, Any]], settings: Settings) -> None:
         tops = {name: {float(l2): of["top1"] for l2, of in result["sweep"].items()} for name, result in results.items()}
         for name, l2 in probe.choose_l2(tops).items():
             results[name]["chosen"] = {"l2": l2, **results[name]["sweep"][repr(l2)]}
+            results[name]["chosen"]["at_edge"] = warn_at_edge(
+                l2, probe.L2_SWEEP, f"few-shot of {name}, {shots} shots: l2", "--l2 takes any other"
+            )
 
 
 def _nearest(pair: Pair, settings: Settings) -> dict[str, Any]:
@@ -164,16 +168,23 @@ def _nearest(pair: Pair, settings: Settings) -> dict[str, Any]:
 def _linear(pair: Pair, settings: Settings) -> dict[str, Any]:
     features, labels = pair.train.features, pair.train.labels
     if len(settings.linear_l2) == 1:
-        l2, tried = settings.linear_l2[0], {}
+        l2, tried, edge = settings.linear_l2[0], {}, False
         fitted = probe.logistic(features, labels, pair.classes, l2)
     else:
         fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
+        edge = warn_at_edge(l2, tried, "linear probe: l2", f"extend --linear-l2 to {_beyond(l2, tried):g}")
     return {
         "top1": accuracy(fitted.predict(pair.test.features), pair.test.labels),
         "l2": l2,
+        "at_edge": edge,
         "converged": fitted.converged,
         "held_out": {repr(one): value for one, value in sorted(tried.items())},
     }
+
+
+def _beyond(l2: float, tried: Collection[float]) -> float:
+    """A hundred times more, or less."""
+    return l2 * 100 if l2 == max(tried) else l2 / 100
 
 
 def accuracy(guesses: Tensor, labels: Tensor) -> float:
@@ -313,6 +324,7 @@ def _linear_table(results: Mapping[str, Any]) -> Table:
     table = _table("data", ["top-1", "l2", ""])
     for name, of in results.items():
         linear = of["linear"]
-        remark = "" if linear["converged"] else "not converged"
+        remarks = {"at the edge of --linear-l2": linear["at_edge"], "not converged": not linear["converged"]}
+        remark = ", ".join(words for words, holds in remarks.items() if holds)
         table.add_row(name, f"{100 * linear['top1']:.2f}", f"{linear['l2']:g}", remark)
     return table

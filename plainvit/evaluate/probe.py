@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plainvit.evaluate.grid import choose_best
 from plainvit.models.inference import check_finite
 
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
@@ -27,7 +28,7 @@ BIAS = 100.0  # the constant feature: so large that its weight is hardly regular
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
-LINEAR_L2 = tuple(10.0**power for power in range(-6, 1))  # of the mean loss; tried on held-out training images
+LINEAR_L2 = tuple(10.0**power for power in range(-6, 3))  # of the mean loss; tried on held-out training images
 ROWS, QUICK = 4096, 1024  # of features at once; of scores, which then stay in the processor's cache
 
 
@@ -348,7 +349,7 @@ def search_logistic(
 ) -> tuple[Logistic, float, dict[float, float]]:
     """(the probe on all images, its l2, what each l2 gave on a held-out part of the training images).
 
-    Each fit starts from that of the next greater l2. Of equals the greatest l2 is taken.
+    Each fit starts from that of the next greater l2. Of equal ones the middle is taken (`choose_best`).
     """
     inside, outside = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
@@ -357,7 +358,7 @@ def search_logistic(
     for l2 in sorted(l2s, reverse=True):
         last = fits[l2] = logistic(features[inside], labels[inside], classes, l2, start=last)
         tried[l2] = float((last.predict(features[outside]) == labels[outside]).double().mean())
-    best = max(tried, key=lambda l2: (tried[l2], l2))
+    best = choose_best(tried)
     return logistic(features, labels, classes, best, start=fits[best]), best, tried
 
 

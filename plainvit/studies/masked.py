@@ -26,7 +26,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.recipes import recipe
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
 from plainvit.studies.learned import model_of, untrained
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, held_out, settle
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, best_rate, gap, held_out, settle, warn_of_rate
 from plainvit.studies.transfer import at_rate, rates, scratch_model
 
 SHOTS, DRAWS = 5, 10
@@ -146,12 +146,19 @@ def _some(source: Source) -> Source:
 
 def best(found: Found, start: str) -> str:
     """At the rate that is best in the mean: a choice on the images that are compared on, for every start alike."""
-    return max((name for name in found.values if name.startswith(f"{start} at ")), key=found.mean)
+    return best_rate(found, rated(found, start))
+
+
+def rated(found: Found, start: str) -> list[str]:
+    return [name for name in found.values if name.startswith(f"{start} at ")]
 
 
 def decide(found: Found) -> Verdict:
     """The order of the three, and that neither other way of hiding is better in few-shot, beyond noise."""
-    scratch, masked, supervised = (best(found, start) for start in ("scratch", "masked", "supervised"))
+    starts = ("scratch", "masked", "supervised")
+    scratch, masked, supervised = (best(found, start) for start in starts)
+    for start in starts:
+        warn_of_rate(found, best(found, start), rated(found, start))
     helps, below = gap(found.of(scratch), found.of(masked)), gap(found.of(masked), found.of(supervised))
     others = {name: gap(found.of(name, "few_shot"), found.of(masked, "few_shot")) for name in ("pixels", "15 %")}
     why = f"{masked} - {scratch} {helps}, {supervised} - {masked} {below}; few-shot, "

@@ -8,7 +8,19 @@ from matplotlib.figure import Figure
 from plainvit.recipes import recipe
 from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import draw_curves, mark_places
-from plainvit.studies.study import FEWEST, Arm, Budget, Found, Study, Verdict, alike, gap, settle
+from plainvit.studies.study import (
+    FEWEST,
+    Arm,
+    Budget,
+    Found,
+    Study,
+    Verdict,
+    alike,
+    best_rate,
+    gap,
+    settle,
+    warn_of_rate,
+)
 
 TOKEN, AVERAGE = "class token", "average"
 
@@ -35,13 +47,12 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 def decide(found: Found) -> Verdict:
     """The best of each against the other, and where on the grid the two lie."""
-    token, average = (max(found.group(name), key=found.mean) for name in (TOKEN, AVERAGE))
+    token, average = (best_rate(found, found.group(name)) for name in (TOKEN, AVERAGE))
     apart = gap(found.of(token), found.of(average))
     lower = found.arms[average].x <= found.arms[token].x
     why = f"at their best rates ({average}; {token}) average pooling is {apart} above the class token"
     why += "" if lower else "; average pooling wants the higher rate"
-    ends = [found.arms[name].x for name in (found.group(TOKEN)[0], found.group(TOKEN)[-1])]
-    if any(found.arms[best].x in ends for best in (token, average)):
+    if any([warn_of_rate(found, token, found.group(TOKEN)), warn_of_rate(found, average, found.group(AVERAGE))]):
         why += "; a best rate is at an end of the grid, so a better one may lie beyond it"
     return settle([alike(apart), (1 if lower else -1) if apart.seeds >= FEWEST else 0], why)
 

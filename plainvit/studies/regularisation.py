@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Config
+from plainvit.evaluate.grid import warn_at_edge
 from plainvit.recipes import recipe
 from plainvit.studies.bases import base, vit
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
@@ -46,6 +47,9 @@ def decide(found: Found) -> Verdict:
     """The best of the regularised against none."""
     best = max((arm for arm in found.values if arm != NONE), key=found.mean)
     apart = gap(found.of(NONE), found.of(best))
+    config = found.arms[best].config
+    warn_at_edge(config.optim.weight_decay, DECAYS, "the best weight decay", "give the study more of them")
+    warn_at_edge(vit(config).dropout, DROPOUTS, "the best dropout", "give the study more of them")
     return settle([apart.sign], f"the best, {best}, is {apart} above none")
 
 

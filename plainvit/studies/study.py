@@ -31,6 +31,7 @@ from plainvit.config import Config
 from plainvit.data.splits import open_splits
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.evaluate import chance
+from plainvit.evaluate.grid import choose_best, warn_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite, read_results, run_seconds
 from plainvit.studies.page import plus_minus
@@ -105,6 +106,18 @@ class Found:
     def group(self, name: str) -> list[str]:
         """The arms of a curve, along its axis."""
         return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
+
+
+def best_rate(found: Found, arms: Sequence[str]) -> str:
+    """Of arms that differ in the learning rate, the one with the best mean."""
+    by_rate = {found.arms[name].config.optim.lr: name for name in arms}
+    return by_rate[choose_best({rate: found.mean(name) for rate, name in by_rate.items()})]
+
+
+def warn_of_rate(found: Found, best: str, arms: Sequence[str]) -> bool:
+    """Whether the best of these arms has the lowest or the highest of their rates, which a line then says."""
+    rates = [found.arms[name].config.optim.lr for name in arms]
+    return warn_at_edge(found.arms[best].config.optim.lr, rates, f"{best}: lr", "give the study more rates")
 
 
 def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001

@@ -25,7 +25,7 @@ from plainvit.models import ViT, build
 from plainvit.models.initialise import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places
-from plainvit.studies.study import FEWEST, Arm, Budget, Found, Gap, Study, Verdict, gap, settle
+from plainvit.studies.study import FEWEST, Arm, Budget, Found, Gap, Study, Verdict, best_rate, gap, settle, warn_of_rate
 from plainvit.weights import load
 
 BEFORE = "pre-training"
@@ -72,8 +72,13 @@ def arms(budget: Budget) -> dict[str, Arm]:
     return found
 
 
+def scratches(found: Found, task: str) -> list[str]:
+    """From scratch at each rate."""
+    return [arm for arm in found.group(task) if arm != f"{task}, pre-trained"]
+
+
 def best_scratch(found: Found, task: str) -> str:
-    return max((arm for arm in found.group(task) if arm != f"{task}, pre-trained"), key=found.mean)
+    return best_rate(found, scratches(found, task))
 
 
 def gains(found: Found) -> dict[str, list[float]]:
@@ -86,6 +91,8 @@ def gains(found: Found) -> dict[str, list[float]]:
 def decide(found: Found) -> Verdict:
     """Pre-training gains everywhere, and more where a class has few images."""
     rows = gains(found)
+    for task in rows:
+        warn_of_rate(found, best_scratch(found, task), scratches(found, task))
     by_task = {task: gap([0.0] * len(row), row) for task, row in rows.items()}
     few, many = (np.mean([row for task, row in rows.items() if (task in FEW) == wanted], axis=0) for wanted in (1, 0))
     more = gap(many.tolist(), few.tolist())

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from plainvit.data.splits import Splits, open_splits, risks
 from plainvit.device import choose_device, is_out_of_memory
 from plainvit.disk import exit_code_of
 from plainvit.evaluate.classify import classify
+from plainvit.evaluate.grid import choose_best, warn_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.models.fp8 import use_fp8, why_not
 from plainvit.models.inference import NonFiniteError
@@ -250,7 +252,7 @@ def _check_search(config: Config) -> None:
 
 def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Config:
     """The paper's search (B.1.1): each rate of the grid on a held-out part of the training images; the best one."""
-    found: list[tuple[float, float, float]] = []
+    found: dict[float, tuple[float, float]] = {}
     held_out = config.replace(holdout=config.search_holdout)
     splits = open_splits(held_out)
     splits.test = None  # read once, by the run that follows
@@ -261,16 +263,18 @@ def _searched(world: World, config: Config, folder: Folder, quiet: bool) -> Conf
                 numbers = _fit_in(world, inner, one, splits, force=False, quiet=quiet).numbers["val"]
             except DivergedError:
                 log.warning("search: lr %g diverges", lr)
+                found[lr] = -math.inf, 0.0
                 continue
         value = f"{numbers['top1']:.2%}" if "top1" in numbers else f"a loss of {numbers['loss']:.4f}"
         log.warning("search: lr %g gives %s on held-out images", lr, value)
-        found.append((score(numbers), -numbers.get("nll", 0.0), lr))
-    if not found:
+        found[lr] = score(numbers), -numbers.get("nll", 0.0)
+    if all(top1 == -math.inf for top1, _ in found.values()):
         raise DivergedError("every rate of optim.grid diverges: give lower ones")
-    best = max(found)
-    equal = sum(one[0] == best[0] for one in found) > 1
-    log.warning("search: lr %g is taken%s", best[2], ", of the equal ones that with the lowest NLL" if equal else "")
-    return config.replace(optim=config.optim.replace(lr=best[2]))
+    best = choose_best(found)
+    equal = sum(top1 == found[best][0] for top1, _ in found.values()) > 1
+    log.warning("search: lr %g is taken%s", best, ", of the equal ones that with the lowest NLL" if equal else "")
+    warn_at_edge(best, found, "search: lr", "extend --optim.grid")
+    return config.replace(optim=config.optim.replace(lr=best))
 
 
 def prepare(

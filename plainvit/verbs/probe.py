@@ -19,7 +19,7 @@ def probe(
     sweep: bool = False,
     k: Annotated[tuple[int, ...], UNSAID] = (),
     temperature: float = 0.07,
-    linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+    linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0),
     per_class: int = 0,
     split: Literal["test", "val"] = "test",
     data_root: Path | None = None,

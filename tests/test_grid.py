@@ -1,0 +1,143 @@
+"""Every search over a grid takes the best value, and says where a better one may lie beyond the grid's end."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import small_runs as runs
+import torch
+
+from plainvit.config import Config, Optim
+from plainvit.evaluate import frozen, probe
+from plainvit.evaluate.features import Features
+from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
+from plainvit.studies import masked, pooling, regularisation, transfer
+from plainvit.studies.study import Found, Study
+from plainvit.train import fit as fitting
+from plainvit.train.guards import DivergedError
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ({1.0: 0.1, 2.0: 0.3, 3.0: 0.2}, 2.0),
+        ({1.0: 0.1, 2.0: 0.3, 3.0: 0.3}, 2.0),  # of equals, inside before the edge
+        ({1.0: 0.3, 2.0: 0.3, 3.0: 0.2}, 2.0),
+        ({1.0: 0.1, 2.0: 0.3, 3.0: 0.3, 4.0: 0.3, 5.0: 0.1}, 3.0),  # the middle
+        ({1.0: 0.3, 2.0: 0.3, 3.0: 0.3, 4.0: 0.3}, 2.0),
+        ({0.0: 0.3, 1.0: 0.2, 2.0: 0.3}, 0.0),  # nothing lies below 0
+        ({1.0: (0.5, -2.0), 2.0: (0.5, -1.0), 3.0: (0.4, 0.0)}, 2.0),
+        ({1.0: -math.inf, 2.0: 0.1}, 2.0),
+    ],
+)
+def test_the_best_of_a_grid(scores: dict[float, Any], best: float) -> None:
+    assert choose_best(scores) == best
+    assert choose_best(dict(reversed(scores.items()))) == best
+
+
+@pytest.mark.parametrize(
+    ("value", "values", "edge"),
+    [
+        (1.0, (1.0, 2.0, 3.0), True),
+        (3.0, (3.0, 1.0, 2.0), True),
+        (2.0, (1.0, 2.0, 3.0), False),
+        (0.0, (0.0, 1.0), False),
+        (1.0, (1.0,), False),
+    ],
+)
+def test_a_line_is_said_at_the_edge_alone(
+    value: float, values: tuple[float, ...], edge: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_at_edge(value, values) == edge
+    assert warn_at_edge(value, values, "lr", "extend --optim.grid") == edge
+    assert [("--optim.grid" in line) for line in caplog.messages] == [True] * edge
+
+
+# Where the project searches -------------------------------------------------------------------------------------------
+
+
+def make_features(noise: float) -> Features:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % 3
+    means = torch.randn(3, 8, generator=generator)
+    features = means[labels] + noise * torch.randn(120, 8, generator=generator)
+    return Features(features, labels, torch.arange(120), 0, "")
+
+
+@pytest.mark.parametrize(("grid", "edge"), [((1e-9, 1e-8), True), ((0.0, 1e-8), None), ((1e-3,), False)])
+def test_the_linear_probe_says_that_its_l2_is_at_the_edge(
+    grid: tuple[float, ...], edge: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = frozen.Pair(make_features(2.0), make_features(2.0), 3)
+    found = frozen.probed(pair, frozen.Settings(methods=("linear",), linear_l2=grid))["linear"]
+    assert found["at_edge"] == (edge if edge is not None else found["l2"] > 0)
+    assert any("--linear-l2" in line for line in caplog.messages) == found["at_edge"]
+
+
+def test_the_l2_that_sets_choose_for_each_other_is_said_to_be_at_the_edge(caplog: pytest.LogCaptureFixture) -> None:
+    tops = {repr(l2): {"top1": float(at), "sd": 0.0} for at, l2 in enumerate(probe.L2_SWEEP)}  # the larger the better
+    cards = [{"data": name, "results": {"fewshot": {"5": {"sweep": tops}}}} for name in "ab"]
+    frozen._choose(cards, frozen.Settings(shots=(5,), sweep=True))
+    for card in cards:
+        chosen = card["results"]["fewshot"]["5"]["chosen"]
+        assert (chosen["l2"], chosen["at_edge"]) == (max(probe.L2_SWEEP), True)
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("scores", "best", "edge"),
+    [
+        ({0.1: 0.5, 0.2: 0.7, 0.3: 0.6}, 0.2, False),
+        ({0.1: 0.5, 0.2: 0.6, 0.3: 0.7}, 0.3, True),
+        ({0.1: 0.7, 0.2: 0.6, 0.3: 0.5}, 0.1, True),
+        ({0.1: 0.5, 0.2: 0.7, 0.3: None}, 0.2, False),  # beyond it a run diverges
+    ],
+)
+def test_the_search_of_rates_says_that_the_best_is_at_the_edge(
+    scores: dict[float, float | None],
+    best: float,
+    edge: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(_: object, __: object, config: Config, *___: object, **____: object) -> Any:
+        top1 = scores[config.optim.lr]
+        if top1 is None:
+            raise DivergedError("it diverged")
+        return SimpleNamespace(numbers={"val": {"top1": top1, "nll": 1.0}})
+
+    monkeypatch.setattr(fitting, "_fit_in", run)
+    config = runs.config(optim=Optim(grid=tuple(scores)), search_holdout=0.1)
+    folder: Any = SimpleNamespace(path=tmp_path)
+    found = fitting._searched(fitting.World(), config, folder, quiet=True)
+    assert found.optim.lr == best
+    assert any("--optim.grid" in line for line in caplog.messages) == edge
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.6, 0.7), (0.5, 0.7, 0.6)], ids=["edge", "inside"])
+@pytest.mark.parametrize("study", [masked.STUDIES[0], pooling.STUDY, transfer.STUDIES[0]], ids=lambda study: study.name)
+def test_studies_say_that_a_best_rate_is_at_the_edge(
+    study: Study, rates: tuple[float, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
+    grid = sorted({arm.config.optim.lr for arm in arms.values()})
+    order = dict(zip(grid[-3:], rates, strict=True))  # of longer grids the lowest are worst
+    tops = {name: order.get(arm.config.optim.lr, 0.1) for name, arm in arms.items()}
+    values = {
+        name: [{"top1": top + one, "few_shot": top + one} for one in (0.0, 0.01, 0.02)] for name, top in tops.items()
+    }
+    study.decide(Found(arms, values))
+    assert bool(caplog.messages) == (rates[2] > rates[1])
+
+
+@pytest.mark.parametrize("best", [(0.3, 0.1), (0.1, 0.0)], ids=["edge", "inside"])
+def test_the_study_of_regularisation_says_that_its_best_is_at_the_edge(
+    best: tuple[float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    arms = regularisation.STUDIES[0].arms("cpu")
+    tops = {name: 0.8 if name == "decay {:g}, dropout {:g}".format(*best) else 0.5 for name in arms}
+    regularisation.STUDIES[0].decide(Found(arms, {name: [{"top1": top}] * 3 for name, top in tops.items()}))
+    assert len(caplog.messages) == (2 if best == (0.3, 0.1) else 0)
