@@ -299,8 +299,10 @@ def test_what_is_no_verb_but_a_page(capsys: Capture, word: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb(capsys: Capture, verb: str) -> None:
     out = helped(capsys, *verb.split(), "--help")
-    parameters = inspect.signature(VERBS[verb]).parameters.values()
-    options = [f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "config"]
+    parameters = inspect.signature(VERBS[verb]).parameters
+    named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in ("config", "pixels")]
+    named += ["mean", "std", "resize", "crop", "interpolation"] if "pixels" in parameters else []
+    options = [f"--{name.replace('_', '-')}" for name in named]
     for option in ("--help", *options, *OPTIONS.get(verb, ())):
         assert option in out
 

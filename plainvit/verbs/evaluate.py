@@ -71,7 +71,7 @@ def score(
     from plainvit.runtime.folder import finite
 
     smooth = True if antialias else False if no_antialias else None
-    changes = given_pixels(pixels) | ({} if smooth is None else {"antialias": smooth})
+    changes: dict[str, object] = {**given_pixels(pixels), **({} if smooth is None else {"antialias": smooth})}
     done = assess(
         model,
         data,

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,10 @@ class DamagedError(ValueError):
     """A file that is not what was written; the command ends with exit code 3."""
 
     exit_code = 3
+
+
+class ObjectsError(ValueError):
+    """A PyTorch file with Python objects in it, which are never loaded."""
 
 
 class Tensors(Protocol):
@@ -270,6 +275,7 @@ class Renamed:
 
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
         self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
+        self.wrapper: str | None = getattr(tensors, "wrapper", None)
         self.shapes = {new: tensors.shapes[old][0 if layer is None else 1 :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:
@@ -293,7 +299,12 @@ def _load_torch(path: Path) -> object:
         except Exception as error:
             if type(error).__name__ != "UnpicklingError":
                 raise
-            raise ValueError("it holds code or objects beside tensors, and nothing but tensors is loaded") from error
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if not named:
+                raise ValueError("it is damaged, or holds more than tensors") from error
+            load = f"torch.load({path.name!r}, weights_only=False)['state_dict']"
+            trusted = f"if you trust it, save its weights alone: torch.save({load}, 'weights.pth')"
+            raise ObjectsError(f"{path} holds {named[1]} objects, which are never loaded; {trusted}") from error
 
 
 @contextlib.contextmanager
@@ -301,6 +312,8 @@ def _clear(path: Path, kind: str) -> Iterator[None]:
     """Whatever a reader trips over becomes one line."""
     try:
         yield
+    except ObjectsError:
+        raise
     except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DamagedError(f"{path} is not a sound {kind}: {reason}") from error
@@ -348,7 +361,18 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
         path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
     ]
     if not found:
+        checkpoints = [*_numbered(folder), *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
+        if checkpoints:
+            newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
+            more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
+            raise ValueError(f"{folder} holds checkpoints of a training run ({newest}{more}): give {checkpoints[0]}")
         raise ValueError(
             f"{folder} has no weights in it: expected {' or '.join(known[:2])}, or another .safetensors file"
         )
     return open_file(found[0])
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The folders checkpoint-N that transformers' Trainer writes, the newest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
+    return sorted(found, key=lambda path: -int(path.name[11:]))

@@ -5,6 +5,7 @@ file that plainvit wrote says so), the whole config and what is known beyond it.
 has the same in FILE.plainvit.json next to it.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -55,12 +56,18 @@ def sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.plainvit.json")
 
 
+def hash_described(path: Path, described: Mapping[str, Any]) -> str:
+    """SHA-256 of a weights file together with its description."""
+    weights = hash_range(path, 0, path.stat().st_size)
+    return hashlib.sha256(f"{weights} {json.dumps(described, sort_keys=True)}".encode()).hexdigest()
+
+
 def read_sidecar(path: Path) -> dict[str, str]:
     """The metadata of a weights file from its sidecar; {} where it has none."""
-    described = read_json(sidecar(path))
-    if described and described.pop("sha256", "") != hash_range(path, 0, path.stat().st_size):
-        words = f"{path} is not the file that {sidecar(path).name} describes: it is damaged or was written over"
-        raise DamagedError(f"{words}. Copy it again, or delete {sidecar(path).name} to load it without")
+    described, name = read_json(sidecar(path)), sidecar(path).name
+    if described and described.pop("sha256", "") != hash_described(path, described):
+        words = f"{path} and {name} do not belong together: one of them is damaged or was changed"
+        raise DamagedError(f"{words}. Copy both again, or delete {name} to load the weights without it")
     return {"plainvit": json.dumps(described)} if described else {}
 
 

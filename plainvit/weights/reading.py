@@ -20,7 +20,7 @@ from plainvit.models.optimise import Optimised
 from plainvit.models.resample import resize
 from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
-from plainvit.weights.files import Tensors, open_file, open_folder
+from plainvit.weights.files import Renamed, Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import Found, fill, some
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
@@ -28,6 +28,8 @@ from plainvit.weights.published import PUBLISHED
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
 ALL = "`plainvit weights` lists them all"
+# A weight of each family of names that has it exactly once
+ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", transformers.PATCH_KERNEL)
 log = logging.getLogger("plainvit")
 
 
@@ -134,6 +136,14 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
     """Asks each format whether these are its names."""
     if "plainvit" in tensors.metadata:
         return own.find(tensors, path), tensors
+    tensors, outside = _strip_prefix(tensors)
+    found, tensors = _find_foreign(tensors, path, beside, hints)
+    if outside:
+        found.notes.append(f"left out weights that are not the model's: {some(outside)}")
+    return found, tensors
+
+
+def _find_foreign(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tuple[Found, Tensors]:
     config = read_json(beside / "config.json") if beside else {}
     if transformers.recognise(tensors):
         processor = read_json(beside / "preprocessor_config.json") if beside else {}
@@ -148,6 +158,47 @@ def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tu
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(f"{path} is a checkpoint of a run, to go on from: give the run's folder, {folder.parents[1]}")
     raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
+
+
+def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """The weights under the prefix that a training code gave its model, and the names of those outside it.
+
+    Lightning's modules save `model.` or `net.`, compiled ones `model._orig_mod.`, next to the weights of a loss. A head
+    next to a `backbone.` belongs to it. Names that need no change are left as they are.
+    """
+    prefixes = {
+        _prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
+    }
+    outer = sorted(one for one in prefixes if not any(one != other and one.startswith(other) for other in prefixes))
+    if not outer or outer == [""]:
+        return tensors, []
+    if len(outer) > 1:
+        which = f"{{k.removeprefix({outer[0]!r}): v for k, v in weights.items() if k.startswith({outer[0]!r})}}"
+        raise ValueError(f"it holds {len(outer)} models, under {some(outer)}: save the one you want alone, as {which}")
+    prefix = outer[0]
+    names: dict[str, tuple[str, int | None]] = {
+        name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
+    }
+    if prefix.endswith("backbone."):
+        parent = prefix.removesuffix("backbone.")
+        heads = [name for name in tensors.shapes if name.startswith(f"{parent}head.")]
+        names = {name.removeprefix(parent): (name, None) for name in heads} | names
+    inside = Renamed(tensors, names)
+    if not any(family.recognise(inside) for family in (transformers, torchvision, timm)):
+        return tensors, []
+    used = {old for old, _ in names.values()}
+    return inside, [name for name in tensors.shapes if name not in used]
+
+
+def _prefix(name: str, anchor: str) -> str:
+    """What stands before a model's own names; "" too where only transformers' names follow, of which `vit.` is one."""
+    prefix = name.removesuffix(anchor)
+    if anchor != transformers.PATCH_KERNEL:
+        return prefix
+    inner = re.fullmatch(r"(|.*\.)(vit\.|deit\.)", prefix)
+    if inner:
+        return inner[1]
+    return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
 
 
 def _unfinished(folder: Path) -> tuple[str, str]:

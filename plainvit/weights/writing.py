@@ -16,7 +16,7 @@ from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About,
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm, transformers
-from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content, hash_range
+from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
 from plainvit.weights.layout import emit, unexpressed
 from plainvit.weights.reading import load
 
@@ -62,7 +62,7 @@ def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: 
     def write_weights(beside: Path) -> None:
         nonlocal digest
         write(beside)
-        digest = hash_range(beside, 0, beside.stat().st_size)
+        digest = own.hash_described(beside, described)
 
     def write_description(beside: Path) -> None:
         text = json.dumps(described | {"sha256": digest}, indent=2, ensure_ascii=False) + "\n"
@@ -76,7 +76,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     """With a checksum, and the same bytes for the same content: the library orders metadata at random."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as the library has it
-    raw = {name: tensors[name].contiguous().flatten().view(torch.uint8).numpy() for name in order}
+    raw = {name: tensors[name].contiguous().flatten().view(torch.uint8).numpy().data for name in order}
     content = {
         name: (names[tensors[name].dtype], tuple(tensors[name].shape), hashlib.sha256(raw[name]).hexdigest())
         for name in order
