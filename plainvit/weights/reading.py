@@ -17,7 +17,7 @@ from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.optimise import Optimised
-from plainvit.models.resample import resize
+from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Tensors, open_file, open_folder
@@ -38,7 +38,7 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: Literal[False] = False,
 ) -> ViT | ResNet: ...
@@ -52,7 +52,7 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     optimise: Literal[True, "fp8"],
 ) -> Optimised: ...
 
@@ -64,17 +64,18 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
 ) -> ViT | ResNet | Optimised:
     """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
 
-    classes replaces the head by one of zeros; image_size resamples the positions on the true grid (`resample` names
-    the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. optimise gives a model
-    that only answers, as fast as this machine can. "fp8" lets it multiply 8-bit floats too, on a GPU that does: faster,
-    and rounded to 1/16 at most, so that some close calls fall the other way; `agreement(images)` of the model says how
-    many. True never takes fp8. What was assumed, replaced or left out is logged in a line each.
+    classes replaces the head by one of zeros; image_size resamples the positions on the true grid, as the code that
+    the weights come from does (`resample` names another method). heads and grid say what a bare file cannot.
+    dtype=None keeps the file's own. optimise gives a model that only answers, as fast as this machine can. "fp8" lets
+    it multiply 8-bit floats too, on a GPU that does: faster, and rounded to 1/16 at most, so that some close calls fall
+    the other way; `agreement(images)` of the model says how many. True never takes fp8. What was assumed, replaced or
+    left out is logged in a line each.
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise {optimise!r} is unknown: True, False or 'fp8'")
@@ -173,7 +174,7 @@ def resolve(source: str | Path) -> Path:
 
 
 def _adapted(
-    model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str, notes: list[str]
+    model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str | None, notes: list[str]
 ) -> ViT | ResNet:
     old = model.config
     if classes is not None and classes != old.classes:
@@ -185,6 +186,7 @@ def _adapted(
     if isinstance(model, ResNet):
         model.config = model.config.replace(image_size=size)
         return model
+    resample = choose_method(model) if resample is None else resample
     model = resize(model, size, method=resample)
     before, after = (
         " x ".join(map(str, config.grid)) for config in (old, model.config) if isinstance(config, ViTConfig)
