@@ -118,8 +118,8 @@ def _opened(
     if not predictor.classes:
         raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
     predictor.preprocess = predictor.preprocess.replace(**changes)
-    if "crop" in changes and predictor.preprocess.resize != "crop":
-        raise ValueError("--crop says how much is kept of a centre crop: it goes with --resize crop")
+    if "crop" in changes and predictor.preprocess.resize == "squash":
+        raise ValueError("--crop says how much is kept of a centre crop: it goes with --resize crop or squash-crop")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
 
 

@@ -24,7 +24,7 @@ def score(
     data_root: Path | None = None,
     out: Path | None = None,
     image_size: int | None = None,
-    resize: Literal["squash", "crop"] | None = None,
+    resize: Literal["squash", "crop", "squash-crop"] | None = None,
     crop: float | None = None,
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None,
     antialias: bool = False,
@@ -49,8 +49,8 @@ def score(
         data_root: Where known sets lie, each in a folder of its name.
         out: Where the results go; evaluations/MODEL-DATA-SPLIT-HASH where not given.
         image_size: Height and width in pixels, in place of the model's own; positions are resampled.
-        resize: squash to the size, or the short side and then a centre crop.
-        crop: With resize crop, the side that is kept as a share of the resized short side.
+        resize: squash to the size; crop: short side, then a centre crop; squash-crop: squash, then a centre crop.
+        crop: With a centre crop, the side that is kept as a share of the resized one.
         interpolation: How pixels are resampled.
         antialias: Make a smaller image without aliasing.
         no_antialias: Make it with aliasing.

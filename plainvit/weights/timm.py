@@ -386,8 +386,8 @@ def sidecar_for(config: Model, about: About) -> dict[str, Any]:
         "std": list(config.std),
         "num_classes": config.classes,
         "interpolation": about.preprocess.interpolation,
-        "crop_pct": about.preprocess.crop if about.preprocess.resize == "crop" else 1.0,  # timm crops either way
-        "crop_mode": "squash" if about.preprocess.resize == "squash" else "center",
+        "crop_pct": 1.0 if about.preprocess.resize == "squash" else about.preprocess.crop,  # timm crops either way
+        "crop_mode": "center" if about.preprocess.resize == "crop" else "squash",
         "label_names": list(about.class_names) or None,
     }
     if isinstance(config, ResNetConfig):
