@@ -264,6 +264,36 @@ def test_a_pooling_that_plainvit_lacks_is_refused(tmp_path: Path, pool: str) -> 
         plainvit.load(tmp_path, heads=4)
 
 
+@pytest.mark.parametrize("arguments", [{"norm_layer": "rmsnorm"}, {"pool_include_prefix": True}])
+def test_arguments_of_timms_that_the_weights_do_not_show_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    timm_folder(tmp_path, FOLDER)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["model_args"] |= arguments
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        plainvit.load(tmp_path)
+
+
+def test_a_name_of_timms_that_plainvit_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Its heads, activation and positions are not guessed at; without config.json they are assumptions."""
+    timm_folder(tmp_path, {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2})
+    described = json.loads((tmp_path / "config.json").read_text())
+    del described["model_args"]
+    (tmp_path / "config.json").write_text(json.dumps(described | {"architecture": "vit_of_tomorrow"}))
+    with pytest.raises(ValueError, match="vit_of_tomorrow"):
+        plainvit.load(tmp_path)
+    sources = plainvit.load(tmp_path / "model.safetensors").about.sources
+    assert sources["heads"].startswith("assumed")
+    assert sources["activation"].startswith("assumed")
+
+
+def test_a_crop_mode_that_plainvit_lacks_is_an_assumption(tmp_path: Path) -> None:
+    peer = timm_folder(tmp_path, FOLDER)
+    peer.pretrained_cfg |= {"crop_mode": "border"}
+    save_for_hf(peer, str(tmp_path), None, FOLDER, safe_serialization=True)
+    assert plainvit.load(tmp_path).about.sources["preprocess"].startswith("assumed")
+
+
 # timm out -------------------------------------------------------------------------------------------------------------
 
 GREY = {"mean": (0.4,), "std": (0.3,)}

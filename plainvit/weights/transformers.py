@@ -174,22 +174,22 @@ def _pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[floa
 def _preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Resizing in our words, and what the processor does that these cannot say: then it is a square resize."""
     size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
-    size = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
-    kept = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"])) if crop else None
-    larger = (size.get("height"), size.get("width"))
+    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
     prepared = {"resize": "squash", "interpolation": RESAMPLING.get(processor["resample"], "bilinear")}
     if processor["resample"] not in RESAMPLING:
         return prepared, f"plainvit has no resampling of Pillow's number {processor['resample']}"
     if not processor.get("do_resize", True):
         return prepared, "the processor does not resize"
-    if None not in larger:
-        if kept in (None, larger):
-            return prepared, ""
-        share = kept[0] / larger[0]
-        if share <= 1 and math.floor(kept[1] / share + 1e-6) == larger[1]:
-            return prepared | {"resize": "squash-crop", "crop": share}, ""
-    elif kept and kept[0] == kept[1] and list(size) == ["shortest_edge"] and kept[0] <= size["shortest_edge"]:
-        return prepared | {"resize": "crop", "crop": kept[0] / size["shortest_edge"]}, ""
+    squash = {"height", "width"} <= size.keys()
+    if squash and crop is None:
+        return prepared, ""
+    if crop is not None and (squash or list(size) == ["shortest_edge"]):
+        height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
+        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
+        share = height / tall
+        if share <= 1 and math.floor(width / share + 1e-6) == wide:  # one share says both sides
+            resize = "crop" if not squash else "squash" if share == 1 else "squash-crop"
+            return prepared | {"resize": resize, "crop": share}, ""
     return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
 
 
