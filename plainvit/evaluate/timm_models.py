@@ -123,8 +123,9 @@ def _preprocess(name: str, config: Any) -> Preprocess:
     """timm's crop_pct, crop_mode and interpolation in our words; what they cannot say is told of."""
     if config.crop_mode == "border":
         log.warning("timm:%s pads to the size (crop_mode 'border'); plainvit crops instead", name)
+    squash = "squash" if config.crop_pct == 1 else "squash-crop"
     return Preprocess(
-        resize="squash-crop" if config.crop_mode == "squash" else "crop",
+        resize=squash if config.crop_mode == "squash" else "crop",
         crop=config.crop_pct,
         interpolation=config.interpolation,
     )
