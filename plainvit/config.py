@@ -259,8 +259,10 @@ class ViTConfig(Checked):
 class Preprocess(Checked):
     """How a photo becomes the model's image; the size, mean and std are the model's own."""
 
-    resize: Literal["squash", "crop"] = "squash"  # to the size, aspect ignored; or short side, then centre crop
-    crop: float = 1.0  # with "crop": the side that is kept, as a share of the resized short side
+    #: squash: both sides to the size, aspect ignored; crop: the short side to size / crop, then a centre crop;
+    #: squash-crop: both sides to size / crop, aspect ignored, then a centre crop
+    resize: Literal["squash", "crop", "squash-crop"] = "squash"
+    crop: float = 1.0  # with a centre crop: the side that is kept, as a share of the resized one
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # how pixels are resampled
     antialias: bool = True  # of an image that becomes smaller
 

@@ -5,19 +5,25 @@ library's own logits, to 1e-10 in float64 and to 1e-5 of their scale in fp32. Th
 the library loads with its own strict loader. Pixels are normalised outside plainvit, by the loaded config.
 """
 
+import io
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import safetensors.torch
 import timm
 import tiny
 import torch
+import torchvision
+import transformers
 from peers import scramble
+from pictures import photo
 from PIL import Image
 from timm.layers import HybridEmbed, StdConv2d
 from timm.models import save_for_hf
@@ -258,6 +264,36 @@ def test_a_pooling_that_plainvit_lacks_is_refused(tmp_path: Path, pool: str) -> 
         plainvit.load(tmp_path, heads=4)
 
 
+@pytest.mark.parametrize("arguments", [{"norm_layer": "rmsnorm"}, {"pool_include_prefix": True}])
+def test_arguments_of_timms_that_the_weights_do_not_show_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    timm_folder(tmp_path, FOLDER)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["model_args"] |= arguments
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        plainvit.load(tmp_path)
+
+
+def test_a_name_of_timms_that_plainvit_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Its heads, activation and positions are not guessed at; without config.json they are assumptions."""
+    timm_folder(tmp_path, {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2})
+    described = json.loads((tmp_path / "config.json").read_text())
+    del described["model_args"]
+    (tmp_path / "config.json").write_text(json.dumps(described | {"architecture": "vit_of_tomorrow"}))
+    with pytest.raises(ValueError, match="vit_of_tomorrow"):
+        plainvit.load(tmp_path)
+    sources = plainvit.load(tmp_path / "model.safetensors").about.sources
+    assert sources["heads"].startswith("assumed")
+    assert sources["activation"].startswith("assumed")
+
+
+def test_a_crop_mode_that_plainvit_lacks_is_an_assumption(tmp_path: Path) -> None:
+    peer = timm_folder(tmp_path, FOLDER)
+    peer.pretrained_cfg |= {"crop_mode": "border"}
+    save_for_hf(peer, str(tmp_path), None, FOLDER, safe_serialization=True)
+    assert plainvit.load(tmp_path).about.sources["preprocess"].startswith("assumed")
+
+
 # timm out -------------------------------------------------------------------------------------------------------------
 
 GREY = {"mean": (0.4,), "std": (0.3,)}
@@ -361,13 +397,13 @@ def test_timm_reads_our_pixels_and_names(tmp_path: Path) -> None:
     assert tuple(settings["input_size"]) == (3, 24, 40)
 
 
-@pytest.mark.parametrize("resize", ["squash", "crop"])
+@pytest.mark.parametrize("resize", ["squash", "crop", "squash-crop"])
 def test_timm_cuts_as_we_say(tmp_path: Path, resize: str) -> None:
     """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
     model = tiny.vit(torch.float32, numerics="timm", image_size=32)
     model.about = About(preprocess=Preprocess(resize=resize, crop=0.5))
     folder = plainvit.save(model, tmp_path / "folder", format="timm")
-    photo = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8).repeat(32, 0).repeat(32, 1)
+    photo = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8).repeat(32, 0).repeat(32, 1)
     settings = timm.data.resolve_model_data_config(from_folder(folder))
     theirs = timm.data.create_transform(**settings, is_training=False)(Image.fromarray(photo)).numpy()
     ours = prepare(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
@@ -602,6 +638,87 @@ def test_the_processor_we_write_keeps_the_aspect(tmp_path: Path, size: tuple[int
     assert np.abs(theirs - ours).max() < 0.05
 
 
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ViT": ("ViTImageProcessor", {}),
+    "ViT, bicubic": ("ViTImageProcessor", {"resample": 3}),
+    "ViT, with a crop": ("ViTImageProcessor", {"size": {"height": 64, "width": 64}, "do_center_crop": True}),
+    "DeiT": ("DeiTImageProcessor", {"size": {"height": 36, "width": 36}}),
+    "DeiT, half": ("DeiTImageProcessor", {"size": {"height": 64, "width": 64}}),
+    "DeiT without a crop": ("DeiTImageProcessor", {"do_center_crop": False}),
+    "CLIP": ("CLIPImageProcessor", {"size": {"shortest_edge": 36}}),
+    "CLIP, half": ("CLIPImageProcessor", {"size": {"shortest_edge": 64}, "resample": 2}),
+    "Bit": ("BitImageProcessor", {"size": {"shortest_edge": 32}}),
+}
+
+
+def photos() -> list[Image.Image]:
+    """Two drawn ones, wide and tall, and where they are at hand some real ones."""
+    found = [photo(90, 130, seed=1), photo(200, 110, seed=2)]
+    root = os.environ.get("PLAINVIT_DATA")
+    if root:
+        rows = pyarrow.parquet.read_table(next(Path(root, "imagenet-photos").glob("*.parquet"))).slice(0, 8).to_pylist()
+        found += [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows]
+    return [image for image in found if image.width != image.height]
+
+
+def smallest_gap(one: np.ndarray, other: np.ndarray, shift: int) -> float:
+    """Mean difference of two images, at best after moving one by up to `shift` pixels."""
+    size, moves = one.shape[-1], range(-shift, shift + 1)
+    pairs = [(slice(max(by, 0), size + min(by, 0)), slice(max(-by, 0), size + min(-by, 0))) for by in moves]
+    return min(
+        float(np.abs(one[:, rows, columns] - other[:, others, across]).mean())
+        for rows, others in pairs
+        for columns, across in pairs
+    )
+
+
+@pytest.mark.parametrize(("kind", "settings"), PROCESSORS.values(), ids=PROCESSORS)
+def test_a_photo_is_prepared_as_the_librarys_processor_does(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    """Read, and written back; by its own file, in which keys that the class has as defaults may be missing.
+
+    Of an odd margin around a crop transformers leaves the smaller half above and left, torchvision and we the even one.
+    """
+    size = {"size": {"height": 32, "width": 32}, "crop_size": {"height": 32, "width": 32}}
+    processor = getattr(transformers, kind)(**size | settings)
+    model = tiny.vit(torch.float32, numerics="transformers", image_size=32)
+    plainvit.save(model, tmp_path / "in", format="transformers")
+    weights = safetensors.torch.load_file(tmp_path / "in" / "model.safetensors")
+    write(weights, tmp_path / "in" / "model.safetensors")  # without plainvit's own description
+    kept = {name: value for name, value in processor.to_dict().items() if value != getattr(type(processor), name, None)}
+    (tmp_path / "in" / "preprocessor_config.json").write_text(json.dumps(kept | {"image_processor_type": kind}))
+    loaded = plainvit.load(tmp_path / "in")
+    assert not loaded.about.sources["preprocess"].startswith("assumed")
+    written = AutoImageProcessor.from_pretrained(plainvit.save(loaded, tmp_path / "out", format="transformers"))
+    for image in photos():
+        theirs = processor(image, return_tensors="np")["pixel_values"][0]
+        ours = loaded.normalise(prepare(np.array(image), loaded.about.preprocess, (32, 32))[None])[0].numpy()
+        assert smallest_gap(ours, theirs, shift=int(loaded.about.preprocess.resize == "crop")) < 0.01
+        assert np.array_equal(written(image, return_tensors="np")["pixel_values"][0], theirs)
+
+
+LEGACY: dict[str, tuple[dict[str, Any], tuple[str, float]]] = {
+    "DeiT of 2021": ({"feature_extractor_type": "DeiTFeatureExtractor", "size": 256}, ("squash-crop", 0.875)),
+    "ViT of 2021": ({"feature_extractor_type": "ViTFeatureExtractor", "size": 224}, ("squash", 1.0)),
+    "hybrid of 2022": ({"image_processor_type": "ViTHybridImageProcessor", "size": 256}, ("crop", 0.875)),
+    "crop larger than the image": ({"image_processor_type": "DeiTImageProcessor", "size": 200}, ("squash", 1.0)),
+    "long side": ({"image_processor_type": "ViTImageProcessor", "size": {"longest_edge": 224}}, ("squash", 1.0)),
+}
+CANNOT = ("crop larger than the image", "long side")
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_a_processor_that_cannot_be_expressed_is_an_assumption(tmp_path: Path, name: str) -> None:
+    settings, (resize, crop) = LEGACY[name]
+    folder = plainvit.save(tiny.vit(numerics="transformers", image_size=32), tmp_path / "f", format="transformers")
+    write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    about = plainvit.load(folder).about
+    assert (about.preprocess.resize, about.preprocess.crop) == (resize, crop)
+    assert about.sources["preprocess"].startswith("assumed") is (name in CANNOT)
+
+
 # torchvision ----------------------------------------------------------------------------------------------------------
 
 
@@ -647,30 +764,31 @@ def test_torchvision_loads_what_we_write(tmp_path: Path, hidden: int, suffix: st
     assert gap(model, peer) < EXACT
 
 
-def test_l16_of_torchvision_is_resized_to_242(tmp_path: Path) -> None:
-    """Its transforms resize to 256 for the other sizes; by headers alone, so the weights are a hole in the file."""
-    from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights, vit_b_16, vit_l_16
-
-    for make, published in ((vit_b_16, ViT_B_16_Weights), (vit_l_16, ViT_L_16_Weights)):
-        with torch.device("meta"):
-            state = make().state_dict()
-        found, _ = look(hollow(state, tmp_path / "hollow.safetensors"))
-        short = published.IMAGENET1K_V1.transforms().resize_size[0]
-        assert round(224 / found.about["preprocess"]["crop"]) == short
+TORCHVISION = {
+    f"{name} {one.name}": (name, one)
+    for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14")
+    for one in torchvision.models.get_model_weights(name)
+}
 
 
-@pytest.mark.parametrize("size", [224, 518])
-def test_h14_of_torchvision_is_swags_at_either_size(tmp_path: Path, size: int) -> None:
-    """There is no other H/14: resized to its own size, by bicubic interpolation."""
-    from torchvision.models import ViT_H_14_Weights, vit_h_14
-
+@pytest.mark.parametrize(("name", "published"), TORCHVISION.values(), ids=TORCHVISION)
+def test_preprocessing_of_torchvisions_weights_is_theirs_or_the_other_is_named(
+    tmp_path: Path, name: str, published: Any
+) -> None:
+    """A state dict does not say which weights it is: always an assumption. By headers alone, the weights are a hole."""
+    theirs = published.transforms()
     with torch.device("meta"):
-        state = vit_h_14(image_size=size).state_dict()
+        state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
     found, _ = look(hollow(state, tmp_path / "hollow.safetensors"))
-    published = {one.transforms().crop_size[0]: one.transforms() for one in ViT_H_14_Weights}[size]
-    prepared = found.about["preprocess"]
-    assert prepared["interpolation"] == published.interpolation.value
-    assert round(size / prepared["crop"]) == published.resize_size[0]
+    ours, source = found.about["preprocess"], found.sources["preprocess"]
+    same = (
+        ours["interpolation"] == theirs.interpolation.value
+        and round(theirs.crop_size[0] / ours["crop"]) == theirs.resize_size[0]
+    )
+    assert source.startswith("assumed")
+    assert any("preprocess" in note for note in found.notes)
+    assert same or "SWAG_LINEAR" in source
+    assert same is (published.name != "IMAGENET1K_SWAG_LINEAR_V1" or name == "vit_h_14")
 
 
 def hollow(state: State, path: Path) -> Path:

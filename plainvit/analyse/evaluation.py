@@ -113,8 +113,8 @@ def _opened(
         raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
     if not told:  # another library's model: its pixels are its own, but photos may be prepared otherwise
         predictor.preprocess = predictor.preprocess.replace(**changes)
-        if "crop" in changes and predictor.preprocess.resize != "crop":
-            raise ValueError("--crop is the share that a centre crop keeps: it goes with --resize crop")
+        if "crop" in changes and predictor.preprocess.resize == "squash":
+            raise ValueError("--crop is what a centre crop keeps: give --resize crop or --resize squash-crop with it")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
 
 

@@ -147,9 +147,10 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
     """A photo as a model evaluates it: uint8 [3, *out]. The same in evaluation, prediction and serving."""
     extent = size(data)
     target = out
-    if preprocess.resize == "crop":  # short side to out / crop, then the centre
-        short = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
-        scale = max(short[0] / extent[0], short[1] / extent[1])
+    if preprocess.resize != "squash":
+        target = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
+    if preprocess.resize == "crop":  # keeps the aspect: the short side reaches the target, the long side exceeds it
+        scale = max(target[0] / extent[0], target[1] / extent[1])
         target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
     pixels = decode(data, target)
     k = divisor(pixels, extent)

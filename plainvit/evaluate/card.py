@@ -135,7 +135,7 @@ def _model(predictor: Predictor) -> dict[str, Any]:
 def _preprocess(predictor: Predictor) -> dict[str, Any]:
     """The hash is of all that decides which pixels the model sees; a crop that is not made is no part of it."""
     settings, config = asdict(predictor.preprocess), predictor.model.config
-    if settings["resize"] != "crop":
+    if settings["resize"] == "squash":
         del settings["crop"]
     colours = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
     seen = {"settings": settings, "image_size": list(predictor.size), **colours}

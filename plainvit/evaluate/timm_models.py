@@ -121,13 +121,12 @@ def _check_name(timm: Any, name: str) -> None:
 
 def _preprocess(name: str, config: Any) -> Preprocess:
     """timm's crop_pct, crop_mode and interpolation in our words; what they cannot say is told of."""
-    squash = config.crop_mode == "squash"
-    if config.crop_mode == "border" or (squash and config.crop_pct < 1):
-        how = name, config.crop_mode, config.crop_pct
-        log.warning("timm:%s crops by %r at %g, which is not ours: taken as near as can be", *how)
+    if config.crop_mode == "border":
+        log.warning("timm:%s pads to the size (crop_mode 'border'); plainvit crops instead", name)
+    squash = "squash" if config.crop_pct == 1 else "squash-crop"
     return Preprocess(
-        resize="squash" if squash else "crop",
-        crop=1.0 if squash else config.crop_pct,
+        resize=squash if config.crop_mode == "squash" else "crop",
+        crop=config.crop_pct,
         interpolation=config.interpolation,
     )
 

@@ -1,6 +1,6 @@
 """The same ViT at another image size or patch size (paper 3.2): positions and patch kernels carried to a new grid.
 
-    model = resize(model, image_size=384)                   # as Google's code does
+    model = resize(model, image_size=384)                   # as the code that the weights come from does
     model = resize(model, (256, 192), method="bicubic-antialias")
 
 The grid is the model's own, rows and columns; nothing is guessed from a number of tokens.
@@ -19,8 +19,30 @@ from plainvit.models.vit import ViT
 METHODS: dict[str, dict[str, Any]] = {
     "bilinear-aligned": {"mode": "bilinear", "align_corners": True},  # Google: scipy's zoom of order 1
     "bilinear": {"mode": "bilinear", "align_corners": False},
-    "bicubic-antialias": {"mode": "bicubic", "align_corners": False, "antialias": True},  # timm
+    "bicubic": {"mode": "bicubic", "align_corners": False},  # transformers, DeiT, MAE
+    "bicubic-antialias": {"mode": "bicubic", "align_corners": False, "antialias": True},  # timm, DINOv2 with registers
+    "bicubic-aligned": {"mode": "bicubic", "align_corners": True},  # torchvision
+    "bicubic-offset": {"mode": "bicubic", "align_corners": False},  # DINO, DINOv2: sampled as if 0.1 cells larger
 }
+# The rule of each family's own code (About.family); Google's for any other
+FAMILY_METHODS = {
+    "timm": "bicubic-antialias",
+    "transformers ViT": "bicubic",
+    "transformers DeiT": "bicubic",
+    "torchvision": "bicubic-aligned",
+    "DeiT": "bicubic",
+    "DeiT III": "bicubic",
+    "MAE": "bicubic",
+    "DINO": "bicubic-offset",
+    "DINOv2": "bicubic-offset",
+}
+
+
+def choose_method(model: ViT) -> str:
+    """How the code that the weights come from resamples positions."""
+    if model.about.family == "DINOv2" and model.config.registers:
+        return "bicubic-antialias"
+    return FAMILY_METHODS.get(model.about.family, "bilinear-aligned")
 
 
 def resize(
@@ -28,9 +50,13 @@ def resize(
     image_size: int | tuple[int, int] | None = None,
     *,
     patch: int | tuple[int, int] | None = None,
-    method: str = "bilinear-aligned",
+    method: str | None = None,
 ) -> ViT:
-    """A model for another image size or patch size, which takes over the old one's weights (unchanged ones shared)."""
+    """A model for another image size or patch size, which takes over the old one's weights (unchanged ones shared).
+
+    method is one of METHODS; None: that of the code that the weights come from (`choose_method`).
+    """
+    method = choose_method(model) if method is None else method
     _check_method(method)
     old = model.config
     new = old.replace(
@@ -83,7 +109,10 @@ def resample_table(
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     grid = exact.view(1, *old, -1).permute(0, 3, 1, 2)  # [1, D, h, w]
-    grid = F.interpolate(grid, size=new, **METHODS[method])  # [1, D, h', w']
+    size: dict[str, Any] = {"size": new}
+    if method == "bicubic-offset":
+        size = {"scale_factor": tuple((after + 0.1) / before for before, after in zip(old, new, strict=True))}
+    grid = F.interpolate(grid, **size, **METHODS[method])  # [1, D, h', w']
     return grid.flatten(2)[0].mT.to(table.dtype).contiguous()  # [h'*w', D]
 
 

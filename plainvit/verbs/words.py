@@ -38,8 +38,9 @@ class PixelFlags:
 
     mean: Annotated[tuple[float, ...], UNSAID] = ()  # Mean of the pixels in [0, 1], one value or one per channel
     std: Annotated[tuple[float, ...], UNSAID] = ()  # Standard deviation of the pixels, one value or one per channel
-    resize: Literal["squash", "crop"] | None = None  # squash to the size, or the short side and then a centre crop
-    crop: float | None = None  # With --resize crop, the side that is kept as a share of the resized short side
+    #: squash: to the size; crop: the short side, then a centre crop; squash-crop: squash, then a centre crop
+    resize: Literal["squash", "crop", "squash-crop"] | None = None
+    crop: float | None = None  # With a centre crop, the side that is kept as a share of the resized one
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # How pixels are resampled
 
 

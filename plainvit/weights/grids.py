@@ -88,10 +88,10 @@ def read_heads(width: int, hints: Hints, family: str) -> tuple[int, str]:
     """(heads, where that was learned): a fused or split qkv of D x D does not show them."""
     if hints.heads:
         return hints.heads, "given by the caller"
-    known = {size["width"]: size["heads"] for name, size in SIZES.items() if name != "b"}
+    known = {size["width"]: size["heads"] for name, size in SIZES.items() if name != "b"} | {1152: 16}  # So400m
     if width in known:
         return known[width], f"assumed: a ViT of width {width} has {known[width]} heads"
-    if width % 64 == 0:
+    if width % 64 == 0 and width != 1536:  # published ViTs of width 1536 have 12, 16 or 24 heads
         return width // 64, f"assumed: {family}'s convention of 64 per head"
     raise ValueError(f"this {family} file does not say how many heads its width of {width} has: load(..., heads=N)")
 

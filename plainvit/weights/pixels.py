@@ -19,7 +19,7 @@ class Pixels(TypedDict, total=False):
 
     mean: float | Sequence[float] | None
     std: float | Sequence[float] | None
-    resize: Literal["squash", "crop"] | None
+    resize: Literal["squash", "crop", "squash-crop"] | None
     crop: float | None
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None
     antialias: bool | None
@@ -38,8 +38,8 @@ def set_pixels(found: Found, pixels: Pixels) -> None:
     values = {name: (value,) if isinstance(value, int | float) else tuple(value) for name, value in colours.items()}
     found.config = found.config.replace(**values)
     preprocess = Preprocess(**found.about.get("preprocess", {})).replace(**given)
-    if "crop" in given and preprocess.resize != "crop":
-        raise ValueError("--crop is the share that a centre crop keeps: it goes with --resize crop")
+    if "crop" in given and preprocess.resize == "squash":
+        raise ValueError("--crop is what a centre crop keeps: give --resize crop or --resize squash-crop with it")
     found.about["preprocess"] = asdict(preprocess)
 
 
@@ -59,14 +59,16 @@ def describe_assumptions(found: Found) -> str:
         "crop": f"{preprocess.crop:.4g}",
         "interpolation": preprocess.interpolation + ("" if preprocess.antialias else " without antialias"),
     }
-    if preprocess.resize != "crop":
+    if preprocess.resize == "squash":
         del values["crop"]
     sources = {name: source for name in values if not (source := find_source(found, name)).startswith(STATED)}
     if not sources:
         return ""
     words = ", ".join(f"{name} {values[name]}" for name in sources)
     flags = ", ".join(f"--{name}" for name in sources)
-    why = "; ".join(dict.fromkeys(sources.values()))
+    why = "; ".join(
+        dict.fromkeys(source.removeprefix("assumed: ").removeprefix("that of ") for source in sources.values())
+    )
     return f"assumed {words}, as in {why}; give {flags} if it was trained with others (before `train`: to `convert`)"
 
 

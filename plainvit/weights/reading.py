@@ -17,7 +17,7 @@ from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.optimise import Optimised
-from plainvit.models.resample import resize
+from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import Renamed, Tensors, open_file, open_folder
@@ -41,7 +41,7 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: Literal[False] = False,
     **pixels: Unpack[Pixels],
@@ -56,7 +56,7 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     optimise: Literal[True, "fp8"],
     **pixels: Unpack[Pixels],
 ) -> Optimised: ...
@@ -69,19 +69,20 @@ def load(
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
-    resample: str = "bilinear-aligned",
+    resample: str | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
     **pixels: Unpack[Pixels],
 ) -> ViT | ResNet | Optimised:
     """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
 
-    classes replaces the head by one of zeros; image_size resamples the positions on the true grid (`resample` names
-    the method). heads and grid say what a bare file cannot. dtype=None keeps the file's own. optimise gives a model
-    that only answers, as fast as this machine can. "fp8" lets it multiply 8-bit floats too, on a GPU that does: faster,
-    and rounded to 1/16 at most, so that some close calls fall the other way; `agreement(images)` of the model says how
-    many. True never takes fp8. mean, std, resize, crop, interpolation and antialias replace what the file says or its
-    format implies. What was assumed, replaced or left out is logged in a line each.
+    classes replaces the head by one of zeros; image_size resamples the positions on the true grid, as the code that
+    the weights come from does (`resample` names another method). heads and grid say what a bare file cannot.
+    dtype=None keeps the file's own. optimise gives a model that only answers, as fast as this machine can. "fp8" lets
+    it multiply 8-bit floats too, on a GPU that does: faster, and rounded to 1/16 at most, so that some close calls fall
+    the other way; `agreement(images)` of the model says how many. True never takes fp8. mean, std, resize, crop,
+    interpolation and antialias replace what the file says or its format implies. What was assumed, replaced or left out
+    is logged in a line each.
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise {optimise!r} is unknown: True, False or 'fp8'")
@@ -127,6 +128,8 @@ def look(
         raise ValueError(f"{path} is not a sound model: {type(error).__name__}, {error}".replace("\n", " ")) from error
     set_pixels(found, pixels)
     assumed = "" if described else describe_assumptions(found)
+    # One line says all that is assumed of the pixels
+    found.notes = [note for note in found.notes if not note.startswith(("mean: ", "preprocess: "))]
     found.notes += [assumed] if assumed else []
     found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
     return found, tensors
@@ -236,7 +239,7 @@ def resolve(source: str | Path) -> Path:
 
 
 def _adapted(
-    model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str, notes: list[str]
+    model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str | None, notes: list[str]
 ) -> ViT | ResNet:
     old = model.config
     if classes is not None and classes != old.classes:
@@ -248,6 +251,7 @@ def _adapted(
     if isinstance(model, ResNet):
         model.config = model.config.replace(image_size=size)
         return model
+    resample = choose_method(model) if resample is None else resample
     model = resize(model, size, method=resample)
     before, after = (
         " x ".join(map(str, config.grid)) for config in (old, model.config) if isinstance(config, ViTConfig)

@@ -11,20 +11,26 @@ from typing import Any, Literal
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Renamed, Tensors
-from plainvit.weights.grids import Hints, count_layers, count_units, read_grid, read_heads, refuse
+from plainvit.weights.grids import Grid, Hints, count_layers, count_units, read_grid, read_heads, refuse
 from plainvit.weights.layout import CONV1X1, LEAD1, PATCHES, Found, Layout, To, linear, to
+from plainvit.weights.timm_names import ARCHITECTURES, HYBRIDS, RESNETS, refuse_unknown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Names that betray a model which is not a plain ViT
 STRANGERS = {
+    r"layers\.0\.blocks\.": "Swin",
+    r"patch_embed\.norm\.": "AIMv2 or another ViT with a norm on its patches",
+    r"patch_embed\.backbone\.(?!stem\.|stages\.|conv\.|norm\.)": "a hybrid whose stem is not BiT's ResNet",
     r"norm_pre\.": "CLIP's or another ViT with a norm before the blocks",
     r"blocks\.0\.attn\.q_norm\.": "a ViT with QK norm",
     r"blocks\.0\.mlp\.w(12|1)\.": "DINOv2 giant or another ViT with a SwiGLU MLP",
     r"blocks\.0\.mlp\.fc1_[gx]\.": "EVA, with a SwiGLU MLP",
-    r"layers\.0\.blocks\.": "Swin",
     r"blocks\.0\.attn\.(q_bias|relative_position)|^rel_pos_bias": "BEiT or EVA, with relative position bias",
     r"rope|blocks\.0\.attn\.q_proj\.": "EVA-02, DINOv3 or another ViT with rotary positions",
     r"blocks\.0\.0\.": "a DINOv2 training checkpoint with chunked blocks",
+    r"blocks\.0\.(attn|mlp)\.norm\.": "BEiT-3 or another ViT with norms inside attention and MLP",
+    r"blocks\.0\.(attn\.)?lambda_": "a ViT with differential attention",
+    r"blocks\.0\.(attns\.|in_proj\.)": "a ViT with parallel blocks",
 }
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 # (share of the short side kept, ImageNet's mean and std)
@@ -118,7 +124,12 @@ def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[Fo
             raise refuse(what, culprit)
     if "stem.conv.weight" in tensors.shapes:
         return _find_bit(tensors, sidecar), tensors
-    return _find_vit(tensors, hints, sidecar, _family(tensors, wrapper, sidecar)), tensors
+    found = _find_vit(tensors, hints, sidecar, _family(tensors, wrapper, sidecar))
+    if "blocks.0.gamma_1" in tensors.shapes and wrapper != "model" and not sidecar:  # not as DeiT III's code saves it
+        said = "assumed: learned positions alone; some of timm's ViTs with rotary positions have the same names"
+        found.sources["posemb"] = said
+        found.notes.append(f"posemb: {said}")
+    return found, tensors
 
 
 def _family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
@@ -151,6 +162,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     shapes = tensors.shapes
     _check_vit(shapes, family[0])
     arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
+    _check_arguments(arguments)
     width, channels, *patch = shapes["patch_embed.proj.weight"]
     stem, class_token, distillation = _find_stem(shapes), "cls_token" in shapes, "dist_token" in shapes
     register_name = "register_tokens" if "register_tokens" in shapes else "reg_token"
@@ -160,8 +172,10 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
     prefixes = (own, own + registers, 0)
     size = read_grid(rows, cell, prefixes, _with_sidecar(hints, sidecar, rows, cell, prefixes))
-    told = Hints(heads=arguments.get("num_heads")) if hints.heads is None and "num_heads" in arguments else hints
-    heads, heads_source = read_heads(width, told, family[0])
+    architecture = str(sidecar.get("architecture") or "")
+    refuse_unknown(architecture)
+    activation, activation_source = _activation(arguments, architecture, family[0])
+    heads, heads_source = _heads(width, hints, arguments, architecture, family[0])
     norm = "fc_norm" if "fc_norm.weight" in shapes and "norm.weight" not in shapes else "norm"
     crop, imagenet = FAMILIES[family[0]]
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if imagenet and channels == 3 else ((0.5,), (0.5,))
@@ -183,7 +197,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
         posemb_prefix="none" if size.prefix_rows == 0 else "class" if size.prefix_rows == own else "all",
         norm_pooled=norm == "fc_norm",
         norm_eps=1e-6,
-        activation=_activation(arguments),
+        activation=activation,
         layer_scale=1e-5 if _scales(shapes) in shapes else None,
         stem=stem,
         mean=tuple(published.get("mean") or mean),
@@ -193,14 +207,16 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     layout = vit_layout(registers=register_name, scales=scales, norm=norm)
     where = f"{family[0]} ({family[1]})"
     sources = {
-        "activation": "config.json" if "act_layer" in arguments else f"{family[0]}'s code: exact GELU",
+        "activation": activation_source,
         "norm_eps": f"{family[0]}'s code: 1e-6",
-        "heads": heads_source if told is hints else "config.json",
-        "image_size": size.source,
+        "heads": heads_source,
+        "image_size": _cut_off(size, published, cell) or size.source,
         "posemb": "pos_embed" if rows else "assumed: none, since the file has no pos_embed",
         "mean": "config.json" if published.get("mean") else where,
         "preprocess": "config.json" if published else where,
     }
+    if published.get("crop_mode") not in (None, "center", "squash"):
+        sources["preprocess"] = f"assumed: a centre crop in place of timm's crop_mode {published['crop_mode']!r}"
     if stem:
         layout = {**layout, **stem_layout(stem.blocks)}
         sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
@@ -221,8 +237,27 @@ def _check_vit(shapes: Mapping[str, tuple[int, ...]], family: str) -> None:
     for name, sides in usable.items():
         if len(shapes.get(name, ())) != sides:
             raise ValueError(f"this {family} file has no usable {name}: it is incomplete, or of another model")
+    if "blocks.0.gamma_1" in shapes and "pos_embed" not in shapes:
+        raise refuse("DINOv3 or another ViT with rotary positions", "blocks.0.gamma_1, and no pos_embed")
+    lacks = {
+        "attn.qkv.bias": "a ViT without biases on q, k and v",
+        ("norm1.bias", "norm2.bias"): "a ViT with RMSNorm",
+    }
+    for ending, what in lacks.items():
+        if not any(name.startswith("blocks.") and name.endswith(ending) for name in shapes):
+            raise refuse(what, f"no {ending if isinstance(ending, str) else ending[0]}")
+    if "norm.weight" not in shapes and "fc_norm.weight" not in shapes:
+        raise refuse("a ViT without a final norm", "no norm.weight")
     if shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[-1] * 2 == shapes["blocks.0.mlp.fc1.weight"][0]:
         raise refuse("a ViT with a packed SwiGLU MLP", "blocks.0.mlp.fc1 is twice as wide as fc2")
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Arguments of timm's that change what is computed, and no weight's name or shape."""
+    usual = {"norm_layer": (None, "layernorm"), "pool_include_prefix": (None, False)}
+    for name, values in usual.items():
+        if arguments.get(name) not in values:
+            raise refuse(f"a ViT with {name} {arguments[name]!r}", "model_args in config.json")
 
 
 def _pool(shapes: Mapping[str, Any], told: object, norm: str) -> Literal["token", "average", "attention"]:
@@ -237,9 +272,11 @@ def _pool(shapes: Mapping[str, Any], told: object, norm: str) -> Literal["token"
 
 def _about(sidecar: Mapping[str, Any], published: Mapping[str, Any], crop: float) -> dict[str, Any]:
     """What is known beyond the model; what config.json does not say is the family's."""
+    share = published.get("crop_pct") or crop
+    squash = "squash" if share == 1 else "squash-crop"
     preprocess = {
-        "resize": "squash" if published.get("crop_mode") == "squash" else "crop",
-        "crop": published.get("crop_pct") or crop,
+        "resize": squash if published.get("crop_mode") == "squash" else "crop",
+        "crop": share,
         "interpolation": published.get("interpolation") or "bicubic",
     }
     names = tuple(published.get("label_names") or sidecar.get("label_names") or ())
@@ -275,11 +312,34 @@ def _scales(shapes: Mapping[str, object]) -> str:
     return "blocks.0.gamma_1" if "blocks.0.gamma_1" in shapes else "blocks.0.ls1.gamma"
 
 
-def _activation(arguments: Mapping[str, Any]) -> Any:
-    name = arguments.get("act_layer", "gelu")
-    if name not in ACTIVATIONS:
-        raise ValueError(f"config.json asks for the activation {name!r}; {nearest(str(name), ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+def _activation(arguments: Mapping[str, Any], architecture: str, family: str) -> tuple[Any, str]:
+    """(activation, where that was learned): weights do not show it."""
+    name = arguments.get("act_layer")
+    if name is not None:
+        if name not in ACTIVATIONS:
+            raise ValueError(f"config.json asks for the activation {name!r}; {nearest(str(name), ACTIVATIONS)}")
+        return ACTIVATIONS[name], "config.json"
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture][0], f"config.json: timm's {architecture}"
+    return "gelu", "assumed: timm's default, exact GELU" if family == "timm" else f"{family}'s code: exact GELU"
+
+
+def _heads(width: int, hints: Hints, arguments: Mapping[str, Any], architecture: str, family: str) -> tuple[int, str]:
+    """(heads, where that was learned)"""
+    if hints.heads is None and "num_heads" in arguments:
+        return arguments["num_heads"], "config.json"
+    if hints.heads is None and architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture][1], f"config.json: timm's {architecture}"
+    return read_heads(width, hints, family)
+
+
+def _cut_off(size: Grid, published: Mapping[str, Any], cell: tuple[int, int]) -> str:
+    """timm leaves out the last pixels of images that patches do not fill; plainvit prepares smaller images."""
+    told = tuple(published.get("input_size") or ())[-2:]
+    if not any(0 < larger - side < step for larger, side, step in zip(told, size.image_size, cell, strict=False)):
+        return ""
+    theirs, ours = (" x ".join(map(str, sides)) for sides in (told, size.image_size))
+    return f"assumed: {ours} images; timm prepares {theirs} and leaves out the last rows and columns"
 
 
 def _find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
@@ -303,8 +363,10 @@ def _find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
 
 def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
     root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
-    if len(root) != 4 or "stem.norm.weight" in tensors.shapes:
-        raise refuse("a ResNet that is not BiT", "stem")
+    culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
+    if len(root) != 4 or culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
+        raise refuse("a ResNet that is not BiT", culprit or "stem")
+    refuse_unknown(str(sidecar.get("architecture") or ""))
     size = published.get("input_size") or (3, 224, 224)
     config = ResNetConfig(
         image_size=(int(size[1]), int(size[2])),
@@ -320,12 +382,14 @@ def _find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
     sources = {
         "standardise": "timm's code: w / sqrt(var + 1e-8)",
         "padding": "timm's code: symmetric, zeros before the root's pooling",
-        "preprocess": "BiT's evaluation: square resize",
+        "preprocess": "config.json" if published else "assumed: BiT's evaluation, a square resize",
         "norm_eps": "timm's code: 1e-5",
         "image_size": "config.json" if published.get("input_size") else "convolutions take any size",
         "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
     }
-    return Found("timm", config, bit_layout(), sources, {"preprocess": {"resize": "squash"}})
+    about = _about(sidecar, published, 1.0) if published else {"preprocess": {"resize": "squash"}}
+    notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
+    return Found("timm", config, bit_layout(), sources, about, notes=notes)
 
 
 def layout_for(config: Model) -> Layout:
@@ -360,21 +424,6 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         yield "pool", "timm's average pooling beside a class token norms the pooled vector"
 
 
-HYBRIDS: dict[tuple[tuple[int, ...], int], str] = {
-    ((), 192): "vit_tiny_r_s16_p8_224",
-    ((2, 2, 2, 2), 384): "vit_small_r26_s32_224",
-    ((3, 4, 9), 768): "vit_base_r50_s16_224",
-    ((3, 4, 6, 3), 1024): "vit_large_r50_s32_224",
-}
-RESNETS: dict[tuple[tuple[int, ...], int], str] = {
-    ((3, 4, 6, 3), 1): "resnetv2_50x1_bit",
-    ((3, 4, 23, 3), 1): "resnetv2_101x1_bit",
-    ((3, 4, 23, 3), 3): "resnetv2_101x3_bit",
-    ((3, 8, 36, 3), 2): "resnetv2_152x2_bit",
-    ((3, 8, 36, 3), 4): "resnetv2_152x4_bit",
-}
-
-
 SIDECAR_SAYS = ("activation",)  # config.json in a folder can ask timm for another
 
 
@@ -386,8 +435,8 @@ def sidecar_for(config: Model, about: About) -> dict[str, Any]:
         "std": list(config.std),
         "num_classes": config.classes,
         "interpolation": about.preprocess.interpolation,
-        "crop_pct": about.preprocess.crop if about.preprocess.resize == "crop" else 1.0,  # timm crops either way
-        "crop_mode": "squash" if about.preprocess.resize == "squash" else "center",
+        "crop_pct": 1.0 if about.preprocess.resize == "squash" else about.preprocess.crop,  # timm crops either way
+        "crop_mode": "center" if about.preprocess.resize == "crop" else "squash",
         "label_names": list(about.class_names) or None,
     }
     if isinstance(config, ResNetConfig):

@@ -66,16 +66,23 @@ def find(tensors: Tensors, hints: Hints) -> Found:
         "heads": heads_source,
         "image_size": size.source,
         "mean": "torchvision's transforms",
-        "preprocess": "torchvision's transforms",
     }
     # 384 px and above, and H/14 at any size: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
-    large = config.image_size[0] >= 384 or (width, patch[0]) == (1280, 14)
-    short = 242 if (width, patch[0]) == (1024, 16) else 256  # L/16 alone is resized to 242
+    shape = (width, patch[0])
+    swag = config.image_size[0] >= 384 or shape == (1280, 14)
+    short = 242 if shape == (1024, 16) else 256  # L/16 alone is resized to 242
     preprocess = {
         "resize": "crop",
-        "crop": 1.0 if large else 224 / short,
-        "interpolation": "bicubic" if large else "bilinear",
+        "crop": 1.0 if swag else 224 / short,
+        "interpolation": "bicubic" if swag else "bilinear",
     }
+    if swag:
+        sources["preprocess"] = "assumed: that of torchvision's SWAG weights"
+    elif shape in ((768, 16), (1024, 16)):  # the weights alone do not tell the two apart
+        other = "SWAG_LINEAR has crop 1.0, bicubic"
+        sources["preprocess"] = f"assumed: that of torchvision's IMAGENET1K_V1; {other}"
+    else:
+        sources["preprocess"] = "assumed: that of torchvision's IMAGENET1K_V1"
     notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
     return Found("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
 

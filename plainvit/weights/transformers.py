@@ -19,11 +19,16 @@ PATCH_KERNEL = "embeddings.patch_embeddings.projection.weight"
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 SPELLINGS = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu"}
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# What the image processors do where preprocessor_config.json is silent. `sides`: what a single number as `size` means
+SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224, "image_mean": (0.5,), "image_std": (0.5,)}
+SQUASH_CROP = SQUASH | {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224}
+SHORT_SIDE = SQUASH_CROP | {"sides": ("shortest_edge",), "size": 224, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+PROCESSORS = {"ViT": SQUASH, "DeiT": SQUASH_CROP, "CLIP": SHORT_SIDE, "Bit": SHORT_SIDE, "ViTHybrid": SHORT_SIDE}
 STRANGERS = {
     "layer_scale1.": "transformers' DINOv2: load DINOv2's own file instead",
     "relative_position_bias": "transformers' BEiT",
     "rope_embeddings": "transformers' DINOv3",
-    "decoder.decoder_layers": "transformers' ViTMAE: load MAE's own file instead",
 }
 
 
@@ -76,6 +81,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     width, channels, *patch = shapes[PATCH_KERNEL]
     second, teacher = "embeddings.distillation_token" in shapes, "distillation_classifier.weight" in shapes
     family = "transformers DeiT" if second or prefix == "deit." else "transformers ViT"
+    decoder = any(name.startswith("decoder.") for name in shapes)  # ViTMAE: its encoder is a ViT
     size = read_grid(
         shapes["embeddings.position_embeddings"][1] if "embeddings.position_embeddings" in shapes else None,
         (patch[0], patch[1]),
@@ -90,7 +96,13 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     hidden = shapes.get("pooler.dense.weight", (0,))[0]
     if hidden and config.get("pooler_act", "tanh") != "tanh":
         raise refuse("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    mean, std = _pixels(processor, *((IMAGENET_MEAN, IMAGENET_STD) if second and channels == 3 else ((0.5,), (0.5,))))
+    prepared = "preprocessor_config.json" if processor else f"assumed: {family}'s usual processor"
+    usual = SQUASH_CROP if family == "transformers DeiT" else SQUASH
+    if channels == 3 and (decoder or usual is SQUASH_CROP):
+        usual = usual | {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+    processor = _with_defaults(processor, usual) if processor else usual
+    mean, std = _pixels(processor)
+    preprocess, problem = _preprocess(processor)
     model = ViTConfig(
         width=width,
         depth=count_layers(shapes, re.escape(block) + r"(\d+)\."),
@@ -110,16 +122,16 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
         std=std,
     )
     told = "config.json" if config else f"{family}'s default"
-    prepared = "preprocessor_config.json" if processor else f"{family}'s convention: square resize"
     sources = {"activation": told, "norm_eps": told, "heads": heads_source, "image_size": size.source}
-    sources |= {"mean": prepared, "preprocess": prepared}
+    sources |= {"mean": prepared, "preprocess": f"assumed: a square resize, since {problem}" if problem else prepared}
     notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
+    notes += ["left out what is not the encoder: decoder"] if decoder else []
     return Found(
         family=family,
         config=model,
         layout=vit_layout(prefix, new=new, teacher=teacher, token="distillation_token" if teacher else "registers"),
         sources=sources,
-        about={"preprocess": _preprocess(processor), "class_names": _class_names(config, head[0])},
+        about={"preprocess": preprocess, "class_names": _class_names(config, head[0])},
         ignore=lambda name: name.endswith("embeddings.mask_token") or name.startswith("decoder."),
         notes=notes,
     )
@@ -141,9 +153,16 @@ def _activation(config: Mapping[str, Any]) -> Any:
     return SPELLINGS[name]
 
 
-def _pixels(processor: Mapping[str, Any], *usual: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _with_defaults(processor: Mapping[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The processor's settings, those of its class where it is silent, and `usual` where it names no class."""
+    name = processor.get("image_processor_type") or processor.get("feature_extractor_type") or ""
+    kind = re.sub(r"(ImageProcessor|FeatureExtractor)\w*$", "", str(name))
+    return PROCESSORS.get(kind, usual) | {key: value for key, value in processor.items() if value is not None}
+
+
+def _pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std of pixels in [0, 1]. The processor's are of bytes that it has, or has not, scaled before."""
-    mean, std = (tuple(processor.get(f"image_{name}") or own) for name, own in zip(("mean", "std"), usual, strict=True))
+    mean, std = tuple(processor["image_mean"]), tuple(processor["image_std"])
     if not processor.get("do_normalize", True):
         mean, std = (0.0,), (1.0,)
     scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255.0
@@ -152,16 +171,26 @@ def _pixels(processor: Mapping[str, Any], *usual: tuple[float, ...]) -> tuple[tu
     return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
-def _preprocess(processor: Mapping[str, Any]) -> dict[str, Any]:
-    interpolation = RESAMPLING.get(processor.get("resample", 2), "bilinear")
-    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
-    size = processor.get("size") or {}
-    kept, short = (
-        value.get("height", value.get("shortest_edge")) if isinstance(value, dict) else value for value in (crop, size)
-    )
-    if kept and short and kept <= short:
-        return {"resize": "crop", "crop": kept / short, "interpolation": interpolation}
-    return {"resize": "squash", "interpolation": interpolation}
+def _preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Resizing in our words, and what the processor does that these cannot say: then it is a square resize."""
+    size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
+    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
+    prepared = {"resize": "squash", "interpolation": RESAMPLING.get(processor["resample"], "bilinear")}
+    if processor["resample"] not in RESAMPLING:
+        return prepared, f"plainvit has no resampling of Pillow's number {processor['resample']}"
+    if not processor.get("do_resize", True):
+        return prepared, "the processor does not resize"
+    squash = {"height", "width"} <= size.keys()
+    if squash and crop is None:
+        return prepared, ""
+    if crop is not None and (squash or list(size) == ["shortest_edge"]):
+        height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
+        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
+        share = height / tall
+        if share <= 1 and math.floor(width / share + 1e-6) == wide:  # one share says both sides
+            resize = "crop" if not squash else "squash" if share == 1 else "squash-crop"
+            return prepared | {"resize": resize, "crop": share}, ""
+    return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
 
 
 def _class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]:
@@ -198,14 +227,14 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         yield "layer_scale", "transformers' ViT has none"
 
 
-def _cropped(size: dict[str, int], crop: float) -> dict[str, Any]:
-    """The short side, then the centre. ViT's processor has no crop, and DeiT's ignores the aspect: CLIP's has both.
+def _cropped(size: dict[str, int], crop: float, *, squash: bool) -> dict[str, Any]:
+    """ViT's processor has no crop, DeiT's ignores the aspect, CLIP's resizes the short side.
 
-    For images that are not square it is DeiT's, which is exact for photos of their aspect.
+    For models of images that are not square it is DeiT's, which is exact for photos of their aspect.
     """
     larger = {side: math.floor(value / crop + 1e-6) for side, value in size.items()}
     cut = {"do_center_crop": True, "crop_size": size}
-    if size["height"] != size["width"]:
+    if squash or size["height"] != size["width"]:
         return cut | {"image_processor_type": "DeiTImageProcessor", "size": larger}
     return cut | {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": larger["height"]}}
 
@@ -250,6 +279,7 @@ def sidecars_for(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[
         "resample": next(n for n, name in RESAMPLING.items() if name == about.preprocess.interpolation),
         "size": {"height": config.image_size[0], "width": config.image_size[1]},
     }
-    if about.preprocess.resize == "crop":
-        prepared |= _cropped(prepared["size"], about.preprocess.crop)
+    if about.preprocess.resize != "squash":
+        squash = about.preprocess.resize == "squash-crop"
+        prepared |= _cropped(prepared["size"], about.preprocess.crop, squash=squash)
     return {"config.json": described, "preprocessor_config.json": prepared}

@@ -1,0 +1,184 @@
+"""Every ViT, DeiT, hybrid, ResNetV2, EVA and BEiT name of timm, with every tag: the same features, or a refusal.
+
+timm builds the model with one block (a ResNet with one unit in each stage), weights are random, and config.json is
+timm's own. plainvit loads the folder and the bare weights. What it computes must be timm's; what it cannot compute must
+be refused; what the bare weights leave open must be stated as an assumption.
+
+    pytest tests/test_weights_sweep.py -m slow -s       all names; prints how many are equal and refused, and why
+"""
+
+import collections
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import tiny
+import torch
+from peers import scramble
+from test_weights_parity import hollow
+from timm.models import resnetv2
+from timm.models._hub import save_config_for_hf
+
+import plainvit
+from plainvit.config import to_json
+from plainvit.weights.timm_names import ARCHITECTURES
+
+MODULES = ("vision_transformer", "deit", "vision_transformer_hybrid", "resnetv2", "eva", "beit")
+NAMES = [name for module in MODULES for name in timm.list_models(module=module)]
+FEW = {  # and the part that is not supported
+    "vit_tiny_patch16_224": "",
+    "vit_tiny_r_s16_p8_224": "",
+    "deit_tiny_distilled_patch16_224": "",
+    "vit_base_patch32_siglip_256": "",  # tanh GELU
+    "vit_base_patch16_gap_224": "",  # 16 heads of 48
+    "resnetv2_50x1_bit": "",
+    "resnetv2_18": "a ResNet that is not BiT",
+    "test_vit3": "pooling over all tokens",
+    "test_vit4": "RMSNorm",
+    "vit_base_patch16_plus_clip_240": "a norm before the blocks",
+    "vit_medium_patch16_gap_240": "without biases",
+    "vit_small_resnet26d_224": "a hybrid whose stem",
+    "aimv2_large_patch14_224": "AIMv2",
+    "vit_small_patch16_rope_224": "rotary",
+    "vit_small_patch16_rope_ape_224": "rotary",  # the names and shapes of DeiT III
+}
+CLOSE = 1e-8  # in float64: an epsilon of 1e-5 in place of 1e-6 would show
+
+
+def build(name: str) -> Any:
+    """timm's model cut short, without weights."""
+    original = resnetv2.ResNetV2.__init__
+
+    def with_one_unit(self: Any, layers: Any, *arguments: Any, **settings: Any) -> None:
+        original(self, [1] * len(layers), *arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr(resnetv2.ResNetV2, "__init__", with_one_unit)
+        return timm.create_model(name, **{} if name.startswith("resnetv2") else {"depth": 1})
+
+
+def versions(name: str, folder: Path, most: int | None) -> Iterator[tuple[str, Any]]:
+    """(tag, timm's model), the folder filled with each; tags whose weights have the same shapes share them.
+
+    Of what is refused by its names and config.json no weights are made.
+    """
+    last, peer = None, None
+    for tag in timm.list_models(f"{name}.*", pretrained=True)[:most] or [name]:
+        made = build(tag)
+        kind = {key: tuple(x.shape) for key, x in made.state_dict().items()}, getattr(made, "global_pool", "")
+        save_config_for_hf(made, folder / "config.json")
+        if kind != last:
+            last, peer = kind, made
+            hollow(made.state_dict(), folder / "model.safetensors")
+            if not load(folder)[1]:
+                scramble(peer.to_empty(device="cpu").double().eval())
+                safetensors.torch.save_file(peer.state_dict(), folder / "model.safetensors")
+        assert peer is not None
+        peer.pretrained_cfg = made.pretrained_cfg
+        yield tag, peer
+
+
+@torch.inference_mode()
+def gap(model: Any, peer: Any) -> float:
+    """Largest difference of features and of logits, relative to the largest of timm's."""
+    size = peer.pretrained_cfg["input_size"][1:] if hasattr(model.config, "heads") else (32, 32)
+    images = tiny.images(1, tuple(size))
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (model.config.mean, model.config.std))
+    tokens = peer.forward_features((images - mean[:, None, None]) / std[:, None, None])
+    theirs = [peer.forward_head(tokens)]
+    height, width = model.config.image_size if hasattr(model.config, "heads") else size
+    images = images[..., :height, :width]  # timm leaves out what patches do not fill
+    ours = [model(images)]
+    if not getattr(model.config, "distillation", False):  # timm averages the two tokens' logits, not the tokens
+        theirs.append(peer.forward_head(tokens, pre_logits=True).flatten(1))
+        ours.append(model.features(images))
+    return max(tiny.difference(a, b) / b.abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def check_preprocessing(model: Any, published: dict[str, Any]) -> None:
+    config, about = model.config, model.about
+    assert config.image_size == tuple(published["input_size"][1:]) or about.sources["image_size"].startswith("assumed")
+    assert (config.mean, config.std) == (tuple(published["mean"]), tuple(published["std"]))
+    assert (about.preprocess.crop, about.preprocess.interpolation) == (
+        published["crop_pct"],
+        published["interpolation"],
+    )
+    squash = "squash" if published["crop_pct"] == 1 else "squash-crop"
+    assert about.preprocess.resize == {"center": "crop", "squash": squash}[published["crop_mode"]]
+
+
+def load(path: Path) -> tuple[Any, str]:
+    """(model, "") or (None, why it is refused)."""
+    try:
+        return plainvit.load(path, dtype=None), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def check_bare(path: Path, told: Any) -> None:
+    """The weights alone: refused, or every setting that differs from what config.json says is called an assumption."""
+    model, refused = load(path)
+    assert model or "heads" in refused
+    if model:
+        bare, whole = to_json(model.config), to_json(told.config)
+        free = ("mean", "std", *(() if hasattr(model.config, "heads") else ("image_size",)))  # a ResNet takes any size
+        differing = [name for name in bare if bare[name] != whole[name] and name not in free]
+        assert all(model.about.sources[name].startswith("assumed") for name in differing), differing
+
+
+def sweep(name: str, folder: Path, most: int | None = None) -> dict[str, str]:
+    """{tag: "equal", or why it is refused}, of the first `most` tags; anything else is an error."""
+    outcomes, compared = {}, {}
+    for tag, peer in versions(name, folder, most):
+        model, refused = load(folder)
+        if refused:
+            part = re.search(r"looks like (.*) \(|(no model that plainvit knows)", refused)
+            assert part, refused
+            bare, _ = load(folder / "model.safetensors")
+            assert not bare or bare.about.sources["posemb"].startswith("assumed")  # rotary positions have no weights
+            outcomes[tag] = part[1] or part[2]
+            continue
+        check_preprocessing(model, peer.pretrained_cfg)
+        sources = model.about.sources
+        assert not any(sources.get(setting, "").startswith("assumed") for setting in ("heads", "activation")), sources
+        kind = f"{model.config.replace(mean=(0.5,), std=(0.5,))} {id(peer)}"
+        if kind not in compared:
+            compared[kind] = gap(model, peer)
+        assert compared[kind] < CLOSE
+        check_bare(folder / "model.safetensors", model)
+        outcomes[tag] = "equal"
+    return outcomes
+
+
+@pytest.mark.parametrize(("name", "unsupported"), FEW.items(), ids=FEW)
+def test_a_name_of_timm_is_equal_or_refused(tmp_path: Path, name: str, unsupported: str) -> None:
+    (outcome,) = sweep(name, tmp_path, most=1).values()
+    assert unsupported in outcome if unsupported else outcome == "equal"
+
+
+@pytest.mark.slow
+def test_every_name_of_timm_is_equal_or_refused(tmp_path: Path) -> None:
+    outcomes: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for name in NAMES:
+        try:
+            outcomes |= sweep(name, tmp_path)
+        except AssertionError as error:
+            failed[name] = str(error)
+    for why, count in collections.Counter(outcomes.values()).most_common():
+        print(f"{count:4} {why}")
+    print(f"{len(outcomes):4} names with tags, of {len(NAMES)} architectures; {len(failed)} differ")
+    assert not failed
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_heads_and_activation_of_a_name_are_timms(name: str) -> None:
+    peer = build(name)
+    block, norm = peer.blocks[0], peer.norm if hasattr(peer.norm, "eps") else peer.fc_norm
+    activation = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}[type(block.mlp.act).__name__]
+    assert (activation, block.attn.num_heads) == ARCHITECTURES[name]
+    assert norm.eps == 1e-6
