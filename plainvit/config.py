@@ -260,7 +260,7 @@ class Preprocess(Checked):
     resize: Literal["squash", "crop"] = "squash"  # to the size, aspect ignored; or short side, then centre crop
     crop: float = 1.0  # with "crop": the side that is kept, as a share of the resized short side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # how pixels are resampled
-    antialias: bool = True  # of an image that becomes smaller
+    antialias: bool = True  # of an image that becomes smaller; nearest never does, lanczos always
 
     def __post_init__(self) -> None:
         self._check()
