@@ -66,7 +66,7 @@ def score(
     if antialias and no_antialias:
         raise ValueError("--antialias and --no-antialias contradict each other: give one of them")
     if no_antialias and interpolation == "lanczos":
-        raise ValueError("--interpolation lanczos always antialiases: remove --no-antialias, or use bilinear or bicubic")
+        raise ValueError("--interpolation lanczos always antialiases: remove --no-antialias, or give bilinear")
     if devices > 1 and "RANK" not in os.environ:
         from plainvit.runtime.launch import launch
 
