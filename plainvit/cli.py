@@ -13,7 +13,7 @@ from tyro.conf import DisallowNone
 from plainvit import __version__
 from plainvit.config import nearest
 from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
-from plainvit.verbs.words import READING, Processes, fail, parsed
+from plainvit.verbs.words import READING, Processes, fail, parsed, show_records_visibly
 
 VERBS: dict[str, Callable[..., object]] = {
     "train": runs.Train,
@@ -44,6 +44,7 @@ VERBS: dict[str, Callable[..., object]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """The command. Errors that a user can mend are one line on standard error."""
+    show_records_visibly()
     try:
         try:
             _call(sys.argv[1:] if arguments is None else arguments)

@@ -7,6 +7,7 @@ what is wrong and how to mend it. Nothing of plainvit is imported here, and neit
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -40,6 +41,15 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
         return f"nearest: {', '.join(close)}"
     few = known[:count] if len(known) > MOST_NAMED else known
     return f"{'one of' if few == known else 'such as'}: {', '.join(few)}"
+
+
+#: Control characters but the newline, marks that change the direction of writing, and halves of characters
+UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: what would move its cursor, change its colours or hide a part is shown as an escape."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
@@ -264,7 +274,7 @@ class Preprocess(Checked):
     resize: Literal["squash", "crop", "squash-crop"] = "squash"
     crop: float = 1.0  # with a centre crop: the side that is kept, as a share of the resized one
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # how pixels are resampled
-    antialias: bool = True  # of an image that becomes smaller
+    antialias: bool = True  # of an image that becomes smaller; nearest never does, lanczos always
 
     def __post_init__(self) -> None:
         self._check()

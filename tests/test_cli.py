@@ -242,6 +242,7 @@ def test_wrong_usage_exits_with_2(capsys: Capture, arguments: list[str]) -> None
                 "--preprocess.interpolation",
             ),
             ("evaluate A --data B --antialias --no-antialias", "--antialias and --no-antialias contradict each other"),
+            ("evaluate A --data B --interpolation lanczos --no-antialias", "--interpolation lanczos always"),
             ("evaluate A --data B --workers -2", "--workers is a number of processes, or -1"),
             ("probe A --data B --workers -2", "--workers is a number of processes, or -1"),
             ("predict A B --workers -2", "--workers is a number of processes, or -1"),

@@ -27,7 +27,7 @@ from tiny import mostly_slow
 from torch import Tensor
 
 from plainvit.config import Augment, Config, Preprocess, ViTConfig
-from plainvit.data import resident, shards
+from plainvit.data import resident, tables
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
@@ -232,7 +232,7 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source]:
         tmp_path / "parquet" / "train-00.parquet", [png(i) for i in range(20)], [i % 3 for i in range(20)], group=3
     )
     pack(str(tmp_path / "folder"), tmp_path / "tars")
-    monkeypatch.setattr(shards, "IN_MEMORY", 0)
+    monkeypatch.setattr(tables, "IN_MEMORY", 0)
     folders = {name: open_source(str(tmp_path / name)) for name in ("folder", "parquet", "tars")}
     made = {"shapes": open_source("shapes:size=16,count=20"), "digits": Subset(open_source("digits"), np.arange(20))}
     return folders | made

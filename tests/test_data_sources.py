@@ -3,6 +3,7 @@
 import csv
 import gc
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -40,7 +41,7 @@ from sklearn.datasets import load_digits
 
 from plainvit.cli import main
 from plainvit.config import Config
-from plainvit.data import generated, known, shards
+from plainvit.data import generated, known, tables
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Files, Names, Source, Subset, open_source
@@ -186,19 +187,78 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     assert len(found) < 20
 
 
-@pytest.mark.parametrize("name", ["a/loop.jpg", "a/loop", "loop"])
-def test_a_link_to_itself_is_passed_over(tmp_path: Path, name: str) -> None:
-    root = plant_classes(tmp_path, {"a": 1, "b": 1})
-    (root / name).symlink_to(Path(name).name)
-    assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
+IRREGULAR: dict[str, Callable[[Path], None]] = {
+    "broken link": lambda path: path.symlink_to("nowhere.jpg"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link into a file": lambda path: path.symlink_to("0.png/x.jpg"),
+    "pipe": os.mkfifo,
+    "link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe"))[0],
+}
 
 
-def test_pipes_and_dangling_links_are_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
+def test_what_is_named_as_an_image_but_no_file_is_an_unreadable_image(
+    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     root = plant_classes(tmp_path, {"a": 1, "b": 1})
-    os.mkfifo(root / "a" / "pipe.jpg")
-    os.mkfifo(root / "pipe")
-    (root / "a" / "gone.jpg").symlink_to("nowhere.jpg")
+    make(root / "a" / "x.jpg")
+    source = open_source(str(root))
+    assert names(source) == ["a/0.png", "a/x.jpg", "b/0.png"]
+    with pytest.raises(ImageError):
+        source.read(1)
+    assert [record.levelname for record in caplog.records if "a/x.jpg" in record.getMessage()] == ["WARNING"]
+    assert exit_code("data", "info", str(root), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["splits"]["train"]["unreadable"] == 1
+    assert exit_code("data", "check", str(root), "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["problem"]) for one in found] == [("a/x.jpg", "unreadable")]
+
+
+@pytest.mark.parametrize("name", ["a/gone", "gone"])
+def test_a_link_to_a_folder_that_is_gone_is_reported(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = plant_classes(tmp_path, {"a": 1, "b": 1})
+    (root / name).symlink_to("nowhere")
     assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
+    assert [record.levelname for record in caplog.records if name in record.getMessage()] == ["WARNING"]
+
+
+def test_a_folder_named_as_an_image_is_a_folder(tmp_path: Path) -> None:
+    root = plant(tmp_path, {"a/scan.png/1.png": png(1), "b/1.png": png(2)})
+    assert names(open_source(str(root))) == ["a/scan.png/1.png", "b/1.png"]
+
+
+def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"a": 1})))
+    monkeypatch.setattr("plainvit.data.sources.FILE_LIMIT", 10)
+    with pytest.raises(ImageError, match="limit"):
+        source.read(0)
+
+
+def test_links_and_devices_in_a_tar_shard_are_images_that_may_be_unreadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "p": tarfile.FIFOTYPE, "d": tarfile.CHRTYPE}
+    write_tar(tmp_path / "train-0.tar", [("0.png", png(1)), ("0.cls", b"0")])
+    with tarfile.open(tmp_path / "train-0.tar", "a") as archive:
+        for name, target in {"1s": "0.png", "2h": "0.png", "3s": "gone.png", "4p": "", "5d": ""}.items():
+            member = tarfile.TarInfo(f"{name}.png")
+            member.type, member.linkname = kinds[name[1]], target
+            archive.addfile(member)
+            label = tarfile.TarInfo(f"{name}.cls")
+            label.size = 1
+            archive.addfile(label, io.BytesIO(b"0"))
+    source = open_source(str(tmp_path))
+    assert names(source) == ["0.png", "1s.png", "2h.png", "3s.png", "4p.png", "5d.png"]
+    assert [source.read(at) for at in range(3)] == [png(1)] * 3
+    for at in (3, 4, 5):
+        with pytest.raises(ImageError):
+            source.read(at)
+    assert exit_code("data", "check", str(tmp_path), "--json") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found if one["problem"] == "unreadable"] == ["3s.png", "4p.png", "5d.png"]
 
 
 STRANGE = ["päö", "日本語", "with space", "new\nline", "tab\tname", "quote'\"", "a,b", "[red]x", "{x}", "%s", "é"]
@@ -219,6 +279,23 @@ def test_a_name_of_a_thousand_bytes(tmp_path: Path) -> None:
     source = open_source(str(plant(tmp_path, {f"a/{LONG}": png(7)})))
     assert names(source) == [f"a/{LONG}"]
     assert source.read(0) == png(7)
+
+
+def test_class_folders_that_are_numbers_are_in_the_order_of_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As labels in a list are. One name that is no number, and they are in the order of text."""
+    root = plant_classes(tmp_path, dict.fromkeys(("10", "2", "0", "1"), 1))
+    source = open_source(str(root))
+    assert source.classes == ("0", "1", "2", "10")
+    assert names(source) == ["0/0.png", "1/0.png", "2/0.png", "10/0.png"]
+    assert exit_code("data", "info", str(root), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ordered_as_numbers"] is True
+    plant_classes(tmp_path, {"x": 1})
+    assert open_source(str(root)).classes == ("0", "1", "10", "2", "x")
+    for split in ("train", "test"):
+        plant_classes(tmp_path / "split" / split, dict.fromkeys(("10", "9"), 1))
+        assert open_source(str(tmp_path / "split"), split).classes == ("9", "10")
 
 
 def test_a_class_only_in_val_is_named(tmp_path: Path) -> None:
@@ -450,7 +527,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("labels.csv", "1.png,cat\n2.png,dog\n"),  # no header
+        ("labels.csv", "1,cat\n2,dog\n"),  # no header, and no names of images
         ("labels.csv", "file\n1.png\n"),
         ("labels.csv", "file,label\n1.png\n"),
         ("labels.csv", "file,label\n,cat\n"),
@@ -487,7 +564,7 @@ def test_a_list_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
 def test_a_listed_file_that_is_missing_is_found_when_read(tmp_path: Path) -> None:
     path = write_list(tmp_path / "labels.csv", ROWS)
     (tmp_path / "2.png").unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ImageError, match="No such file"):
         open_source(str(path)).read(1)
 
 
@@ -535,7 +612,7 @@ def shard(path: Path, start: int, count: int, **options: Any) -> list[bytes]:
 @pytest.mark.parametrize("memory", [2**30, 0])
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struct: bool, memory: int) -> None:
     """Held in memory, and read group by group as a larger set is."""
-    monkeypatch.setattr(shards, "IN_MEMORY", memory)
+    monkeypatch.setattr(tables, "IN_MEMORY", memory)
     images = shard(tmp_path / "train-00.parquet", 0, 40, struct=struct, group=3)
     images += shard(tmp_path / "train-01.parquet", 40, 25, struct=struct, group=7)
     source = open_source(str(tmp_path))
@@ -615,7 +692,7 @@ def test_minus_one_means_no_label(tmp_path: Path) -> None:
     assert open_source(str(tmp_path)).labels.tolist() == [-1, 2, -1]
 
 
-@pytest.mark.parametrize("labels", [["ant", "bee", "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]])
+@pytest.mark.parametrize("labels", [["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]])
 def test_labels_that_are_no_whole_numbers(tmp_path: Path, labels: list[Any]) -> None:
     shard(tmp_path / "train.parquet", 0, 3, labels=labels)
     refused(tmp_path)

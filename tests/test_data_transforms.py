@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import simplejpeg
 import timm.data
 import torch
 import torch.nn.functional as F
@@ -382,6 +383,50 @@ def test_antialiasing_can_be_left_out(interpolation: str, out: tuple[int, int]) 
     expected = F.interpolate(as_tensor(pixels)[None].double(), out, mode=interpolation)[0]
     assert (prepare(pixels, preprocess, out) - expected.round()).abs().max() <= 1
     assert (prepare(pixels, preprocess.replace(antialias=True), out) - expected).abs().mean() > 2
+
+
+SETTINGS = [
+    *((name, smooth) for name in ("nearest", "bilinear", "bicubic") for smooth in (True, False)),
+    ("lanczos", True),
+]
+
+
+def resize_by_peers(pixels: np.ndarray, out: tuple[int, int], interpolation: str, antialias: bool) -> Tensor:
+    """Pillow, which antialiases all but nearest; without antialiasing, F.interpolate in float64."""
+    if antialias or interpolation == "nearest":
+        method = Image.Resampling[interpolation.upper()]
+        return as_tensor(np.array(Image.fromarray(pixels).resize((out[1], out[0]), method)))
+    found = F.interpolate(as_tensor(pixels)[None].double(), out, mode=interpolation)[0]
+    return found.round().clamp(0, 255).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("interpolation", "antialias"), SETTINGS)
+@pytest.mark.parametrize("scale", [1, 12])
+def test_a_large_jpeg_is_resized_as_the_settings_say(interpolation: str, antialias: bool, scale: int) -> None:
+    """A JPEG that the decoder could scale down by eight, as the peers resize its full pixels."""
+    coarse = noise(48, 64, 3) // 2 + 64  # nothing is clipped
+    image = Image.fromarray(coarse).resize((64 * 12, 48 * 12), Image.Resampling.BICUBIC)
+    image = image if scale == 12 else Image.fromarray(noise(48 * 12, 64 * 12, 4) // 2 + 64)
+    data, out = encode(image, "JPEG", quality=95), (24, 32)
+    expected = resize_by_peers(simplejpeg.decode_jpeg(data, "RGB"), out, interpolation, antialias)
+    found = prepare(data, Preprocess(interpolation=interpolation, antialias=antialias), out)
+    apart = (found.int() - expected.int()).abs()
+    exact = not antialias or interpolation == "nearest"  # elsewhere the decoder may scale first
+    assert apart.max() <= 1 if exact else apart.double().mean() < 1.5
+
+
+@pytest.mark.parametrize(("interpolation", "antialias"), SETTINGS)
+@pytest.mark.parametrize("shape", [(3, 400), (400, 3)])
+def test_only_the_centre_is_resized_where_all_would_be_too_large(
+    interpolation: str, antialias: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = noise(*shape) // 4 + 96  # nothing is clipped between passes
+    preprocess = Preprocess(resize="crop", interpolation=interpolation, antialias=antialias)
+    expected = resize_by_peers(pixels, (shape[0] * 16, shape[1] * 16), interpolation, antialias)
+    top, left = (side * 8 - 24 for side in shape)
+    monkeypatch.setattr("plainvit.data.transforms.PIXEL_LIMIT", 48 * 48)
+    found = prepare(pixels, preprocess, (48, 48))
+    assert (found.int() - expected[:, top : top + 48, left : left + 48].int()).abs().max() <= 1
 
 
 def test_the_right_size_is_left_alone() -> None:

@@ -384,7 +384,7 @@ def test_parts_of_imagenet_are_scored_by_a_model_of_all(name: str, tmp_path: Pat
     for one, guess in zip(rows["name"], rows["guess"], strict=True):
         logits = predictor.logits(predictor.stack([folder / one]))[0]
         best = max(allowed, key=lambda at: float(logits[at]))
-        assert best == (int(sorted(every)[guess]) if name == "imagenet-v2" else wnids.index(sorted(every)[guess]))
+        assert best == (guess if name == "imagenet-v2" else wnids.index(sorted(every)[guess]))
         right.append(best == chosen[one.split("/")[0]])
     assert card["images"] == 12
     assert card["counts"]["top1"] == sum(right)
@@ -461,6 +461,34 @@ def test_other_names_go_by_their_order_with_a_word_and_mixed_up_ones_not_at_all(
     with pytest.raises(DataError, match="'bee' is at another place"):
         align(source, 3, ("bee", "cat", "dog"))
     assert align(source, 3, ()).columns is None
+
+
+def test_folders_of_numbers_are_the_classes_of_their_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model without class names goes by number; one with names by name, in whatever order it learned them."""
+    counts = dict.fromkeys(map(str, range(12)), 0) | {"2": 1, "10": 1}
+    for name in counts:
+        (tmp_path / "photos" / name).mkdir(parents=True)
+    plant_classes(tmp_path / "photos", {"2": 1, "10": 1})
+    source = open_source(str(tmp_path / "photos"))
+    assert source.labels.tolist() == [2, 10]
+    with caplog.at_level(logging.WARNING):
+        assert align(source, 12, ()).columns is None
+    assert len(caplog.records) == 1
+    as_text = tuple(sorted(source.classes))  # as torchvision's ImageFolder orders them
+    columns = align(source, 12, as_text).columns
+    assert columns is not None
+    assert [as_text[at] for at in columns] == list(source.classes)
+
+
+def test_a_model_without_names_says_by_what_order_it_is_scored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"ant": 1, "bee": 1})))
+    with caplog.at_level(logging.WARNING):
+        align(source, 2, ())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(DataError):
+        align(source, 1000, ())
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ import plainvit
 from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import chosen
 from plainvit.cli import main
+from plainvit.data import sources
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
@@ -231,7 +232,7 @@ def test_members_with_paths_of_their_own_write_nothing(tmp_path: Path) -> None:
     assert not Path("/tmp/plainvit-absolute.png").exists()
 
 
-def test_links_in_a_tar_lead_to_its_own_images_alone_and_devices_are_passed_over(tmp_path: Path) -> None:
+def test_links_in_a_tar_lead_to_its_own_images_alone_and_devices_are_error_rows(tmp_path: Path) -> None:
     kinds = {"l": tarfile.LNKTYPE, "s": tarfile.SYMTYPE, "p": tarfile.FIFOTYPE, "c": tarfile.CHRTYPE}
     with tarfile.open(tmp_path / "x.tar", "w") as file:
         member = tarfile.TarInfo("./in/good.png")
@@ -251,11 +252,12 @@ def test_links_in_a_tar_lead_to_its_own_images_alone_and_devices_are_passed_over
             file.addfile(member)
     found = inputs.find([str(tmp_path / "x.tar")])
     assert [name.removeprefix(f"{tmp_path}/x.tar/") for name in names(found)] == [
-        *("./in/good.png", "in/l.png", "in/s.png", "s.png", "in/lost.l.png", "in/lost.s.png")
+        *("./in/good.png", "in/l.png", "in/s.png", "s.png"),
+        *("p.png", "in/lost.l.png", "in/lost.s.png", "c.png"),
     ]
     assert [found.read(at) for at in range(4)] == [png()] * 4
-    for at in (4, 5):
-        with pytest.raises(ImageError, match="a link to what is no image"):
+    for at, reason in ((4, "pipe"), (5, "a link to what is no image"), (6, "a link to what is no image"), (7, "pipe")):
+        with pytest.raises(ImageError, match=reason):
             found.read(at)
 
 
@@ -321,7 +323,8 @@ def test_members_and_files_over_the_limit_are_not_read(tmp_path: Path, monkeypat
     write_tar(tmp_path / "x.tar", [("x.png", png())])
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
         file.write(tmp_path / "x.png")
-    monkeypatch.setattr(inputs, "FILE_LIMIT", len(png()) - 1)
+    for module in (inputs, sources):
+        monkeypatch.setattr(module, "FILE_LIMIT", len(png()) - 1)
     for name in ("x.png", "x.tar", "x.zip"):
         with pytest.raises(ImageError, match="over the limit"):
             inputs.find([str(tmp_path / name)]).read(0)

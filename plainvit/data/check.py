@@ -28,7 +28,7 @@ from rich.text import Text
 from plainvit.data import known
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
-from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source
+from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source, order_classes
 from plainvit.data.transforms import resized
 from plainvit.disk import make_folder, write_atomically
 
@@ -76,7 +76,9 @@ def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
 def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) -> dict[str, Any]:
     """Counts, classes and sizes of each split; a contact sheet where a path is given."""
     parts = splits(spec, data_root)
-    report: dict[str, Any] = {"spec": spec, "classes": len(_classes(spec, parts)), "splits": {}}
+    classes = _classes(spec, parts)
+    by_number = list(classes) != sorted(classes) and list(classes) == order_classes(classes)
+    report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
     for split, source in parts.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
         extents = np.array([extent for one in sample if (extent := _extent(source, int(one))) is not None])
@@ -90,6 +92,7 @@ def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) ->
             "height": _spread(extents[:, 0]) if len(extents) else None,
             "width": _spread(extents[:, 1]) if len(extents) else None,
             "sizes_from": len(extents),
+            "unreadable": len(sample) - len(extents),
         }
     if sheet:
         contact_sheet(next(iter(parts.values())), sheet)
@@ -116,7 +119,15 @@ def info_table(report: dict[str, Any]) -> Group:
         spread = [f"{s['least']}-{s['most']} ({s['median']})" if s else "?" for s in (part["height"], part["width"])]
         least, most = part["per_class"]["least"], part["per_class"]["most"]
         shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
-    lines = [Text.assemble((_plain(report["spec"]), "bold"), f": {report['classes']} classes\n"), shown]
+    order = ", in the order of their numbers" if report["ordered_as_numbers"] else ""
+    lines: list[Any] = [
+        Text.assemble((_plain(report["spec"]), "bold"), f": {report['classes']} classes{order}\n"),
+        shown,
+    ]
+    for split, part in report["splits"].items():
+        if part["unreadable"]:
+            seen = part["unreadable"] + part["sizes_from"]
+            lines.append(f"\n{split}: {part['unreadable']} of {seen} images cannot be read: run plainvit data check")
     lines += [Text(f"\ncontact sheet: {_plain(report['sheet'])}")] if "sheet" in report else []
     return Group(*lines, "\nheight and width: least-most (median), of up to 500 images a split")
 
@@ -246,9 +257,15 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
         _pack_split(split, source, target, side, quality, columns, bad)
     described = json.dumps({"schema": 1, "classes": list(classes), "spec": spec, "side": side})
     table = pa.table(columns).replace_schema_metadata({"plainvit": described})
-    write_atomically(target / INDEX, lambda beside: pq.write_table(table, beside, compression="zstd"))
+    write_atomically(target / INDEX, lambda beside: _write_index(table, beside))
     (target / UNFINISHED).unlink()
     return {"images": len(columns["name"]), "left_out": bad, "bytes": sum(columns["length"]), "folder": str(target)}
+
+
+def _write_index(table: pa.Table, path: Path) -> None:
+    """To an open file: pyarrow takes a path such as pk:1/index.parquet for a URI."""
+    with path.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def _pack_split(

@@ -3,6 +3,7 @@
 photos/                       class folders, perhaps inside train/ val/ test/
 photos/labels.csv             a list: file,label[,split]; or .jsonl with those keys
 shards/                       parquet as the Hugging Face hub stores it, or tar shards with an index
+train.parquet, saved/         one such file; a folder of Hugging Face's save_to_disk
 hf:org/dataset                parquet from the hub
 cifar10, oxford-pets, ...     known sets, under the data root
 digits, shapes:size=64        need nothing
@@ -11,8 +12,6 @@ source = open_source("photos/", split="train")
 source.labels[i], source.classes, source.image(i)
 """
 
-import csv
-import errno
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +36,7 @@ SPLITS = {
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
+FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 log = logging.getLogger("plainvit")
 
 
@@ -109,11 +109,7 @@ class Files(Source):
         self.labels, self.classes = np.asarray(labels, np.int32), tuple(classes)
 
     def read(self, index: int) -> bytes:
-        path = f"{self.root}/{self.name(index)}"
-        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ImageError("it is a pipe or a device, not a file")
-            return file.read()
+        return read_image_file(f"{self.root}/{self.name(index)}")
 
     def name(self, index: int) -> str:
         return self.names[index]
@@ -122,9 +118,20 @@ class Files(Source):
         return (f"{self.root}/{self.names[index]}" for index in range(len(self)))
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """A pipe opened the plain way waits for a writer for ever."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+def read_image_file(path: str) -> bytes:
+    """The bytes of a regular file. A pipe or a device is never opened: it could block, or never end."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a million times
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("it is no file, but a folder, a pipe or a device")
+        if status.st_size > FILE_LIMIT:
+            raise ImageError(f"{status.st_size:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            return file.read()
+    except ImageError:
+        raise
+    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
+        raise ImageError(getattr(error, "strerror", None) or str(error)) from error
 
 
 class Subset(Source):
@@ -193,7 +200,7 @@ def open_source(
 
 
 def _open(spec: str, split: str, data_root: Path | None) -> Source:
-    from plainvit.data import generated, known, shards
+    from plainvit.data import generated, known, lists, tables
 
     word, _, rest = spec.partition(":")
     if word == "digits":
@@ -201,12 +208,14 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     if word == "shapes":
         return generated.shapes(split, rest)
     if word == "hf":
-        return shards.open_parquet(shards.fetch(rest), split)
+        return tables.open_parquet(tables.fetch(rest), split)
     path = Path(spec)
     if path.is_dir():
         return open_folder(path, split)
     if path.is_file() and path.suffix in (".csv", ".jsonl"):
-        return _open_list(path, split)
+        return lists.open_list(path, split)
+    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+        return tables.open_table(path, split)
     if spec in known.SETS:
         return known.open_known(spec, split, data_root)
     if "/" in spec or os.sep in spec or path.suffix:
@@ -217,44 +226,66 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
 
 
 def open_folder(folder: Path, split: str) -> Source:
-    """Shards, split folders, class folders or a list of labels: told apart by what is there."""
-    from plainvit.data import shards
+    """Tables, shards, a list of labels, split folders or class folders: told apart by what is there."""
+    from plainvit.data import lists, shards, tables
 
-    if shards.has_parquet(folder):
-        return shards.open_parquet(folder, split)
+    if tables.has_saved(folder):
+        return tables.open_saved(folder, split)
+    if tables.has_parquet(folder):
+        return tables.open_parquet(folder, split)
     if shards.has_tars(folder):
         return shards.open_tars(folder, split)
-    for name in ("labels.csv", "labels.jsonl"):
-        if (folder / name).is_file():
-            return _open_list(folder / name, split)
+    listed = lists.find_list(folder)
+    if listed:
+        return lists.open_list(listed, split)
     found = _split_folders(folder)
     if not found and split == "train":
         return _open_classes(folder, None)
     if split not in found:
         raise AbsentSplit(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    named = [found["train"]] if "train" in found else list(found.values())
-    return _open_classes(found[split], sorted({name for part in named for name in class_names(part)}))
+    if "train" in found:
+        classes = _part_classes(found["train"])
+    else:
+        classes = order_classes({name for part in found.values() for name in _part_classes(part)})
+    listed = lists.find_list(found[split])
+    if listed:
+        return lists.open_list(listed, split, folder_of=split, classes=classes)
+    return _open_classes(found[split], classes)
 
 
 def _split_folders(folder: Path) -> dict[str, Path]:
-    """The folders of each split; without train/, only those with class folders inside, as a class may be named dev."""
+    """The folders of each split; without train/, only those with classes inside, as a class may be named dev."""
     found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in found.items() if path and (found["train"] or class_names(path))}
+    return {name: path for name, path in found.items() if path and (found["train"] or _part_classes(path))}
+
+
+def _part_classes(folder: Path) -> list[str]:
+    """The classes of a folder of one split, by its list or its class folders."""
+    from plainvit.data import lists
+
+    listed = lists.find_list(folder)
+    return lists.list_classes(listed) if listed else class_names(folder)
 
 
 def class_names(folder: Path) -> list[str]:
-    """Sub-folders in the order of their names, which is the order of the labels everywhere."""
+    """Sub-folders in the order of their labels."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _holds(entry.is_dir))
+        return order_classes(entry.name for entry in entries if not entry.name.startswith(".") and _holds(entry.is_dir))
+
+
+def order_classes(names: Iterable[str]) -> list[str]:
+    """The order of the labels everywhere: by name; whole numbers by size, or 10 would come before 2."""
+    found = list(names)
+    if all(len(name) < 19 and name.removeprefix("-").isdecimal() for name in found):
+        return sorted(found, key=lambda name: (int(name), name))
+    return sorted(found)
 
 
 def _holds(test: Callable[[], bool]) -> bool:
-    """entry.is_dir() or entry.is_file(): neither, where a link leads to itself."""
+    """entry.is_dir() or entry.is_file(); False where a link cannot be followed."""
     try:
         return test()
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
+    except OSError:
         return False
 
 
@@ -269,12 +300,25 @@ def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     names: list[str] = []
     labels: list[np.ndarray] = []
     unread: list[str] = []
+    irregular = _broken_links(folder)
     for label, name in enumerate(classes):
-        here = sorted(image_files(folder / name, name, unread=unread)) if (folder / name).is_dir() else []
+        inside = (folder / name).is_dir()
+        here = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if inside else []
         names += here
         labels.append(np.full(len(here), label, np.int32))
     tell_unread(folder, unread)
+    tell_irregular(folder, irregular)
     return Files(folder, names, np.concatenate(labels), classes)
+
+
+def _broken_links(folder: Path) -> list[str]:
+    """Links where class folders are expected that lead nowhere."""
+    with os.scandir(folder) as entries:
+        return [
+            entry.name
+            for entry in entries
+            if entry.is_symlink() and not entry.name.startswith(".") and not Path(entry.path).exists()
+        ]
 
 
 def image_files(
@@ -283,12 +327,13 @@ def image_files(
     seen: frozenset[tuple[int, int]] = frozenset(),
     *,
     unread: list[str],
-    dangling: bool = False,
+    irregular: list[str],
 ) -> list[str]:
-    """Names below a folder, links followed but never in a circle; what is no regular file is passed over.
+    """Names below a folder, links followed but never in a circle.
 
-    A link that leads to no file is one of them where `dangling` ones are wanted. Photos that are not read are added to
-    `unread`, for `tell_unread`.
+    What is named as an image is one, whatever it is: a broken link, a pipe or a device is an image that cannot be read.
+    These and links to folders that are gone are added to `irregular`, for `tell_irregular`; photos of formats that are
+    not read to `unread`, for `tell_unread`.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
@@ -300,15 +345,25 @@ def image_files(
             name = entry.name
             if name.startswith("."):
                 continue
-            if name.lower().endswith(SUFFIXES):
-                if _holds(entry.is_file) or (dangling and entry.is_symlink() and not _holds(entry.is_dir)):
-                    found.append(f"{prefix}/{name}")
-            elif _holds(entry.is_dir):
+            if _holds(entry.is_dir):
                 deeper = seen | {here}
-                found += image_files(Path(entry.path), f"{prefix}/{name}", deeper, unread=unread, dangling=dangling)
+                path = Path(entry.path)
+                found += image_files(path, f"{prefix}/{name}", deeper, unread=unread, irregular=irregular)
+            elif name.lower().endswith(SUFFIXES):
+                found.append(f"{prefix}/{name}")
+                irregular += [] if _holds(entry.is_file) else [found[-1]]
             elif name.lower().endswith(UNREAD):
                 unread.append(name)
+            elif entry.is_symlink() and not _holds(entry.is_file):
+                irregular.append(f"{prefix}/{name}")
     return found
+
+
+def tell_irregular(where: str | Path, names: Sequence[str]) -> None:
+    """That some entries cannot be read, before they are met one by one."""
+    if names:
+        count = f"{len(names):,} entr{'ies are' if len(names) > 1 else 'y is'} no readable file"
+        log.warning("%s: %s (broken links, pipes, devices): %s", where, count, ", ".join(names[:3]))
 
 
 def tell_unread(where: str | Path, names: Iterable[str]) -> None:
@@ -318,118 +373,6 @@ def tell_unread(where: str | Path, names: Iterable[str]) -> None:
         count, verb = kinds.total(), "is" if len(kinds) == 1 else "are"
         files = f"{count:,} file{'s' * (count > 1)} passed over"
         log.warning("%s: %s: %s %s not read; convert to JPEG", where, files, ", ".join(sorted(kinds)), verb)
-
-
-COLUMNS = {"file": ("file", "path", "filename", "image"), "label": ("label", "class"), "split": ("split",)}
-
-
-class _Row(NamedTuple):
-    line: int
-    file: str
-    label: str
-    split: str
-
-
-def _open_list(path: Path, split: str) -> Source:
-    """A CSV with a header, or JSON lines: file, label and perhaps split; classes.txt beside it fixes their order.
-
-    A row without a split is for training: given to every split, it would be trained on and tested on.
-    """
-    rows = _rows(path)
-    classes = _listed_classes(path.with_name("classes.txt")) or _in_order({row.label for row in rows})
-    number = {name: label for label, name in enumerate(classes)}
-    for row in rows:
-        fault = _fault(row, number)
-        if fault:
-            raise DataError(f"{path} line {row.line}: {fault}")
-    chosen = [row for row in rows if (row.split or "train") in SPLITS[split]]
-    if not chosen:
-        raise AbsentSplit(f"{path} lists no images for the {split} split")
-    return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
-
-
-def _listed_classes(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    try:
-        names = [name for name in path.read_text(encoding="utf-8-sig").split("\n") if name]
-    except ValueError as error:
-        raise DataError(f"{path} is not in UTF-8: {error}") from error
-    if len(set(names)) < len(names):
-        raise DataError(f"{path} names a class twice")
-    return names
-
-
-def _in_order(labels: set[str]) -> list[str]:
-    """By name; whole numbers by size, or 10 would come before 2."""
-    if all(len(label) < 19 and label.removeprefix("-").isdecimal() for label in labels):
-        return sorted(labels, key=lambda label: (int(label), label))
-    return sorted(labels)
-
-
-def _fault(row: _Row, classes: dict[str, int]) -> str:
-    """What is wrong with a row, or nothing."""
-    words = [word for names in SPLITS.values() for word in names]
-    name = Path(row.file)
-    if row.split not in ("", *words):
-        return f"the split {row.split!r} is unknown; {nearest(row.split, words)}"
-    if row.label not in classes:
-        return f"the label {row.label!r} is not in classes.txt"
-    if "\0" in row.file or not _encodable(row.file):
-        return f"{row.file!r} cannot be the name of a file"
-    if name.is_absolute() or ".." in name.parts:
-        return f"{row.file!r} is outside the list's folder"
-    return ""
-
-
-def _encodable(name: str) -> bool:
-    try:
-        return bool(os.fsencode(name))
-    except UnicodeEncodeError:
-        return False
-
-
-def _rows(path: Path) -> list[_Row]:
-    rows: list[_Row] = []
-    line = 0
-    with path.open(encoding="utf-8-sig", newline="") as file:  # a spreadsheet puts a byte order mark first
-        try:
-            for line, cells in _csv_cells(file) if path.suffix == ".csv" else _json_cells(file):
-                row = _picked(line, cells)
-                if row is None:
-                    raise DataError(f"{path} line {line} lacks a file or a label; the columns are file,label[,split]")
-                rows.append(row)
-        except DataError:
-            raise
-        except (ValueError, csv.Error, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # json's own line number is always 1 here
-            raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
-    return rows
-
-
-def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(file)
-    for cells in reader:
-        yield reader.line_num, cells
-
-
-def _json_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
-    for line, text in enumerate(file, 1):
-        if text.strip():
-            yield line, json.loads(text)
-
-
-def _picked(line: int, cells: Any) -> _Row | None:
-    """The cells under any of their columns' names; None where a file or a label is missing."""
-    if not isinstance(cells, dict):
-        return None
-    found = {
-        key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
-    }
-    if not all(isinstance(value, str | int) for value in found.values()):
-        return None
-    row = _Row(line, **{key: str(value) for key, value in found.items()})
-    return row if row.file and row.label else None
 
 
 def _excluding(source: Source, path: Path) -> Source:

@@ -99,17 +99,39 @@ def divisor(pixels: np.ndarray, extent: tuple[int, int]) -> int:
 
 
 def resized_box(
-    pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str = "bilinear"
+    pixels: np.ndarray,
+    box: tuple[float, ...],
+    out: tuple[int, int],
+    interpolation: str = "bilinear",
+    antialias: bool = True,
 ) -> Tensor:
     """A box (top, left, bottom, right) as uint8 [3, *out]: by torch on whole pixels, by Pillow on fractions of them."""
     if all(side == int(side) for side in box):
         y0, x0, y1, x1 = (int(side) for side in box)
-        return resized(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation)
+        return resized(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation, antialias)
+    if not antialias and interpolation in ("bilinear", "bicubic"):
+        return _sample_box(pixels, box, out, interpolation)
     top, left, bottom, right = box
     inside = (max(left, 0), max(top, 0), min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
     method = Image.Resampling[interpolation.upper()]
     found = Image.fromarray(pixels).resize((out[1], out[0]), method, box=inside)
     return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+
+
+def _sample_box(pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str) -> Tensor:
+    """A box without antialiasing: what F.interpolate gives of the whole image, at the box alone."""
+    lines, places = [], []
+    for axis in (0, 1):
+        low, high = box[axis], box[axis + 2]
+        at = low + (torch.arange(out[axis], dtype=torch.float64) + 0.5) * ((high - low) / out[axis]) - 0.5
+        first = max(math.floor(low) - 3, 0)  # bicubic reads two pixels on each side
+        last = min(math.ceil(high) + 3, pixels.shape[axis])
+        lines.append(slice(first, last))
+        places.append((2 * (at - first) + 1) / (last - first) - 1)  # from -1 to 1
+    window = torch.from_numpy(np.ascontiguousarray(pixels[lines[0], lines[1]])).permute(2, 0, 1).unsqueeze(0).double()
+    grid = torch.stack((places[1].expand(out), places[0].unsqueeze(1).expand(out)), 2).unsqueeze(0)  # [1, H, W, 2]
+    found = F.grid_sample(window, grid, interpolation, "border", align_corners=False)
+    return found[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarray:
@@ -152,13 +174,15 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
     if preprocess.resize == "crop":  # keeps the aspect: the short side reaches the target, the long side exceeds it
         scale = max(target[0] / extent[0], target[1] / extent[1])
         target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
-    pixels = decode(data, target)
+    # A JPEG decoded at a smaller scale has been averaged: only where antialiasing is wanted
+    smooth = preprocess.antialias and preprocess.interpolation != "nearest"
+    pixels = decode(data, target if smooth else None)
     k = divisor(pixels, extent)
     if target[0] * target[1] > PIXEL_LIMIT:  # 1 x 30000 would become gigabytes: only the centre is resized
         box = tuple(
             (extent[axis] * (0.5 + side * out[axis] / target[axis] / 2)) / k for side in (-1, 1) for axis in (0, 1)
         )
-        return resized_box(pixels, box, out)
+        return resized_box(pixels, box, out, preprocess.interpolation, preprocess.antialias)
     if k > 1:
         image = resized_box(pixels, (0, 0, extent[0] / k, extent[1] / k), target, preprocess.interpolation)
     else:

@@ -296,14 +296,13 @@ class Relabelled(Subset):
 
 
 def _open_raw(folder: Path, split: str, task: Task) -> Source:
-    from plainvit.data import shards
+    from plainvit.data import tables
 
     if (folder / "annotations.jsonl").is_file():
         return _open_annotations(folder / "annotations.jsonl", split, task)
-    if not shards.has_parquet(folder):
+    if not tables.has_parquet(folder):
         raise DataError(f"{folder} has neither annotations.jsonl nor parquet: see the top of plainvit/data/vtab.py")
-    source = shards.open_parquet(folder, split)
-    assert isinstance(source, shards.Parquet)
+    source = tables.open_parquet(folder, split)
     records = chain.from_iterable(_rows(path, task.column) for path in source.paths)
     return Relabelled(source, _labels(records, task, folder), _numbers(task))
 
@@ -312,14 +311,16 @@ def _rows(path: Path, column: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from plainvit.data.tables import map_file
+
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(pa.BufferReader(map_file(path)))
         if column not in file.schema_arrow.names:
             raise DataError(f"{path} lacks the column {column} that the task's labels are made of")
         for batch in file.iter_batches(columns=[column]):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
 
 
 def _open_annotations(path: Path, split: str, task: Task) -> Source:

@@ -162,9 +162,15 @@ def write_card(card: Card, folder: Path, labels: Labels | None = None, result: R
     if result is not None:
         assert labels is not None
         rows = per_image(labels, result)
-        writers[folder / IMAGES] = lambda path: pq.write_table(rows, path, compression="zstd")
+        writers[folder / IMAGES] = lambda path: _write_rows(rows, path)
     writers[folder / CARD] = lambda path: path.write_text(text, encoding="utf-8")
     write_together(writers)
+
+
+def _write_rows(rows: pa.Table, path: Path) -> None:
+    """To an open file: pyarrow takes a path such as lr:3e-4/images.parquet for a URI."""
+    with path.open("wb") as file:
+        pq.write_table(rows, file, compression="zstd")
 
 
 def per_image(labels: Labels, result: Result) -> pa.Table:
@@ -249,7 +255,8 @@ def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
     if not file.is_file():
         return None
     try:
-        table = pq.read_table(file, columns=["name", "right", "right5", "nll"])
+        with file.open("rb") as opened:  # pyarrow takes a path with a colon for a URI
+            table = pq.read_table(opened, columns=["name", "right", "right5", "nll"])
         right, right5, nll = (table[name].to_numpy() for name in ("right", "right5", "nll"))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error

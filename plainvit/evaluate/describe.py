@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from plainvit.config import ViTConfig, to_json
 from plainvit.planning import cost
@@ -62,9 +63,8 @@ def table(described: dict[str, Any]) -> Group:
     names = described["class_names"]
     shown.add_row("class names", f"{len(names)}: {', '.join(names[:3])} ..." if names else "none", "")
     title = f"{described['family']}, {described['parameters']:,} parameters, head: {described['head']}"
-    return Group(
-        f"[bold]{described['source']}[/bold]: {title}\n", shown, *(f"note: {note}" for note in described["notes"])
-    )
+    heading = Text.assemble((described["source"], "bold"), f": {title}\n")
+    return Group(heading, shown, *(f"note: {note}" for note in described["notes"]))
 
 
 def _plain(value: object, key: str = "") -> str:

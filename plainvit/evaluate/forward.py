@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from plainvit.config import Preprocess, to_json
@@ -50,7 +51,7 @@ def tables(found: dict[str, Any]) -> Group:
         shown.add_row(step["name"], shape, f"{step['mean']:.4f}", f"{step['std']:.4f}")
     settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items() if key != "stem")
     return Group(
-        f"[bold]{found['name']}[/bold]  [dim]{settings}[/dim]\n",
+        Text.assemble((found["name"], "bold"), "  ", (settings, "dim"), "\n"),
         shown,
         f"\none image, fresh weights, {found['milliseconds']:.0f} ms on the CPU; all blocks: --json",
     )

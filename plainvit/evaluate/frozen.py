@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -249,7 +248,7 @@ def _card(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pa
 def tables(cards: list[dict[str, Any]]) -> Group:
     """A table for each method: a row a data set, a column a number of shots or of neighbours, per cent right."""
     first = cards[0]
-    settings, results = first["settings"], {escape(card["data"]): card["results"] for card in cards}
+    settings, results = first["settings"], {card["data"]: card["results"] for card in cards}
     methods = first["results"]
     names = ", ".join(f"{card['data']} ({card['n']:,} {card['split']} images)" for card in cards)
     shown: list[Any] = [Text(f"{first['model']}: {first['width']} features at {first['image_size'][0]} px; {names}")]
@@ -265,8 +264,8 @@ def tables(cards: list[dict[str, Any]]) -> Group:
     return Group(*shown)
 
 
-def _title(words: str) -> str:
-    return f"\n[bold]{words}[/bold]"
+def _title(words: str) -> Text:
+    return Text(f"\n{words}", style="bold")
 
 
 def _table(first: str, columns: Sequence[str]) -> Table:

@@ -14,7 +14,6 @@ import hashlib
 import lzma
 import os
 import posixpath
-import stat
 import sys
 import tarfile
 import threading
@@ -29,13 +28,23 @@ import numpy as np
 from plainvit.data import known
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.shards import has_parquet
-from plainvit.data.sources import SUFFIXES, UNREAD, Joined, Names, Source, image_files, open_source, tell_unread
+from plainvit.data.shards import LOST, find_place
+from plainvit.data.sources import (
+    FILE_LIMIT,
+    SUFFIXES,
+    UNREAD,
+    Joined,
+    Names,
+    Source,
+    image_files,
+    open_source,
+    read_image_file,
+    tell_unread,
+)
+from plainvit.data.tables import has_parquet, has_saved
 
-FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
 UNPACKED_LEAST, UNPACKED_TIMES = 2**28, 1000  # bytes that any tar may unpack to; a large one, so many times its own
-LOST = {-1: "it is a link to what is no image before it in the archive", -2: "it is a sparse file"}  # by its length
 _PACKED: dict[tuple[str, ...], Callable[[Path], Any]] = {
     (".tar",): lambda path: path.open("rb"),
     (".tar.gz", ".tgz"): gzip.open,
@@ -84,15 +93,7 @@ class Listed(Named):
     """Files by their paths, as they were given."""
 
     def read(self, index: int) -> bytes:
-        path = self.names[index]
-        try:
-            status = Path(path).stat()
-            if stat.S_ISREG(status.st_mode) and status.st_size <= FILE_LIMIT:
-                return Path(path).read_bytes()
-        except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
-            raise ImageError(getattr(error, "strerror", None) or str(error)) from error
-        _check_length(status.st_size)
-        raise ImageError("it is no file, but a folder, a pipe or a device")
+        return read_image_file(self.names[index])
 
     def files(self) -> Iterable[str]:
         return (self.names[index] for index in range(len(self)))
@@ -253,16 +254,18 @@ def _there(path: str, split: str) -> Iterator[str | Part]:
         yield from _inside(path, split)
     elif path.lower().endswith(ARCHIVES):
         yield from _archived(Path(path))
+    elif path.endswith((".parquet", ".arrow")):
+        yield f"{path}/", open_source(path, split)
     else:
         yield path
 
 
 def _inside(folder: str, split: str) -> Iterator[str | Part]:
     unread: list[str] = []
-    names = sorted(image_files(Path(folder), folder.rstrip("/"), unread=unread, dangling=True))
+    names = sorted(image_files(Path(folder), folder.rstrip("/"), unread=unread, irregular=[]))  # they are error rows
     tell_unread(folder, unread)
     yield from names
-    if not names and has_parquet(Path(folder)):
+    if not names and (has_parquet(Path(folder)) or has_saved(Path(folder))):
         yield f"{folder.rstrip('/')}/", open_source(folder, split)
     elif not names:
         raise DataError(f"{folder} holds no images: none of its files ends in {', '.join(SUFFIXES[:4])} ...")
@@ -323,8 +326,8 @@ def _index(path: Path, found: list[tuple[str, int, int]]) -> None:
     with _unpacked(path) as file, tarfile.open(fileobj=_Guarded(file, limit), mode="r:") as archive:  # pyright: ignore
         for member in archive:
             archive.members = []  # or each is kept
-            if _is_image(member.name) and (member.isreg() or member.islnk() or member.issym()):
-                place = places[posixpath.normpath(member.name)] = _place(member, places)
+            if _is_image(member.name) and not member.isdir():
+                place = places[posixpath.normpath(member.name)] = find_place(member, places)
                 found.append((member.name, *place))
             elif _is_image(member.name, UNREAD):
                 unread.append(member.name)
@@ -332,14 +335,6 @@ def _index(path: Path, found: list[tuple[str, int, int]]) -> None:
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # a damaged header looks like the end
             raise tarfile.ReadError(f"its list of members breaks off at byte {archive.offset:,}")
-
-
-def _place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """(offset, length) of a member, a link's being those of what it leads to; a length of LOST where there are none."""
-    if member.isreg():
-        return member.offset_data, -2 if member.issparse() else member.size
-    beside = posixpath.dirname(member.name) if member.issym() else ""
-    return places.get(posixpath.normpath(posixpath.join(beside, member.linkname)), (0, -1))
 
 
 def _unpacked(path: Path) -> Any:

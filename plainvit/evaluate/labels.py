@@ -108,6 +108,8 @@ def _by_name(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
     """The model's class for each of the source's; None where they are in the same order, or have no names in common."""
     theirs = source.classes
     wnids = tuple(imagenet()["wnids"])
+    if not names and theirs != wnids:
+        _tell_order(source)
     if not names or names == theirs or (theirs == wnids and not set(names) <= set(wnids)):  # whose order is everybody's
         return None
     place = {name: at for at, name in enumerate(names)}
@@ -125,6 +127,16 @@ def _by_name(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
     apart = names[differ], theirs[differ], source.spec
     log.warning("class names differ (%r in the model, %r in %s): taken by their order", *apart)
     return None
+
+
+def _tell_order(source: Source) -> None:
+    """A model without class names goes by the order of the data's classes: it may have learned them in another."""
+    names, last = source.classes, len(source.classes) - 1
+    numbered = names == tuple(map(str, range(len(names))))
+    if numbered and list(names) == sorted(names):  # 0 to 9 are in one order as numbers and as text
+        return
+    order = "by their numbers" if numbered else f"in their order, from 0 = {names[0]!r} to {last} = {names[-1]!r}"
+    log.warning("the model has no class names: the classes of %s are taken %s", source.spec or "the data", order)
 
 
 # Parts of ImageNet ----------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Parts:
         held[step] = table
         if len(held) == len(self._steps(part)):
             whole = pa.concat_tables([held[one] for one in sorted(held)])
-            write_atomically(self._path(part), lambda beside: pq.write_table(whole, beside))
+            write_atomically(self._path(part), lambda beside: _write_parquet(beside, iter([whole])))
             self.done.add(part)
             del self._unwritten[part]
 
@@ -136,7 +136,9 @@ class Parts:
         """All rows, in order."""
         assert len(self.done) == self.count
         for part in range(self.count):
-            yield pq.read_table(self._path(part))
+            with self._path(part).open("rb") as file:
+                table = pq.read_table(file)
+            yield table
 
     def finish(self) -> None:
         """The output, all of it at once. The parts are then no longer wanted."""
@@ -167,8 +169,8 @@ class Parts:
 
     def _is_whole(self, part: int) -> bool:
         try:
-            with pq.ParquetFile(self._path(part)) as file:
-                return file.metadata.num_rows > 0
+            with self._path(part).open("rb") as file:
+                return pq.ParquetFile(file).metadata.num_rows > 0
         except (OSError, pa.ArrowException):
             return False
 
@@ -225,8 +227,9 @@ def _harmless(cell: Any) -> Any:
 
 
 def _write_parquet(path: Path, tables: Iterator[pa.Table]) -> None:
+    """To an open file: pyarrow takes a path such as lr:3e-4/rows.parquet for a URI."""
     first = next(tables)
-    with pq.ParquetWriter(path, first.schema) as writer:
+    with path.open("wb") as file, pq.ParquetWriter(file, first.schema) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table)
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from plainvit.config import visible
+
 EVERY = 10.0  # seconds between plain lines
 WIDEST = 40  # characters of a bar, where the words leave so many
 
@@ -44,16 +46,22 @@ class Display:
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
         file = cast(IO[str], StandardError())
-        self.console = Console(file=file, quiet=quiet, highlight=False, soft_wrap=True)
-        self.title, self.total, self.done = title, total, done
+        self.console = Console(file=file, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.title, self.total, self.done = visible(title), total, done
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
             self._line, left = BarColumn(WIDEST), TimeRemainingColumn(elapsed_when_finished=True)
-            words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True))  # cut off in need
-            columns = TextColumn("[bold]{task.description}"), self._line, TaskProgressColumn(), left, words
+            words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True), markup=False)
+            columns = (
+                TextColumn("{task.description}", "bold", markup=False),
+                self._line,
+                TaskProgressColumn(),
+                left,
+                words,
+            )
             self._bar = Progress(*columns, console=self.console, expand=True)
-            self._task = self._bar.add_task(title, total=total, completed=done, words="")
+            self._task = self._bar.add_task(self.title, total=total, completed=done, words="")
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -69,13 +77,13 @@ class Display:
         if self._bar:
             room = self.console.width - len(f"{self.title}  100% 0:00:00  {words}")
             self._line.bar_width = min(max(room, 1), WIDEST)
-            self._bar.update(self._task, completed=done, total=self.total, words=words)
+            self._bar.update(self._task, completed=done, total=self.total, words=visible(words))
         elif time.monotonic() - self._last > EVERY or done == self.total:
             self._last = time.monotonic()
-            self.console.print(f"{self.title} {done}/{self.total}  {words}  {self.left()}", markup=False)
+            self.tell(f"{self.title} {done}/{self.total}  {words}  {self.left()}")
 
     def tell(self, words: str) -> None:
-        self.console.print(words, markup=False)
+        self.console.print(visible(words))
 
     def left(self) -> str:
         """Time left at the pace so far."""

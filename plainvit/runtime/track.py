@@ -1,5 +1,6 @@
 """Metrics to TensorBoard and Weights & Biases, where they are installed: a function that takes each line of metrics."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def _wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]], No
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError("--track wandb needs it: pip install 'wandb>=0.19'") from error
+    key = re.sub(r"[^\w.-]", "-", folder.name)  # it allows no colon and the like in an id
     run = wandb.init(
-        project="plainvit", name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=to_json(config)
+        project="plainvit", name=folder.name, id=key, resume="allow", dir=str(folder), config=to_json(config)
     )
     return lambda step, values: run.log(values, step=step)

@@ -148,16 +148,16 @@ def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
     return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report))
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
+def _lines(report: Mapping[str, Any]) -> list[str | Text]:
     found, rows = report["means"], report["tasks"]
-    lines: list[str] = []
+    lines: list[str | Text] = []
     for group in GROUPS:
         if group in found:
             of = found[group]
             part = "" if of["tasks"] == of["of"] else f"  ({of['tasks']} of {of['of']} tasks only)"
             lines.append(f"{group:12} {100 * of['mean']:6.2f}{part}")
     if "vtab" in found:
-        return [*lines, f"[bold]{'VTAB-1k':12} {100 * found['vtab']:6.2f}[/bold]"]
+        return [*lines, Text(f"{'VTAB-1k':12} {100 * found['vtab']:6.2f}", style="bold")]
     done = sum(row["state"] == "done" for row in rows.values())
     if done:
         lines.append(f"mean of the {done} tasks that are there: {100 * found['mean_of_those_there']:.2f}")

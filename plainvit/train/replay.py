@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from plainvit.config import Config, from_json
@@ -117,4 +118,5 @@ def table(found: dict[str, Any]) -> RenderableType:
         shown.add_row(f"{words} not finite", first)
     for name, norm in found["largest_gradients"].items():
         shown.add_row(f"|gradient| of {name}", f"{norm:.4g}")
-    return Group(f"[bold]{found['run']}[/bold], step {found['step']}, {len(found['images'])} images", shown)
+    words = f", step {found['step']}, {len(found['images'])} images"
+    return Group(Text.assemble((found["run"], "bold"), words), shown)

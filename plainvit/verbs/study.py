@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from plainvit.config import visible
 from plainvit.verbs.words import fail, show
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _run(
         except (ValueError, OSError) as error:
             failed[one.name] = error
             if len(chosen) > 1 and not quiet:
-                print(f"{one.name}: {_line(error)}", file=sys.stderr)
+                print(f"{one.name}: {visible(_line(error))}", file=sys.stderr)
             continue
         write_page(out)
         if len(chosen) > 1 and not quiet:  # of a single one the summary says it

@@ -5,17 +5,21 @@ import difflib
 import inspect
 import io
 import json as _json
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 import tyro
 from tyro.conf import Positional, arg
 
+from plainvit.config import visible
+
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 Model = Annotated[str, Positional, arg(metavar="MODEL")]
 Data = Annotated[str, Positional, arg(metavar="DATA")]
@@ -110,7 +114,7 @@ def chosen_workers(workers: int) -> int | None:
 
 
 def fail(line: str, code: int) -> NoReturn:
-    print(f"plainvit: {line}", file=sys.stderr)
+    print(f"plainvit: {visible(line)}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -121,7 +125,28 @@ def show(value: object, renderable: "RenderableType | None") -> None:
         return
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names of classes and files are shown as they are
     with console.capture() as shown:  # its own print ends the process with 1 where nobody reads on
-        console.print(renderable)
+        console.print(_Visible(renderable))
     print(shown.get(), end="")
+
+
+class _Visible:
+    """A table or a text whose characters cannot reach the terminal as commands, whoever wrote them."""
+
+    def __init__(self, inner: "RenderableType") -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Segment]":
+        for segment in console.render(self.inner, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def show_records_visibly() -> None:
+    """Log lines name files and classes too. A line is one line, whatever is in it."""
+    logging.getLogger("plainvit").addFilter(_make_visible)
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage().replace("\n", "\\n")), ()
+    return True

@@ -1,0 +1,176 @@
+"""Lists of image files with labels.
+
+labels.csv, labels.jsonl        file,label[,split]; a CSV without a header has these columns in this order
+metadata.csv, metadata.jsonl    file_name,label: Hugging Face's imagefolder
+classes.txt                     fixes the order of the classes where it is next to the list
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from plainvit.config import nearest
+from plainvit.data.decode import DataError
+from plainvit.data.sources import SPLITS, SUFFIXES, AbsentSplit, Files, Source, class_names, order_classes
+
+COLUMNS = {
+    "file": ("file", "file_name", "path", "filename", "image"),
+    "label": ("label", "class"),
+    "split": ("split",),
+}
+LISTS = ("labels.csv", "labels.jsonl")
+METADATA = ("metadata.csv", "metadata.jsonl")
+LIST_LIMIT = 2**30  # bytes
+
+
+class _Row(NamedTuple):
+    line: int
+    file: str
+    label: str
+    split: str
+
+
+def find_list(folder: Path) -> Path | None:
+    """The list in a folder. A metadata file without labels next to class folders describes images, it lists none."""
+    for name in (*LISTS, *METADATA):
+        path = folder / name
+        if path.is_file() and (name in LISTS or _has_labels(path) or not class_names(folder)):
+            return path
+    return None
+
+
+def _has_labels(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        first = file.readline(2**20)
+    return any(name in first for name in COLUMNS["label"])
+
+
+def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[str] | None = None) -> Source:
+    """The images of one split, under `classes` where they are given.
+
+    A row without a split is for training: given to every split, it would be trained on and tested on. In a folder of
+    one split (`folder_of`) all rows belong to it. Without a column of splits, metadata.csv may list train/1.jpg.
+    """
+    rows = _read_rows(path)
+    if path.name in METADATA and not folder_of:
+        rows = [_add_split(row) for row in rows]
+    classes = _find_classes(path, rows) if classes is None else classes
+    number = {name: label for label, name in enumerate(classes)}
+    for row in rows:
+        fault = _find_fault(row, number, folder_of)
+        if fault:
+            raise DataError(f"{path} line {row.line}: {fault}")
+    chosen = [row for row in rows if (row.split or folder_of or "train") in SPLITS[split]]
+    if not chosen:
+        raise AbsentSplit(f"{path} lists no images for the {split} split")
+    return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
+
+
+def list_classes(path: Path) -> list[str]:
+    return _find_classes(path, _read_rows(path))
+
+
+def _find_classes(path: Path, rows: Sequence[_Row]) -> list[str]:
+    return _read_class_list(path.with_name("classes.txt")) or order_classes({row.label for row in rows})
+
+
+def _read_class_list(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    try:
+        names = [name for name in path.read_text(encoding="utf-8-sig").split("\n") if name]
+    except ValueError as error:
+        raise DataError(f"{path} is not in UTF-8: {error}") from error
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} names a class twice")
+    return names
+
+
+def _find_fault(row: _Row, classes: dict[str, int], folder_of: str) -> str:
+    """What is wrong with a row, or nothing."""
+    words = [word for names in SPLITS.values() for word in names]
+    name = Path(row.file)
+    if row.split not in ("", *words):
+        return f"the split {row.split!r} is unknown; {nearest(row.split, words)}"
+    if folder_of and row.split and row.split not in SPLITS[folder_of]:
+        return f"the split {row.split!r} contradicts the folder, which is of the {folder_of} split"
+    if row.label not in classes:
+        return f"the label {row.label!r} is not in classes.txt, or not among the classes of the training images"
+    if "\0" in row.file or not _is_encodable(row.file):
+        return f"{row.file!r} cannot be the name of a file"
+    if name.is_absolute() or ".." in name.parts:
+        return f"{row.file!r} is outside the list's folder"
+    return ""
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
+
+
+def _read_rows(path: Path) -> list[_Row]:
+    if path.stat().st_size > LIST_LIMIT:
+        raise DataError(f"{path} is larger than any list of images ({LIST_LIMIT >> 30} GiB)")
+    rows: list[_Row] = []
+    line = 0
+    with path.open(encoding="utf-8-sig", newline="") as file:  # a spreadsheet puts a byte order mark first
+        try:
+            for line, cells in _csv_cells(file) if path.suffix == ".csv" else _json_cells(file):
+                row = _pick_cells(line, cells)
+                if row is None:
+                    found = f"; it has {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
+                    columns = "the columns are file,label[,split]"
+                    raise DataError(f"{path} line {line} lacks a file or a label: {columns}{found}")
+                rows.append(row)
+        except DataError:
+            raise
+        except (ValueError, csv.Error, RecursionError) as error:
+            reason = getattr(error, "msg", error)  # json's own line number is always 1 here
+            raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
+    return rows
+
+
+def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+    """Rows by the names in the header; a first row that begins with the name of an image is no header."""
+    reader = csv.reader(file)
+    header: list[str] | None = None
+    for cells in reader:
+        if not cells:
+            continue
+        if header is None:
+            headless = len(cells) in (2, 3) and cells[0].lower().endswith(SUFFIXES)
+            header = list(COLUMNS)[: len(cells)] if headless else cells
+            if not headless:
+                continue
+        yield reader.line_num, dict(zip(header, cells, strict=False))
+
+
+def _json_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for line, text in enumerate(file, 1):
+        if text.strip():
+            yield line, json.loads(text)
+
+
+def _pick_cells(line: int, cells: Any) -> _Row | None:
+    """The cells under any of their columns' names; None where a file or a label is missing."""
+    if not isinstance(cells, dict):
+        return None
+    found = {
+        key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
+    }
+    if not all(isinstance(value, str | int) for value in found.values()):
+        return None
+    row = _Row(line, **{key: str(value) for key, value in found.items()})
+    return row if row.file and row.label else None
+
+
+def _add_split(row: _Row) -> _Row:
+    """By the folder that the file is in, as Hugging Face's imagefolder does."""
+    top, inside, _ = row.file.partition("/")
+    named = inside and any(top in names for names in SPLITS.values())
+    return row._replace(split=top) if named and not row.split else row

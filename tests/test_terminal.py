@@ -1,0 +1,119 @@
+"""What others wrote, such as names of classes and files, is shown on a terminal and never acts on it."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from pictures import plant, png
+
+import plainvit
+from plainvit.cli import main
+from plainvit.config import UNPRINTABLE, About, visible
+from plainvit.runtime.display import Display
+
+Capture = pytest.CaptureFixture[str]
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"  # sets the title, clears the screen, writes backwards
+MARKUP = "[red]x[/red][/bold] :cat:"
+
+
+def run(*words: str) -> int:
+    try:
+        main(list(words))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tiny.vit(torch.float32, classes=2)
+    made.about = About(class_names=(HOSTILE, MARKUP))
+    return plainvit.save(made, tmp_path_factory.mktemp("model") / "m.safetensors")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes, an image each and two that cannot be read, all with hostile names."""
+    root = tmp_path_factory.mktemp("photos")
+    plant(root, {f"{HOSTILE}/{HOSTILE}.png": png(1), "[red]x/[red]x.png": png(2)})
+    return plant(root, {f"{HOSTILE}/bad{HOSTILE}.png": b"no", f"{HOSTILE}/[red]bad.png": HOSTILE.encode()})
+
+
+COMMANDS = {
+    "inspect": ("inspect", "MODEL"),
+    "predict": ("predict", "MODEL", "PHOTOS", "--workers", "0"),
+    "predict to a file": ("predict", "MODEL", "PHOTOS", "--workers", "0", "--out", "OUT.csv"),
+    "evaluate": ("evaluate", "MODEL", "--data", "PHOTOS", "--workers", "0", "--out", "OUT"),
+    "data info": ("data", "info", "PHOTOS"),
+    "data check": ("data", "check", "PHOTOS"),
+    "data pack": ("data", "pack", "PHOTOS", "OUT"),
+    "no such file": ("predict", "MODEL", f"{HOSTILE}.png"),
+    "no such data": ("data", "info", f"{HOSTILE}/"),
+    "no such flag": ("data", "info", "PHOTOS", f"--{HOSTILE}"),
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_no_command_prints_what_acts_on_a_terminal(
+    words: tuple[str, ...],
+    model: Path,
+    photos: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    places = {"MODEL": str(model), "PHOTOS": str(photos), "OUT": str(tmp_path / "out")}
+    run(*(places.get(word, word.replace("OUT", places["OUT"])) for word in words))
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err, *caplog.messages):
+        assert not UNPRINTABLE.search(text), text
+    assert printed.out + printed.err
+
+
+def test_markup_in_names_is_shown_and_not_interpreted(model: Path, photos: Path, capsys: Capture) -> None:
+    assert run("inspect", str(model)) == 0
+    assert "[red]x[/red][/bold] :cat:" in " ".join(capsys.readouterr().out.split())
+    assert run("data", "check", str(photos)) == 3
+    assert "[red]bad" in capsys.readouterr().out
+
+
+def test_machines_get_names_as_they_are(model: Path, photos: Path, capsys: Capture) -> None:
+    assert run("inspect", str(model), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["class_names"] == [HOSTILE, MARKUP]
+    assert run("predict", str(model), str(photos), "--workers", "0", "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert f"{photos}/{HOSTILE}/{HOSTILE}.png" in {row["name"] for row in rows}
+    assert {guess["label"] for row in rows for guess in row["guesses"]} == {HOSTILE, MARKUP}
+
+
+def test_a_log_line_is_one_line(capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
+    assert run("--version") == 0
+    logging.getLogger("plainvit").warning("%s is bad", "a\nplainvit: all is well\x1b[2J")
+    assert caplog.messages == ["a\\nplainvit: all is well\\x1b[2J is bad"]
+    capsys.readouterr()
+
+
+def test_a_progress_line_shows_names_as_they_are(capsys: Capture) -> None:
+    with Display(f"features of {HOSTILE}", 1) as display:
+        display.advance(1, HOSTILE)
+        display.tell(f"{MARKUP} {HOSTILE}")
+    text = capsys.readouterr().err
+    assert not UNPRINTABLE.search(text)
+    assert MARKUP in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, päö 日本語 🙂", "plain text, päö 日本語 🙂"),
+        ("two\nlines", "two\nlines"),
+        ("\x1b[31m\r\x07\x7f\x9b", "\\x1b[31m\\r\\x07\\x7f\\x9b"),
+        ("\u202eabc\u2066", "\\u202eabc\\u2066"),
+        ("caf\udce9", "caf\\udce9"),
+    ],
+)
+def test_what_is_shown_of_it(text: str, shown: str) -> None:
+    assert visible(text) == shown
