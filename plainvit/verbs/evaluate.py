@@ -60,7 +60,7 @@ def score(
         raise ValueError(f"--devices is at least 1, got {devices}")
     if antialias and no_antialias:
         raise ValueError("--antialias and --no-antialias contradict each other: give one of them")
-    if no_antialias and interpolation == "lanczos":
+    if no_antialias and pixels.interpolation == "lanczos":
         raise ValueError("--interpolation lanczos always antialiases: remove --no-antialias, or give bilinear")
     if devices > 1 and "RANK" not in os.environ:
         return Processes(devices, 0, device)
