@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,14 @@ def test_paths_in_place_of_images_are_named_as_the_cause(tmp_path: Path) -> None
     save_to_disk(tmp_path / "saved", [None] * 3, [0, 1, 0])
     with pytest.raises(DataError):
         open_source(str(tmp_path / "saved"))
+
+
+def test_an_error_about_parquet_ends_the_command_and_does_not_abort_it(tmp_path: Path) -> None:
+    """Threads of pyarrow outlive the error: what they hold must not need the interpreter, which is ending."""
+    column = pa.array([{"bytes": None, "path": "a.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    pq.write_table(pa.table({"image": column, "label": [0]}), tmp_path / "train.parquet")
+    command = [sys.executable, "-m", "plainvit", "data", "info", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 3
 
 
 # Memory for parquet ---------------------------------------------------------------------------------------------------

@@ -90,10 +90,10 @@ def test_a_run_is_trained_and_resumed_in_a_folder_with_a_colon(here: Path) -> No
 
 OPENERS = {
     *("pq.ParquetFile", "pq.ParquetWriter", "pq.read_table", "pq.write_table", "pq.read_metadata", "pq.read_schema"),
-    *("pq.ParquetDataset", "pa.memory_map", "pa.OSFile", "pa.input_stream", "pa.output_stream", "pa.ipc.open_file"),
+    *("pq.ParquetDataset", "pa.OSFile", "pa.input_stream", "pa.output_stream", "pa.ipc.open_file"),
     *("pa.ipc.open_stream", "pa.csv.read_csv", "pa.csv.write_csv"),
 }
-OPENED = ("file", "opened", "data", "sink", "pa.BufferReader", "row['rows']")  # what pyarrow is given: never a path
+OPENED = ("map_file(", "file", "sink", "row['rows']")  # what pyarrow is given: never a path
 
 
 def test_pyarrow_is_never_given_a_path() -> None:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Names, Source
-from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, split_of, whole_numbers
+from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, map_file, split_of, whole_numbers
 
 UNFINISHED = "UNFINISHED"  # lies in a packed folder until its index is written: half a pack must not look like a whole
 LOST = {  # members that have no bytes of their own, by their length
@@ -52,8 +52,7 @@ def open_tars(folder: Path, split: str) -> Source:
 
 def _read_index(path: Path) -> pa.Table:
     try:
-        with path.open("rb") as file:  # pyarrow takes a path with a colon for a URI
-            table = pq.ParquetFile(file).read()
+        table = pq.ParquetFile(map_file(path)).read()
     except (pa.ArrowException, OSError) as error:
         raise damaged(path, error) from error
     missing = [name for name in INDEXED if name not in table.column_names]

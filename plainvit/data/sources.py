@@ -207,7 +207,7 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
         return generated.digits(split, rest)
     if word == "shapes":
         return generated.shapes(split, rest)
-    if word == "hf":
+    if word == "hf" and rest:
         return tables.open_parquet(tables.fetch(rest), split)
     path = Path(spec)
     if path.is_dir():

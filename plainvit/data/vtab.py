@@ -314,7 +314,7 @@ def _rows(path: Path, column: str) -> Iterator[Record]:
     from plainvit.data.tables import map_file
 
     try:
-        file = pq.ParquetFile(pa.BufferReader(map_file(path)))
+        file = pq.ParquetFile(map_file(path))
         if column not in file.schema_arrow.names:
             raise DataError(f"{path} lacks the column {column} that the task's labels are made of")
         for batch in file.iter_batches(columns=[column]):

@@ -28,6 +28,7 @@ from plainvit.config import Checked, to_json
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
+from plainvit.data.tables import map_file
 from plainvit.disk import make_folder, read_json, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
@@ -255,8 +256,7 @@ def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
     if not file.is_file():
         return None
     try:
-        with file.open("rb") as opened:  # pyarrow takes a path with a colon for a URI
-            table = pq.read_table(opened, columns=["name", "right", "right5", "nll"])
+        table = pq.ParquetFile(map_file(file)).read(["name", "right", "right5", "nll"])
         right, right5, nll = (table[name].to_numpy() for name in ("right", "right5", "nll"))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from plainvit.data.decode import DataError
+from plainvit.data.tables import map_file
 from plainvit.disk import DiskError, read_json, write_atomically, write_text
 
 log = logging.getLogger("plainvit")
@@ -136,9 +137,7 @@ class Parts:
         """All rows, in order."""
         assert len(self.done) == self.count
         for part in range(self.count):
-            with self._path(part).open("rb") as file:
-                table = pq.read_table(file)
-            yield table
+            yield pq.ParquetFile(map_file(self._path(part))).read()
 
     def finish(self) -> None:
         """The output, all of it at once. The parts are then no longer wanted."""
@@ -169,8 +168,7 @@ class Parts:
 
     def _is_whole(self, part: int) -> bool:
         try:
-            with self._path(part).open("rb") as file:
-                return pq.ParquetFile(file).metadata.num_rows > 0
+            return pq.ParquetFile(map_file(self._path(part))).metadata.num_rows > 0
         except (OSError, pa.ArrowException):
             return False
 

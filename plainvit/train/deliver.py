@@ -75,7 +75,7 @@ def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dic
         result = classify(predictor, prepared)
         numbers[name] = result.summary()
         if run.world.first:
-            labels = align(prepared.source, predictor.classes)
+            labels = align(prepared.source, predictor.classes, prepared.source.classes)
             samples = choose_samples(labels, result)
             write_card(make_card(predictor, labels, result, run.world), run.folder.path, labels, result)
     return numbers, samples
