@@ -637,7 +637,7 @@ def test_preprocessing_is_the_models_own_unless_told(tmp_path: Path) -> None:
     settings = {name: value for name, value in own.card.preprocess["settings"].items() if name != "crop"}
     assert told.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
     squashed = {"resize": "squash", "crop": 0.5}
-    with pytest.raises(ValueError, match="goes with --resize crop"):
+    with pytest.raises(ValueError, match="--resize crop"):
         assess(tmp_path / "model.safetensors", str(folder), out=tmp_path / "odd", preprocess=squashed, quiet=True)
     assert own.card.preprocess["hash"] != told.card.preprocess["hash"]
     assert not np.allclose(own.result.nll, told.result.nll)

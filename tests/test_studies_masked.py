@@ -220,7 +220,7 @@ def test_a_fine_tuning_is_measured_with_what_it_began_from(tmp_path: Path, monke
     before, after = tmp_path / "before", tmp_path / "after"
     for folder in (before, after):
         folder.mkdir()
-    (after / "results.json").write_text(json.dumps({"val": {"top1": 0.75, "nll": 1.0}}))
+    (after / "results.json").write_text(json.dumps({"val": {"top1": 0.75, "nll": 1.0, "images": 100}}))
     plainvit.save(build(MODEL).initialise(torch.Generator().manual_seed(5)), before / "model.safetensors")
     monkeypatch.setattr(masked, "JUDGED", 100)
     found = masked.measure(TUNED.replace(model=None, init=str(before)), after)

@@ -786,7 +786,7 @@ def test_preprocessing_of_torchvisions_weights_is_theirs_or_the_other_is_named(
         and round(theirs.crop_size[0] / ours["crop"]) == theirs.resize_size[0]
     )
     assert source.startswith("assumed")
-    assert any("preprocess" in note for note in found.notes)
+    assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)
     assert same or "SWAG_LINEAR" in source
     assert same is (published.name != "IMAGENET1K_SWAG_LINEAR_V1" or name == "vit_h_14")
 
