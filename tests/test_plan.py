@@ -28,7 +28,8 @@ from plainvit import cli, hub
 from plainvit.config import Augment, Config, Model, Optim, ResNetConfig, ViTConfig, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
-from plainvit.models import ResNet, ViT, build, short_attention
+from plainvit.models import ResNet, ViT, build
+from plainvit.models.fast import attention as short_attention
 from plainvit.names import configure, list_models
 from plainvit.planning import cost
 from plainvit.planning.devices import DEVICES, H200
