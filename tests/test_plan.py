@@ -85,14 +85,10 @@ def test_weights_gradients_and_optimizer_state_match_pytorch(name: Any) -> None:
     assert found["gradients"] == sum(p.grad.nbytes for p in optimizers.parameters if p.grad is not None)
 
 
-@pytest.mark.parametrize("changes", [{"frozen": ("blocks.0.*", "embedding.*")}, {"lora": 3}])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_frozen_weights_have_no_gradient_and_no_state(name: Any, changes: dict[str, Any]) -> None:
-    model, optim = build(SMALL), Optim(name=name, **changes)
-    assert isinstance(model, ViT)
+def test_frozen_weights_have_no_gradient_and_no_state(name: Any) -> None:
+    model, optim = build(SMALL), Optim(name=name, frozen=("blocks.0.*", "embedding.*"))
     freeze(model, optim.frozen)
-    if optim.lora:
-        add_lora(model, optim.lora, 0)
     optimizers = take_step(model, optim)
     found = memory(Step(model=SMALL, images=1, optim=optim))
     assert found["gradients"] == sum(p.nbytes for p in optimizers.parameters)
@@ -258,13 +254,11 @@ def test_the_micro_batch_is_the_one_that_training_chooses(largest: int, monkeypa
     assert choose_micro_batch(Step(model=SMALL, images=100), tiny_device) == found
 
 
-def test_a_given_micro_batch_that_does_not_fit_has_no_time() -> None:
-    mode = plan(recipe("vit-l16-i21k").replace(micro_batch=2048), on="h200")["modes"]["single"]
-    assert (mode["micro_batch"], mode["fits"]) == (2048, False)
-    assert "seconds" not in mode
+def test_a_step_that_does_not_fit_has_no_time() -> None:
     giant = Config(model=configure("ViT-G/14", image_size=2800), batch=2, steps=1)
     mode = plan(giant, on="h100")["modes"]["single"]
     assert (mode["micro_batch"], mode["fits"], mode["largest_micro_batch"]) == (1, False, 0)
+    assert "seconds" not in mode
 
 
 def test_fsdp_holds_a_shard_of_what_ddp_holds() -> None:
@@ -333,6 +327,7 @@ def test_executed_macs_are_all_macs_without_the_fast_path(name: str) -> None:
     fast = sum(executed_macs(Step(model=model, images=1, fast_path=True)))
     reads_one_token = isinstance(model, ViTConfig) and model.reads_one_token
     assert (fast < cost.macs(model)) == reads_one_token
+    assert all(seconds >= 0 for seconds in step_seconds(Step(model=model, images=64), H200).values())
 
 
 def test_self_supervision_computes_the_last_block_for_all_tokens() -> None:
@@ -375,25 +370,11 @@ def test_accumulated_gradients_are_exchanged_once() -> None:
     assert exposed_communication(step, H200, 0.0) == exposed_communication(at_once, H200, 0.0)
 
 
-def test_more_devices_are_faster_and_cost_more_device_hours() -> None:
-    config = recipe("vit-l16-i21k")
-    one, eight, many = (plan(config, on="h200", devices=n)["modes"] for n in (1, 8, 512))
-    assert one["single"]["hours"] > eight["ddp"]["hours"] > many["ddp"]["hours"]
-    assert one["single"]["device_hours"] < eight["ddp"]["device_hours"] < many["ddp"]["device_hours"]
-
-
 def test_other_devices_are_scaled_and_say_so() -> None:
     assert [name for name, device in DEVICES.items() if "not measured" not in device.origin] == ["h200"]
     assert H200.slowdown == 1
     assert 1 < DEVICES["h100"].slowdown < DEVICES["a100-80"].slowdown < 989 / 312
     assert plan(recipe("cifar10"), on="a100")["on"] == "a100-80"
-
-
-@pytest.mark.parametrize("name", list_models())
-def test_every_named_model_can_be_planned(name: str) -> None:
-    mode = plan(Config(model=configure(name), batch=64, steps=10), on="h200")["modes"]["single"]
-    assert mode["fits"]
-    assert mode["images_per_second"] > 0
 
 
 def test_measured_steps_replace_the_estimate() -> None:

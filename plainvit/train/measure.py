@@ -42,7 +42,7 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
                 seconds.append(line["seconds"])
                 run.progress.step += 1
                 display.advance(run.progress.step, f"{1000 * line['seconds']:,.1f} ms")
-    name = torch.cuda.get_device_name() if run.loader.device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name(run.loader.device) if run.loader.device.type == "cuda" else "cpu"
     on_cpu = name == "cpu"
     config = config.replace(
         precision="fp32" if run.dtype is torch.float32 else config.precision,
