@@ -21,18 +21,18 @@ from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.splits import open_splits
 from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
-from plainvit.models.fp8 import why_not
-from plainvit.models.optimise import FP8, PLAIN, Way, lowered, prepared, ways_on
+from plainvit.models.fast.fp8 import why_not
+from plainvit.models.fast.inference import FP8, PLAIN, Choice, cast_model, compile_call, list_choices
 
 BATCH = 250  # divides 10,000: each other size would be compiled anew
 
 
-def ways(device: str, left_out: list[str]) -> list[Way]:
+def ways(device: str, left_out: list[str]) -> list[Choice]:
     """The plain one first, then one a precision."""
     reason = why_not(torch.device(device))
     if reason:
         tell(reason, left_out)
-    found = (*ways_on(torch.device(device)), *(() if reason else FP8))
+    found = (*list_choices(torch.device(device)), *(() if reason else FP8))
     return [PLAIN, *(way for way in found if way.code == "compiled" and way.precision != "fp32")]
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     plain = labels
     for way in ways(predictor.device, left_out):
-        found = answers(prepared(lowered(predictor.model, way), way, "forward"), batches)
+        found = answers(compile_call(cast_model(predictor.model, way), way, "forward"), batches)
         plain = found if way == PLAIN else plain
         same, right = int((found == plain).sum()), int((found == labels).sum())
         agreement = {"agreement": same / len(labels), "interval": wilson(same, len(labels))}

@@ -1,8 +1,6 @@
 """Short attention beside PyTorch's fused kernels, forward and backward, at the shapes of ViTs.
 
     python -m bench.attention --json attention.json     every system at every shape, bf16, on a CUDA device
-    python -m bench.attention --sweep                   times the candidates of plainvit.models.short_attention instead,
-                                                        and prints the best as lines for its table TILES
 
 Packed qkv in, tokens out; backward: from their gradient to that of the packed qkv. PyTorch's kernels want q, k and v
 apart: their time includes the views, permutes and copies that eager PyTorch makes for that, and is given without them
@@ -16,7 +14,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.measure import first_line, interleaved, machine, said, show, summary, tell, write
-from plainvit.models import short_attention as short
-from plainvit.models.short_attention import Launch, short_attention, unfit
+from plainvit.models.fast.attention import short_attention, unfit
 
 PASSES = ("forward", "backward", "both")
 LASTS = 20_000  # microseconds of calls in one measurement, about
@@ -223,116 +220,11 @@ def table(rows: Sequence[dict[str, Any]], copied: float) -> None:
         show(f"{shape}, bf16; a copy moves {copied:.0f} GB/s", columns, lines, left=("pass", "system"))
 
 
-# The sweep ------------------------------------------------------------------------------------------------------------
-
-
-def candidates(shape: Shape) -> dict[str, dict[Launch, Callable[[], Tensor]]]:
-    """kernel -> launch -> a call that returns what it wrote."""
-    qkv, grad = (tensor.detach() for tensor in inputs(shape))
-    tiles = short.choose(shape.tokens, shape.width)
-    out, lse = short.run_forward(qkv, shape.heads, tiles.forward)
-    dqkv, delta = torch.zeros_like(qkv), torch.empty_like(lse)
-    short.run_queries(grad, qkv, out, lse, delta, dqkv, shape.heads, tiles.queries)
-
-    def queries(launch: Launch) -> Tensor:
-        short.run_queries(grad, qkv, out, lse, delta, dqkv, shape.heads, launch)
-        return dqkv[..., : out.shape[2]]
-
-    def keys(launch: Launch) -> Tensor:
-        short.run_keys(grad, qkv, lse, delta, dqkv, shape.heads, launch)
-        return dqkv[..., out.shape[2] :]
-
-    def forward(launch: Launch) -> Tensor:
-        return short.run_forward(qkv, shape.heads, launch)[0]
-
-    found = {"forward": (forward, short.FORWARD), "queries": (queries, short.QUERIES), "keys": (keys, short.KEYS)}
-    return {kind: {one: partial(run, one) for one in some} for kind, (run, some) in found.items()}
-
-
-def working(
-    kind: str, runs: dict[Launch, Callable[[], Tensor]], shape: Shape, left_out: list[str]
-) -> dict[Launch, Run]:
-    """Those that compile, run, and agree with the first that does."""
-    kept: dict[Launch, Run] = {}
-    first: Tensor | None = None
-    for launch, run in runs.items():
-        try:
-            found = run().float()
-            torch.cuda.synchronize()
-        except Exception as error:  # whatever the compiler or the driver says, the sweep goes on
-            tell(f"{shape.name}: {kind}: {words_of(launch)}: {first_line(error)}", left_out)
-            continue
-        first = found.clone() if first is None else first
-        if not (found - first).abs().max() <= 0.03 * first.abs().max():
-            tell(f"{shape.name}: {kind}: {words_of(launch)}: WRONG NUMBERS", left_out)
-            continue
-        kept[launch] = run
-    return kept
-
-
-def words_of(launch: Launch) -> str:
-    """As it is written in the table: what is not the default."""
-    named = [f"{f.name}={getattr(launch, f.name)}" for f in fields(Launch)[2:] if getattr(launch, f.name) != f.default]
-    return f"Launch({', '.join([str(launch.rows), str(launch.keys), *named])})"
-
-
-def sweep(shapes: Sequence[Shape], repeats: int, left_out: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each candidate of each kernel, and the best of each shape as a line of TILES."""
-    rows, lines = [], []
-    for shape in shapes:
-        best: dict[str, tuple[float, Launch]] = {}
-        for kind, every in candidates(shape).items():
-            runs = working(kind, every, shape, left_out)
-            if not runs:
-                continue
-            found = timed(runs, repeats)
-            some = [
-                {
-                    "shape": str(shape),
-                    "kernel": kind,
-                    "launch": words_of(one),
-                    "unit": "microseconds",
-                    **summary(values),
-                }
-                for one, values in sorted(found.items(), key=lambda pair: statistics.median(pair[1]))
-            ]
-            best[kind] = min(
-                ((statistics.median(values), one) for one, values in found.items()), key=lambda pair: pair[0]
-            )
-            shown = [[row["launch"], f"{row['median']:.0f}", f"{row['least']:.0f}-{row['most']:.0f}"] for row in some]
-            show(f"{shape}, {kind}", ("launch", "µs", "spread"), shown, left=("launch",))
-            rows += some
-        lines += [line for line in [line_of(shape, best)] if line]
-        torch.cuda.empty_cache()
-    return rows, lines
-
-
-def timed(runs: Mapping[Launch, Run], repeats: int) -> dict[Launch, list[float]]:
-    """In turns, as bench.measure.interleaved does, without a line a measurement: there are hundreds."""
-    counts = {one: calls(run) for one, run in runs.items()}
-    found: dict[Launch, list[float]] = {one: [] for one in runs}
-    for _ in range(repeats):
-        for one, run in runs.items():
-            found[one].append(microseconds(run, counts[one]))
-    return found
-
-
-def line_of(shape: Shape, best: Mapping[str, tuple[float, Launch]]) -> str | None:
-    """`(most tokens, head width): Tiles(...),`."""
-    if not {"forward", "queries", "keys"} <= set(best):
-        return None
-    most = next(most for most, width in short.TILES if width == shape.width and shape.tokens <= most)
-    launches = ", ".join(words_of(best[kind][1]) for kind in ("forward", "queries", "keys"))
-    took = " + ".join(f"{best[kind][0]:.0f}" for kind in ("forward", "queries", "keys"))
-    return f"({most}, {shape.width}): Tiles({launches}),  # {took} µs at {shape}"
-
-
 # Command --------------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="time the candidates of our kernels against each other")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="some of them, by name")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the rows and the machine here")
@@ -349,13 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"bench.attention: {reason}\n")
     left_out: list[str] = []
     found: dict[str, Any] = {"command": said("bench.attention", arguments), "machine": machine(), "left_out": left_out}
-    if words.sweep:
-        shapes = [shape for shape in shapes if shape.name != "L/16"]  # B/16's line of the table
-        found["rows"], found["best"] = sweep(shapes, words.repeats, left_out)
-        print("\n".join(["best, as lines of TILES:", *found["best"]]))
-    else:
-        found["copy_gigabytes_per_second"], found["rows"] = measure(shapes, words.repeats, left_out)
-        table(found["rows"], found["copy_gigabytes_per_second"])
+    found["copy_gigabytes_per_second"], found["rows"] = measure(shapes, words.repeats, left_out)
+    table(found["rows"], found["copy_gigabytes_per_second"])
     if words.json:
         write(words.json, {"title": "short attention", **found})
 

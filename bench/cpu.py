@@ -37,7 +37,7 @@ from bench.infer import (  # noqa: E402
 )
 from bench.measure import ceilings, machine, percent, said, show, tell, write  # noqa: E402
 from plainvit.config import ViTConfig  # noqa: E402
-from plainvit.models.optimise import cpu_computes_bf16  # noqa: E402
+from plainvit.models.fast.inference import cpu_computes_bf16  # noqa: E402
 from plainvit.names import configure  # noqa: E402
 from plainvit.planning.cost import macs  # noqa: E402
 

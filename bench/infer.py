@@ -8,7 +8,7 @@ Images are on the device already: uint8 for plainvit, which normalises them itse
 
 as shipped   eager, fp32 weights under bf16 autocast; plainvit's is its Predictor
 compiled     bf16 weights, torch.compile, cuDNN's attention off
-fp8          plainvit's compiled form with the blocks' products in fp8, where the GPU has them (plainvit.models.fp8)
+fp8          plainvit's compiled form with the blocks' matmuls in fp8 (plainvit.models.fast.fp8)
 graph        a compiled form replayed as one CUDA graph; for the latency alone
 
 "off" is the greatest difference of a logit from plainvit's in fp32, over the greatest logit. ms is the time between two
@@ -52,8 +52,9 @@ from plainvit.config import ViTConfig
 from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
-from plainvit.models.fp8 import in_fp8, why_not
-from plainvit.models.optimise import frozen
+from plainvit.models.fast import accelerate
+from plainvit.models.fast.fp8 import in_fp8, why_not
+from plainvit.models.fast.inference import pack_weights
 from plainvit.names import configure
 from plainvit.planning.cost import macs
 
@@ -99,11 +100,11 @@ def our_predictor(job: Job) -> Answer:
 
 def our_compiled(job: Job) -> Answer:
     """As plainvit.load(optimise=True) has it: of the last block, what the class token needs."""
-    return _compiled(job.ours().to(job.dtype).take_shortcuts(), job)
+    return _compiled(accelerate(job.ours().to(job.dtype)), job)
 
 
 def our_fp8(job: Job) -> Answer:
-    return _compiled(in_fp8(job.ours(), job.dtype).take_shortcuts(), job)
+    return _compiled(accelerate(in_fp8(job.ours(), job.dtype)), job)
 
 
 def peer_shipped(library: str, job: Job) -> Answer:
@@ -123,7 +124,7 @@ def peer_compiled(library: str, job: Job) -> Answer:
 def _compiled(model: nn.Module, job: Job) -> Answer:
     forward = torch.compile(model, dynamic=False)
     if job.device == "cpu":
-        return frozen(forward)
+        return pack_weights(forward)
 
     def answer(images: Tensor) -> Tensor:
         with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import plainvit
+from plainvit.models.fast import accelerate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +105,7 @@ def test_attention_is_never_cudnn(compiled: bool, posemb: str) -> None:
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 def test_compiled_answers_have_their_own_gelu(activation: str) -> None:
     """Either as a part of the product before it. Seen by the mean where the two forms are furthest apart."""
-    mlp = random_model("ViT-S/16", depth=1, activation=activation).take_shortcuts().blocks[0].mlp.cuda().bfloat16()
+    mlp = accelerate(random_model("ViT-S/16", depth=1, activation=activation)).blocks[0].mlp.cuda().bfloat16()
     torch.nn.init.normal_(mlp.fc1.weight, std=0.06)
     mlp.fc2.weight.data, mlp.fc2.bias.data = torch.eye(384, 1536).to(mlp.fc2.weight), torch.zeros_like(mlp.fc2.bias)
     x = torch.randn(128, 196, 384, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()

@@ -22,7 +22,8 @@ from plainvit.data.loader import Batch
 from plainvit.data.order import uniforms
 from plainvit.models import ViT
 from plainvit.models.masked import Decoder, MaskedViT, check_maskable, hidden_patches
-from plainvit.models.vit import patchify, sincos2d
+from plainvit.models.positions import sincos2d
+from plainvit.models.vit import patchify
 from plainvit.names import configure
 from plainvit.train.masked import SALT, PredictPatches
 
@@ -174,7 +175,7 @@ def answers_for_all(made: PredictPatches, images: Tensor, source: Tensor) -> Ten
     """The linear decoder on every token of a corrupted image, by hand."""
     model = made.model
     assert made.mask is not None
-    x = model.embed_patches(images)
+    x = model.embed_patches(patchify(model.normalise(images).to(model.embedding.weight.dtype), model.config.patch))
     rows = [
         torch.stack([made.mask[0] if s < 0 else one[s] for s in places]) for one, places in zip(x, source, strict=True)
     ]

@@ -13,7 +13,7 @@ from plainvit.evaluate import paper
 from plainvit.models import build
 from plainvit.planning import cost
 from plainvit.planning.devices import H200
-from plainvit.planning.memory import GIB, Step, memory
+from plainvit.planning.memory import Step, memory
 from plainvit.studies import axial, compute, optimisers, scaling, speed
 from plainvit.studies.bases import DOWNSTREAM, base
 from plainvit.studies.runs import run_hash
@@ -382,9 +382,9 @@ def test_a_speed_is_that_of_the_model() -> None:
 @pytest.mark.parametrize("model", [ViTConfig(), ResNetConfig(blocks=(3, 4, 6, 3))])
 def test_the_largest_batch_fills_the_memory(model: ViTConfig | ResNetConfig) -> None:
     most = speed.batch_by_arithmetic(model)
-    room = H200.memory * H200.usable * GIB
-    steps = [Step(model=model, images=2 * n, micro_batch=n, number=4) for n in (most, most + 2)]
-    sizes = [memory(step, H200.kept)["total"] for step in steps]
+    room = H200.usable_bytes
+    steps = [Step(model=model, images=2 * n, micro_batch=n, element_bytes=4) for n in (most, most + 2)]
+    sizes = [memory(step)["total"] for step in steps]
     pixels = 2 * 3 * 224 * 224  # of the whole batch, which lies on the device beside what is counted
     assert sizes[0] - pixels * most < room < sizes[1]
 

@@ -18,7 +18,6 @@ from peers import from_encoder_layer, from_timm, from_torchvision, from_transfor
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer as TorchvisionViT
 from transformers import ViTConfig as TransformersConfig
 from transformers import ViTForImageClassification
@@ -254,70 +253,6 @@ def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) ->
     assert trace.pop("block0/values").dtype is torch.bfloat16  # the products do run in bf16
     assert len(trace) == 5
     assert {x.dtype for x in trace.values()} == {torch.float32}
-
-
-def test_shortcuts_make_the_residual_stream_as_short_as_the_products() -> None:
-    """Whatever is added to it, and the same results but for rounding; a trace, and a pass in fp32, change nothing."""
-    for settings in ({"registers": 2}, {"pool": "average"}, {"posemb_at": "every"}, {"posemb": "sincos2d"}):
-        model, images = tiny.vit(torch.float32, **settings), tiny.images(dtype=torch.float32)
-        whole = model(images)
-        with torch.autocast("cpu", torch.bfloat16):
-            long = model(images)
-            model.take_shortcuts()
-            seen: list[torch.dtype] = []
-            for block in model.blocks:
-                block.register_forward_hook(lambda _, __, x, seen=seen: seen.append(x.dtype))
-            short = model(images)
-            assert set(seen) == {torch.bfloat16}
-            assert model(images, Trace("embedded")).dtype is long.dtype
-        torch.testing.assert_close(short, long, rtol=0, atol=0.05)
-        assert not torch.equal(short, long)
-        torch.testing.assert_close(model(images), whole, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *(
-            {},
-            {"representation": 9},
-            {"registers": 2},
-            {"layer_scale": 0.3},
-            {"norm_pooled": True},
-            {"posemb_at": "every"},
-        ),
-        *(
-            {"pool": "average"},
-            {"distillation": True},
-            {"norm": "post"},
-            {"posemb": "relative"},
-        ),  # these have no shortcut
-    ],
-)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_shortcuts_change_nothing(settings: dict[str, Any], recompute: bool) -> None:
-    """Logits and all gradients, in float64; and the last block does less where only the class token is read."""
-    model, images = tiny.vit(**settings), tiny.images()
-    model.recompute = recompute
-    seen: list[int] = []
-    model.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
-    results = []
-    for wanted in (False, True):
-        model.zero_grad()
-        logits = model.take_shortcuts(wanted)(images)
-        assert isinstance(logits, Tensor)
-        logits.square().sum().backward()
-        features = model.features(images)
-        assert isinstance(features, Tensor)
-        results.append([logits, features, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(results[0]) == len(results[1])
-    for plain, short in zip(*results, strict=True):
-        torch.testing.assert_close(short, plain, rtol=1e-10, atol=1e-12)
-    alone = not {"pool", "distillation", "norm"} & set(settings) and settings.get("posemb") != "relative"
-    assert (seen[0], seen[-1]) == (model.config.tokens, 1 if alone else model.config.tokens)
-    trace = Trace("block*/tokens")
-    torch.testing.assert_close(model(images, trace), results[1][0])
-    assert trace["block2/tokens"].shape[1] == model.config.tokens, "a trace sees the last block whole"
 
 
 # Patches and positions ------------------------------------------------------------------------------------------------
@@ -629,56 +564,6 @@ def test_stochastic_depth_drops_whole_samples_at_linear_rates(settings: dict[str
         assert (branch.mean(0) - whole[0]).abs().max() <= whole.abs().max() * error / (1 - rate) + 1e-12
         both = torch.stack(list(dropped.values())).all(0).double().mean().item()
         assert abs(both - rate**2) <= 5 * (rate**2 / samples) ** 0.5  # the two branches are dropped independently
-
-
-def test_stochastic_depth_that_skips_the_work() -> None:
-    """Three of ten images go without a branch, each as often as the others; the rest get 1/0.7 of it."""
-    block = tiny.vit(depth=3, stochastic_depth=0.3).take_shortcuts().blocks[2]
-    x, found, dropped = torch.rand(1, 5, 48, dtype=torch.float64).expand(10, -1, -1), [], []
-    whole = block.eval().mlp(block.norm2(x[:1]))
-    torch.manual_seed(0)
-    for residual in (block.residual1, block.residual2):
-        for _ in range(500):
-            found.append(residual.train().plus_some(x, lambda some: block.mlp(block.norm2(some))) - x)
-            dropped.append((found[-1] == 0).flatten(1).all(1))
-            assert int(dropped[-1].sum()) == 3
-            kept = found[-1][~dropped[-1]]
-            torch.testing.assert_close(kept, (whole / 0.7).expand_as(kept), rtol=0, atol=1e-12)
-    share = torch.stack(dropped).double().mean(0)  # of each place in the batch
-    assert (share - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
-
-
-@pytest.mark.parametrize("images", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("rate", [0.2, 0.3, 0.5, 0.9])
-def test_skipping_keeps_every_image_at_the_exact_rate(images: int, rate: float) -> None:
-    """In micro-batches of any size, of one image too: B (1 - rate) of them rounded up or down, and 1 / (1 - rate)."""
-    residual = Residual(tiny.vit().config, rate).train()
-    x, draws = torch.ones(images, 1, 1, dtype=torch.float64), 2000
-    torch.manual_seed(0)
-    added = torch.stack([residual.plus_some(x, lambda some: some) - x for _ in range(draws)]).flatten(1)
-    kept = added != 0
-    assert torch.allclose(added[kept], torch.tensor(1 / (1 - rate), dtype=torch.float64), rtol=1e-12)
-    assert set(kept.sum(1).tolist()) <= {math.floor(images * (1 - rate) + 1e-9), math.ceil(images * (1 - rate) - 1e-9)}
-    error = 5 * (rate * (1 - rate) / draws) ** 0.5
-    assert (kept.double().mean(0) - (1 - rate)).abs().max() < error  # of each place in the batch
-
-
-def test_skipping_begins_at_its_rate_whatever_the_micro_batch() -> None:
-    blocks = tiny.vit(depth=4, stochastic_depth=0.33).take_shortcuts().train().blocks  # 0, 0.11, 0.22, 0.33
-    assert [block.residual1.skipping for block in blocks] == [False, False, True, True]
-    assert not any(block.residual1.skipping for block in blocks.eval())
-
-
-def test_skipping_saves_the_flops_and_the_gradient() -> None:
-    images, flops = tiny.images(20, dtype=torch.float32), []
-    for wanted in (False, True):
-        model = tiny.vit(torch.float32, depth=3, stochastic_depth=0.6, pool="average").train().take_shortcuts(wanted)
-        with FlopCounterMode(display=False) as counter:
-            model(images).sum().backward()
-        flops.append(counter.get_total_flops())
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    saved = 1 - flops[1] / flops[0]
-    assert 0.2 < saved < 0.3  # rates of 0, 0.3 and 0.6 over three blocks, less what is outside of them
 
 
 # Seeds and places -----------------------------------------------------------------------------------------------------

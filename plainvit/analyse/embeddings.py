@@ -13,8 +13,9 @@ from torch import Tensor
 
 from plainvit.analyse.attention import check_place
 from plainvit.models import ResNet, ViT
+from plainvit.models.positions import Positions
 from plainvit.models.resample import resample_table
-from plainvit.models.vit import Block, Positions
+from plainvit.models.vit import Block
 
 TILES = 28  # as many as the paper shows
 

@@ -3,6 +3,7 @@
 create("ViT-B/16")  create("R50x1+ViT-B/16")  create("BiT-R152x4")  create("Axial-ViT-B/32", classes=10)
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -48,3 +49,8 @@ def create(
     model = model.to(dtype).to_empty(device=device)
     chosen = None if seed is None or torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
     return model.initialise(chosen)
+
+
+def has_fast_path() -> bool:
+    """Whether `models/fast` is installed; without it every model runs as plain PyTorch."""
+    return importlib.util.find_spec("plainvit.models.fast") is not None

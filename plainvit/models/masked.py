@@ -16,12 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
-from plainvit.models.initialise import initialise_vit
-from plainvit.models.vit import ALL, Block, ViT, shorten, sincos2d, take
+from plainvit.models.init import initialise_vit
+from plainvit.models.positions import sincos2d
+from plainvit.models.vit import Block, ViT, patchify
 
 Objective = Literal["masked", "mae", "simmim"]
 COLOURS = 512  # 3 bits of each of red, green and blue
 CELLS = {"colour": 1, "colours16": 4}  # a side of the grid of colours in a patch
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """The rows of x [B, n, D] at places [B, s]: [B, s, D]."""
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def hidden_patches(config: ViTConfig, masked: Masked) -> int:
@@ -102,9 +108,13 @@ class Decoder(nn.Module):
         # Blocks do not mind the order of tokens: the hidden ones stay last, and it is the positions that move
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
         x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
-        for layer, block in enumerate(self.blocks, 1):
-            x = block(x, keep=slice(-hidden, None) if layer == len(self.blocks) else ALL)
-        return self.answer(self.norm(x))  # [B, k, out]
+        return self.answer(self.norm(self.decode(x, hidden)))  # [B, k, out]
+
+    def decode(self, x: Tensor, hidden: int) -> Tensor:
+        """Tokens [B, prefix + n, D] through all blocks; those of the hidden patches: [B, k, D]."""
+        for block in self.blocks:
+            x = block(x)
+        return x[:, -hidden:]
 
 
 class MaskedViT(nn.Module):
@@ -121,7 +131,6 @@ class MaskedViT(nn.Module):
         self.register_buffer("squares", squares(*config.grid, masked.unit), persistent=False)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)
-        shorten(self.decoder, model.shortcuts)
         self.initialise()
 
     @torch.no_grad()
@@ -153,16 +162,34 @@ class MaskedViT(nn.Module):
             return self.decoder(self.encode_visible(images, order), order, self.hidden)
         assert source is not None
         # A patch's embedding is linear in its own pixels: to move the pixels is to move the embedding
-        x = self.model.embed_patches(images, places=source.clamp(min=0))  # [B, n, D]
-        x = torch.where((source < 0).unsqueeze(-1), self.mask.to(x.dtype), x)
-        x = self._encode(self.model.place(x))
+        x = self._embed(images, source.clamp(min=0))  # [B, n, D]
+        x = self.model.prepend_tokens(torch.where((source < 0).unsqueeze(-1), self.mask.to(x.dtype), x))
+        if self.model.positions and self.model.config.posemb_at == "stem":
+            x = self.model.positions[0](x)
+        x = self._encode(self.model.dropout(x))
         return self.decoder(take(x[:, self.model.config.prefix :], order[:, : self.hidden]))
 
     def encode_visible(self, images: Tensor, order: Tensor) -> Tensor:
         """MAE's encoder: what is hidden never enters, not even the embedding. [B, prefix + n - k, D]."""
         visible = order[:, self.hidden :]
-        x = self.model.embed_patches(images, places=visible)
-        return self._encode(self.model.place(x, places=visible))
+        x = self.model.prepend_tokens(self._embed(images, visible))
+        if self.model.positions:
+            x = x + self._positions_of(visible, x)
+        return self._encode(self.model.dropout(x))
+
+    def _embed(self, images: Tensor, places: Tensor) -> Tensor:
+        """The embeddings of the patches at `places` [B, s] alone: [B, s, D]."""
+        self.model.check_images(images)
+        pixels = self.model.normalise(images).to(self.model.embedding.weight.dtype)
+        return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), places))
+
+    def _positions_of(self, places: Tensor, like: Tensor) -> Tensor:
+        """The vectors of the tokens before the patches and of the patches at `places`: [B, prefix + s, D]."""
+        positions = self.model.positions[0]
+        first = torch.arange(positions.prefix, device=places.device).expand(len(places), -1)
+        # A copy for each image: gradients of one shared table would add up in any order on a GPU
+        table = positions.token_table().to(like.dtype).expand(len(places), -1, -1)
+        return take(table, torch.cat((first, places + positions.prefix), 1))
 
     def _encode(self, x: Tensor) -> Tensor:
         """All tokens are normed, also where the model norms a pooled vector: here nothing is pooled."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import nearest, pair
-from plainvit.models.constant import fill_constants
+from plainvit.models.buffers import fill_buffers
 from plainvit.models.vit import ViT
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -73,9 +73,9 @@ def resize(
             weights[name] = _resample_positions(name, weight, old.grid, new.grid, method)
     with torch.device("meta"):
         resized = ViT(new)
-    fill_constants(resized, model.embedding.weight.device)
+    fill_buffers(resized, model.embedding.weight.device)
     resized.load_state_dict(weights, assign=True)
-    resized.about, resized.recompute = model.about, model.recompute
+    resized.about = model.about
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, parameter in resized.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -13,12 +13,11 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from plainvit import device
 from plainvit.config import About, ResNetConfig
-from plainvit.models.constant import Normalise
-from plainvit.models.initialise import initialise_resnet
+from plainvit.models.buffers import Normalise
+from plainvit.models.init import initialise_resnet
 from plainvit.models.trace import Trace, note
 
 
@@ -100,7 +99,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.config, self.recompute = config, False  # stages again in the backward pass
+        self.config = config
         c = 64 * config.widen
         self.root = StdConv(config, config.channels, c, 7, 2)
         self.root_norm = None if config.preactivation else group_norm(config, c)
@@ -118,9 +117,8 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor, trace: Trace | None = None) -> Tensor:
         x = note(trace, "root", self.pool_root(self.root(x)))  # [B, 64 * widen, H/4, W/4]
-        again = self.recompute and trace is None and torch.is_grad_enabled()
         for number, stage in enumerate(self.stages, 1):
-            x = checkpoint(stage, x, use_reentrant=False) if again else note(trace, f"stage{number}", stage(x))
+            x = note(trace, f"stage{number}", stage(x))
         return x if self.norm is None else F.relu(self.norm(x))
 
     def pool_root(self, x: Tensor) -> Tensor:

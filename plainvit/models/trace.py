@@ -47,13 +47,13 @@ def note(trace: Trace | None, name: str, x: Tensor) -> Tensor:
     return x
 
 
-def constant(function: Callable) -> Callable:
-    """Run for real while the compiler traces: torch.compiler.assume_constant_result, which would load the compiler."""
+def assume_constant_result(function: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result, without importing the compiler: called once, while it traces."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
-@constant
+@assume_constant_result
 def _refuse_compiled() -> None:
     """A plain raise would be swallowed and the model silently run eagerly."""
     raise ValueError("a trace needs the eager model: call the model itself, not its torch.compile'd form")

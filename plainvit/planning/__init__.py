@@ -1,9 +1,10 @@
-"""A config -> what it will cost, by arithmetic alone.
+"""Config -> cost: FLOPs, memory and time of a training run, computed without running it.
 
-cost        parameters, multiply-adds, the paper's training compute
-memory      of a training step, part by part; the largest batch that fits
-step_time   by a roofline over the rates of devices
-ranks       what one rank of many would hold and send: sharding, simulated
-shapes      of published models, by their names: nothing is fetched for a plan
-plan        all of it for a run: `plainvit plan`
+cost        parameters, multiply-adds, training FLOPs
+memory      bytes of a training step on one device, by purpose
+devices     peak rates, memory and links of the known GPUs
+step_time   seconds of a training step, from steps measured on an H200
+datasets    images and classes of known datasets
+shapes      models of published weights, by name, without a download
+plan        all of it for one run: `plainvit plan`
 """

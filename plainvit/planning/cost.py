@@ -1,8 +1,8 @@
-"""What a model costs, by arithmetic on its config alone: parameters, multiply-adds, the paper's training compute.
+"""Cost of a model, computed from its config: parameters, multiply-adds, training FLOPs.
 
     plainvit models
 
-The tests hold these counts equal to the built model's own parameters and to PyTorch's FLOP counter on it.
+The tests compare these counts with the parameters of the built model and with PyTorch's FLOP counter.
 """
 
 from collections.abc import Iterator
@@ -17,44 +17,33 @@ JFT_IMAGES = 303_000_000
 SMALL_STEP = 1e14  # FLOPs
 # Table 6: epochs of JFT-300M that the paper pre-trained each model for
 PAPER_EPOCHS: dict[str, tuple[int, ...]] = {
-    "ViT-B/32": (7,),
-    "ViT-B/16": (7,),
-    "ViT-L/32": (7,),
-    "ViT-L/16": (7, 14),
-    "ViT-H/14": (14,),
-    "BiT-R50x1": (7,),
-    "BiT-R50x2": (7,),
-    "BiT-R101x1": (7,),
-    "BiT-R152x1": (7,),
-    "BiT-R152x2": (7, 14),
-    "BiT-R200x3": (14,),
-    "R50x1+ViT-B/32": (7,),
-    "R50x1+ViT-B/16": (7,),
-    "R50x1+ViT-L/32": (7,),
-    "R50x1+ViT-L/16": (7, 14),
+    **dict.fromkeys(("ViT-B/32", "ViT-B/16", "ViT-L/32", "BiT-R50x1", "BiT-R50x2", "BiT-R101x1", "BiT-R152x1"), (7,)),
+    **dict.fromkeys(("R50x1+ViT-B/32", "R50x1+ViT-B/16", "R50x1+ViT-L/32"), (7,)),
+    **dict.fromkeys(("ViT-L/16", "BiT-R152x2", "R50x1+ViT-L/16"), (7, 14)),
+    **dict.fromkeys(("ViT-H/14", "BiT-R200x3"), (14,)),
 }
 
 
 def parameters(config: Model) -> int:
-    """Learned numbers in the model."""
+    """Trainable values of the model."""
     return _vit_parameters(config) if isinstance(config, ViTConfig) else _resnet_parameters(config)
 
 
 def macs(config: Model) -> int:
-    """Multiply-adds of one image's forward pass in matrix products, convolutions and attention."""
+    """Multiply-adds of one image's forward pass in matmuls, convolutions and attention."""
     return _vit_macs(config) if isinstance(config, ViTConfig) else _resnet_macs(config)
 
 
 def is_small(config: Model, images: int) -> bool:
-    """Whether a host that starts a step's kernels one by one costs much of it: then they are started as CUDA graphs.
+    """Whether a training step is short enough for kernel launches to matter, so that CUDA graphs are worth it.
 
-    A large GPU is done with such a step in 200 ms at most, of which the host costs 2 or 3 (L/16, batch 256, an H200).
+    An H200 needs at most 200 ms for such a step, of which launches cost 2 to 3 (L/16, batch 256).
     """
     return 6 * macs(config) * images < SMALL_STEP
 
 
 def training_exaflops(config: Model, images: float) -> float:
-    """Compute to train on that many images: 2 FLOPs a multiply-add, and a backward pass of twice the forward."""
+    """Compute to train on that many images: 2 FLOPs per multiply-add, a backward pass of twice the forward pass."""
     return 3 * 2 * macs(config) * images / 1e18
 
 
@@ -62,7 +51,7 @@ def summary(name: str, image_size: int = 224) -> dict[str, Any]:
     """One row of `plainvit models`."""
     paper = configure(name)  # the paper pre-trained at 224 px
     stride = paper.stride[0] if isinstance(paper, ViTConfig) else 1
-    if image_size % stride:  # a table of many models is not refused for one patch that does not fit
+    if image_size % stride:  # one model that does not fit is a row of the table, not an error
         return {"name": name, "image_size": image_size, "does_not_fit": f"{image_size} px is not divisible by {stride}"}
     config = paper.replace(image_size=pair(image_size))
     count = parameters(config)
@@ -80,7 +69,7 @@ def summary(name: str, image_size: int = 224) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows of `summary` for people."""
+    """The rows of `summary` as a table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("model", style="cyan", no_wrap=True)
     for title in ("tokens", "parameters", f"GMACs at {rows[0]['image_size']}", "fp32 weights", "exaFLOPs"):
@@ -90,8 +79,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             shown.add_row(row["name"], "-", "-", "does not fit", "-", style="dim")
             continue
         paper = " / ".join(f"{value:,.0f}" for value in row["paper_exaflops"].values())
-        numbers = f"{row['parameters']:,}", f"{row['gmacs']:.2f}", f"{row['weights_mib']:,.0f} MiB"
-        shown.add_row(row["name"], str(row["tokens"] or ""), *numbers, paper)
+        cells = f"{row['parameters']:,}", f"{row['gmacs']:.2f}", f"{row['weights_mib']:,.0f} MiB"
+        shown.add_row(row["name"], str(row["tokens"] or ""), *cells, paper)
     return shown
 
 
@@ -136,7 +125,7 @@ def _patch_size(c: ViTConfig) -> int:
     return (c.stem.width if c.stem else c.channels) * c.patch[0] * c.patch[1]
 
 
-def _convolutions(c: ResNetConfig) -> Iterator[tuple[int, int, int, int, bool]]:
+def convolutions(c: ResNetConfig) -> Iterator[tuple[int, int, int, int, bool]]:
     """(kernel, channels in, channels out, output cells, whether a norm of c_out follows) of every convolution."""
     h, w = (-(-side // 2) for side in c.image_size)
     post = not c.preactivation
@@ -157,12 +146,12 @@ def _convolutions(c: ResNetConfig) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 def _resnet_parameters(c: ResNetConfig) -> int:
-    convolutions = sum(k * k * i * o + (2 * o if norm else 0) for k, i, o, _, norm in _convolutions(c))
+    weights = sum(k * k * i * o + (2 * o if norm else 0) for k, i, o, _, norm in convolutions(c))
     # Pre-activation: each unit's first norm has the unit's input channels, and one norm follows the last stage
     inputs = [64 * c.widen] + [256 * c.widen * 2**stage for stage, count in enumerate(c.blocks) for _ in range(count)]
     norms = 2 * sum(inputs) if c.preactivation else 0
-    return convolutions + norms + (c.width * c.classes + c.classes)
+    return weights + norms + (c.width * c.classes + c.classes)
 
 
 def _resnet_macs(c: ResNetConfig) -> int:
-    return sum(k * k * i * o * cells for k, i, o, cells, _ in _convolutions(c)) + c.width * c.classes
+    return sum(k * k * i * o * cells for k, i, o, cells, _ in convolutions(c)) + c.width * c.classes

@@ -1,14 +1,12 @@
-"""Memory of one training step on one device, by arithmetic: weights, what optimisers keep, activations.
+"""Memory of one training step on one device: weights, gradients, optimizer state, activations.
 
-The tests hold it against what PyTorch's optimisers and its backward pass really keep. Letters as in the models:
-N tokens, D width, M mlp_dim, H heads, K classes.
+The tests compare it with what PyTorch's optimizers and its backward pass keep, and with steps measured on an H200.
+Letters as in the models: N tokens, D width, M mlp_dim, H heads.
 """
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Literal
 
 from plainvit.config import Model, Optim, ResNetConfig, ViTConfig
@@ -16,227 +14,193 @@ from plainvit.planning import cost
 from plainvit.planning.devices import Device
 
 GIB = 2**30
-MATRICES = ("weight", "down", "up")  # ends of their names
-Mode = Literal["single", "ddp", "fsdp"]
+RESNET_RECOMPUTED = 0.6  # of the activations at the peak, R50 to R200: the outputs of the stages, and all of one stage
+Parallel = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step on one device: all that its memory and its time follow from."""
+    """One training step on one device: everything that its memory and its time depend on."""
 
     model: Model
     images: int  # on this device
-    micro_batch: int = 0  # of them at once; 0: all
+    micro_batch: int = 0  # images of one forward and backward pass; 0: all
     optim: Optim = field(default_factory=Optim)
-    number: int = 2  # bytes of a number in products and attention: 2 in bf16, 4 in fp32
-    stream: int = 4  # bytes of a number in the residual stream: the weights' fp32 under autocast, or as the products'
-    shortcuts: bool = False  # our kernels, and of the last block what the class token needs
-    pixel: int = 1  # bytes of a number in the images: uint8, or floats once mixed
-    average: bool = False
+    element_bytes: int = 2  # of a value in matmuls and attention: 2 in bf16, 4 in fp32
+    residual_bytes: int = 4  # of a value in the residual stream
+    pixel_bytes: int = 1  # 1 for uint8 images, 4 for mixed ones
+    fast_path: bool = False  # models/fast
+    has_average: bool = False
     recompute: bool = False
     eager: bool = False
-    graphs: bool = False  # a step's kernels are started at once
-    mode: Mode = "single"
+    graphs: bool = False
+    fp8: bool = False
+    parallel: Parallel = "single"
     devices: int = 1
 
     @property
     def size(self) -> int:
+        """Images of a micro-batch."""
         return min(self.micro_batch or self.images, self.images)
 
     @property
-    def lean(self) -> bool:
-        """Whether an MLP's activation is computed again and not kept; of a ReLU what it makes is enough."""
-        relu = isinstance(self.model, ViTConfig) and self.model.activation == "relu"
-        return self.shortcuts and not self.eager and not relu
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches."""
+    def micro_batches(self) -> int:
         return math.ceil(self.images / self.size)
 
+    @property
+    def recomputes_gelu(self) -> bool:
+        """Compiled with the fast path, a GELU is computed again in the backward pass and its output is not saved."""
+        relu = isinstance(self.model, ViTConfig) and self.model.activation == "relu"
+        return self.fast_path and not self.eager and not relu
 
-def memory(step: Step, kept: float = 1.0) -> dict[str, int]:
-    """Bytes of one device by purpose, and the greatest sum of them that stands at one time.
 
-    Gradients grow while activations are given back, so of one micro-batch only the larger of the two counts; with
-    several, gradients wait while the next one's activations are made.
+def memory(step: Step) -> dict[str, int]:
+    """Bytes on one device by purpose, and `total`: the most that exists at the same time.
+
+    Gradients grow while activations are freed, so with one micro-batch only the larger of the two counts; with several,
+    gradients stay while the activations of the next one are computed.
     """
-    count, (trained, matrices) = cost.parameters(step.model), trained_numbers(step.model, step.optim)
-    share = step.devices if step.mode == "fsdp" else 1
+    count, (trained, matrices) = cost.parameters(step.model), count_trained(step.model, step.optim)
+    shards = step.devices if step.parallel == "fsdp" else 1
     found: dict[str, float] = {
-        "weights": 4 * count / share,
-        "gradients": 4 * trained / share,
-        "optimiser": optimiser_bytes(step.optim, trained, matrices) / share,
-        "averaged weights": 4 * count / share if step.average else 0,
-        "bf16 weights": 2 * count if step.number == 2 else 0,
-        "gathered blocks": _gathered(step) if step.mode == "fsdp" else 0,
-        "DDP's buckets": 4 * trained if step.mode == "ddp" else 0,
-        "images": step.images * step.pixel * step.model.channels * math.prod(step.model.image_size),
-        "activations": kept * step.size * stored(step),
-        "working": kept * step.size * _working(step),
+        "weights": 4 * count / shards,
+        "gradients": 4 * trained / shards,
+        "optimizer state": optimizer_bytes(step.optim, trained, matrices) / shards,
+        "averaged weights": 4 * count / shards if step.has_average else 0,
+        "bf16 weights": 2 * count if step.element_bytes == 2 else 0,
+        "gathered blocks": _gathered_bytes(step.model) if step.parallel == "fsdp" else 0,
+        "DDP buckets": 4 * trained if step.parallel == "ddp" else 0,
+        "images": step.images * step.pixel_bytes * step.model.channels * math.prod(step.model.image_size),
+        "activations": step.size * saved_bytes(step),
+        "workspace": step.size * _workspace_bytes(step),
     }
-    late = found["gradients"]
-    early = found["activations"] + found["working"] + (late if step.parts > 1 else 0)
-    total = sum(found.values()) - late - found["activations"] - found["working"] + max(early, late)
-    return {name: round(value) for name, value in (found | {"total": total}).items()}
+    gradients, activations = found["gradients"], found["activations"] + found["workspace"]
+    constant = sum(found.values()) - gradients - activations
+    peak = activations + gradients if step.micro_batches > 1 else max(activations, gradients)
+    return {name: round(value) for name, value in (found | {"total": constant + peak}).items()}
 
 
 def checkpoint_bytes(step: Step) -> int:
-    """Weights, averaged weights and the optimiser, as fp32: what a run goes on from."""
-    count, (trained, matrices) = cost.parameters(step.model), trained_numbers(step.model, step.optim)
-    return 4 * count * (2 if step.average else 1) + optimiser_bytes(step.optim, trained, matrices)
+    """Weights, averaged weights and optimizer state, in fp32."""
+    count, (trained, matrices) = cost.parameters(step.model), count_trained(step.model, step.optim)
+    return 4 * count * (2 if step.has_average else 1) + optimizer_bytes(step.optim, trained, matrices)
 
 
 def largest_micro_batch(step: Step, device: Device) -> int:
-    """Images at once that the device has room for, gradients of earlier ones beside them; 0: not one."""
-    one = memory(replace(step, images=max(step.images, 2), micro_batch=1), device.kept)
-    each = one["activations"] + one["working"]
-    return max(int((device.memory * device.usable * GIB - one["total"] + each) / each), 0)
+    """Most images of a micro-batch that fit on the device next to accumulated gradients; 0: not even one."""
+    one = memory(replace(step, images=max(step.images, 2), micro_batch=1))
+    each = one["activations"] + one["workspace"]
+    return max(int((device.usable_bytes - one["total"] + each) / each), 0)
 
 
-def optimiser_bytes(optim: Optim, trained: int, matrices: int) -> int:
-    """AdamW and LAMB keep two fp32 numbers for each, SGD one, Muon one for the blocks' matrices."""
-    match optim.name:
-        case "sgd":
-            return 4 * trained if optim.momentum else 0
-        case "muon":
-            return 4 * matrices + 8 * (trained - matrices)
-        case _:
-            return 8 * trained
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
-def trained_numbers(model: Model, optim: Optim) -> tuple[int, int]:
-    """(numbers that training changes, of which in matrices of the blocks)."""
-    count, matrices = cost.parameters(model), 0
-    if isinstance(model, ViTConfig):
-        D, M = model.width, model.mlp_dim
-        matrices = layers_of(model) * (4 * D * D + 2 * D * M)
+def optimizer_bytes(optim: Optim, trained: int, matrices: int) -> int:
+    """AdamW and LAMB keep two fp32 values for each weight, SGD one, Muon one for the matrices of the blocks."""
+    if optim.name == "sgd":
+        return 4 * trained if optim.momentum else 0
+    return 8 * trained - (4 * matrices if optim.name == "muon" else 0)
+
+
+def count_trained(model: Model, optim: Optim) -> tuple[int, int]:
+    """(weights that training changes, those of them in matrices of the blocks)."""
     if optim.frozen or optim.lora:
-        return _unfrozen(model, optim)
-    return count, matrices
+        return _count_unfrozen(model, optim)
+    matrices = 0
+    if isinstance(model, ViTConfig):
+        matrices = count_layers(model) * (4 * model.width**2 + 2 * model.width * model.mlp_dim)
+    return cost.parameters(model), matrices
 
 
-def _unfrozen(model: Model, optim: Optim) -> tuple[int, int]:
-    """The same by the names of the built model, which holds no numbers."""
+def _count_unfrozen(model: Model, optim: Optim) -> tuple[int, int]:
+    """The same by the names of the parameters of the model, which is built without storage."""
     import torch
 
     from plainvit.models import build
 
     with torch.device("meta"):
-        named = {name: tuple(p.shape) for name, p in build(model).named_parameters()}
-    named = dict(_low_rank(named, optim.lora)) if optim.lora else named
-    left = {n: shape for n, shape in named.items() if not any(fnmatchcase(n, pattern) for pattern in optim.frozen)}
-    ours = [shape for n, shape in left.items() if "blocks." in n and n.endswith(MATRICES) and len(shape) == 2]
-    return sum(map(math.prod, left.values())), sum(map(math.prod, ours))
+        shapes = {name: p.shape for name, p in build(model).named_parameters()}
+    shapes = {name: s for name, s in shapes.items() if not any(fnmatchcase(name, one) for one in optim.frozen)}
+    matrices = [s for name, s in shapes.items() if "blocks." in name and name.endswith("weight") and len(s) == 2]
+    if not optim.lora:
+        return sum(map(math.prod, shapes.values())), sum(map(math.prod, matrices))
+    thin = sum(optim.lora * sum(shape) for shape in matrices)  # LoRA trains two thin matrices for each, and the head
+    return thin + sum(math.prod(s) for name, s in shapes.items() if name.startswith("head")), thin
 
 
-def _low_rank(named: Mapping[str, tuple[int, ...]], rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What LoRA trains: the head, and a pair of thin matrices for each of the blocks'."""
-    for name, shape in named.items():
-        if name.startswith("head"):
-            yield name, shape
-        elif name.startswith("blocks.") and name.endswith(".weight") and len(shape) == 2:
-            pair = f"{name.removesuffix('weight')}parametrizations.weight.0"
-            yield from ((f"{pair}.down", (rank, shape[1])), (f"{pair}.up", (shape[0], rank)))
+def count_layers(model: ViTConfig) -> int:
+    """An axial block has two."""
+    return model.depth * (2 if model.axial else 1)
 
 
-def layers_of(c: ViTConfig) -> int:
-    return c.depth * (2 if c.axial else 1)
+def _gathered_bytes(model: Model) -> int:
+    """FSDP: two blocks in fp32, a block's gradients before and after the exchange, everything outside the blocks.
 
-
-def stored(step: Step) -> float:
-    """Bytes an image that the forward pass keeps for the backward pass."""
-    model = step.model
-    if isinstance(model, ResNetConfig):
-        stages = _stored_by_stage(model, step)
-        borders = step.number * sum(_stage_outputs(model))
-        return stages[0] + (borders if step.recompute else sum(stages[1:])) + 8 * model.classes
-    stem = sum(_stored_by_stage(model.stem.replace(image_size=model.image_size), step)) if model.stem else 0
-    layers = layers_of(model) - (0.7 if step.shortcuts and model.reads_one_token else 0.0)  # keys and values are left
-    blocks = layers * (step.stream * model.tokens * model.width if step.recompute else _stored_by_block(step))
-    return stem + blocks + _stored_outside(model, step)
-
-
-def _stored_by_block(step: Step) -> float:
-    """Both norms keep their input, the rest what its products need: LN outputs, qkv, heads, fc1 and its activation.
-
-    With shortcuts compiled code computes the activation again (models/vit.py, Mlp).
+    The last stage of a ResNet has most of its weights, so all of them count as one block.
     """
-    c, a = step.model, step.number
-    assert isinstance(c, ViTConfig)
-    N, D, M, H = c.tokens, c.width, c.mlp_dim, c.heads
-    norms = 2 * step.stream * N * D + 2 * 2 * 4 * N  # input; mean and deviation of each token
-    products = 6 * a * N * D + (1 if c.activation == "relu" or step.lean else 2) * a * N * M
-    attention = 4 * H * N  # logarithms of the softmax's sums
-    if c.posemb == "relative":  # its bias, and the weights, which no fused kernel hides then
-        attention += 2 * a * H * N * N + a * N * D
-    scale = 2 * a * N * D if c.layer_scale is not None else 0
-    masks = N * M + 2 * N * D if c.dropout else 0
-    return norms + products + attention + scale + masks
+    count = cost.parameters(model)
+    if isinstance(model, ResNetConfig):
+        return 16 * count
+    one_more = cost.parameters(model.replace(depth=model.depth + 1)) - count
+    return 16 * one_more * model.depth // count_layers(model) + 4 * (count - model.depth * one_more)
 
 
-def _stored_outside(c: ViTConfig, step: Step) -> float:
-    """Patches, the final norm, pooling, and logits beside their targets."""
-    (h, w), D, a = c.grid, c.width, step.number
-    inputs = (c.stem.width if c.stem else c.channels) * c.patch[0] * c.patch[1]
-    norm = 0
-    if c.norm == "pre" and not c.norm_pooled:
-        norm = step.stream * c.tokens * D + 8 * c.tokens
-        norm += 4 * c.tokens * D if a == 4 and c.pool == "token" else 0  # in fp32 the head keeps a view of its output
-    pool = a * (2 * h * w * D + 2 * c.mlp_dim + 6 * D) if c.pool == "attention" else 0
-    mask = c.tokens * D if c.dropout else 0
-    return a * h * w * inputs + norm + pool + mask + a * c.representation + 8 * c.classes
+# Activations ----------------------------------------------------------------------------------------------------------
 
 
-def _stored_by_stage(c: ResNetConfig, step: Step) -> list[float]:
-    """Of the root, then of each stage: every output before its norm and after; TensorFlow's padding copies some."""
-    sums = [_outputs(c.replace(blocks=c.blocks[:count])) for count in range(len(c.blocks) + 1)]
-    each = (2.25 if c.padding == "same" else 2.0) * step.number
-    return [each * (now - before) for before, now in zip([0, *sums], sums, strict=False)]
-
-
-def _outputs(c: ResNetConfig) -> int:
-    """Numbers that the convolutions give for an image."""
-    return sum(o * cells for _, _, o, cells, _ in cost._convolutions(c))
-
-
-def _stage_outputs(c: ResNetConfig) -> list[int]:
-    """Numbers that go from stage to stage."""
-    sides = [[-(-side // (4 * 2**stage)) for side in c.image_size] for stage in range(len(c.blocks))]
-    return [256 * c.widen * 2**stage * math.prod(side) for stage, side in enumerate(sides)]
-
-
-def _working(step: Step) -> float:
-    """Bytes an image that the backward pass needs beside the activations: an MLP's gradients, a block run again."""
+def saved_bytes(step: Step) -> float:
+    """Bytes for each image that the forward pass saves for the backward pass."""
     model = step.model
     if isinstance(model, ResNetConfig):
-        again = max(_stored_by_stage(model, step)[1:], default=0.0) if step.recompute else 0.0
-        return 3 * step.number * max(o * cells for _, _, o, cells, _ in cost._convolutions(model)) + again
-    hidden = 3 if step.lean else 2  # gradients after and before the activation, and that again
-    gradients = hidden * step.number * model.tokens * model.mlp_dim + step.stream * model.tokens * model.width
-    return gradients + (_stored_by_block(step) if step.recompute else 0)
+        return _convolution_bytes(model, step) * (RESNET_RECOMPUTED if step.recompute else 1) + 8 * model.classes
+    stem = _convolution_bytes(model.stem.replace(image_size=model.image_size), step) if model.stem else 0
+    # Where only the class token is read, the fast path saves 0.3 of the last block: its keys and values
+    layers = count_layers(model) - (0.7 if step.fast_path and model.reads_one_token else 0.0)
+    block = step.residual_bytes * model.tokens * model.width if step.recompute else _block_bytes(model, step)
+    return stem + layers * block + _other_bytes(model, step)
 
 
-def groups(model: Model) -> list[int]:
-    """Numbers in each part that FSDP gathers by itself: blocks or stages, and last what is left."""
-    count = cost.parameters(model)
-    if isinstance(model, ViTConfig):
-        parts = [_block_parameters(model)] * layers_of(model)
-    else:
-        some = [model.replace(blocks=model.blocks[:count], classes=0) for count in range(len(model.blocks) + 1)]
-        bare = [cost.parameters(one) for one in some]
-        parts = [now - before for before, now in pairwise(bare)]
-    return [*parts, count - sum(parts)]
+def _block_bytes(model: ViTConfig, step: Step) -> float:
+    """Both norms save their input, matmuls theirs: LN outputs, qkv, heads, fc1 and its activation."""
+    N, D, M, H, a = model.tokens, model.width, model.mlp_dim, model.heads, step.element_bytes
+    norms = 2 * step.residual_bytes * N * D + 2 * 2 * 4 * N  # input; mean and deviation of each token
+    saves_one = model.activation == "relu" or step.recomputes_gelu
+    matmuls = 6 * a * N * D + (1 if saves_one else 2) * a * N * M
+    attention = 4 * H * N  # logarithms of the softmax sums
+    if model.posemb == "relative":  # its bias and the attention weights, as no fused kernel is used
+        attention += 2 * a * H * N * N + a * N * D
+    scale = 2 * a * N * D if model.layer_scale is not None else 0
+    dropout_masks = N * M + 2 * N * D if model.dropout else 0
+    return norms + matmuls + attention + scale + dropout_masks
 
 
-def _block_parameters(c: ViTConfig) -> int:
-    (h, w), D, M = c.grid, c.width, c.mlp_dim
-    relative = (2 * h * w - 1) * (D // c.heads) if c.posemb == "relative" else 0
-    return 4 * D * D + 2 * D * M + 9 * D + M + relative + (2 * D if c.layer_scale is not None else 0)
+def _other_bytes(model: ViTConfig, step: Step) -> float:
+    """Patches, the final norm, pooling, logits and targets."""
+    (h, w), D, a = model.grid, model.width, step.element_bytes
+    patch = (model.stem.width if model.stem else model.channels) * math.prod(model.patch)
+    norm = 0
+    if model.norm == "pre" and not model.norm_pooled:
+        norm = step.residual_bytes * model.tokens * D + 8 * model.tokens
+        norm += 4 * model.tokens * D if a == 4 and model.pool == "token" else 0  # in fp32 the head saves a view of it
+    pool = a * (2 * h * w * D + 2 * model.mlp_dim + 6 * D) if model.pool == "attention" else 0
+    dropout_mask = model.tokens * D if model.dropout else 0
+    return a * h * w * patch + norm + pool + dropout_mask + a * model.representation + 8 * model.classes
 
 
-def _gathered(step: Step) -> int:
-    """FSDP: this block and the next in fp32, the rest for the whole step, a block's gradients before and after."""
-    *parts, rest = groups(step.model)
-    most = max(parts, default=0)
-    return 4 * (2 * most + rest) + 8 * most
+def _convolution_bytes(model: ResNetConfig, step: Step) -> float:
+    """Every output before its norm and after; "same" padding copies some."""
+    outputs = sum(channels * cells for _, _, channels, cells, _ in cost.convolutions(model))
+    return (2.25 if model.padding == "same" else 2.0) * step.element_bytes * outputs
+
+
+def _workspace_bytes(step: Step) -> float:
+    """Bytes for each image that the backward pass needs next to the activations: gradients, a recomputed block."""
+    model = step.model
+    if isinstance(model, ResNetConfig):
+        outputs = max(channels * cells for _, _, channels, cells, _ in cost.convolutions(model))
+        return 3 * step.element_bytes * outputs
+    hidden = 3 if step.recomputes_gelu else 2  # gradients after and before the activation; the activation itself
+    gradients = hidden * step.element_bytes * model.tokens * model.mlp_dim
+    gradients += step.residual_bytes * model.tokens * model.width
+    return gradients + (_block_bytes(model, step) if step.recompute else 0)

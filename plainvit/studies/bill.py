@@ -1,4 +1,4 @@
-"""What a study would cost: the steps, images, exaFLOPs, TPUv3-core-days and H200-hours of each arm, before it is run.
+"""What a study would cost: the steps, images, exaFLOPs and H200-hours of each arm, before it is run.
 
     plainvit study positions --budget paper
     bill([study("positions")], "paper")["total"]["exaflops"]
@@ -19,7 +19,7 @@ from plainvit.studies.runs import run_hash
 from plainvit.studies.study import SEEDS, Arm, Budget, Study, stages
 
 ON = "h200"
-SUMS = ("runs", "images", "exaflops", "tpuv3_core_days", "h200_hours")
+SUMS = ("runs", "images", "exaflops", "h200_hours")
 
 
 def bill(studies: Sequence[Study], budget: Budget, seeds: int = 0) -> dict[str, Any]:
@@ -70,9 +70,8 @@ def _model(arm: Arm, before: Model | None) -> Model:
 def _cost(config: Config, model: Model, seeds: int) -> dict[str, Any]:
     """Of all its seeds; one device, its batch in parts that fit."""
     known = config.replace(model=model, init="", data=config.data or "jft")  # the recipes leave JFT's place to the user
-    report = plan(known, on=ON, simulate=False)
+    report = plan(known, on=ON)
     run, mode = report["run"], report["modes"][report["chosen"]]
-    days = run["tpuv3_core_days"]
 
     def times(value: float | None) -> float | None:
         return None if value is None else seeds * value
@@ -83,7 +82,6 @@ def _cost(config: Config, model: Model, seeds: int) -> dict[str, Any]:
         "runs": seeds,
         "images": times(run["seen"]),
         "exaflops": times(run["exaflops"]),
-        "tpuv3_core_days": times(days["estimate"] if days else None),
         "h200_hours": times(mode.get("device_hours")),
     }
 
@@ -95,7 +93,7 @@ def table(found: Mapping[str, Any]) -> Group:
     """A line for each arm, the sum below."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("arm", style="cyan", overflow="fold")
-    for title in ("runs", "steps each", "images, M", "exaFLOPs", "TPUv3 core-days", "H200 hours"):
+    for title in ("runs", "steps each", "images, M", "exaFLOPs", "H200 hours"):
         shown.add_column(title, justify="right")
     last = ""
     for row in found["arms"]:
@@ -110,7 +108,7 @@ def table(found: Mapping[str, Any]) -> Group:
     shown.add_row("in all", str(total["runs"]), "", *map(_short, _sums(total)), style="bold")
     lacking = sum(row["exaflops"] is None or row["h200_hours"] is None for row in found["arms"])
     notes = [
-        f"{found['seeds']} seeds each. TPUv3-core-days by the rates of the paper's own runs, H200-hours by a measured "
+        f"{found['seeds']} seeds each. H200-hours by a measured "
         "model of one of them (convolutions: a guess); evaluation is not counted."
     ]
     paid = [row for row in found["arms"] if row["paid_by"] is None]

@@ -23,7 +23,7 @@ from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import STEM_NUMERICS, Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.evaluate import paper
 from plainvit.planning import cost
-from plainvit.planning.plan import CLASSES
+from plainvit.planning.datasets import CLASSES
 from plainvit.recipes import recipe
 from plainvit.studies.bases import base, finetuned, vit
 from plainvit.studies.drawings import SERIES

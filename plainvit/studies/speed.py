@@ -28,7 +28,7 @@ from plainvit.config import Config, Model, ResNetConfig, ViTConfig
 from plainvit.models import build
 from plainvit.names import configure
 from plainvit.planning import cost, memory
-from plainvit.planning.devices import H200
+from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.compute import mark
 from plainvit.studies.drawings import SERIES
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
@@ -148,14 +148,14 @@ def autocast(kind: str) -> torch.autocast:
 
 def batch_by_arithmetic(model: Model) -> int:
     """In fp32, as a CPU trains."""
-    return memory.largest_micro_batch(memory.Step(model=model, images=2, number=4), H200)
+    return memory.largest_micro_batch(memory.Step(model=model, images=2, element_bytes=4), H200)
 
 
 def batch_by_peaks(model: nn.Module, config: Config) -> int:
     """Memory grows by the same with each image: two small steps say by how much, and what stands beside them."""
     few = max(config.batch // 16, 2)
     low, high = (_peak(model, config, size) for size in (few, 3 * few))
-    total = torch.cuda.get_device_properties(config.device).total_memory * H200.usable
+    total = torch.cuda.get_device_properties(config.device).total_memory * USABLE_MEMORY
     count = sum(parameter.numel() for parameter in model.parameters())
     return line_through(few, low, 3 * few, high, total - 12 * count)  # gradients, and AdamW's two numbers for each
 

@@ -22,7 +22,7 @@ from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import About, Config, ViTConfig, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
-from plainvit.models.initialise import lecun_normal
+from plainvit.models.init import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places
 from plainvit.studies.study import FEWEST, Arm, Budget, Found, Gap, Study, Verdict, best_rate, gap, settle, warn_of_rate

@@ -30,9 +30,9 @@ from plainvit.device import choose_device, is_out_of_memory
 from plainvit.disk import exit_code_of
 from plainvit.evaluate.classify import classify
 from plainvit.evaluate.grid import choose_best, warn_at_edge
-from plainvit.models import ResNet, ViT
-from plainvit.models.fp8 import use_fp8, why_not
+from plainvit.models import ResNet, ViT, has_fast_path
 from plainvit.models.inference import NonFiniteError
+from plainvit.models.recompute import recompute_activations
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
@@ -334,14 +334,13 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
     if config.precision == "fp8":
         _check_fp8(config, world)
     model = initial_model(config, splits).to(world.device)
-    (model if isinstance(model, ViT) else model.body).recompute = config.recompute
-    if isinstance(model, ViT):
-        model.take_shortcuts(config.shortcuts == "auto")
     if config.optim.lora:
         if not isinstance(model, ViT):
             raise ValueError("optim.lora is for ViTs: a ResNet has no blocks of matrices")
         add_lora(model, config.optim.lora, config.seed)
     if config.precision == "fp8":
+        from plainvit.models.fast.fp8 import use_fp8
+
         assert isinstance(model, ViT)
         use_fp8(model)
     freeze(model, config.optim.frozen)
@@ -349,10 +348,10 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
         assert isinstance(model, ViT)
         if world.size > 1 and config.parallel == "fsdp":
             raise ValueError(f"fsdp cuts up a model that is called whole, {config.objective!r} calls it in parts: ddp")
-        return PredictPatches(model, config, world.rank).to(world.device)
+        return _attach_speed(PredictPatches(model, config, world.rank).to(world.device), config)
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
     teacher = load_teacher(config, splits.classes).to(world.device) if config.teacher else None
-    objective = Classify(model, config, counts, teacher).to(world.device)
+    objective = _attach_speed(Classify(model, config, counts, teacher).to(world.device), config)
     if world.size > 1 and config.parallel == "fsdp":
         if config.optim.name == "muon" or config.optim.lora:
             raise ValueError("muon and lora work on whole matrices, which fsdp cuts into rows: --parallel ddp")
@@ -360,8 +359,21 @@ def _objective(config: Config, splits: Splits, world: World) -> Classify | Predi
     return objective
 
 
+def _attach_speed(objective: Any, config: Config) -> Any:
+    """The fast modules of models/fast, unless --shortcuts off; and recomputed activations for --recompute."""
+    if config.shortcuts == "auto" and has_fast_path():
+        from plainvit.models.fast import accelerate
+
+        accelerate(objective, low_precision_residual=True)
+    return recompute_activations(objective) if config.recompute else objective
+
+
 def _check_fp8(config: Config, world: World) -> None:
     """What cannot be trained by fp8 products, in a line that says what can."""
+    if not has_fast_path():
+        raise ValueError("--precision fp8 needs plainvit.models.fast, which is not installed")
+    from plainvit.models.fast.fp8 import why_not
+
     reason = why_not(world.device)
     if isinstance(config.model, ResNetConfig):
         reason = "fp8 is for the blocks of a ViT, this model is a ResNet"

@@ -19,8 +19,8 @@ from plainvit.config import Config
 from plainvit.data.loader import Batch
 from plainvit.data.order import uniforms
 from plainvit.data.transforms import as_floats
-from plainvit.models.masked import CELLS, COLOURS, MaskedViT
-from plainvit.models.vit import ViT, patchify, take
+from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
+from plainvit.models.vit import ViT, patchify
 
 SALT = 0x6D61736B  # masks are drawn from other numbers than crops
 MASK, OTHER = 0.8, 0.1  # of the corrupted patches; the rest is kept

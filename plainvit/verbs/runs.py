@@ -59,24 +59,35 @@ class Finetune(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will need before it is paid for: memory, images a second, hours, exaFLOPs and TPUv3-core-days.
+    """Estimate what a run will need: FLOPs, memory of each device, images per second, hours.
 
-    From a measured model of the device; what was not measured is said to be so. Every setting of the recipe is a flag.
+    Step times come from steps measured on an H200, or with --measure from real steps on this machine. Every setting of
+    the recipe is a flag.
     """
 
     config: Annotated[Config, arg(name="")]
-    on: str = ""  # the device: h200, h100, a100-80; without one, only what does not depend on it
-    devices: int = 1  # how many of them
-    images: DisallowNone[int | None] = None  # training images, where the data is not a known set
-    search: bool = False  # count the runs that try the rates of optim.grid first
-    json: bool = False  # print JSON for machines instead of tables
+    on: str = ""  # device to plan for: h200, h100 or a100-80; without it, no times
+    devices: int = 1  # number of these devices
+    images: DisallowNone[int | None] = None  # number of training images, where the data is not a known dataset
+    search: bool = False  # add the runs that try the rates of optim.grid
+    measure: bool = False  # train for 25 steps on this machine and use their median time; needs the data
+    json: bool = False  # print JSON instead of tables
 
 
 def _plan(command: Plan) -> None:
     from plainvit.planning import plan
 
-    asked = {"on": command.on, "devices": command.devices, "images": command.images, "search": command.search}
-    report = plan.plan(command.config, **asked)
+    config, images, measured = command.config, command.images, None
+    if command.measure:
+        if command.on or command.devices > 1 or images:
+            raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
+        from plainvit.train.measure import measure_steps
+
+        config, measured = measure_steps(config)
+        images = measured["images"]
+    report = plan.plan(
+        config, on=command.on, devices=command.devices, images=images, search=command.search, measured=measured
+    )
     show(report, None if command.json else plan.table(report))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plainvit.config import Model, ViTConfig
 from plainvit.models import ResNet, ViT, build
-from plainvit.models.constant import fill_constants
+from plainvit.models.buffers import fill_buffers
 from plainvit.weights.files import Tensors
 
 
@@ -110,7 +110,7 @@ def fill(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | Res
         assert place is not None
         parts = [place.change.ours(_checked(tensors.take(their), their)) for their in place.names]
         weights[name] = _owned(parts, shapes[name], dtype)
-    fill_constants(model, "cpu")
+    fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

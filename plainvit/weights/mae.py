@@ -19,7 +19,7 @@ from plainvit.config import Masked, ViTConfig
 from plainvit.disk import write_atomically
 from plainvit.models import ViT
 from plainvit.models.masked import Decoder, MaskedViT
-from plainvit.models.vit import sincos2d
+from plainvit.models.positions import sincos2d
 from plainvit.weights import timm
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import count_layers

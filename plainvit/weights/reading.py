@@ -8,7 +8,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 
@@ -16,7 +16,6 @@ from plainvit import hub
 from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
-from plainvit.models.optimise import Optimised
 from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
@@ -25,6 +24,9 @@ from plainvit.weights.grids import Hints
 from plainvit.weights.layout import Found, fill, some
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
+
+if TYPE_CHECKING:
+    from plainvit.models.fast.inference import InferenceModel
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
 ALL = "`plainvit weights` lists them all"
@@ -59,7 +61,7 @@ def load(
     resample: str | None = None,
     optimise: Literal[True, "fp8"],
     **pixels: Unpack[Pixels],
-) -> Optimised: ...
+) -> "InferenceModel": ...
 
 
 def load(
@@ -73,7 +75,7 @@ def load(
     dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
     **pixels: Unpack[Pixels],
-) -> ViT | ResNet | Optimised:
+) -> "ViT | ResNet | InferenceModel":
     """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
 
     classes replaces the head by one of zeros; image_size resamples the positions on the true grid, as the code that
@@ -97,7 +99,11 @@ def load(
     model = _adapted(model, classes, None if image_size is None else pair(image_size), resample, notes)
     for note in notes:
         log.warning("%s: %s", source, note)
-    return Optimised(model, fp8=optimise == "fp8") if optimise else model
+    if not optimise:
+        return model
+    from plainvit.models.fast.inference import InferenceModel
+
+    return InferenceModel(model, fp8=optimise == "fp8")
 
 
 def look(

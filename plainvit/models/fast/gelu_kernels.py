@@ -1,5 +1,5 @@
 # type: ignore
-"""The Triton kernels of plainvit.models.gelu, which loads this module on use: triton is not everywhere.
+"""The Triton kernels of plainvit.models.fast.gelu, which loads this module on use: triton is not everywhere.
 
 gelu_gradients: one pass over an MLP's hidden numbers and their gradients makes all that a backward pass wants of them.
 The compiler makes two: it does not sum up over rows what it writes along them.
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from plainvit.models import gelu
+from plainvit.models.fast import gelu
 
 TAIL = constexpr(gelu.TAIL)
 
 
 @triton.jit
 def normal(x, TANH: constexpr):
-    """Phi(x), and x times its slope: as plainvit.models.gelu has both forms."""
+    """Phi(x), and x times its slope: as plainvit.models.fast.gelu has both forms."""
     if TANH:
         square = tl.minimum(x * x, 100.0)
         phi = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282859875 * square))

@@ -1,4 +1,4 @@
-"""Tensors that follow from the config alone: they go where the model goes, but no cast rounds them."""
+"""Tensors computed from the config: they move with the model but are never cast, so they keep full precision."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 
-class Constant(nn.Module):
-    """Holds `compute()` on the model's device. A cast of the model leaves it exact; leaving `meta` fills it."""
+class ComputedBuffer(nn.Module):
+    """Holds `compute()` on the model's device. Casting the model does not change it; leaving `meta` computes it."""
 
     value: Tensor
 
@@ -26,10 +26,10 @@ class Constant(nn.Module):
         return self
 
 
-def fill_constants(model: nn.Module, device: torch.device | str) -> None:
-    """Gives a model built on the meta device its constants, before its weights are assigned."""
+def fill_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Computes the buffers of a model that was built on the meta device, before its weights are assigned."""
     for module in model.modules():
-        if isinstance(module, Constant):
+        if isinstance(module, ComputedBuffer):
             module.to_empty(device=device)
 
 
@@ -42,7 +42,7 @@ class Normalise(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self.mean, self.std = Constant(partial(_per_channel, mean)), Constant(partial(_per_channel, std))
+        self.mean, self.std = ComputedBuffer(partial(_per_channel, mean)), ComputedBuffer(partial(_per_channel, std))
 
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:

@@ -1,4 +1,4 @@
-"""Models that only answer: the same answers, the fastest way chosen and remembered, the plain one where others fail."""
+"""Models for inference only: equal results, the fastest choice measured, the plain model where others fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import plainvit
 from plainvit import Predictor
-from plainvit.models import optimise
-from plainvit.models.optimise import PLAIN, Optimised, Way, choose, fastest, prepared
+from plainvit.models.fast import inference
+from plainvit.models.fast.inference import PLAIN, Choice, InferenceModel, compile_call, measure
 
 CPU = torch.device("cpu")
 PACKED = ("mkldnn::_linear_pointwise", "mkl::_mkl_linear")  # products with a matrix that was packed beforehand
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -42,10 +37,10 @@ def test_without_a_compiler_it_is_the_plain_model(kind: str) -> None:
     images = nn.functional.interpolate(tiny.images(dtype=torch.float32), model.config.image_size)
     with torch.no_grad():
         logits, features = model(images), model.features(images)
-    fast = Optimised(model)
+    fast = InferenceModel(model)
     torch.testing.assert_close(fast(images), logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fast.features(images), features, rtol=1e-5, atol=1e-5)
-    assert fast.ways == {len(images): PLAIN}
+    assert fast.choices == {len(images): PLAIN}
     assert fast.agreement(images) == 1
     assert not fast(images).requires_grad
 
@@ -61,7 +56,7 @@ def test_no_work_is_done_that_no_answer_needs() -> None:
     """Of the last block a class token needs itself alone, an average all tokens."""
     images = tiny.images(dtype=torch.float32)
     for pool, less in (("token", True), ("average", False)):
-        plain, fast = tiny.vit(torch.float32, pool=pool), Optimised(tiny.vit(torch.float32, pool=pool))
+        plain, fast = tiny.vit(torch.float32, pool=pool), InferenceModel(tiny.vit(torch.float32, pool=pool))
         for slow, quick in ((plain, fast), (plain.features, fast.features)):
             quick(images)  # so that the timing is over
             assert (flops(quick, images) < flops(slow, images)) == less
@@ -69,41 +64,28 @@ def test_no_work_is_done_that_no_answer_needs() -> None:
 
 def test_the_fastest_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three planted ways: one is quick and wrong, one quick and right."""
-    wrong, right = Way("bf16", "graphs"), Way("fp32", "compiled")
-    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN, wrong, right))
+    wrong, right = Choice("bf16", "graphs"), Choice("fp32", "compiled")
+    monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN, wrong, right))
     order = {PLAIN: 3.0, wrong: 1.0, right: 2.0}
-    seen: list[Way] = []
+    seen: list[Choice] = []
 
-    def planted(model: Any, way: Way, what: str) -> Any:
-        call = prepared(model, PLAIN, what)
+    def planted(model: Any, way: Choice, what: str) -> Any:
+        call = compile_call(model, PLAIN, what)
         return (lambda images: call(images) + 1) if way is wrong else call
 
-    def timed(calls: dict[Way, Any], images: Any) -> dict[Way, list[float]]:  # noqa: ARG001
+    def timed(calls: dict[Choice, Any], images: Any) -> dict[Choice, list[float]]:  # noqa: ARG001
         seen.extend(calls)
         return {way: [order[way]] for way in calls}
 
-    monkeypatch.setattr(optimise, "prepared", planted)
-    monkeypatch.setattr(optimise, "_timed", timed)
-    assert fastest(tiny.vit().config, 2, CPU) == right
+    monkeypatch.setattr(inference, "compile_call", planted)
+    monkeypatch.setattr(inference, "time_calls", timed)
+    assert measure(tiny.vit().config, 2, CPU) == right
     assert seen == [PLAIN, right]
 
 
-def test_what_was_found_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = [Way("fp32", "compiled"), PLAIN]
-    monkeypatch.setattr(optimise, "fastest", lambda *_: found.pop(0))
-    config = tiny.vit().config
-    assert choose(config, 2, CPU) == choose(config, 2, CPU) == Way("fp32", "compiled")
-    assert choose(config, 3, CPU) == PLAIN, "another batch is timed by itself"
-    assert choose(config.replace(depth=7, classes=3), 3, CPU) == PLAIN, "blocks are alike, and a head costs nothing"
-    for file in (tmp_path / "cache" / "plainvit").glob("way-*.json"):
-        file.write_text('{"precision": "fp4", "code": "magic"}')
-    found.append(PLAIN)
-    assert choose(config, 2, CPU) == PLAIN, "what is not known here is timed anew"
-
-
 def test_it_only_answers() -> None:
-    fast = Optimised(tiny.vit(torch.float32))
-    with pytest.raises(ValueError, match="only answers: load it without optimise=True"):
+    fast = InferenceModel(tiny.vit(torch.float32))
+    with pytest.raises(ValueError, match="optimise=True"):
         fast.train()
     assert not fast.eval().training
 
@@ -113,16 +95,16 @@ def test_bf16_is_tried_only_on_a_cpu_that_has_it_and_survives_it(
     supported: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
-    monkeypatch.setattr(optimise.device, "cpu_bf16_refused", lambda: refused)
-    tried = any(way.precision == "bf16" for way in optimise.ways_on(CPU))
+    monkeypatch.setattr(inference.device, "cpu_bf16_refused", lambda: refused)
+    tried = any(way.precision == "bf16" for way in inference.list_choices(CPU))
     assert tried == (supported and not refused)
 
 
 def test_it_moves_as_a_whole_and_chooses_anew() -> None:
-    model = Optimised(tiny.vit(torch.float32))
-    model.ways = {"forward": PLAIN}  # pyright: ignore[reportAttributeAccessIssue]
+    model = InferenceModel(tiny.vit(torch.float32))
+    model.choices = {"forward": PLAIN}  # pyright: ignore[reportAttributeAccessIssue]
     assert {weight.dtype for weight in model.double().parameters()} == {torch.float64}
-    assert model.ways == {}
+    assert model.choices == {}
 
 
 @pytest.mark.usefixtures("eagerly")
@@ -142,9 +124,9 @@ def test_every_way_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     images = tiny.images(dtype=torch.float32)
     with torch.no_grad():
         logits, features = model(images), model.features(images)
-    for way in optimise.ways_on(CPU):
-        monkeypatch.setattr(optimise, "choose", lambda *_, way=way: way)
-        fast = Optimised(tiny.vit(torch.float32, width=64))
+    for way in inference.list_choices(CPU):
+        monkeypatch.setattr(inference, "measure", lambda *_, way=way: way)
+        fast = InferenceModel(tiny.vit(torch.float32, width=64))
         near = 0.05 if way.precision == "bf16" else 1e-4
         assert (fast(images) - logits).abs().max() <= near * logits.std()
         assert (fast.features(images) - features).abs().max() <= near * features.std()
@@ -153,4 +135,4 @@ def test_every_way_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         packed = [event.key for event in seen.key_averages() if event.key in PACKED]
         assert bool(packed) == (way.code == "compiled"), f"{way}: weights as constants are packed for their products"
     monkeypatch.undo()
-    assert fastest(model.config, 2, CPU) in optimise.ways_on(CPU)
+    assert measure(model.config, 2, CPU) in inference.list_choices(CPU)

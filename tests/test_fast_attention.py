@@ -3,8 +3,8 @@
 On any machine the kernels run in Triton's interpreter, in a child process (TRITON_INTERPRET must be set before triton
 is loaded), in fp32 and fp16: bf16 is for the GPU. A further child compiles them for GPUs that are not there.
 
-    python -m pytest tests/test_short_attention.py
-    python -m pytest -m gpu tests/test_short_attention.py
+    python -m pytest tests/test_fast_attention.py
+    python -m pytest -m gpu tests/test_fast_attention.py
 """
 
 import itertools
@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, interpolate, scaled_dot_product_attention
 
 import plainvit
-from plainvit.models import short_attention as ours
-from plainvit.models import vit
-from plainvit.models.short_attention import LARGE, Launch, Tiles, fits, pays, short_attention, split, unfit
+from plainvit.models.fast import accelerate, modules
+from plainvit.models.fast import attention as ours
+from plainvit.models.fast.attention import LARGE, Launch, Tiles, fits, is_faster, short_attention, split, unfit
 
 LENGTHS = (1, 5, 17, 64, 65, 129, 196, 197, 256, 257, 288)
 
@@ -162,8 +161,8 @@ def model(case: dict[str, Any]) -> dict[str, Any]:
     """The gradients of a model's q, k and v, by our kernels or without."""
     made = plainvit.create("ViT-Ti/16", 5, 32, depth=2, width=64, heads=case["heads"], mlp_dim=64, seed=0).train()
     torch.nn.init.normal_(made.head.weight, generator=torch.Generator().manual_seed(0))
-    vit.short_attention_pays = lambda *_: case["ours"]
-    made(normal(3, 3, 32, 32)).square().sum().backward()
+    modules.is_faster = lambda *_: case["ours"]
+    accelerate(made)(normal(3, 3, 32, 32)).square().sum().backward()
     return {name: parameter.grad.double().tolist() for name, parameter in made.named_parameters() if "qkv" in name}
 
 
@@ -277,10 +276,10 @@ def cut(rows: int, keys: int, **more: Any) -> dict[str, Any]:
 
 
 VARIANTS: dict[str, list[Any]] = {
-    "resident": [cut(64, 64), cut(64, 64), cut(64, 64)],
-    "shared": [cut(16, 32, programs=2), cut(16, 32, programs=2), cut(16, 32)],
-    "streamed": [cut(32, 32, resident=False), cut(32, 32, resident=False), cut(32, 128)],
-    "even": [cut(64, 128, programs=3, even=True), cut(128, 256), cut(16, 32)],
+    "square": [cut(64, 64), cut(64, 64), cut(64, 64)],
+    "small": [cut(16, 32), cut(16, 32), cut(16, 32)],
+    "wide keys": [cut(32, 128), cut(32, 256), cut(32, 128)],
+    "tall": [cut(128, 32), cut(128, 64), cut(128, 16)],
 }
 
 
@@ -288,7 +287,7 @@ VARIANTS: dict[str, list[Any]] = {
     ("tokens", "width"), [(50, 80), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((100, 64), (257, 80)))]
 )
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kernel_however_it_is_cut(interpreter: Interpreter, variant: str, tokens: int, width: int) -> None:
+def test_every_kernel_at_any_tile_size(interpreter: Interpreter, variant: str, tokens: int, width: int) -> None:
     check(interpreter.ask(tokens=tokens, width=width, heads=2, tiles=VARIANTS[variant]))
 
 
@@ -325,9 +324,7 @@ def test_the_tiles_of_known_lengths() -> None:
 
 
 def test_every_launch_has_tiles_that_triton_takes() -> None:
-    """Powers of two; what the sweep tries is otherwise only run on a GPU."""
-    table = (launch for tiles in ours.TILES.values() for launch in (tiles.forward, tiles.queries, tiles.keys))
-    for launch in (*table, *ours.FORWARD, *ours.QUERIES, *ours.KEYS):
+    for launch in (launch for tiles in ours.TILES.values() for launch in (tiles.forward, tiles.queries, tiles.keys)):
         assert {launch.rows, launch.keys} <= {16, 32, 64, 128, 256}
         assert launch.warps in (1, 2, 4, 8)
 
@@ -392,11 +389,11 @@ def test_a_cpu_is_refused() -> None:
 def test_small_ones_are_left_to_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "fits", lambda *_: True)  # as on a GPU
     small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192 + 1, 1, 192, device="meta")
-    assert (pays(small, 1), pays(large, 1)) == (False, True)
+    assert (is_faster(small, 1), is_faster(large, 1)) == (False, True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert pays(small, 1)
+    assert is_faster(small, 1)
     monkeypatch.undo()
-    assert not pays(large, 1)
+    assert not is_faster(large, 1)
 
 
 def test_importing_wants_no_triton() -> None:
@@ -404,14 +401,14 @@ def test_importing_wants_no_triton() -> None:
 import sys
 sys.modules["triton"] = None  # any import of it fails
 import torch
-from plainvit.models.short_attention import fits
+from plainvit.models.fast.attention import fits
 print(fits(torch.zeros(1, 8, 192, dtype=torch.bfloat16), 1))
 """
     assert in_child(code) == "False"
 
 
 COMPILE = """
-from plainvit.models import short_attention as ours
+from plainvit.models.fast import attention as ours
 for (tokens, width), tiles in ours.TILES.items():
     if str(width) in sys.argv[1]:
         qkv = torch.empty(1, tokens - 1, 3 * 2 * width, dtype=torch.bfloat16)
@@ -497,33 +494,6 @@ def test_gpu_is_the_same_bit_for_bit(tokens: int, width: int) -> None:
     qkv, grad = given(tokens, width, batch=64)
     first, second = ((out := short_attention(qkv, 4), *torch.autograd.grad(out, qkv, grad)) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def candidates() -> list[Any]:
-    kinds = {"forward": ours.FORWARD, "queries": ours.QUERIES, "keys": ours.KEYS}
-    return [pytest.param(kind, one, id=f"{kind}-{i}") for kind, some in kinds.items() for i, one in enumerate(some)]
-
-
-@marked
-@pytest.mark.parametrize(("tokens", "width"), [(197, 64), (257, 80)])
-@pytest.mark.parametrize(("kind", "launch"), candidates())
-def test_gpu_every_candidate_of_the_sweep(kind: str, launch: Launch, tokens: int, width: int) -> None:
-    """Against float64, as the sweep asks only for their time."""
-    qkv, grad = given(tokens, width, batch=4)
-    chosen = ours.choose(tokens, width)
-    tiles = replace(chosen, **{kind: launch})
-    expected = exact(qkv, grad, 4)
-    try:
-        out, lse = ours.run_forward(qkv, 4, tiles.forward)
-        found, summed = ours.run_backward(grad, qkv, out, lse, 4, tiles)
-    except Exception as refused:
-        if type(refused).__name__ == "OutOfResources":
-            pytest.skip(str(refused))
-        raise
-    assert error(out, expected[0]) <= 2e-2
-    assert error(lse / ours.LOG2E, expected[1]) <= 1e-4
-    assert error(found, expected[2]) <= 2e-2
-    assert rms(summed, expected[2].sum((0, 1))) <= 1e-2 * expected[2].square().sum((0, 1)).mean().sqrt()
 
 
 @marked
@@ -623,6 +593,7 @@ def test_gpu_three_hundred_steps_of_training(compiled: bool, image_size: int) ->
     model = plainvit.create(
         "ViT-S/16", 10, seed=0, device="cuda", patch=4, image_size=image_size, pool="average", **settings
     ).train()
+    accelerate(model)
     run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
     finite, losses = torch.ones((), dtype=torch.bool, device="cuda"), []

@@ -1,6 +1,6 @@
 """What compiled code takes for a block's parts on a GPU, seen without one: tensors are there in name only.
 
-That each way computes the same is for test_gelu, test_short_attention and test_gpu.
+That each way computes the same is for test_fast_gelu, test_fast_attention and test_gpu.
 """
 
 from typing import Any
@@ -12,9 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plainvit.config import Config
-from plainvit.models import ViT, build, gelu, lean, short_attention
-from plainvit.models.fp8 import use_fp8
-from plainvit.models.trace import constant
+from plainvit.models import ViT, build
+from plainvit.models.fast import accelerate, attention, gelu, mlp
+from plainvit.models.fast.fp8 import use_fp8
+from plainvit.models.trace import assume_constant_result
 from plainvit.names import configure
 from plainvit.train.loop import compiler_options
 
@@ -22,7 +23,7 @@ OURS = {f"plainvit.{name}" for name in ("short_attention", "gelu_linear", "linea
 OURS.add("aten._addmm_activation")
 
 
-@constant
+@assume_constant_result
 def gpu_is_ready(index: int) -> bool:
     return index == 0
 
@@ -40,8 +41,8 @@ def on_gpu_in_name(model: ViT, dtype: torch.dtype) -> None:
 def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.dtype, **changes: Any) -> set[str]:
     """What a model with shortcuts calls, of our own operators and those that stand for one."""
     torch._dynamo.reset()
-    monkeypatch.setattr(lean, "device_ready", gpu_is_ready)
-    monkeypatch.setattr(short_attention, "device_ready", gpu_is_ready)
+    monkeypatch.setattr(mlp, "device_ready", gpu_is_ready)
+    monkeypatch.setattr(attention, "device_ready", gpu_is_ready)
     monkeypatch.setattr(gelu, "copies_tiles", gpu_is_ready)
     fp8, batch = changes.pop("fp8", False), changes.pop("batch", 4)
     model = build(configure("ViT-Ti/16", 10, 64, depth=2, **changes))
@@ -55,7 +56,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.d
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(learning):
         on_gpu_in_name(model, dtype)
         made = use_fp8(model) if fp8 else model
-        run = torch.compile(made.train(learning).take_shortcuts(), backend=look, fullgraph=True, dynamic=False)
+        run = torch.compile(accelerate(made.train(learning)), backend=look, fullgraph=True, dynamic=False)
         run(torch.empty(batch, 3, 64, 64, dtype=torch.uint8, device="cuda"))
     return {name for name in OURS if name in seen} | {"checkpoint" for name in seen if "checkpoint" in name}
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plainvit.models.lean import SHORT_FORMS
-from plainvit.models.short_attention import device_ready, split
+from plainvit.models.fast.attention import device_ready, split
+from plainvit.models.fast.mlp import SHORT_GELUS
 from plainvit.models.vit import Attention, Mlp, ViT
 
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +48,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """`quantise` of what an MLP's activation makes of x [M, K]; of a GELU in one pass over x, where Triton is there."""
-    if kind in SHORT_FORMS and kernel_takes(x):
+    if kind in SHORT_GELUS and kernel_takes(x):
         return quantised_rows(x, kind)
     return quantise(activation(x))
 
@@ -58,7 +58,7 @@ def kernel_takes(x: Tensor) -> bool:
 
 
 def _quantised_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    from plainvit.models import fp8_kernels
+    from plainvit.models.fast import fp8_kernels
 
     x, (M, K) = x.contiguous(), x.shape
     out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
@@ -187,7 +187,7 @@ def use_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
 def in_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
     """A copy for answers, the blocks' matrices in fp8 and all else in dtype.
 
-    Not the last block's q, k and v, of which the class token's shortcut takes parts (Attention._of_some).
+    Not the last block's q, k and v, of which the class token's shortcut takes parts (FastAttention.query_subset).
     """
     low = copy.deepcopy(model).to(dtype)
     last = {id(part.qkv) for part in model.blocks[-1].modules() if isinstance(part, Attention)}

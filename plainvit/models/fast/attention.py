@@ -1,14 +1,12 @@
-"""Attention for short sequences on NVIDIA GPUs, in Triton: packed qkv in, tokens ready for the out-projection out.
+"""Attention for short sequences on NVIDIA GPUs, in Triton: packed qkv in, tokens ready for the output projection out.
 
-    if pays(qkv, heads):                                # bf16 or fp16, N <= 288, heads of 32, 64 or 80
+    if is_faster(qkv, heads):                           # bf16 or fp16, N <= 288, heads of 32, 64 or 80
         tokens = short_attention(qkv, heads)            # [B, N, 3D] -> [B, N, D]
-        tokens = short_attention(qkv, heads, bias)      # the same; bias, in qkv already, gets its gradient here
+        tokens = short_attention(qkv, heads, bias)      # the same; also computes the gradient of qkv's bias
 
-    python -m bench.attention --sweep                   # times the candidates of TILES on the GPU at hand
-
-Flash kernels are cut for thousands of tokens. At 197 they pad both sides to 256 and want q, k and v permuted; here all
-keys of a head lie in one program, qkv is read and its gradient written in place, and the result is the same bit for
-bit each time (no atomics). The kernels are in short_attention_kernels.py, loaded on first use.
+Flash kernels are made for thousands of tokens: at 197 they pad both sides to 256 and need q, k and v permuted. Here qkv
+is read and its gradient written in place, and results are bit-identical from call to call (no atomics). The kernels
+are in attention_kernels.py, loaded on first use.
 
 Letters: B batch, N tokens, D width, H heads, d head width.
 """
@@ -16,13 +14,13 @@ Letters: B batch, N tokens, D width, H heads, d head width.
 import importlib.util
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plainvit.models.trace import constant
+from plainvit.models.trace import assume_constant_result
 
 MOST_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
 LARGE = 2**24  # numbers in qkv: some 30 us of a large GPU's time
@@ -31,38 +29,24 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is cut.
+    """The tile sizes and Triton options of one kernel.
 
     Args:
-        rows: Queries in a block; tensor cores of Hopper want 64 or more where rows come first.
+        rows: Queries in a block; Hopper's tensor cores want at least 64 where rows come first.
         keys: Keys in the widest tile; in the kernel of dK and dV, keys of a program.
-        programs: That share the queries of a head; each loads all its keys.
-        warps: Of a program.
-        stages: Loads under way in the loop; 1 leaves the overlap to the other programs of the multiprocessor.
-        registers: The most a thread may take, where fewer of them let one more program in; 0 is no limit.
-        resident: Keys stay in shared memory while queries pass by; else each block of queries loads them again.
-        even: All tiles of keys as wide as the widest: more padding, fewer and larger products.
+        warps: Warps of a program.
+        stages: Loads in flight in the loop; 1 leaves the overlap to other programs on the multiprocessor.
+        registers: The most a thread may use, where that lets one more program in; 0 is no limit.
     """
 
     rows: int
     keys: int
-    programs: int = 1
     warps: int = 4
     stages: int = 1
     registers: int = 0
-    resident: bool = True
-    even: bool = False
-
-    def parts(self, tokens: int) -> int:
-        """Programs a head, where they share its queries."""
-        return self.programs if self.resident else -(-tokens // self.rows)
-
-    def widths(self, tokens: int) -> tuple[int, ...]:
-        """The tiles of all keys."""
-        return (self.keys,) * -(-tokens // self.keys) if self.even else split(tokens, self.keys)
 
     def options(self) -> dict[str, Any]:
-        """For Triton. Fused multiply-adds are its default still, but must be said where that is to change."""
+        """For Triton."""
         found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return found | ({"maxnreg": self.registers} if self.registers else {})
 
@@ -76,38 +60,13 @@ class Tiles:
     keys: Launch
 
 
-# (most tokens, head width) -> tiles; the first line with enough tokens is taken. Those of 64 are the best of a sweep on
+# (most tokens, head width) -> tiles; the first line with enough tokens is used. Those of 64 are the best of a sweep on
 # an H200; the others were chosen by the registers and shared memory that the compiler reports for it.
-STREAMED = Launch(64, 64, stages=2, resident=False)
 TILES: dict[tuple[int, int], Tiles] = {
-    (288, 32): Tiles(replace(STREAMED, stages=3), STREAMED, Launch(64, 64)),
-    (288, 64): Tiles(replace(STREAMED, stages=3), STREAMED, Launch(64, 64)),
-    (288, 80): Tiles(STREAMED, STREAMED, Launch(32, 64, stages=2, registers=168)),
+    (288, 32): Tiles(Launch(64, 64, stages=3), Launch(64, 64, stages=2), Launch(64, 64)),
+    (288, 64): Tiles(Launch(64, 64, stages=3), Launch(64, 64, stages=2), Launch(64, 64)),
+    (288, 80): Tiles(Launch(64, 64, stages=2), Launch(64, 64, stages=2), Launch(32, 64, stages=2, registers=168)),
 }
-
-# What the sweep tries for each kernel
-FORWARD = (
-    *(Launch(64, 64, stages=stages, resident=False) for stages in (1, 2, 3)),
-    *(Launch(128, 64, warps=8, stages=stages, resident=False) for stages in (1, 2)),
-    Launch(64, 128, resident=False),
-    *(Launch(64, 128, stages=stages) for stages in (1, 2)),
-    Launch(64, 128, registers=168),
-    *(Launch(64, 256, registers=limit, even=True) for limit in (0, 168)),
-    Launch(128, 128, warps=8),
-    Launch(64, 128, programs=2),
-)
-QUERIES = (
-    *(Launch(64, 64, stages=stages, resident=False) for stages in (1, 2, 3)),
-    Launch(64, 32, stages=2, resident=False),
-    *(Launch(128, 64, warps=8, stages=stages, resident=False) for stages in (1, 2)),
-    *(Launch(64, keys, stages=stages) for keys in (64, 128) for stages in (1, 2)),
-    Launch(64, 64, registers=168),
-)
-KEYS = (
-    *(Launch(rows, 64, stages=stages) for rows in (32, 64) for stages in (1, 2, 3)),
-    *(Launch(rows, 128, warps=8, stages=stages) for rows in (32, 64) for stages in (1, 2)),
-    *(Launch(rows, 64, stages=2, registers=168) for rows in (32, 64)),
-)
 
 
 def choose(tokens: int, width: int) -> Tiles:
@@ -142,7 +101,7 @@ def fits(qkv: Tensor | Packed, heads: int) -> bool:
     return unfit(qkv, heads) is None
 
 
-def pays(qkv: Tensor | Packed, heads: int) -> bool:
+def is_faster(qkv: Tensor | Packed, heads: int) -> bool:
     """Whether it fits and is faster than PyTorch's: Python needs longer to start a kernel of Triton's than of theirs.
 
     Compiled code, and the CUDA graphs that are made of it, lose nothing there; otherwise small ones are left to them.
@@ -165,7 +124,7 @@ def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
     return None if device_ready(qkv.device.index) else "short attention needs triton and an NVIDIA GPU from Ampere on"
 
 
-@constant
+@assume_constant_result
 def device_ready(index: int) -> bool:
     """Asked once for each compiled graph; the compiler need not look inside."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
@@ -189,9 +148,9 @@ def interpreted(x: Tensor) -> bool:
 
 def _kernels() -> Any:
     """Loaded on first use: triton is not everywhere, and slow to load."""
-    from plainvit.models import short_attention_kernels
+    from plainvit.models.fast import attention_kernels
 
-    return short_attention_kernels
+    return attention_kernels
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -207,12 +166,11 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
     out, lse = qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
     if B == 0:
         return out, lse
-    kernels, programs = _kernels(), launch.parts(N)
-    kernel = kernels.attention_forward if launch.resident else kernels.attention_forward_online
+    programs = -(-N // launch.rows)
     with torch.cuda.device_of(qkv):
-        kernel[(B * heads * programs,)](
+        _kernels().attention_forward[(B * heads * programs,)](
             qkv, out, lse, qkv.stride(0), qkv.stride(1), LOG2E * d**-0.5, heads,
-            N=N, PARTS=split(d, 64), WIDTHS=launch.widths(N), ROWS=launch.rows, PROGRAMS=programs,
+            N=N, PARTS=split(d, 64), WIDTHS=split(N, launch.keys), ROWS=launch.rows, PROGRAMS=programs,
             **launch.options(),
         )  # fmt: skip
     return out, lse
@@ -247,13 +205,12 @@ def run_queries(
 ) -> Tensor:
     """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
     rest, sizes = _shared(grad, qkv, heads)
-    programs = launch.parts(qkv.shape[1])
+    programs = -(-qkv.shape[1] // launch.rows)
     sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
             qkv, out, lse, grad, delta, dqkv, sums, *rest, **sizes,
-            WIDTHS=launch.widths(qkv.shape[1]), ROWS=launch.rows, PROGRAMS=programs,
-            RESIDENT=launch.resident, **launch.options(),
+            WIDTHS=split(qkv.shape[1], launch.keys), ROWS=launch.rows, PROGRAMS=programs, **launch.options(),
         )  # fmt: skip
     return sums
 

@@ -1,6 +1,6 @@
 """Products in fp8 against float64 and the bounds of e4m3's rounding; training, answers, refusals; a GPU's own kernel.
 
-Elsewhere than on a GPU the products are emulated in fp32. python -m pytest -m gpu tests/test_fp8.py
+Elsewhere than on a GPU the products are emulated in fp32. python -m pytest -m gpu tests/test_fast_fp8.py
 """
 
 import copy
@@ -23,8 +23,9 @@ import plainvit
 from plainvit import cli
 from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
 from plainvit.data.generated import digits
-from plainvit.models import ViT, build, fp8, optimise
-from plainvit.models.fp8 import (
+from plainvit.models import ViT, build
+from plainvit.models.fast import accelerate, fp8, inference
+from plainvit.models.fast.fp8 import (
     E4M3,
     Fp8Answer,
     Fp8Linear,
@@ -35,7 +36,8 @@ from plainvit.models.fp8 import (
     scaled_product,
     use_fp8,
 )
-from plainvit.models.optimise import FP8, PLAIN, Optimised, choose
+from plainvit.models.fast.inference import FP8, PLAIN, InferenceModel
+from plainvit.models.recompute import recompute_activations
 from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
@@ -227,7 +229,7 @@ def test_sizes_that_do_not_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture
 @pytest.mark.slow
 def test_it_compiles_in_one_piece() -> None:
     """With its gradients, by the class token's shortcut, and with blocks run again."""
-    model = use_fp8(tiny.vit(torch.float32), torch.float32).take_shortcuts()
+    model = accelerate(use_fp8(tiny.vit(torch.float32), torch.float32))
     images = tiny.images(dtype=torch.float32)
     found: list[list[Tensor]] = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -235,7 +237,7 @@ def test_it_compiles_in_one_piece() -> None:
         call(images).square().mean().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    model.recompute = True
+    recompute_activations(model)
     model(images).square().mean().backward()
     found.append([p.grad for p in model.parameters() if p.grad is not None])
     for one, compiled, again in zip(*found, strict=True):
@@ -312,7 +314,7 @@ def test_a_copy_for_answers_agrees(plain_runs: list[tuple[ViT, float]]) -> None:
         assert sum(isinstance(module, Fp8Answer) for module in low.modules()) == 7, "all but the last block's qkv"
         with torch.no_grad():
             plain, answers = model(images), low(images)
-            short = copy.deepcopy(low).take_shortcuts()(images)
+            short = accelerate(copy.deepcopy(low))(images)
         agreement = (plain.argmax(-1) == answers.argmax(-1)).float().mean().item()
         print("agreement", agreement, "apart", apart(answers, plain.double()))
         assert agreement >= 0.99
@@ -326,16 +328,10 @@ def test_a_copy_for_answers_agrees(plain_runs: list[tuple[ViT, float]]) -> None:
 # Answers by load ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_without_fp8_a_line_says_so_and_answers_are_the_plain_ones(
+def test_without_fp8_a_warning_says_so_once_and_the_plain_model_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN,))  # no compiler is asked
+    monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))  # nothing is compiled
     model, images = tiny.vit(torch.float32), tiny.images(dtype=torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")
     fast = plainvit.load(tmp_path / "m.safetensors", optimise="fp8")
@@ -343,34 +339,21 @@ def test_without_fp8_a_line_says_so_and_answers_are_the_plain_ones(
     with torch.no_grad():
         torch.testing.assert_close(fast(images), model(images), rtol=1e-5, atol=1e-5)
     fast(images[:1])
-    assert caplog.messages == ["fp8 needs a CUDA GPU, this is cpu: answers are as with optimise=True"], "once"
-    assert set(fast.ways.values()) == {PLAIN}
+    assert len(caplog.messages) == 1
+    assert "CUDA" in caplog.messages[0]
+    assert set(fast.choices.values()) == {PLAIN}
 
 
-def test_answers_of_a_resnet_have_no_fp8(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimise, "why_not", lambda _: "")  # as on a GPU that has it
-    assert Optimised(tiny.bit(torch.float32, (1, 1, 1)), fp8=True)._asked() == ()
-    reason = "fp8 is for the blocks of a ViT, this model is a ResNet"
-    assert caplog.messages == [f"{reason}: answers are as with optimise=True"]
+def test_a_resnet_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "why_not", lambda _: "")  # as on a GPU that supports it
+    assert InferenceModel(tiny.bit(torch.float32, (1, 1, 1)), fp8=True)._extra_choices() == ()
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_fp8_is_tried_where_it_is_asked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimise, "why_not", lambda _: "")
-    seen: list[tuple[Any, ...]] = []
-
-    def fastest(*given: Any) -> Any:
-        seen.append(given[3:])
-        return given[3] if len(given) > 3 else PLAIN
-
-    monkeypatch.setattr(optimise, "fastest", fastest)
+def test_fp8_is_tried_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "why_not", lambda _: "")
     model = tiny.vit(torch.float32)
-    assert Optimised(model)._asked() == ()
-    assert Optimised(model, fp8=True)._asked() == FP8
-    for _ in range(2):  # the second time from the cache, where the two must not meet
-        assert choose(model.config, 2, CPU) == PLAIN
-        assert choose(model.config, 2, CPU, *FP8) == FP8[0]
-    assert seen == [(), FP8]
+    assert InferenceModel(model)._extra_choices() == ()
+    assert InferenceModel(model, fp8=True)._extra_choices() == FP8
 
 
 def test_an_optimise_that_is_unknown() -> None:
@@ -378,16 +361,16 @@ def test_an_optimise_that_is_unknown() -> None:
         plainvit.load("m.safetensors", optimise="fp4")  # pyright: ignore
 
 
-def test_a_way_in_fp8_that_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_choice_that_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
-    monkeypatch.setattr(optimise, "ways_on", lambda _: (PLAIN,))
-    monkeypatch.setattr(optimise, "in_fp8", lambda model: in_fp8(model, torch.float32))
-    monkeypatch.setattr(optimise, "_timed", lambda calls, _: {way: [way is PLAIN] for way in calls})
-    eager = optimise.Way("fp8", "eager")
+    monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
+    monkeypatch.setattr(inference, "in_fp8", lambda model: in_fp8(model, torch.float32))
+    monkeypatch.setattr(inference, "time_calls", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
+    eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
-    assert optimise.fastest(config, 4, CPU, eager) == eager
+    assert inference.measure(config, 4, CPU, (eager,)) == eager
     monkeypatch.setattr(fp8, "emulated", lambda a, b, scales, bias: emulated(a, b, scales, bias) * 2)
-    assert optimise.fastest(config, 4, CPU, eager) == PLAIN
+    assert inference.measure(config, 4, CPU, (eager,)) == PLAIN
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -416,7 +399,7 @@ REFUSED: dict[str, tuple[dict[str, Any], World]] = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_trained_by_it_is_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.train.fit.why_not", lambda _: "")  # as on a GPU that has it
+    monkeypatch.setattr("plainvit.models.fast.fp8.why_not", lambda _: "")  # as on a GPU that has it
     changes, world = REFUSED[reason]
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         _check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
@@ -445,11 +428,11 @@ def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> No
 # Quotients in fp32, which the interpreter leaves as they are: to e4m3 it rounds wrongly where the exponent changes
 INTERPRETED = """
 import json, torch
-from plainvit.models.fp8 import LEAST, MOST
-from plainvit.models.fp8_kernels import quantise_rows
-from plainvit.models.short_attention import split
+from plainvit.models.fast.fp8 import LEAST, MOST
+from plainvit.models.fast.fp8_kernels import quantise_rows
+from plainvit.models.fast.attention import split
 from plainvit.models.vit import ACTIVATIONS
-from test_fp8 import hidden
+from test_fast_fp8 import hidden
 
 found = []
 for K, name in ((48, "gelu"), (768, "gelu_tanh"), (3072, "gelu"), (1280, "")):
@@ -463,7 +446,7 @@ print(json.dumps(found))
 """
 COMPILED = """
 import torch
-from plainvit.models.fp8 import _quantised_rows
+from plainvit.models.fast.fp8 import _quantised_rows
 _quantised_rows(torch.zeros(8, 3072, dtype=torch.bfloat16), "gelu")
 _quantised_rows(torch.zeros(8, 5120, dtype=torch.bfloat16), "gelu_tanh")
 _quantised_rows(torch.zeros(8, 1280, dtype=torch.bfloat16), "")
@@ -544,7 +527,9 @@ def test_compiled_in_one_piece_on_a_gpu(shortcuts: bool) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0, depth=3).cuda()
     nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore
-    use_fp8(model).take_shortcuts(shortcuts)  # pyright: ignore
+    use_fp8(model)  # pyright: ignore
+    if shortcuts:
+        accelerate(model)
     images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, device="cuda")
     found: list[tuple[Tensor, Tensor]] = []
     for call in (model, torch.compile(model, fullgraph=True, dynamic=False)):
@@ -619,7 +604,6 @@ def test_rows_are_quantised_in_one_pass_as_in_several(K: int, activation: str) -
 
 
 @on_gpu
-@pytest.mark.usefixtures("own_cache")
 def test_answers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0).eval().cuda()
@@ -629,12 +613,12 @@ def test_answers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = model(images)
     for way in FP8:
         with monkeypatch.context() as patch:
-            patch.setattr(optimise, "choose", lambda *_, way=way: way)
-            fast = Optimised(copy.deepcopy(model), fp8=True)
+            patch.setattr(inference, "measure", lambda *_, way=way: way)
+            fast = InferenceModel(copy.deepcopy(model), fp8=True)
             answers = [fast(images) for _ in range(3)][-1]
-            assert fast.ways == {16: way}
+            assert fast.choices == {16: way}
         assert nn.functional.cosine_similarity(answers, plain).min() > 0.98
-    fast = Optimised(model, fp8=True)
+    fast = InferenceModel(model, fp8=True)
     fast(images)
-    assert fast.ways[16] in (*optimise.ways_on(torch.device("cuda")), *FP8)
+    assert fast.choices[16] in (*inference.list_choices(torch.device("cuda")), *FP8)
     assert 0 <= fast.agreement(images) <= 1

@@ -1,6 +1,6 @@
 """The GELU x Phi(x) by a short formula, for compiled code on GPUs in bf16.
 
-    if taught():                              # the compiler fuses the formula and its slope into what is around them
+    register_decompositions()                 # the compiler fuses the formula and its derivative into what is around
         y = gelu(x)                           # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
         z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), which keeps x alone to learn from
     y = linear_gelu(x, weight, bias)          # gelu(F.linear(x, weight, bias)) in one kernel, to learn nothing from
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plainvit.models.trace import constant
+from plainvit.models.trace import assume_constant_result
 
 # log Phi(-a) = log(1/2) + ... for 0 <= a <= 6, minimax: off by 4e-6 there. Beyond, it falls on towards Phi(-a) = 0.
 TAIL = (
@@ -125,7 +125,7 @@ def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Ten
     if not x.is_cuda:
         found = _gradient(grad, x, tanh)
         return found, _value(x, tanh), found.float().sum(0, keepdim=True)
-    from plainvit.models import gelu_kernels
+    from plainvit.models.fast import gelu_kernels
 
     (R, M), x, grad = x.shape, x.contiguous(), grad.contiguous()
     found, again = torch.empty_like(x), torch.empty_like(x)
@@ -179,7 +179,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _ended(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not x.is_cuda:
         return _value(F.linear(x, weight, bias), False)
-    from plainvit.models import gelu_kernels
+    from plainvit.models.fast import gelu_kernels
 
     (R, D), M = x.shape, len(weight)
     y = x.new_empty(R, M)
@@ -218,7 +218,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: ARG001
     return x.new_empty(len(x), len(weight))
 
 
-@constant
+@assume_constant_result
 def copies_tiles(index: int) -> bool:
     """Whether that GPU, on which Triton runs, copies tiles by itself: Hopper's, for which the kernel is made."""
     has = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
@@ -228,8 +228,8 @@ def copies_tiles(index: int) -> bool:
 # For the compiler -----------------------------------------------------------------------------------------------------
 
 
-@constant
-def taught() -> bool:
+@assume_constant_result
+def register_decompositions() -> bool:
     """Whether the compiler takes the formulas, here given to it; it would start the operators as they are."""
     try:
         from torch._inductor.decomposition import select_decomp_table

@@ -15,8 +15,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-from plainvit.models import ViT, lean
-from plainvit.models.gelu import aligned, gelu, gelu_linear, gelu_tanh, linear_gelu, taught
+from plainvit.models import ViT
+from plainvit.models.fast import accelerate, mlp
+from plainvit.models.fast.gelu import aligned, gelu, gelu_linear, gelu_tanh, linear_gelu, register_decompositions
+from plainvit.models.recompute import recompute_activations
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 NUMBERS = BITS[BITS.isfinite()]
@@ -106,8 +108,8 @@ def test_tiles_begin_at_whole_lines() -> None:
 
 INTERPRETED = """
 import json, torch
-from plainvit.models.gelu import COLUMNS, PRODUCT, ROWS, TURNS, tiled
-from plainvit.models.gelu_kernels import gelu_gradients, linear_gelu
+from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, tiled
+from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
 
 found = []
 for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 * ROWS * TURNS, COLUMNS, True)):
@@ -142,7 +144,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 COMPILED = """
 import torch
 from plainvit.models import gelu
-from plainvit.models.gelu_kernels import gelu_gradients, linear_gelu
+from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
 x, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 3072), (512,)))
 how = dict(gelu.PRODUCT, PROGRAMS=8, num_warps=8, num_stages=3)
 linear_gelu[(8,)](*gelu.tiled(x, x, x[:, :512], bias), 512, 512, 3072, **how)
@@ -204,17 +206,17 @@ def test_compiled_training_keeps_one_tensor_of_an_mlp(
 ) -> None:
     """With shortcuts; and its gradients are those of the eager model without, but for bf16's rounding."""
     torch._dynamo.reset()
-    asked = lean.learns_by_kernel if not by_kernel else lambda *_: torch.is_grad_enabled() and taught()
-    monkeypatch.setattr(lean, "learns_by_kernel", asked)  # as on a GPU
+    asked = mlp.trains_by_kernel if not by_kernel else lambda *_: torch.is_grad_enabled() and register_decompositions()
+    monkeypatch.setattr(mlp, "trains_by_kernel", asked)  # as on a GPU
     changes = {"depth": 3, "mlp_dim": 96, "activation": activation, "pool": "average", "class_token": False}
     model = tiny.vit(torch.float32, **changes).train()
     assert isinstance(model, ViT)
     images, kept, plain = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0), [], []
-    trained(compiled(model.take_shortcuts(False), plain), images).backward()
+    trained(compiled(model, plain), images).backward()
     expected = gradients(model)
     model.zero_grad()
     torch._dynamo.reset()
-    trained(compiled(model.take_shortcuts(), kept), images).backward()
+    trained(compiled(accelerate(model), kept), images).backward()
     assert hidden(kept, 96) == [torch.bfloat16] * 3
     assert len(hidden(plain, 96)) == 6
     found = gradients(model)
@@ -227,8 +229,7 @@ def test_compiled_training_keeps_one_tensor_of_an_mlp(
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_beside_recomputed_blocks() -> None:
     torch._dynamo.reset()
-    model = tiny.vit(torch.float32, depth=2, mlp_dim=96).train().take_shortcuts()
-    model.recompute = True
+    model = recompute_activations(accelerate(tiny.vit(torch.float32, depth=2, mlp_dim=96).train()))
     kept: list[Tensor] = []
     images = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0)
     trained(compiled(model, kept), images).backward()

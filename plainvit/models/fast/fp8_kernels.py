@@ -1,5 +1,5 @@
 # type: ignore
-"""The Triton kernel of plainvit.models.fp8, which loads this module on use: triton is not everywhere.
+"""The Triton kernel of plainvit.models.fast.fp8, which loads this module on use: triton is not everywhere.
 
 A row is read once: its GELU where one is asked for, the largest number, and the quotients in e4m3 are made while it
 lies in registers. The compiler reads rows longer than 1,024 twice, and computes their GELU twice.
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from plainvit.models.gelu_kernels import normal
-from plainvit.models.short_attention_kernels import before
+from plainvit.models.fast.attention_kernels import before
+from plainvit.models.fast.gelu_kernels import normal
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 # type: ignore
-"""The Triton kernels of plainvit.models.short_attention, which loads this module on use: triton is not everywhere.
+"""The Triton kernels of plainvit.models.fast.attention, which loads this module on use: triton is not everywhere.
 
-FlashAttention's equations (arXiv 2205.14135, 2307.08691), cut for sequences so short that all keys of a head lie in
-one program: the softmax takes one pass, and no gradient is summed across programs, so none needs atomics.
+FlashAttention's equations (arXiv 2205.14135, 2307.08691) with tiles for sequences of up to 288 tokens. No gradient is
+summed across programs, so no kernel needs atomics.
 
 Letters: N tokens, H heads, D head width. Tiles are powers of two wide, so 80 columns are PARTS (64, 16), and 197 keys
 WIDTHS (128, 64, 16): a head's block of rows is a tuple with one tile a part, its keys a tuple with one such block a
@@ -25,9 +25,9 @@ def before(widths, number):
 
 
 @triton.constexpr_function
-def looped(length, widths, resident):
-    """How many whole tiles pass by in a loop; the rest, and all resident ones, are written out one by one."""
-    return 0 if resident else length // widths[0]
+def count_looped(length, widths):
+    """How many whole tiles run in a loop; the rest are unrolled."""
+    return length // widths[0]
 
 
 @triton.jit
@@ -39,15 +39,6 @@ def load(start, first, stride, N: constexpr, ROWS: constexpr, PARTS: constexpr):
         columns = before(PARTS, i) + tl.arange(0, PARTS[i])
         tiles = tiles + (tl.load(start + rows[:, None] * stride + columns[None, :], rows[:, None] < N, 0.0),)
     return tiles
-
-
-@triton.jit
-def load_keys(start, stride, N: constexpr, WIDTHS: constexpr, PARTS: constexpr):
-    """All keys (or values) of one head."""
-    blocks = ()
-    for t in tl.static_range(len(WIDTHS)):
-        blocks = blocks + (load(start, before(WIDTHS, t), stride, N, WIDTHS[t], PARTS),)
-    return blocks
 
 
 @triton.jit
@@ -67,19 +58,11 @@ def store_sums(start, sums, PARTS: constexpr):
 
 
 @triton.jit
-def no_sums(PARTS: constexpr):
-    sums = ()
-    for i in tl.static_range(len(PARTS)):
-        sums = sums + (tl.full((PARTS[i],), 0.0, tl.float32),)
-    return sums
-
-
-@triton.jit
-def add_rows(sums, tiles, factor, PARTS: constexpr):
-    """sums + the sum of all rows, times `factor`."""
+def sum_rows(tiles, factor, PARTS: constexpr):
+    """The sum of all rows, times `factor`."""
     found = ()
     for i in tl.static_range(len(PARTS)):
-        found = found + (sums[i] + tl.sum(tiles[i].to(tl.float32), 0) * factor,)
+        found = found + (tl.sum(tiles[i].to(tl.float32), 0) * factor,)
     return found
 
 
@@ -125,46 +108,6 @@ def begin(pointer, head, batch_stride, H, D: constexpr):
     return pointer + (head // H).to(tl.int64) * batch_stride + (head % H) * D
 
 
-@triton.jit(do_not_specialize=["H"])
-def attention_forward(
-    qkv, out, lse, batch_stride, token_stride, scale, H,
-    N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
-):  # fmt: skip
-    """out [B, N, H D] and lse [B, H, N]: keys and values are loaded once, then blocks of queries pass by.
-
-    PROGRAMS share the blocks of queries of a head.
-    """
-    D: constexpr = before(PARTS, len(PARTS))
-    TILES: constexpr = len(WIDTHS)
-    head = tl.program_id(0) // PROGRAMS
-    q = begin(qkv, head, batch_stride, H, D)
-    out = begin(out, head, N * H * D, H, D)
-    lse += head.to(tl.int64) * N
-    keys = load_keys(q + H * D, token_stride, N, WIDTHS, PARTS)
-    values = load_keys(q + 2 * H * D, token_stride, N, WIDTHS, PARTS)
-    for turn in range(tl.cdiv(N, ROWS * PROGRAMS)):
-        first = (turn * PROGRAMS + tl.program_id(0) % PROGRAMS) * ROWS
-        rows = first + tl.arange(0, ROWS)
-        queries = load(q, first, token_stride, N, ROWS, PARTS)
-        logits = ()
-        most = tl.full((ROWS,), float("-inf"), tl.float32)
-        for t in tl.static_range(TILES):
-            tile = product(queries, keys[t], PARTS)
-            if before(WIDTHS, t + 1) > N:  # padded keys weigh nothing
-                tile = tl.where((before(WIDTHS, t) + tl.arange(0, WIDTHS[t]))[None, :] < N, tile, float("-inf"))
-            most = tl.maximum(most, tl.max(tile, 1))
-            logits = logits + (tile,)
-        most *= scale
-        total = tl.zeros((ROWS,), tl.float32)
-        sums = zeros(ROWS, PARTS)
-        for t in tl.static_range(TILES):
-            p = tl.exp2(logits[t] * scale - most[:, None])
-            total += tl.sum(p, 1)
-            sums = add_weighted(sums, p, values[t], PARTS)
-        store(out, sums, 1.0 / total[:, None], first, H * D, N, ROWS, PARTS)
-        tl.store(lse + rows, most + tl.log2(total), rows < N)
-
-
 @triton.jit
 def add_online(
     most, total, sums, queries, keys, values, scale, first,
@@ -184,13 +127,13 @@ def add_online(
 
 
 @triton.jit(do_not_specialize=["H"])
-def attention_forward_online(
+def attention_forward(
     qkv, out, lse, batch_stride, token_stride, scale, H,
     N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
 ):  # fmt: skip
-    """The same, one program a block of queries: keys pass by, few registers are held, and more programs fit."""
+    """out [B, N, H D] and lse [B, H, N]: one program per block of queries, keys and values in a loop."""
     D: constexpr = before(PARTS, len(PARTS))
-    LOOPED: constexpr = looped(N, WIDTHS, False)
+    LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
     q = begin(qkv, head, batch_stride, H, D)
     k = q + H * D
@@ -237,61 +180,40 @@ def add_to_queries(
 def attention_backward_queries(
     qkv, out, lse, grad, delta, dqkv, summed, batch_stride, token_stride, grad_batch_stride, grad_token_stride,
     scale, shrink, H, N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
-    RESIDENT: constexpr,
 ):  # fmt: skip
-    """dQ, the delta [B, H, N] that dK and dV want, and sums over queries, of dQ and of dO: [B PROGRAMS, 2 H D].
-
-    Keys are loaded once (RESIDENT), or for each block.
-    """
+    """dQ, the delta [B, H, N] that dK and dV need, and sums over queries of dQ and of dO: [B PROGRAMS, 2 H D]."""
     D: constexpr = before(PARTS, len(PARTS))
-    LOOPED: constexpr = looped(N, WIDTHS, RESIDENT)
+    LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
     q = begin(qkv, head, batch_stride, H, D)
-    out = begin(out, head, N * H * D, H, D)
-    grad = begin(grad, head, grad_batch_stride, H, D)
-    dq = begin(dqkv, head, N * 3 * H * D, H, D)
-    lse += head.to(tl.int64) * N
-    delta += head.to(tl.int64) * N
     k = q + H * D
     v = k + H * D
-    if RESIDENT:
-        keys = load_keys(k, token_stride, N, WIDTHS, PARTS)
-        values = load_keys(v, token_stride, N, WIDTHS, PARTS)
-    sum_dq = no_sums(PARTS)
-    sum_grad = no_sums(PARTS)
-    for turn in range(tl.cdiv(N, ROWS * PROGRAMS)):
-        first = (turn * PROGRAMS + tl.program_id(0) % PROGRAMS) * ROWS
-        rows = first + tl.arange(0, ROWS)
-        queries = load(q, first, token_stride, N, ROWS, PARTS)
-        grads = load(grad, first, grad_token_stride, N, ROWS, PARTS)
-        taken = delta_of(grads, load(out, first, H * D, N, ROWS, PARTS), PARTS)
-        tl.store(delta + rows, taken, rows < N)
-        total = tl.load(lse + rows, rows < N, 0.0)
-        sums = zeros(ROWS, PARTS)
-        for t in range(LOOPED):
-            some_keys = load(k, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
-            some_values = load(v, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
-            sums = add_to_queries(
-                sums, queries, grads, some_keys, some_values, total, taken, scale, 0, N, WIDTHS[0], False, PARTS
-            )
-        for t in tl.static_range(LOOPED, len(WIDTHS)):
-            if RESIDENT:
-                tile_keys = keys[t]
-                tile_values = values[t]
-            else:
-                tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
-                tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
-            sums = add_to_queries(
-                sums, queries, grads, tile_keys, tile_values, total, taken, scale,
-                before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
-            )  # fmt: skip
-        store(dq, sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
-        sum_dq = add_rows(sum_dq, sums, shrink, PARTS)  # padded queries add 0
-        sum_grad = add_rows(sum_grad, grads, 1.0, PARTS)
+    first = tl.program_id(0) % PROGRAMS * ROWS
+    rows = first + tl.arange(0, ROWS)
+    queries = load(q, first, token_stride, N, ROWS, PARTS)
+    grads = load(begin(grad, head, grad_batch_stride, H, D), first, grad_token_stride, N, ROWS, PARTS)
+    taken = delta_of(grads, load(begin(out, head, N * H * D, H, D), first, H * D, N, ROWS, PARTS), PARTS)
+    tl.store(delta + head.to(tl.int64) * N + rows, taken, rows < N)
+    total = tl.load(lse + head.to(tl.int64) * N + rows, rows < N, 0.0)
+    sums = zeros(ROWS, PARTS)
+    for t in range(LOOPED):
+        keys = load(k, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+        values = load(v, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
+        sums = add_to_queries(
+            sums, queries, grads, keys, values, total, taken, scale, 0, N, WIDTHS[0], False, PARTS
+        )  # fmt: skip
+    for t in tl.static_range(LOOPED, len(WIDTHS)):
+        tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        sums = add_to_queries(
+            sums, queries, grads, tile_keys, tile_values, total, taken, scale,
+            before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
+        )  # fmt: skip
+    store(begin(dqkv, head, N * 3 * H * D, H, D), sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
     row = (head // H).to(tl.int64) * PROGRAMS + tl.program_id(0) % PROGRAMS
     summed += row * (2 * H * D) + (head % H) * D
-    store_sums(summed, sum_dq, PARTS)
-    store_sums(summed + H * D, sum_grad, PARTS)
+    store_sums(summed, sum_rows(sums, shrink, PARTS), PARTS)  # rows of padding are 0
+    store_sums(summed + H * D, sum_rows(grads, 1.0, PARTS), PARTS)
 
 
 @triton.jit
@@ -321,7 +243,7 @@ def attention_backward_keys(
 ):  # fmt: skip
     """dK and dV of one block of keys: queries pass by, in blocks of WIDTHS rows."""
     D: constexpr = before(PARTS, len(PARTS))
-    LOOPED: constexpr = looped(N, WIDTHS, False)
+    LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
     q = begin(qkv, head, batch_stride, H, D)
     grad = begin(grad, head, grad_batch_stride, H, D)

@@ -1,0 +1,57 @@
+"""Real training steps, timed: `plainvit plan RECIPE --measure`."""
+
+import contextlib
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plainvit.config import Config
+from plainvit.data.splits import open_splits
+from plainvit.runtime.display import Display
+from plainvit.runtime.folder import Folder
+from plainvit.train.fit import prepare
+from plainvit.train.loop import Supply, step
+from plainvit.train.transfer import resolve
+
+WARM_STEPS, TIMED_STEPS = 5, 20  # the first steps compile, capture CUDA graphs and choose the micro-batch
+
+
+def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
+    """Trains for 25 steps on this machine and keeps nothing.
+
+    Returns:
+        The config with the model, classes and steps of its data; and the median seconds of a step, its micro-batch, the
+        number of training images and the device, for `plainvit.planning.plan.plan`.
+    """
+    splits = open_splits(config)
+    config = resolve(config, splits)
+    images = len(splits.train)
+    splits.val = splits.test = None  # nothing is evaluated
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
+        run = prepare(config.replace(steps=WARM_STEPS + TIMED_STEPS, track=()), splits, folder, quiet=True)
+        run.objective.train()
+        display = Display("measuring", run.steps)
+        with contextlib.closing(run.loader.batches(0, run.steps)) as batches, display:
+            supply = Supply(run, batches)
+            for _ in range(run.steps):
+                line, _ = step(run, supply, display)
+                seconds.append(line["seconds"])
+                run.progress.step += 1
+                display.advance(run.progress.step, f"{1000 * line['seconds']:,.1f} ms")
+    name = torch.cuda.get_device_name(run.loader.device) if run.loader.device.type == "cuda" else "cpu"
+    on_cpu = name == "cpu"
+    config = config.replace(
+        precision="fp32" if run.dtype is torch.float32 else config.precision,
+        compile="off" if on_cpu and config.compile == "auto" else config.compile,
+    )
+    return config, {
+        "seconds": statistics.median(seconds[WARM_STEPS:]),
+        "micro_batch": run.progress.micro_batch,
+        "images": images,
+        "device": name,
+        "origin": f"median of {TIMED_STEPS} steps on this machine",
+    }

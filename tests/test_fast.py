@@ -1,0 +1,154 @@
+"""accelerate() and recompute_activations(): equal results with less work, on any device."""
+
+import copy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from plainvit import Trace
+from plainvit.models.fast import accelerate
+from plainvit.models.fast.modules import FastBlock, drop_path
+from plainvit.models.recompute import Recomputed, recompute_activations
+
+ROOT = Path(__file__).parent.parent
+READS_ONE_TOKEN: list[dict[str, Any]] = [
+    {},
+    {"representation": 9},
+    {"registers": 2},
+    {"layer_scale": 0.3},
+    {"norm_pooled": True},
+    {"posemb_at": "every"},
+]
+READS_ALL_TOKENS: list[dict[str, Any]] = [
+    {"pool": "average"},
+    {"distillation": True},
+    {"norm": "post"},
+    {"posemb": "relative"},
+]
+
+
+def run(model: Any, images: Tensor) -> list[Tensor]:
+    """Logits, features and all gradients."""
+    logits = model(images)
+    logits.square().sum().backward()
+    return [logits, model.features(images), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("settings", READS_ONE_TOKEN + READS_ALL_TOKENS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_results_are_those_of_the_plain_model(settings: dict[str, Any], recompute: bool) -> None:
+    """In float64; and the last block computes one token where only the class token is read."""
+    plain, images = tiny.vit(**settings), tiny.images()
+    fast = accelerate(copy.deepcopy(plain))
+    if recompute:
+        recompute_activations(fast)
+        assert all(isinstance(block, Recomputed) and isinstance(block, FastBlock) for block in fast.blocks)
+    tokens: list[int] = []
+    fast.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[1]))
+    expected, found = run(plain, images), run(fast, images)
+    assert len(found) == len(expected)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
+    assert tokens[0] == (1 if settings in READS_ONE_TOKEN else fast.config.tokens)
+    trace = Trace("block*/tokens")
+    torch.testing.assert_close(fast(images, trace), expected[0])
+    assert trace["block2/tokens"].shape[1] == fast.config.tokens, "a trace sees every token of the last block"
+
+
+def test_parameters_and_names_stay() -> None:
+    plain = tiny.vit()
+    fast = accelerate(copy.deepcopy(plain))
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    assert isinstance(fast, type(plain))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"registers": 2}, {"pool": "average"}, {"posemb_at": "every"}, {"posemb": "sincos2d"}]
+)
+def test_low_precision_residual(settings: dict[str, Any]) -> None:
+    """Tokens between blocks are bf16 under autocast, results equal up to that; a pass in fp32 does not change."""
+    plain, images = tiny.vit(torch.float32, **settings), tiny.images(dtype=torch.float32)
+    fast = accelerate(copy.deepcopy(plain), low_precision_residual=True)
+    dtypes: list[torch.dtype] = []
+    for block in fast.blocks:
+        block.register_forward_hook(lambda _, __, x: dtypes.append(x.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(fast(images), plain(images), rtol=0, atol=0.05)
+    assert set(dtypes) == {torch.bfloat16}
+    torch.testing.assert_close(fast(images), plain(images), rtol=0, atol=1e-6)
+
+
+def test_dropped_branches_are_a_fixed_number_of_random_images() -> None:
+    """At rate 0.3, three of ten images go without a branch, each equally often; the rest get 1/0.7 of it."""
+    block = accelerate(tiny.vit(depth=3, stochastic_depth=0.3)).blocks[2]
+    x, dropped = torch.rand(1, 5, 48, dtype=torch.float64).expand(10, -1, -1), []
+    branch = block.eval().mlp(block.norm2(x[:1]))
+    torch.manual_seed(0)
+    for residual in (block.residual1, block.residual2):
+        for _ in range(500):
+            added = drop_path(x, residual.train(), lambda some: block.mlp(block.norm2(some))) - x
+            dropped.append((added == 0).flatten(1).all(1))
+            assert int(dropped[-1].sum()) == 3
+            kept = added[~dropped[-1]]
+            torch.testing.assert_close(kept, (branch / 0.7).expand_as(kept), rtol=0, atol=1e-12)
+    rate = torch.stack(dropped).double().mean(0)  # of each place in the batch
+    assert (rate - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
+
+
+def test_a_single_image_drops_a_branch_by_chance() -> None:
+    block = accelerate(tiny.vit(depth=3, stochastic_depth=0.3)).blocks[2].train()
+    x, draws = torch.rand(1, 5, 48, dtype=torch.float64), 500
+    torch.manual_seed(0)
+    with torch.no_grad():
+        unchanged = sum(torch.equal(block(x), x) for _ in range(draws)) / draws
+    assert abs(unchanged - 0.3**2) < 5 * (0.09 * 0.91 / draws) ** 0.5
+
+
+def test_dropped_branches_save_their_flops() -> None:
+    images, flops = tiny.images(20, dtype=torch.float32), []
+    plain = tiny.vit(torch.float32, depth=3, stochastic_depth=0.6, pool="average").train()
+    for model in (plain, accelerate(copy.deepcopy(plain))):
+        with FlopCounterMode(display=False) as counter:
+            model(images).sum().backward()
+        flops.append(counter.get_total_flops())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert 0.2 < 1 - flops[1] / flops[0] < 0.3  # rates of 0, 0.3 and 0.6 over three blocks, less what is outside
+
+
+def test_recomputed_activations_of_a_resnet() -> None:
+    plain = tiny.bit()
+    again = recompute_activations(copy.deepcopy(plain))
+    images = tiny.images(2, (32, 32))
+    for mine, right in zip(run(again, images), run(plain, images), strict=True):
+        assert torch.equal(mine, right)
+
+
+WITHOUT = """
+import importlib.util, sys, plainvit, torch
+assert importlib.util.find_spec("plainvit.models.fast") is None
+assert plainvit.__file__.startswith(sys.argv[1])
+done = plainvit.fit(plainvit.recipe("digits").replace(steps=2), sys.argv[1] + "/run", quiet=True)
+model = plainvit.load(done.folder)
+torch.testing.assert_close(model(torch.zeros(1, 3, 8, 8)), done.model(torch.zeros(1, 3, 8, 8)))
+print(plainvit.Predictor(done.folder).logits(torch.zeros(2, 3, 8, 8)).shape)
+"""
+
+
+def test_the_package_works_without_the_fast_path(tmp_path: Path) -> None:
+    """A copy without models/fast trains, saves, loads and predicts."""
+    ignore = shutil.ignore_patterns("fast", "__pycache__")
+    shutil.copytree(ROOT / "plainvit", tmp_path / "plainvit", ignore=ignore)
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([2, 10])" in done.stdout
