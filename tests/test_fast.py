@@ -1,6 +1,7 @@
 """accelerate() and recompute_activations(): equal results with less work, on any device."""
 
 import copy
+import math
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plainvit import Trace
 from plainvit.models.fast import accelerate
-from plainvit.models.fast.modules import FastBlock, drop_path
+from plainvit.models.fast.modules import FastBlock, drop_path, drops_branch
 from plainvit.models.recompute import Recomputed, recompute_activations
+from plainvit.models.vit import Residual
 
 ROOT = Path(__file__).parent.parent
 READS_ONE_TOKEN: list[dict[str, Any]] = [
@@ -103,13 +105,25 @@ def test_dropped_branches_are_a_fixed_number_of_random_images() -> None:
     assert (rate - 0.3).abs().max() < 5 * (0.3 * 0.7 / 1000) ** 0.5
 
 
-def test_a_single_image_drops_a_branch_by_chance() -> None:
-    block = accelerate(tiny.vit(depth=3, stochastic_depth=0.3)).blocks[2].train()
-    x, draws = torch.rand(1, 5, 48, dtype=torch.float64), 500
+@pytest.mark.parametrize("images", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rate", [0.2, 0.3, 0.5, 0.9])
+def test_every_image_keeps_a_branch_at_the_exact_rate(images: int, rate: float) -> None:
+    """In micro-batches of any size: B (1 - rate) images, rounded up or down, each scaled by 1 / (1 - rate)."""
+    residual = Residual(tiny.vit().config, rate).train()
+    x, draws = torch.ones(images, 1, 1, dtype=torch.float64), 2000
     torch.manual_seed(0)
-    with torch.no_grad():
-        unchanged = sum(torch.equal(block(x), x) for _ in range(draws)) / draws
-    assert abs(unchanged - 0.3**2) < 5 * (0.09 * 0.91 / draws) ** 0.5
+    added = torch.stack([drop_path(x, residual, lambda some: some) - x for _ in range(draws)]).flatten(1)
+    kept = added != 0
+    assert torch.allclose(added[kept], torch.tensor(1 / (1 - rate), dtype=torch.float64), rtol=1e-12)
+    assert set(kept.sum(1).tolist()) <= {math.floor(images * (1 - rate) + 1e-9), math.ceil(images * (1 - rate) - 1e-9)}
+    error = 5 * (rate * (1 - rate) / draws) ** 0.5
+    assert (kept.double().mean(0) - (1 - rate)).abs().max() < error  # of each place in the batch
+
+
+def test_branches_are_dropped_from_a_rate_on_whatever_the_micro_batch() -> None:
+    blocks = tiny.vit(depth=4, stochastic_depth=0.33).train().blocks  # rates 0, 0.11, 0.22, 0.33
+    assert [drops_branch(block.residual1) for block in blocks] == [False, False, True, True]
+    assert not any(drops_branch(block.residual1) for block in blocks.eval())
 
 
 def test_dropped_branches_save_their_flops() -> None:

@@ -9,6 +9,7 @@
 Letters are those of vit.py; s is the number of tokens that are computed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -57,17 +58,15 @@ class FastMlp(Mlp):
 
 
 class FastBlock(Block):
-    """Drops branches before they are computed, and computes only the tokens that are read later.
+    """Does not compute branches that stochastic depth drops, nor tokens that nobody reads.
 
-    From a rate of 0.2 on, stochastic depth drops a fixed number of images, round(rate * batch), chosen at random in
-    each step, instead of each image independently (as DINOv2 does). What is kept is scaled by batch / kept, so the
-    expectation is the same. A batch of which this would drop none or all is treated as in the plain block.
+    From a rate of 0.2 on, the images of a micro-batch are drawn together (`drop_path`), not independently.
     """
 
     def forward(self, x: Tensor, trace: Trace | None = None, tokens: slice | None = None) -> Tensor:
         if tokens is not None:
             return self.query_subset(x, tokens)
-        if self.pre and trace is None and drops_branch(self.residual1, x.shape[0]):
+        if self.pre and trace is None and drops_branch(self.residual1):
             x = drop_path(x, self.residual1, lambda some: self.attend(self.norm1(some), None))
             return drop_path(x, self.residual2, lambda some: self.mlp(self.norm2(some)))
         return super().forward(x, trace)
@@ -80,23 +79,27 @@ class FastBlock(Block):
         return x + self.residual2(self.mlp(self.norm2(x)))
 
 
-def count_kept(residual: Residual, images: int) -> int:
-    return round(images * (1 - residual.rate))
-
-
-def drops_branch(residual: Residual, images: int) -> bool:
+def drops_branch(residual: Residual) -> bool:
     """Whether a branch is computed only for the images that keep it."""
-    wanted = residual.training and residual.rate >= DROP_BRANCHES_FROM
-    return wanted and 0 < count_kept(residual, images) < images
+    return residual.training and residual.rate >= DROP_BRANCHES_FROM
 
 
 def drop_path(x: Tensor, residual: Residual, branch: Callable[[Tensor], Tensor]) -> Tensor:
-    """x + branch(x) for a random subset of the images, x for the others."""
+    """x + branch(x) for the images that keep the branch, x for the others.
+
+    Each image keeps it with probability 1 - rate, as in `Residual`, but shapes must be fixed: of B images B (1 - rate)
+    keep it, rounded up or down at random so that the mean is exact. DINOv2 always rounds down.
+    """
     images = x.shape[0]
-    count = count_kept(residual, images)
-    kept = torch.rand(images, device=x.device).argsort()[:count]
-    some = x.index_select(0, kept)
-    return x.index_copy(0, kept, some + (residual.scale_branch(branch(some)) * (images / count)).to(x.dtype))
+    expected = images * (1 - residual.rate)
+    count = math.ceil(expected - 1e-6)
+    draws = torch.rand(images + 1, device=x.device)
+    chosen = draws[:images].argsort()[:count]
+    keeps_last = draws[images] < expected - (count - 1)
+    kept = torch.arange(count, device=x.device) < count - 1 + keeps_last.long()
+    some = x.index_select(0, chosen)
+    added = residual.scale_branch(branch(some)) * (1 / (1 - residual.rate)) * kept.view(-1, 1, 1)
+    return x.index_copy(0, chosen, some + added.to(x.dtype))
 
 
 class FastViT(ViT):
