@@ -35,10 +35,10 @@ from plainvit.studies.page import plus_minus
 from plainvit.studies.runs import Workers, run_all, run_hash
 from plainvit.weights import save as save_weights
 
-Budget = Literal["cpu", "gpu", "paper"]
+Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Outcome = Literal["reproduced", "not reproduced", "not decided"]
-SEEDS: dict[Budget, int] = {"cpu": 3, "gpu": 3, "paper": 3}
+SEEDS = 3  # of each arm, where none are given
 PERCENT = {  # measures that are shares, and their names in a table
     "top1": "held-out top-1, %",
     "few_shot": "5-shot top-1, %",
@@ -200,7 +200,7 @@ def run_study(
     """Makes what runs are missing, measures, decides, and writes the study's folder."""
     if budget != "cpu" and not torch.cuda.is_available():
         raise NoDeviceError(f"budget {budget} needs a CUDA GPU, and there is none: --budget cpu runs anywhere")
-    started, seeds = time.monotonic(), seeds or SEEDS[budget]
+    started, seeds = time.monotonic(), seeds or SEEDS
     arms = {
         name: replace(arm, config=arm.config.replace(data_root=data_root)) for name, arm in study.arms(budget).items()
     }
@@ -219,7 +219,7 @@ def run_study(
         "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
         "folders": {arm: [f"runs/{run_hash(config)}" for config in configs[arm]] for arm in arms if arms[arm].trained},
         "command": f"plainvit study {study.given or study.name} --budget {budget}"
-        + f" --seeds {seeds}" * (seeds != SEEDS[budget])
+        + f" --seeds {seeds}" * (seeds != SEEDS)
         + " --data-root DIR" * bool(data_root),
     }
     _write(study, budget, out / study.name, found, verdict, how)

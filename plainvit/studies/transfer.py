@@ -32,9 +32,9 @@ BEFORE = "pre-training"
 
 
 def rates(budget: Budget, data: str) -> tuple[float, ...]:
-    """The fine-tuning's own and one to either side; the paper's grid."""
-    config = finetuned(budget, data)
-    return config.optim.grid if budget == "paper" else (config.optim.lr / 3, config.optim.lr, 3 * config.optim.lr)
+    """The fine-tuning's own and one to either side."""
+    lr = finetuned(budget, data).optim.lr
+    return lr / 3, lr, 3 * lr
 
 
 def at_rate(config: Config, lr: float) -> Config:
@@ -115,7 +115,7 @@ def draw(found: Found) -> Figure:
 
 # 7: resolution --------------------------------------------------------------------------------------------------------
 
-SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (64, 96, 128), "paper": (224, 384, 512)}
+SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (64, 96, 128)}
 RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
