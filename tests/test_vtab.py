@@ -58,9 +58,9 @@ def test_the_papers_setting() -> None:
 # Means ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", paper.table(9).rows, ids=lambda row: row.name)
-def test_table_9_averages_to_its_printed_means(row: paper.Row) -> None:
-    *cells, mean = (cell.value for cell in row.cells if cell)
+@pytest.mark.parametrize("row", range(3))
+def test_table_9_averages_to_its_printed_means(row: int) -> None:
+    *cells, mean = paper.table(9).rows[row][1]
     found = study.means(dict(zip(vtab.TASKS, cells, strict=True)))
     assert round(found["vtab"], 1) == mean
     assert [found[group]["tasks"] for group in ("natural", "specialized", "structured")] == [7, 4, 8]
@@ -69,8 +69,7 @@ def test_table_9_averages_to_its_printed_means(row: paper.Row) -> None:
 
 def test_group_means_by_hand() -> None:
     """ViT-H/14's: 606.8 / 7, 348 / 4 and 520.2 / 8."""
-    cells = paper.table(9).rows[0].cells[:-1]
-    found = study.means(dict(zip(vtab.TASKS, (cell.value for cell in cells if cell), strict=True)))
+    found = study.means(dict(zip(vtab.TASKS, paper.table(9).rows[0][1][:-1], strict=True)))
     assert found["natural"]["mean"] == pytest.approx(606.8 / 7)
     assert found["specialized"]["mean"] == pytest.approx(87.0)
     assert found["structured"]["mean"] == pytest.approx(65.025)

@@ -150,10 +150,8 @@ def decide_saturation(found: Found) -> Verdict:
 def table6(kind: str) -> list[tuple[float, float]]:
     """The paper's points of a kind: exaFLOPs, mean accuracy over five sets."""
     table, begins = paper.table(6), {"ViT": "ViT", "ResNet": "BiT", "hybrid": "R50x1+"}
-    places = [list(table.columns).index(name) for name in (*SETS, "exaFLOPs")]
-    rows = [[cell.value for at in places if (cell := row.cells[at])] for row in table.rows if row.whose == "paper"]
-    named = zip([row.name for row in table.rows], rows, strict=True)
-    return sorted((row[-1], sum(row[:-1]) / len(SETS)) for name, row in named if name.startswith(begins[kind]))
+    rows = [dict(zip(table.columns, cells, strict=True)) for name, cells in table.rows if name.startswith(begins[kind])]
+    return sorted((row["exaFLOPs"], sum(row[name] for name in SETS) / len(SETS)) for row in rows)
 
 
 @styled()
