@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,6 @@ from plainvit.data.transforms import resized
 from plainvit.disk import write_atomically
 
 T = TypeVar("T")
-THUMB = 96
 SHARD_BYTES = 256 * 2**20
 WIDEST = 65_500  # pixels along a side of a JPEG, by libjpeg
 
@@ -73,9 +72,8 @@ def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
             yield done.result()
 
 
-def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) -> dict[str, Any]:
-    """Counts, classes and sizes of each split; a contact sheet where a path is given."""
-    parts = splits(spec, data_root)
+def info(spec: str, parts: Mapping[str, Source]) -> dict[str, Any]:
+    """Counts, classes and sizes of each split."""
     report: dict[str, Any] = {"spec": spec, "classes": len(_classes(spec, parts)), "splits": {}}
     for split, source in parts.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
@@ -91,9 +89,6 @@ def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) ->
             "width": _spread(extents[:, 1]) if len(extents) else None,
             "sizes_from": len(extents),
         }
-    if sheet:
-        contact_sheet(next(iter(parts.values())), sheet)
-        report["sheet"] = str(sheet)
     return report
 
 
@@ -124,33 +119,6 @@ def info_table(report: dict[str, Any]) -> Group:
 def _plain(name: str) -> str:
     """A name on one line that any terminal can show; in a Text, its brackets are no markup either."""
     return repr(name)[1:-1]
-
-
-def contact_sheet(source: Source, path: Path, rows: int = 8, columns: int = 12) -> None:
-    """A page of thumbnails spread over the classes, each under its class's name."""
-    from PIL import Image, ImageDraw
-
-    order = np.argsort(source.labels, kind="stable")
-    chosen = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), rows * columns)).astype(int))]
-    rows = -(-len(chosen) // columns)
-    line = 14
-    sheet = Image.new("RGB", (columns * (THUMB + 6) + 6, rows * (THUMB + line + 6) + 6), "white")
-    pen = ImageDraw.Draw(sheet)
-    for place, index in enumerate(chosen):
-        x, y = 6 + place % columns * (THUMB + 6), 6 + place // columns * (THUMB + line + 6)
-        try:
-            picture = Image.fromarray(source.image(int(index)))
-            picture.thumbnail((THUMB, THUMB)) if max(picture.size) > THUMB else None
-            scale = THUMB / max(picture.size)
-            picture = picture.resize((max(round(picture.width * scale), 1), max(round(picture.height * scale), 1)))
-            sheet.paste(picture, (x + (THUMB - picture.width) // 2, y + (THUMB - picture.height) // 2))
-        except (ImageError, OSError):
-            pen.rectangle((x, y, x + THUMB, y + THUMB), outline="red")
-        label = int(source.labels[index])
-        name = source.classes[label] if label >= 0 else "no label"
-        caption = _plain(name[:16]).encode("latin-1", "replace").decode("latin-1")[:16]  # all that Pillow's font has
-        pen.text((x, y + THUMB + 1), caption, fill="black")
-    write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
 
 
 def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:

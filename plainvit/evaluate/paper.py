@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -20,7 +21,7 @@ from plainvit.config import nearest
 from plainvit.data.known import official_split
 from plainvit.evaluate.card import read_card, settings_of
 
-Cell = float | list[float] | str | None  # a number, [mean, standard deviation], text as printed, or not reported
+Cell = Any  # a number, [mean, standard deviation], text as printed, or None where it is not reported
 
 
 @dataclass(frozen=True)

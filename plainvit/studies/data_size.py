@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from plainvit.config import Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import Subset
 from plainvit.data.splits import open_splits
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.planning.cost import macs, parameters
@@ -36,7 +37,6 @@ from plainvit.studies.study import (
     gap,
     held_out,
     no_worse,
-    rank_correlation,
     settle,
 )
 

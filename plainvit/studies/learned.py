@@ -23,10 +23,11 @@ from plainvit.analyse import attention, embeddings
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ResNetConfig
 from plainvit.data.splits import open_splits
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
 from plainvit.studies.bases import base, vit
-from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, rank_correlation, settle
+from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, settle
 from plainvit.weights import load
 
 IMAGES = 128  # as many as the paper averages attention over

@@ -19,11 +19,12 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ViTConfig
 from plainvit.evaluate import paper
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import STEPS, draw_seeds, mark, whole
 from plainvit.studies.drawings import SERIES
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, rank_correlation, settle
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
 
 AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide

@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
@@ -152,20 +150,21 @@ def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
     return Gap(statistics.fmean(apart), error, len(apart))
 
 
+def non_inferior(found: Gap, margin: float) -> int:
+    """1 where two standard errors rule out a loss of b above the margin, -1 where there is such a loss, else 0."""
+    if found.seeds >= FEWEST and found.mean - 2 * found.error > -margin:
+        return 1
+    return -1 if found.sign < 0 and found.mean <= -margin else 0
+
+
 def no_worse(found: Gap, margin: float = 0.01) -> int:
-    """The sign of "b is at least as good as a": -1 where it is worse, 1 where no loss above the margin is left open."""
-    if found.seeds < FEWEST or found.sign < 0:
-        return found.sign
-    return int(found.mean - 2 * found.error > -margin)
+    """The same, but -1 for any loss of more than two standard errors."""
+    return -1 if found.sign < 0 else non_inferior(found, margin)
 
 
 def alike(found: Gap, margin: float = 0.01) -> int:
-    """The sign of "b is as good as a": 1 where no difference above the margin is left open, -1 where there is one."""
-    if found.seeds < FEWEST:
-        return 0
-    if abs(found.mean) + 2 * found.error < margin:
-        return 1
-    return -1 if found.sign and abs(found.mean) >= margin else 0
+    """The same for a difference in either direction."""
+    return min(non_inferior(found, margin), non_inferior(replace(found, mean=-found.mean), margin))
 
 
 def settle(signs: Sequence[int], why: str) -> Verdict:
@@ -173,11 +172,6 @@ def settle(signs: Sequence[int], why: str) -> Verdict:
     if any(sign < 0 for sign in signs):
         return Verdict("not reproduced", why)
     return Verdict("reproduced" if all(sign > 0 for sign in signs) else "not decided", why)
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; 0 where there are fewer than three."""
-    return embeddings.rank_correlation(np.array(a), np.array(b)) if len(a) >= 3 else 0.0
 
 
 # Running --------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places
-from plainvit.studies.study import FEWEST, Arm, Budget, Found, Gap, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, non_inferior, settle
 from plainvit.weights import load
 
 BEFORE = "pre-training"
@@ -214,14 +214,7 @@ def decide_head(found: Found) -> Verdict:
     apart = gap(last.mean(0).tolist(), zero.mean(0).tolist())
     steadier = gap(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
     why = f"averaged over the rates, {ZERO} less {LAST}: {apart}; its spread over them is smaller by {steadier}"
-    return settle([as_good(apart), steadier.sign], why)
-
-
-def as_good(apart: Gap) -> int:
-    """1 where no loss above 0.2 points is left open, -1 where there is one, by more than two standard errors."""
-    if apart.seeds < FEWEST:
-        return 0
-    return 1 if apart.mean - 2 * apart.error > -WORSE else min(apart.sign, 0) * (apart.mean < -WORSE)
+    return settle([non_inferior(apart, WORSE), steadier.sign], why)
 
 
 def draw_heads(found: Found) -> Figure:
