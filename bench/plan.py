@@ -31,7 +31,7 @@ from rich.table import Table  # noqa: E402
 
 from bench.measure import IDLE, ceilings, kernels, machine  # noqa: E402
 from bench.measure import kind_of as kind_of_kernel  # noqa: E402
-from bench.train import OurStep, forever  # noqa: E402
+from bench.steps import OurStep, forever  # noqa: E402
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json, to_json  # noqa: E402
 from plainvit.names import configure  # noqa: E402
 from plainvit.planning.cost import is_small  # noqa: E402

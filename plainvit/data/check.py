@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -72,7 +72,7 @@ def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
             yield done.result()
 
 
-def info(spec: str, parts: Mapping[str, Source]) -> dict[str, Any]:
+def info(spec: str, parts: dict[str, Source]) -> dict[str, Any]:
     """Counts, classes and sizes of each split."""
     report: dict[str, Any] = {"spec": spec, "classes": len(_classes(spec, parts)), "splits": {}}
     for split, source in parts.items():

@@ -121,10 +121,9 @@ def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.nd
     """Spearman's, with ties at their mean rank; 0 for fewer than three values, or where one side does not vary."""
     if len(a) < 3:
         return 0.0
-    a, b = _ranks(np.asarray(a, float)), _ranks(np.asarray(b, float))
-    a, b = a - a.mean(), b - b.mean()
-    spread = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / spread) if spread else 0.0
+    x, y = (ranks - ranks.mean() for ranks in (_ranks(np.asarray(a, float)), _ranks(np.asarray(b, float))))
+    spread = np.sqrt((x @ x) * (y @ y))
+    return float(x @ y / spread) if spread else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
