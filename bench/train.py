@@ -13,10 +13,10 @@ own (bench/steps.py), which also reads the loss and the norm of each step. The p
 The first steps compile, warm up and hold every loss against plainvit's.
 
 %: nominal FLOPs (3 x the forward pass) over the rate of a large product, which takes its turn in every round: a GPU at
-work is slower than a cool one. "executed" counts what a system really computes. GiB: the most that the system allocated
-in a step beyond what lay there before it was built. Device: the time of all kernels of a step. All systems stay on the
-device where their weights and optimisers leave it at least two thirds of its memory; otherwise each peer is alone there
-with plainvit, in turns with it, and peers are compared through plainvit.
+work is slower than a cool one. "executed" counts what a system really computes, but of MAE every token. GiB: the most
+that the system allocated in a step beyond what lay there before it was built. Device: the time of all kernels of a
+step. All systems stay on the device where their weights and optimisers leave it at least two thirds of its memory;
+otherwise each peer is alone there with plainvit, in turns with it, and peers are compared through plainvit.
 """
 
 import argparse
