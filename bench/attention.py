@@ -10,13 +10,11 @@ that of qkv) over the time taken, and its share of the rate of a copy measured i
 events around many calls; systems take turns in every round.
 """
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.measure import first_line, interleaved, machine, said, show, summary, tell, write
+from bench.measure import first_line, interleaved, make_parser, publish, show, summary, tell
 from plainvit.models.fast.attention import short_attention, unfit
 
 PASSES = ("forward", "backward", "both")
@@ -224,10 +222,8 @@ def table(rows: Sequence[dict[str, Any]], copied: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=7)
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="some of them, by name")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     words = parser.parse_args(arguments)
     known = {shape.name: shape for shape in SHAPES}
     if unknown := set(words.shapes.split(",")) - set(known):
@@ -240,11 +236,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
         parser.exit(2, f"bench.attention: {reason}\n")
     left_out: list[str] = []
-    found: dict[str, Any] = {"command": said("bench.attention", arguments), "machine": machine(), "left_out": left_out}
-    found["copy_gigabytes_per_second"], found["rows"] = measure(shapes, words.repeats, left_out)
-    table(found["rows"], found["copy_gigabytes_per_second"])
-    if words.json:
-        write(words.json, {"title": "short attention", **found})
+    copied, rows = measure(shapes, words.repeats, left_out)
+    table(rows, copied)
+    found = {"copy_gigabytes_per_second": copied, "rows": rows, "left_out": left_out}
+    publish("bench.attention", arguments, words.json, title="short attention", **found)
 
 
 if __name__ == "__main__":

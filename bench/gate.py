@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import machine, said, write
+from bench.measure import machine, publish, write_json
 from bench.train import OURS, Options, measure, options_of, parser_of
 from plainvit.disk import read_json
 
@@ -71,12 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     found, device = measure(options), device_name(options)
     code, line = judge(found, device, figures)
-    if words.json:
-        write(words.json, {"title": "gate", "command": said("bench.gate", arguments), "line": line, **found})
+    publish("bench.gate", arguments, words.json, title="gate", line=line, **found)
     ratio = ratio_of(found["rows"])
     if words.add and ratio:
-        new = {"ratio": round(ratio, 4), "models": list(options.models), **found["machine"]}
-        write(words.figures, dict(figures) | {device: new})
+        new = {"ratio": round(ratio, 4), "models": list(options.models), **machine()}
+        write_json(words.figures, dict(figures) | {device: new})
     print(line, file=sys.stderr if code else sys.stdout)
     sys.exit(code)
 

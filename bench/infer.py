@@ -1,63 +1,71 @@
 """Inference side by side: many images a second, and one image's latency, from the same weights in one process.
 
-    python -m bench.infer [--model B/16] [--batch 256] [--json FILE]
+    python -m bench.infer [--model B/16] [--batches 256,1] [--json FILE]
+    python -m bench.infer --device cpu [--batches 1,8] [--threads 2]             fp32, and bf16 where the CPU has it
     python -m bench.infer --activation gelu_tanh                                 as Google's weights were trained
-    python -m bench.infer --device cpu --model Ti/16 --batch 2 --repeats 2       shows only that this runs
+    python -m bench.infer --device cpu --model Ti/16 --batches 2 --repeats 2 --seconds 0.1 --compile off   a trial
 
 Images are on the device already: uint8 for plainvit, which normalises them itself; ready floats for the peers. Forms:
 
-as shipped   eager, fp32 weights under bf16 autocast; plainvit's is its Predictor
-compiled     bf16 weights, torch.compile, cuDNN's attention off
+as shipped   eager, fp32 weights, on a GPU under bf16 autocast; plainvit's is its Predictor
+compiled     torch.compile; on a GPU bf16 weights and cuDNN's attention off, on a CPU packed fp32 or bf16 weights
 fp8          plainvit's compiled form with the blocks' matmuls in fp8 (plainvit.models.fast.fp8)
-graph        a compiled form replayed as one CUDA graph; for the latency alone
+graph        a compiled form replayed as one CUDA graph; for batches of at most 8
 
-"off" is the greatest difference of a logit from plainvit's in fp32, over the greatest logit. ms is the time between two
-calls that follow each other, by CUDA events: launches that the device waits for count. Device: kernels alone.
+"ratio" is to the fastest peer of the same kind of call, "x timm" to timm as shipped. "off" is the greatest difference
+of a logit from plainvit's in fp32, over the greatest logit. ms is the time between two calls that follow each other, by
+CUDA events on a GPU: launches that the device waits for count. Device: kernels alone. Where others use the same cores,
+--threads 1 --clock cpu counts the seconds that this process worked.
 A further form of plainvit is a line in OURS: a function from a Job to a function from images to logits.
 """
 
 import argparse
+import copy
 import gc
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from plainvit import device as machine_device
 
-from bench.measure import (
+machine_device.prepare()  # before torch is loaded: what oneDNN may use is decided then
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from bench.measure import (  # noqa: E402
     busy_ms,
     calls_that_last,
     ceilings,
     first_line,
     interleaved,
     kernels,
-    machine,
+    make_parser,
     percent,
-    said,
+    publish,
     seconds_a_call,
     show,
     tell,
-    write,
 )
-from bench.peers import PEERS, build, cast, cudnn_attention
-from bench.train import attention_of, number
-from plainvit import create
-from plainvit.config import ViTConfig
-from plainvit.device import choose_device
-from plainvit.evaluate.predictor import Predictor
-from plainvit.models import ViT
-from plainvit.models.fast import accelerate
-from plainvit.models.fast.fp8 import in_fp8, why_not
-from plainvit.models.fast.inference import pack_weights
-from plainvit.names import configure
-from plainvit.planning.cost import macs
+from bench.peers import PEERS, build, cast, cudnn_attention  # noqa: E402
+from bench.train import attention_of, number  # noqa: E402
+from plainvit import create  # noqa: E402
+from plainvit.config import ViTConfig  # noqa: E402
+from plainvit.evaluate.predictor import Predictor  # noqa: E402
+from plainvit.models import ViT  # noqa: E402
+from plainvit.models.fast import accelerate  # noqa: E402
+from plainvit.models.fast.fp8 import in_fp8, why_not  # noqa: E402
+from plainvit.models.fast.inference import cpu_computes_bf16, pack_weights  # noqa: E402
+from plainvit.names import configure  # noqa: E402
+from plainvit.planning.cost import macs  # noqa: E402
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+SMALL_BATCH = 8  # images up to which a CUDA graph is timed
 Answer = Callable[[Tensor], Tensor]  # images [B, 3, H, W] -> logits [B, K]
 Form = Callable[["Job"], Answer]
 
@@ -153,6 +161,18 @@ class Graphed:
         return self.logits
 
 
+def in_bf16(make: Form) -> Form:
+    """A compiled form with bf16 weights, on a CPU."""
+
+    def made(job: Job) -> Answer:
+        low = copy.copy(job)
+        low.dtype = torch.bfloat16
+        answer = make(low)
+        return lambda images: answer(images.to(torch.bfloat16) if images.is_floating_point() else images)
+
+    return made
+
+
 OURS: dict[str, Form] = {
     "plainvit, as shipped": our_predictor,
     "plainvit, compiled": our_compiled,
@@ -163,6 +183,19 @@ THEIRS: dict[str, Form] = {
     for library in PEERS
     for form, make in (("as shipped", peer_shipped), ("compiled", peer_compiled))
 }
+
+
+def forms_of(
+    systems: Sequence[str], *, compiled: bool, graph: bool = False, fp8: bool = False, bf16: bool = False
+) -> dict[str, Form]:
+    """Every form of the libraries asked for; a graph, and bf16 on a CPU, is that of a compiled form."""
+    every = OURS | (FP8 if fp8 else {}) | THEIRS
+    found = {name: make for name, make in every.items() if name.partition(",")[0] in systems}
+    found = {name: make for name, make in found.items() if compiled or name.endswith("as shipped")}
+    twice = {name: make for name, make in found.items() if name.endswith("compiled")}
+    if graph:
+        found |= {name.replace(", compiled", ", graph"): make for name, make in twice.items()}
+    return found | ({f"{name} bf16": in_bf16(make) for name, make in twice.items()} if bf16 else {})
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -256,116 +289,103 @@ def measure_batch(
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speeds over that of the fastest peer of the same form of call: graphs against graphs, calls against calls."""
+    """Speeds over that of the fastest peer of the same kind of call (graph or not), and over timm as shipped."""
+    shipped = next((row["ms"] for row in rows if row["system"] == "timm, as shipped"), None)
     for graph in (False, True):
         some = [row for row in rows if row["system"].endswith(", graph") == graph]
         theirs = [row["ms"] for row in some if not row["system"].startswith("plainvit")]
         for row in some:
             row["ratio"] = min(theirs) / row["ms"] if theirs else None
             row["best_peer"] = bool(theirs) and row["ms"] == min(theirs)
+            row["x_timm"] = shipped / row["ms"] if shipped else None
     return rows
 
 
-def show_rows(title: str, rows: Sequence[dict[str, Any]], model: ViTConfig, matmul: float) -> None:
-    columns = (
-        "system",
-        "batch",
-        "img/s",
-        "ms",
-        "spread",
-        "ratio",
-        "%",
-        "device",
-        "off",
-        "first s",
-        "attention kernels",
-    )
+def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    left = ("system", "attention kernels")
+    columns = ("batch", "img/s", "ms", "spread", "ratio", "x timm", "%", "device", "off", "first s")
     shown: list[list[Any]] = []
     for row in rows:
-        ratio = f"{row['ratio']:.3f}{'*' if row['best_peer'] else ''}" if row["ratio"] else "-"
-        row["percent"] = percent(row["images_per_second"], 2 * macs(model), matmul)
         numbers = [f"{row['images_per_second']:,.1f}", f"{row['ms']:,.3f}"]
-        numbers += [f"{row['least_ms']:,.3f}-{row['most_ms']:,.3f}", ratio, f"{row['percent']:.1f}"]
-        numbers += [number(row["device_ms"], ",.3f"), f"{row['off']:.1e}", f"{row['first_s']:.0f}"]
-        shown.append([row["system"], row["batch"], *numbers, ", ".join(row["attention"]) or "-"])
-    show(title, columns, shown, left=("system", "attention kernels"))
+        numbers += [f"{row['least_ms']:,.3f}-{row['most_ms']:,.3f}"]
+        numbers += [number(row["ratio"], ".3f") + "*" * row["best_peer"], number(row["x_timm"], ".2f")]
+        numbers += [f"{row['percent']:.1f}", number(row["device_ms"], ",.3f"), f"{row['off']:.1e}"]
+        shown.append([row["system"], row["batch"], *numbers, f"{row['first_s']:.0f}", ", ".join(row["attention"])])
+    show(title, (left[0], *columns, left[1]), shown, left=left)
 
 
-def forms_of(systems: Sequence[str], compiled: bool, graph: bool, fp8: bool = False) -> dict[str, Form]:
-    """Every form of the libraries asked for; a graph is that of the compiled form."""
-    every = OURS | (FP8 if fp8 else {}) | THEIRS
-    found = {name: make for name, make in every.items() if name.partition(",")[0] in systems}
-    found = {name: make for name, make in found.items() if compiled or name.endswith("as shipped")}
-    graphs = {name.replace(", compiled", ", graph"): make for name, make in found.items() if name.endswith("compiled")}
-    return found | graphs if graph else found
-
-
-def measure(words: argparse.Namespace, device: str, left_out: list[str]) -> dict[str, Any]:
-    gpu = device.startswith("cuda")
-    model = configure(f"ViT-{words.model}", image_size=words.image_size, numerics="timm", activation=words.activation)
-    assert isinstance(model, ViTConfig)
+def measure(words: argparse.Namespace, device: str, batches: Sequence[int]) -> dict[str, Any]:
+    left_out: list[str] = []
+    gpu, compiled = device.startswith("cuda"), words.compile == "on"
     if not gpu:
-        tell("bf16, CUDA graphs and kernels: no GPU, so fp32 alone; the rates say nothing of a GPU's", left_out)
-    compiled = words.compile == "on" or (words.compile == "auto" and gpu)
+        tell("CUDA graphs and kernels: no GPU; the rates say nothing of a GPU's", left_out)
+        torch.set_num_threads(words.threads or torch.get_num_threads())
     if not compiled:
         tell("the compiled forms: torch.compile is off (--compile on)", left_out)
-    no_fp8 = why_not(device)
-    if no_fp8:
-        tell(f"the fp8 form: {no_fp8}", left_out)
-    top = ceilings(device, left_out)
+    fp8, bf16 = why_not(device), "" if gpu else no_bf16()
+    for name, reason in (("the fp8 form", fp8), ("bf16", bf16)):
+        if reason:
+            tell(f"{name}: {reason}", left_out)
+    clock = CLOCKS[words.clock]
+    top = ceilings(device, left_out, clock)
     assert top["matmul"]
-    job = Job(model, device, torch.bfloat16 if gpu else torch.float32)
+    model = configure(f"ViT-{words.model}", image_size=words.image_size, numerics="timm", activation=words.activation)
+    assert isinstance(model, ViTConfig)
+    job = Job(model, device, torch.bfloat16 if gpu else torch.float32, clock)
     systems = ["plainvit", *(name for name in words.systems.split(",") if name != "plainvit")]
+    forms = partial(forms_of, systems, compiled=compiled, fp8=not fp8, bf16=not gpu and not bf16)
     rows: list[dict[str, Any]] = []
-    for batch, graph in ((words.batch or (256 if gpu else 2), False), (words.latency_batch, gpu)):
-        forms = forms_of(systems, compiled, graph, not no_fp8)
-        rows += measure_batch(job, forms, batch, words.repeats, words.seconds, left_out)
-    where = torch.cuda.get_device_name(device) if gpu else "CPU"
-    what = f"ViT-{words.model}, {words.activation}, {where}"
-    title = f"inference, {what}: matmul {top['matmul']:,.3g} TFLOP/s; ratio: to the best peer (*)"
-    show_rows(title, rows, model, top["matmul"])
-    return {
-        "machine": machine(),
-        "ceilings": top,
-        "model": f"ViT-{words.model}",
-        "activation": words.activation,
-        "rows": rows,
-        "left_out": left_out,
-    }
+    for batch in batches:
+        some = forms(graph=gpu and batch <= SMALL_BATCH)
+        rows += measure_batch(job, some, batch, words.repeats, words.seconds, left_out)
+    for row in rows:
+        row["percent"] = percent(row["images_per_second"], 2 * macs(model), top["matmul"])
+    where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads, {words.clock} time"
+    what = f"inference, ViT-{words.model}, {words.activation}, {where}: matmul {top['matmul']:,.3g} TFLOP/s"
+    show_rows(f"{what}; ratio: to the best peer (*)", rows)
+    about = {"model": f"ViT-{words.model}", "activation": words.activation, "ceilings": top}
+    isa = {machine_device.ISA_VARIABLE.lower(): os.environ.get(machine_device.ISA_VARIABLE)}
+    return {**about, **isa, "rows": rows, "left_out": left_out}
 
 
-def check(words: argparse.Namespace) -> str:
-    """The device; what is not known is a ValueError with one line."""
+def no_bf16() -> str:
+    """Why bf16 is not timed on this CPU; "" where it is."""
+    if machine_device.cpu_bf16_refused():
+        return "it ends the process on this CPU"
+    return "" if cpu_computes_bf16() else "this CPU does not compute in it"
+
+
+def check(words: argparse.Namespace) -> tuple[str, list[int]]:
+    """The device and the batches; what is not known is a ValueError with one line."""
     configure(f"ViT-{words.model}", image_size=words.image_size)
     for name in words.systems.split(","):
         if name != "plainvit" and name not in PEERS:
             raise ValueError(f"system {name!r} is unknown: one of plainvit, {', '.join(PEERS)}")
-    if words.batch < 0 or words.latency_batch < 1 or words.repeats < 1 or words.seconds <= 0:
-        raise ValueError("--batch is at least 0, --latency-batch and --repeats at least 1, --seconds above 0")
-    return choose_device(words.device)
+    device = machine_device.choose_device(words.device)
+    batches = [int(word) for word in (words.batches or ("256,1" if device.startswith("cuda") else "1,8")).split(",")]
+    if min(*batches, words.repeats) < 1 or words.threads < 0 or words.seconds <= 0:
+        raise ValueError("--batches and --repeats are at least 1, --threads at least 0, --seconds above 0")
+    return device, batches
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--model", default="B/16")
     parser.add_argument("--activation", choices=("gelu", "gelu_tanh"), default="gelu", help="of every system")
     parser.add_argument("--systems", default=",".join(("plainvit", *PEERS)))
-    parser.add_argument("--batch", type=int, default=0, help="0: 256, or 2 on a CPU")
+    parser.add_argument("--batches", default="", help="images a call; 256,1 on a GPU, 1,8 on a CPU")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--latency-batch", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="about, of a repeat")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="auto: on a GPU")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--compile", choices=("on", "off"), default="on")
+    parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0: PyTorch's own number")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: seconds of this process's cores")
     words = parser.parse_args(arguments)
     try:
-        device = check(words)
+        device, batches = check(words)
     except ValueError as error:
         parser.error(str(error))
-    found = measure(words, device, [])
-    if words.json:
-        write(words.json, {"title": "inference", "command": said("bench.infer", arguments), **found})
+    publish("bench.infer", arguments, words.json, title="inference", **measure(words, device, batches))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,20 @@ epoch; every system makes 224 px training batches of them (Inception crop, flip)
 their own standard transforms, which end in normalised floats; plainvit ends in uint8, and its model normalises.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import plainvit
-from bench.measure import interleaved, report, summary
+from bench.measure import interleaved, make_parser, report, seconds_a_call, summary
 from plainvit.config import Augment
 from plainvit.data import check
 from plainvit.data.loader import Loader
@@ -121,11 +121,7 @@ def index(work: Path, files: int, repeats: int) -> list[dict[str, Any]]:
         for number in range(files // classes):
             os.close(os.open(home / f"ILSVRC2012_val_{number:08d}.jpg", os.O_CREAT | os.O_WRONLY))
     open_source(str(folder))  # warm
-    seconds: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        source = open_source(str(folder))
-        seconds.append(time.perf_counter() - start)
+    seconds = [seconds_a_call(partial(open_source, str(folder)), 1, "cpu") for _ in range(repeats)]
     tracemalloc.start()
     source = open_source(str(folder))
     held = tracemalloc.get_traced_memory()[0] / len(source)
@@ -137,11 +133,8 @@ def index(work: Path, files: int, repeats: int) -> list[dict[str, Any]]:
 
 def resident(data: Path, repeats: int) -> list[dict[str, Any]]:
     source = open_source("tiny-imagenet", data_root=data)
-    seconds: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        decode_all(open_source("tiny-imagenet", data_root=data), {})
-        seconds.append(time.perf_counter() - start)
+    decode = lambda: decode_all(open_source("tiny-imagenet", data_root=data), {})  # noqa: E731
+    seconds = [seconds_a_call(decode, 1, "cpu") for _ in range(repeats)]
     remark = "limit 15 on two cores"
     return [
         {"what": f"tiny-imagenet, {len(source):,} images decoded", **summary(seconds), "unit": "s", "remark": remark}
@@ -194,26 +187,24 @@ def step_seconds(repeats: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--data", type=Path, required=True, help="folder with imagenet-photos and tiny-imagenet")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     parser.add_argument(
         "--files", type=int, default=1_000_000, help="files of the folder that is indexed; 0: leave it out"
     )
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=("photos", "index", "resident", "gpu"), help="one part alone")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        if options.only in (None, "photos"):
-            rows += photos(options.data, Path(work), options.repeats)
-        if options.only in (None, "index") and options.files:
-            rows += index(Path(work), options.files, options.repeats)
-        if options.only in (None, "resident"):
-            rows += resident(options.data, options.repeats)
-        if options.only in (None, "gpu") and torch.cuda.is_available():
-            rows += on_gpu(options.data, options.repeats)
-    report("input pipeline", rows, options.json)
+        parts = {
+            "photos": partial(photos, options.data, Path(work)),
+            "index": partial(index, Path(work), options.files),
+            "resident": partial(resident, options.data),
+            "gpu": partial(on_gpu, options.data),
+        }
+        skipped = {"index": not options.files, "gpu": not torch.cuda.is_available()}
+        wanted = [name for name in parts if options.only in (None, name) and not skipped.get(name)]
+        rows = [row for name in wanted for row in parts[name](options.repeats)]
+    report("bench.input", "input pipeline", rows, options.json)
 
 
 if __name__ == "__main__":

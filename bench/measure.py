@@ -1,5 +1,6 @@
 """What every benchmark shares: interleaved repeats and their spread, ceilings, kernels, the machine, tables, JSON."""
 
+import argparse
 import json
 import math
 import os
@@ -263,15 +264,6 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def said(module: str, arguments: Sequence[str] | None) -> str:
-    """The command as one would give it again; where its JSON went is no part of it."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
-    return shlex.join(["python", "-m", module, *words])
-
-
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -283,7 +275,16 @@ def tell(words: str, left_out: list[str]) -> None:
         print(f"left out: {words}", file=sys.stderr, flush=True)
 
 
-# What is seen ---------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def make_parser(doc: str | None, repeats: int = 0) -> argparse.ArgumentParser:
+    """The docstring of a benchmark as its help, and the flags that all have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if repeats:
+        parser.add_argument("--repeats", type=int, default=repeats, help="rounds, each of which times every system")
+    parser.add_argument("--json", type=Path, help="write the rows, the command and the machine here")
+    return parser
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: Sequence[str] = ()) -> None:
@@ -296,21 +297,32 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left
     Console(width=WIDTH, highlight=False).print(table, markup=False)
 
 
-def report(title: str, rows: list[dict[str, Any]], path: Path | None) -> None:
-    """A table with one row a measurement: name, median, spread, and the ratios or limits that were asked for."""
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("what", "median", "spread", "unit", "remark"):
-        table.add_column(name, justify="right" if name in ("median", "spread") else "left", overflow="fold")
-    for row in rows:
-        spread = f"{row['least']:,.2f}-{row['most']:,.2f}" if row.get("repeats", 1) > 1 else ""
-        table.add_row(row["what"], f"{row['median']:,.2f}", spread, row["unit"], row.get("remark", ""))
-    Console(width=120).print(table)
-    if path:
-        write(path, {"title": title, "machine": machine(), "rows": rows})
+def report(module: str, title: str, rows: list[dict[str, Any]], path: Path | None) -> None:
+    """A table with one row a measurement (name, median, spread, and limits or ratios), and the same as JSON."""
+    shown = [
+        (
+            *(row["what"], f"{row['median']:,.2f}"),
+            f"{row['least']:,.2f}-{row['most']:,.2f}" if row.get("repeats", 1) > 1 else "",
+            *(row["unit"], row.get("remark", "")),
+        )
+        for row in rows
+    ]
+    show(title, ("what", "median", "spread", "unit", "remark"), shown, left=("what", "unit", "remark"))
+    publish(module, None, path, title=title, rows=rows)
 
 
-def write(path: Path, value: dict[str, Any]) -> None:
-    """JSON beside the table, whole or not at all."""
+def publish(module: str, arguments: Sequence[str] | None, path: Path | None, **found: Any) -> None:
+    """JSON, where a path is given: the rows with the machine and the command; the path of the JSON is no part of it."""
+    if path is None:
+        return
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    write_json(path, {"command": shlex.join(["python", "-m", module, *words]), "machine": machine(), **found})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(finite(value), indent=2) + "\n"
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
     print(f"written: {path}")

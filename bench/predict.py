@@ -8,8 +8,6 @@ predict from the files, where decoding takes its part of the same cores. The tar
 of the first. On a CPU that others use too, --clock cpu --workers (none) compares what the model and predict work.
 """
 
-import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,26 +20,12 @@ import torch
 
 import plainvit
 from bench.input import write_folder
-from bench.measure import interleaved, report, summary
+from bench.measure import interleaved, make_parser, report, seconds_a_call, summary
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.predict import Answered, Question, answered, locally, write
 from plainvit.evaluate.predictor import Predictor
-
-
-def finish(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def rate(count: int, device: str, clock: Callable[[], float], run: Callable[[], object]) -> float:
-    """Images a second, until the device has nothing left to do."""
-    finish(device)
-    start = clock()
-    run()
-    finish(device)
-    return count / (clock() - start)
 
 
 def bare(predictor: Predictor, batches: list[Batch]) -> None:
@@ -86,14 +70,13 @@ def measure(
             to_file, question, source, work / f"{count}.jsonl", engine
         )
     bare(predictor, batches[:2])  # warm
-    timed = {name: partial(rate, len(source), device, clock, run) for name, run in runs.items()}
+    timed = {name: lambda run=run: len(source) / seconds_a_call(run, 1, device, clock) for name, run in runs.items()}
     return {name: summary(values) for name, values in interleaved(timed, repeats).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--data", type=Path, required=True, help="folder with imagenet-photos")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     parser.add_argument("--model", default="ViT-S/16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
@@ -101,19 +84,16 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=8, help="times that each photo is taken")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="none: ready batches alone")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: seconds of this process's cores")
-    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     model = plainvit.create(options.model, classes=1000)
     torch.nn.init.normal_(model.head.weight, std=0.02)  # zeros would give ties
     predictor = Predictor(model, device=options.device, precision=options.precision, batch=options.batch)
     clock = time.perf_counter if options.clock == "wall" else time.process_time
-    work = Path(tempfile.mkdtemp())
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
         count = write_folder(str(options.data / "imagenet-photos"), work / "photos", options.copies)
         source = inputs.find([str(work / "photos")])
         found = measure(predictor, source, work, options.repeats, options.workers, clock)
-    finally:
-        shutil.rmtree(work)
     first = found["bare model"]["median"]
     unit = f"img/s ({count} images, batch {options.batch}, {options.clock} time)"
     rows = [
@@ -121,7 +101,7 @@ def main() -> None:
         for name, value in found.items()
     ]
     about = f"{options.model} on {predictor.device}, {str(predictor.dtype).removeprefix('torch.')}"
-    report(f"prediction, {about}", rows, options.json)
+    report("bench.predict", f"prediction, {about}", rows, options.json)
 
 
 if __name__ == "__main__":

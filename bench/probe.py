@@ -7,20 +7,18 @@ names the classes of 50,000 others with one l2; `sweep` does so for all 30. scik
 one l2) stands beside them, and its predictions are compared.
 """
 
-import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.measure import report, summary
+from bench.measure import make_parser, report, summary
 from plainvit.evaluate import probe
 
 COUNT, WIDTH, CLASSES = 50_000, 768, 1_000
@@ -71,12 +69,9 @@ def measured(name: str) -> dict[str, Any]:
     guesses = RUNS[name](train, test)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    top1 = float((guesses == test[1]).double().mean())
     digest = int((guesses * torch.arange(1, COUNT + 1)).sum())
-    return {"seconds": seconds, "cpu": busy, "gib": peak, "top1": probe_accuracy(guesses, test[1]), "digest": digest}
-
-
-def probe_accuracy(guesses: torch.Tensor, labels: torch.Tensor) -> float:
-    return float((guesses == labels).double().mean())
+    return {"seconds": seconds, "cpu": busy, "gib": peak, "top1": top1, "digest": digest}
 
 
 def in_child(name: str, threads: int) -> dict[str, Any]:
@@ -87,9 +82,7 @@ def in_child(name: str, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = make_parser(__doc__, repeats=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=RUNS)
     given = parser.parse_args()
@@ -113,7 +106,8 @@ def main() -> None:
         told = remarks[name], "of all threads: what a busy machine does not change", f"top-1 {runs[0]['top1']:.4f}"
         for key, unit, remark in zip(("seconds", "cpu", "gib"), ("s", "CPU s", "GiB at most"), told, strict=True):
             rows.append({"what": name, "unit": unit, "remark": remark, **summary([run[key] for run in runs])})
-    report(f"few-shot, {COUNT:,} x {WIDTH}, {CLASSES:,} classes, {given.threads} threads", rows, given.json)
+    title = f"few-shot, {COUNT:,} x {WIDTH}, {CLASSES:,} classes, {given.threads} threads"
+    report("bench.probe", title, rows, given.json)
 
 
 if __name__ == "__main__":

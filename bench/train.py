@@ -3,33 +3,31 @@
     python -m bench.train                               B/16, L/16, H/14, S/16 and Ti/16, every peer
     python -m bench.train --models B/16 --kernels       one size, and where plainvit's step goes
     python -m bench.train --short                       plainvit and timm, B/16: under 3 minutes on an H200
-    python -m bench.train --models L/16,H/14 --systems "plainvit;plainvit, fp8;timm"        with products in fp8
+    python -m bench.train --models L/16,H/14 --systems "plainvit;plainvit, fp8;timm"        with matmuls in fp8
+    python -m bench.train --models B/16 --systems "plainvit;plainvit, every token;plainvit, MAE"   the cost of MAE
     python -m bench.train --device cpu --models Ti/16 --batch 2 --repeats 2 --steps 1     shows only that this runs
 
 A step is forward, cross-entropy, backward, AdamW's update and zeroed gradients, on random images that are on the device
 already: uint8 for plainvit, which normalises them itself; ready floats for the peers. plainvit's is the training loop's
-own (plainvit.train.fit.prepare and plainvit.train.loop.step), which also reads the loss and the norm of each step. The
-peers' forms are those of bench/peers.py. The first steps compile, warm up and hold every loss against plainvit's.
+own (bench/steps.py), which also reads the loss and the norm of each step. The peers' forms are those of bench/peers.py.
+The first steps compile, warm up and hold every loss against plainvit's.
 
 %: nominal FLOPs (3 x the forward pass) over the rate of a large product, which takes its turn in every round: a GPU at
-work is slower than a cool one. "executed" counts what a system really computes. GiB: the most that the system allocated
-in a step beyond what lay there before it was built. Device: the time of all kernels of a step. All systems stay on the
-device where their weights and optimisers leave it at least two thirds of its memory; otherwise each peer is alone there
-with plainvit, in turns with it, and peers are compared through plainvit.
+work is slower than a cool one. "executed" counts what a system really computes, but of MAE every token. GiB: the most
+that the system allocated in a step beyond what lay there before it was built. Device: the time of all kernels of a
+step. All systems stay on the device where their weights and optimisers leave it at least two thirds of its memory;
+otherwise each peer is alone there with plainvit, in turns with it, and peers are compared through plainvit.
 """
 
 import argparse
 import gc
-import itertools
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,158 +44,25 @@ from bench.measure import (
     kernel_table,
     kernels,
     large_product,
-    machine,
+    make_parser,
     percent,
-    said,
+    publish,
     seconds_a_call,
     short_name,
     show,
     step_flops,
     tell,
-    write,
 )
-from bench.peers import MODES, PEERS, RATE, PeerStep, cudnn_attention
-from plainvit.config import Config, Optim, Preprocess, ViTConfig
-from plainvit.data.loader import Batch
-from plainvit.data.sources import Source
-from plainvit.data.splits import Splits
+from bench.peers import MODES, PEERS
+from bench.steps import FORMS, OURS, VARIANTS, Job, System, draw, make
+from plainvit.config import ViTConfig
 from plainvit.device import choose_device
 from plainvit.names import configure
 from plainvit.planning.cost import parameters
-from plainvit.runtime.display import Display
-from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import Folder
-from plainvit.train import loop
-from plainvit.train.fit import prepare
 
 MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images a step on a GPU
-BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
 PARITY = {"cuda": 0.01, "cpu": 1e-3}  # greatest relative difference of a loss in bf16, in fp32
-OURS = "plainvit"
 PRODUCT = "a large product, TFLOP/s"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way of training with plainvit: changes of its config, and the FLOPs that it executes for an image."""
-
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    executed: Callable[[ViTConfig], float] = step_flops
-    parity: float = 0.0  # its own limit in place of PARITY's, where it rounds more
-
-
-def without_last_tokens(model: ViTConfig) -> float:
-    """FLOPs where the last block has its queries, its sum over heads and its MLP for the class token alone."""
-    others, D = model.tokens - 1, model.width
-    return step_flops(model) - 6 * others * (2 * D * D + 2 * D * model.mlp_dim + 2 * model.tokens * D)
-
-
-# The first is what everything is compared with; its models read the class token
-VARIANTS = {
-    OURS: Variant(executed=without_last_tokens),
-    "plainvit, no graphs": Variant({"graphs": "off"}, without_last_tokens),
-    "plainvit, plain": Variant({"graphs": "off", "shortcuts": "off"}),
-    "plainvit, fp8": Variant({"precision": "fp8"}, without_last_tokens, 0.02),
-}
-FORMS = {"as shipped": False, "tuned": True}  # of a peer -> whether it is tuned
-
-
-@dataclass
-class Job:
-    """One model and its batches: what every system is given alike."""
-
-    name: str
-    model: ViTConfig
-    batch: int
-    device: str
-    compiled: bool
-    mode: str = "default"
-    pixels: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # images in uint8, and labels
-    floats: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same images as the peers take them
-    weights: dict[str, Tensor] = field(default_factory=dict)  # plainvit's before its first step, on the host
-
-
-def draw(job: Job) -> None:
-    """Batches of noise over a colour that tells the class."""
-    generator = torch.Generator(job.device).manual_seed(0)
-    draw_ = partial(torch.randint, generator=generator, device=job.device)
-    colours = draw_(0, 128, (SEEN, job.model.channels, 1, 1), dtype=torch.uint8)
-    for _ in range(BATCHES):
-        labels = draw_(0, min(SEEN, job.model.classes), (job.batch,))
-        noise = draw_(0, 128, (job.batch, job.model.channels, *job.model.image_size), dtype=torch.uint8)
-        job.pixels.append((noise + colours[labels], labels))
-        job.floats.append((job.pixels[-1][0].float() / 127.5 - 1, labels))
-
-
-class System(Protocol):
-    """Whole training steps, one a call; the loss comes back, perhaps before the device has it."""
-
-    around: Callable[[], Any]  # which attention backends may be used, for as long as it is entered
-
-    def __call__(self) -> float | Tensor: ...
-
-    def close(self) -> None: ...
-
-
-class Noise(Source):
-    """Stands for the training images: their number and classes; the batches themselves are given."""
-
-    def __init__(self, images: int, classes: int) -> None:
-        self.labels = np.zeros(images, np.int32)
-        self.classes = tuple(map(str, range(classes)))
-
-    def read(self, index: int) -> np.ndarray:  # noqa: ARG002
-        return np.zeros((8, 8, 3), np.uint8)
-
-    def name(self, index: int) -> str:
-        return f"noise {index}"
-
-
-class OurStep:
-    """plainvit's own training step, on batches as they come."""
-
-    def __init__(self, config: Config, batches: Iterator[Batch], classes: int = 1000) -> None:
-        config = config.replace(micro_batch=config.batch, steps=10**6, preprocess=Preprocess(), workers=0)
-        self.place = tempfile.TemporaryDirectory()  # nothing is written there while steps are finite
-        folder, splits = Folder(Path(self.place.name), writes=False), Splits(Noise(config.batch, classes), None, None)
-        self.run = prepare(config, splits, folder, quiet=True, world=World(device=config.device))
-        self.run.objective.train()
-        self.display = Display("bench", 1, quiet=True)
-        self.supply = loop.Supply(self.run, batches)
-        self.around: Callable[[], Any] = partial(cudnn_attention, False)
-
-    def weights(self) -> dict[str, Tensor]:
-        """On the host: a copy on the device would count as memory of the system."""
-        own = self.run.objective.model.state_dict()
-        return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in own.items()}
-
-    def __call__(self) -> float:
-        line, _ = loop.step(self.run, self.supply, self.display)
-        self.run.progress.step += 1
-        if "skipped" in line:  # no update was made: its time is not that of a step
-            raise FloatingPointError(f"step {line['step']} is not finite")
-        return line["loss"]
-
-    def close(self) -> None:
-        self.place.cleanup()
-        del self.run, self.supply
-
-
-def config_of(job: Job) -> Config:
-    """What the peers do: AdamW at one rate, without decay or clipping."""
-    return Config(
-        model=job.model,
-        batch=job.batch,
-        optim=Optim(lr=RATE, schedule="constant", weight_decay=0.0, clip=0.0),
-        device=job.device,
-        compile="on" if job.compiled else "off",
-    )
-
-
-def forever(pixels: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
-    """The same batches in turn."""
-    for images, labels in itertools.cycle(pixels):
-        yield Batch(images, labels, np.arange(len(images)))
 
 
 # One system -----------------------------------------------------------------------------------------------------------
@@ -247,17 +112,6 @@ def warm_up(name: str, job: Job, steps: int, left_out: list[str]) -> Warm | None
     resident = torch.cuda.memory_allocated(job.device) - before if gpu else None
     print(f"  ViT-{job.name}, {name}: ready, the first step took {took:.1f} s", file=sys.stderr, flush=True)
     return Warm(name, made, executed, took, losses, peak, resident)
-
-
-def make(name: str, job: Job) -> tuple[System, float]:
-    """The system of a name, and the FLOPs that it executes for an image. plainvit's first weights become the job's."""
-    if name in VARIANTS:
-        ours = OurStep(config_of(job).replace(**VARIANTS[name].changes), forever(job.pixels), job.model.classes)
-        job.weights = job.weights or ours.weights()
-        return ours, VARIANTS[name].executed(job.model)
-    library, _, form = name.partition(", ")
-    how = {"device": job.device, "tuned": FORMS[form], "compiled": job.compiled, "mode": job.mode}
-    return PeerStep(library, job.model, job.weights, job.floats, **how), step_flops(job.model)
 
 
 def free_memory(gpu: bool) -> None:
@@ -474,7 +328,7 @@ def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
         if not tables:
             tell("kernels: none were seen", left_out)
     listed = {title: [vars(kernel) for kernel in some] for title, some in tables} if with_kernels else None
-    return {"machine": machine(), "ceilings": top, "rows": rows, "left_out": left_out, "kernels": listed}
+    return {"ceilings": top, "rows": rows, "left_out": left_out, "kernels": listed}
 
 
 def title_of(options: Options) -> str:
@@ -490,19 +344,17 @@ def ceiling_words(top: Mapping[str, float | None], kind: str) -> str:
 
 def parser_of(description: str) -> argparse.ArgumentParser:
     """The words that the training benchmarks share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(description, repeats=5)
     parser.add_argument("--models", default="", help=f"such as B/16,L/16; all: {','.join(MODELS)}")
     parser.add_argument("--systems", default="", help=f"of: {'; '.join((*VARIANTS, *PEERS))}; apart by ;")
     parser.add_argument("--batch", type=int, default=0, help="images a step; 0: by the model, 2 on a CPU")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="in a repeat; 0: about a second")
     parser.add_argument("--parity", type=int, default=0, help="first steps, losses compared; 0: 30, or 3 on a CPU")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="auto: on a GPU")
     parser.add_argument("--mode", choices=MODES, default="default", help="torch.compile's, of tuned peers")
     parser.add_argument("--short", action="store_true", help="plainvit and timm, B/16")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     return parser
 
 
@@ -536,8 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     found = measure(options, words.kernels)
-    if words.json:
-        write(words.json, {"title": "training steps", "command": said("bench.train", arguments), **found})
+    publish("bench.train", arguments, words.json, title="training steps", **found)
 
 
 if __name__ == "__main__":

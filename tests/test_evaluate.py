@@ -713,7 +713,7 @@ def test_timms_names_and_files_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         load_timm(f"efficientnet_b0@{tmp_path / 'none.pth'}")
     (tmp_path / "bad.pth").write_bytes(b"not weights")
-    with pytest.raises(ValueError, match="read safely"):
+    with pytest.raises(ValueError, match="neither safetensors"):
         load_timm(f"efficientnet_b0@{tmp_path / 'bad.pth'}")
     torch.save({"x": torch.zeros(1)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match="does not hold the weights"):

@@ -12,6 +12,7 @@ import torch
 from scipy.stats import spearmanr, t, ttest_rel
 
 from plainvit.data.decode import DataError
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.studies import page, positions
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import (
@@ -23,7 +24,6 @@ from plainvit.studies.study import (
     _write,
     decide_again,
     gap,
-    rank_correlation,
     run_study,
     settle,
     stages,

@@ -1,4 +1,4 @@
-"""The verb `study`: its list, its page, the bill against the paper's own numbers, interruptions."""
+"""The verb `study`: its list, its page, interruptions."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from rich.console import Console
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
-from plainvit.evaluate.paper import table
-from plainvit.planning.datasets import IMAGES
-from plainvit.recipes import recipe
 from plainvit.studies import page, positions
-from plainvit.studies.bill import bill
 from plainvit.studies.book import own_study, studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Found, Study, Verdict, run_study
@@ -97,7 +92,7 @@ def test_listing_loads_no_torch(tmp_path: Path) -> None:
     said = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     assert [one["name"] for one in said] == [title.name for title in page.titles()]
     first = next(one for one in said if one["name"] == "positions")
-    assert first["verdicts"] == {"cpu": None, "gpu": "not decided", "paper": None}
+    assert first["verdicts"] == {"cpu": None, "gpu": "not decided"}
     assert {outcome for one in said if one != first for outcome in one["verdicts"].values()} == {None}
 
 
@@ -215,9 +210,8 @@ def test_what_is_refused(capsys: Capture, tmp_path: Path) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("words", [["--budget", "gpu"], ["--budget", "paper", "--yes"]])
-def test_a_budget_without_its_device(capsys: Capture, tmp_path: Path, words: list[str]) -> None:
-    err = refused(capsys, "positions", "--out", str(tmp_path / "out"), "--json", *words, code=5)
+def test_a_budget_without_its_device(capsys: Capture, tmp_path: Path) -> None:
+    err = refused(capsys, "positions", "--out", str(tmp_path / "out"), "--json", "--budget", "gpu", code=5)
     assert err.count("\n") == 1
     assert "needs a CUDA GPU" in err
     assert not (tmp_path / "out").exists()
@@ -312,86 +306,6 @@ def test_what_is_no_study_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
         assert f"cannot be named '{name}'" in refused(capsys, f"{file}:STUDY")
     file.write_text("1 / 0")
     assert "cannot be loaded: ZeroDivisionError" in refused(capsys, f"{file}:STUDY")
-
-
-# The bill -------------------------------------------------------------------------------------------------------------
-
-
-def test_positions_at_the_papers_budget_cost_so_many_vit_b16() -> None:
-    """Table 6's 224 exaFLOPs of ViT-B/16 for 7 epochs of JFT, in proportion to the images; relative ones cost more."""
-    images = IMAGES["imagenet21k"] * 0.99 * 90
-    one = table(6).value("ViT-B/16", "exaFLOPs")
-    assert one
-    one *= images / (7 * IMAGES["jft"])
-    found = bill([positions.STUDY], "paper")
-    arms = {row["arm"]: row for row in found["arms"]}
-    for arm in ("none", "1-D", "2-D"):
-        assert arms[arm]["exaflops"] == pytest.approx(3 * one, rel=0.01)
-    assert 1.01 < arms["relative"]["exaflops"] / arms["1-D"]["exaflops"] < 1.1
-    assert found["total"]["exaflops"] == pytest.approx(4 * 3 * one, rel=0.02)
-    assert found["total"]["runs"] == 12
-    assert found["total"]["images"] == pytest.approx(12 * images, rel=1e-4)
-    # B/16 trains at about 4,160 images a second on an H200 (docs/results.md), of which the plan is within 15 %
-    assert arms["1-D"]["h200_hours"] == pytest.approx(3 * images / 4159 / 3600, rel=0.15)
-    assert bill([positions.STUDY], "paper", 1)["total"]["exaflops"] == pytest.approx(found["total"]["exaflops"] / 3)
-
-
-def test_hours_that_do_not_follow_the_flops_are_explained(capsys: Capture) -> None:
-    """Average pooling has fewer FLOPs and takes longer: the last block of the class token's is for one token."""
-    for name, told in (("pooling", True), ("positions", True), ("activation", False)):
-        main(["study", name, "--budget", "paper"])
-        out = " ".join(capsys.readouterr().out.split())
-        assert ("the last block is computed for that token only" in out) == told, name
-
-
-def with_arms(name: str, arms: dict[str, Arm]) -> Study:
-    return replace(tiny(name), arms=lambda _: arms)
-
-
-def test_shared_runs_are_paid_for_once() -> None:
-    before = recipe("vit-b16-i21k")
-    after = recipe("ft-cifar10")
-    arms = {
-        "before": Arm(before),
-        "after": Arm(after, after="before"),
-        "again": Arm(after, after="before"),
-        "other": Arm(after.replace(image_size=224), after="before"),
-        "looked at": Arm(before, trained=False),
-    }
-    found = bill([with_arms("one", arms), with_arms("two", {"same": Arm(before)})], "paper")
-    paid = {row["arm"]: row["paid_by"] for row in found["arms"]}
-    nobody = dict.fromkeys(("before", "after", "other"), None)
-    assert paid == nobody | {"again": "one, after", "looked at": "no run", "same": "one, before"}
-    assert found["total"]["runs"] == 9
-    row = {row["arm"]: row for row in found["arms"]}
-    assert row["after"]["images"] == 3 * 10_000 * 512  # Table 4
-    # 55.5 against 17.6 billion products an image, at 384 and at 224 pixels
-    assert row["after"]["exaflops"] / row["other"]["exaflops"] == pytest.approx(55.5 / 17.56, rel=0.01)
-
-
-def test_a_share_of_the_images_has_its_share_of_the_steps() -> None:
-    """And data that has no place of its own is JFT, whose images and classes are the paper's."""
-    whole, tenth = recipe("vit-b32-jft"), recipe("vit-b32-jft").replace(share=0.1)
-    first, second = bill([with_arms("one", {"whole": Arm(whole), "tenth": Arm(tenth)})], "paper")["arms"]
-    assert first["exaflops"] == pytest.approx(3 * 55, rel=0.03)  # Table 6
-    assert second["steps"] == pytest.approx(first["steps"] / 10, abs=1)
-
-
-@pytest.mark.parametrize("name", studies())
-def test_every_study_has_a_bill(name: str) -> None:
-    for budget in ("cpu", "gpu", "paper"):
-        found = bill([studies()[name]], budget)
-        assert all(row["exaflops"] is not None and row["h200_hours"] is not None for row in found["arms"])
-        assert found["total"]["exaflops"] > 0 or not found["total"]["runs"]
-
-
-def test_the_papers_budget_prints_its_plan_and_runs_nothing(tmp_path: Path, capsys: Capture) -> None:
-    main(["study", "positions", "--budget", "paper", "--out", str(tmp_path / "out")])
-    lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if line.startswith("in all")).split()[2:4] == ["12", "15,180"]
-    main(["study", "positions", "--budget", "paper", "--json"])
-    assert json.loads(capsys.readouterr().out) == bill([positions.STUDY], "paper")
-    assert not list(tmp_path.iterdir())
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------

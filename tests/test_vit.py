@@ -4,7 +4,6 @@ Peers get random weights, which peers.py copies into plainvit; logits then agree
 """
 
 import copy
-import math
 import pickle
 from typing import Any
 
@@ -25,7 +24,6 @@ from transformers import ViTForImageClassification
 import plainvit
 from plainvit import Trace
 from plainvit.models import ViT
-from plainvit.models.vit import Residual
 
 EXACT = 1e-10
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plainvit.analyse.attention import check_place
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
 from plainvit.models.resample import resample_table
@@ -148,20 +149,3 @@ def chance_of(similar: np.ndarray, shuffles: int = 199) -> Chance:
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else 0.0
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's, ties at their mean rank; 0 where one of them does not vary."""
-    if not len(a):
-        return 0.0
-    a, b = _ranks(a), _ranks(b)
-    a, b = a - a.mean(), b - b.mean()
-    spread = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / spread) if spread else 0.0
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    values = values.round(9)  # equal distances that differ in the last bit are equal
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum()
-    return (ends - (counts - 1) / 2)[inverse.reshape(-1)]

@@ -2,6 +2,7 @@
 
 predictions(samples, Path("runs/pets"))                          a section; figures/gallery.png and .csv beside it
 plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(source, index, rows)
+plainvit data info photos/ --sheet sheet.png                     class_sheet(source)
 """
 
 import math
@@ -156,7 +157,10 @@ def chosen(count: int, most: int = MOST) -> np.ndarray:
 def contact_sheet(
     source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]], note: str = ""
 ) -> Figure:
-    """The pictures at `index` of the source with their rows, as `plainvit predict` writes them, and a line below."""
+    """The pictures at `index` of the source with their rows, as `plainvit predict` writes them, and a line below.
+
+    A row with a `label` in place of `guesses` is shown with this label alone.
+    """
     columns = min(len(rows), 8 if len(rows) > 24 else 6)
     lines = math.ceil(len(rows) / columns)
     told = textwrap.wrap(printable(note), 26 * columns)
@@ -169,6 +173,13 @@ def contact_sheet(
     one.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
     one.set_axis_off()
     return figure
+
+
+def class_sheet(source: Source) -> Figure:
+    """Images spread evenly over the classes, each with its class and file name."""
+    index = np.argsort(source.labels, kind="stable")[chosen(len(source))]
+    classes = {at: source.classes[label] if (label := source.labels[at]) >= 0 else "no label" for at in index}
+    return contact_sheet(source, index, [{"name": source.name(int(at)), "label": classes[at]} for at in index])
 
 
 def _thumbnail(source: Source, index: int) -> np.ndarray | None:
@@ -187,6 +198,9 @@ def _draw_row(axes: Axes, pixels: np.ndarray | None, row: Mapping[str, Any], lef
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     name = printable(str(row["name"]).rpartition("/")[2], 24)
     axes.text(left, top + SIDE + 0.21, name, fontsize=4.5, color=COLOURS["muted"], ha="left", **below)
+    if "label" in row:
+        axes.text(left, top + SIDE + 0.06, printable(row["label"], 18), fontsize=6.5, ha="left", **below)
+        return
     if not row["guesses"]:
         axes.text(left, top + SIDE + 0.06, "no answer", fontsize=6.5, color=WRONG, ha="left", **below)
         return

@@ -33,7 +33,6 @@ from plainvit.data.transforms import resized
 from plainvit.disk import make_folder, write_atomically
 
 T = TypeVar("T")
-THUMB = 96
 SHARD_BYTES = 256 * 2**20
 WIDEST = 65_500  # pixels along a side of a JPEG, by libjpeg
 
@@ -73,9 +72,8 @@ def _each(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
             yield done.result()
 
 
-def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) -> dict[str, Any]:
-    """Counts, classes and sizes of each split; a contact sheet where a path is given."""
-    parts = splits(spec, data_root)
+def info(spec: str, parts: dict[str, Source]) -> dict[str, Any]:
+    """Counts, classes and sizes of each split."""
     classes = _classes(spec, parts)
     by_number = list(classes) != sorted(classes) and list(classes) == order_classes(classes)
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
@@ -94,9 +92,6 @@ def info(spec: str, data_root: Path | None = None, sheet: Path | None = None) ->
             "sizes_from": len(extents),
             "unreadable": len(sample) - len(extents),
         }
-    if sheet:
-        contact_sheet(next(iter(parts.values())), sheet)
-        report["sheet"] = str(sheet)
     return report
 
 
@@ -135,33 +130,6 @@ def info_table(report: dict[str, Any]) -> Group:
 def _plain(name: str) -> str:
     """A name on one line that any terminal can show; in a Text, its brackets are no markup either."""
     return repr(name)[1:-1]
-
-
-def contact_sheet(source: Source, path: Path, rows: int = 8, columns: int = 12) -> None:
-    """A page of thumbnails spread over the classes, each under its class's name."""
-    from PIL import Image, ImageDraw
-
-    order = np.argsort(source.labels, kind="stable")
-    chosen = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), rows * columns)).astype(int))]
-    rows = -(-len(chosen) // columns)
-    line = 14
-    sheet = Image.new("RGB", (columns * (THUMB + 6) + 6, rows * (THUMB + line + 6) + 6), "white")
-    pen = ImageDraw.Draw(sheet)
-    for place, index in enumerate(chosen):
-        x, y = 6 + place % columns * (THUMB + 6), 6 + place // columns * (THUMB + line + 6)
-        try:
-            picture = Image.fromarray(source.image(int(index)))
-            picture.thumbnail((THUMB, THUMB)) if max(picture.size) > THUMB else None
-            scale = THUMB / max(picture.size)
-            picture = picture.resize((max(round(picture.width * scale), 1), max(round(picture.height * scale), 1)))
-            sheet.paste(picture, (x + (THUMB - picture.width) // 2, y + (THUMB - picture.height) // 2))
-        except (ImageError, OSError):
-            pen.rectangle((x, y, x + THUMB, y + THUMB), outline="red")
-        label = int(source.labels[index])
-        name = source.classes[label] if label >= 0 else "no label"
-        caption = _plain(name[:16]).encode("latin-1", "replace").decode("latin-1")[:16]  # all that Pillow's font has
-        pen.text((x, y + THUMB + 1), caption, fill="black")
-    write_atomically(path, lambda beside: sheet.save(beside, "PNG"))
 
 
 def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:

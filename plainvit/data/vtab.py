@@ -9,21 +9,15 @@ of the ViT paper. Nothing is downloaded. A task is read from the data root, in t
 1. DATA_ROOT/NAME, or the name that copies of VTAB-1k give it (`Task.folders`), with their lists train800.txt,
    val200.txt and test.txt: lines of "file label". These are the very images of the original code.
 2. The same folder with the whole set in it, in any form that plainvit reads (parquet, class folders, tars, labels.csv),
-   under the task's own labels.
-3. For CLEVR, dSprites, KITTI and smallNORB, DATA_ROOT/SET with raw records: parquet with a column `image`, or
-   annotations.jsonl with `file` and `split`; and the annotation that `Task.column` names, as TFDS or the set itself has
-   it. The task's rule makes the label.
+   under the task's own labels. Raw records of CLEVR, dSprites, KITTI and smallNORB are converted to this form first:
+   docs/evaluation.md has the rule for the label of each task.
 
 From a whole set the first 800 of train are taken, as in the original code, and 200 of its validation images, or the
 next 200 of train where it has none. A set that lies class by class is first put into a fixed random order, or the 800
 would be of a few classes. The original code's order is that of TFDS, so only (1) gives the same images.
 """
 
-import json
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,69 +25,14 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, AbsentSplit, Files, Joined, Source, Subset, open_folder
+from plainvit.data.sources import AbsentSplit, Files, Joined, Source, Subset, open_folder
 
 TRAIN, VAL = 800, 200
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}
-Record = Mapping[str, Any]
 
 
 class AbsentTask(DataError):
     """The data root has no folder of this task."""
-
-
-# Labels from annotations ----------------------------------------------------------------------------------------------
-
-
-def count_objects(record: Record) -> int:
-    """CLEVR: 3 to 10 objects are classes 0 to 7."""
-    return len(_of_objects(record, "pixel_coords")) - 3
-
-
-def closest_object(record: Record) -> int:
-    """CLEVR: distance of the object nearest to the camera, the third of its pixel_coords, in six bins."""
-    return _bin(min(float(place[2]) for place in _of_objects(record, "pixel_coords")), (0, 8, 8.5, 9, 9.5, 10, 100))
-
-
-def closest_vehicle(record: Record) -> int:
-    """KITTI: metres to the nearest car, van or truck: up to 8, up to 20, further, none."""
-    kinds, places = _of_objects(record, "type"), _of_objects(record, "location")
-    ahead = [float(place[2]) for kind, place in zip(kinds, places, strict=True) if kind in VEHICLES]
-    return _bin(min([*ahead, 1000.0]), (-100, 8, 20, 999))
-
-
-VEHICLES = (0, 1, 2, "Car", "Van", "Truck")  # TFDS numbers KITTI's types in this order
-
-
-def sprite_place(record: Record) -> int:
-    """dSprites: 32 horizontal places in 16 bins of two."""
-    return int(record["label_x_position"]) // 2
-
-
-def sprite_turn(record: Record) -> int:
-    """dSprites: 40 orientations in 16 bins of two and a half."""
-    return int(int(record["label_orientation"]) // 2.5)
-
-
-def toy_azimuth(record: Record) -> int:
-    """smallNORB: 18 azimuths, numbered 0 to 17 as in TFDS (the set's own file has 0, 2, ... 34)."""
-    return int(record["label_azimuth"])
-
-
-def toy_elevation(record: Record) -> int:
-    """smallNORB: 9 elevations."""
-    return int(record["label_elevation"])
-
-
-def _of_objects(record: Record, field: str) -> list[Any]:
-    """One field of all objects, which are a list of records or a record of lists."""
-    objects = record["objects"]
-    return list(objects[field]) if isinstance(objects, Mapping) else [one[field] for one in objects]
-
-
-def _bin(value: float, edges: tuple[float, ...]) -> int:
-    """The last edge that is below the value; an edge itself belongs to the bin that it closes."""
-    return bisect_left(edges, value) - 1
 
 
 # The tasks ------------------------------------------------------------------------------------------------------------
@@ -107,9 +46,6 @@ class Task:
     title: str  # as in Table 9
     classes: int
     folders: tuple[str, ...] = ()  # names that copies of VTAB-1k give it
-    raw: str = ""  # folder of its raw records
-    column: str = ""  # annotation that the rule reads
-    rule: Callable[[Record], int] | None = None
     _: KW_ONLY
     flip: bool = True
     crop: bool = True
@@ -130,30 +66,15 @@ TASKS: dict[str, Task] = {
     "eurosat": Task("specialized", "EuroSAT", 10, test=0.8),
     "resisc45": Task("specialized", "Resisc45", 45, test=0.8),
     "retinopathy": Task("specialized", "Retinopathy", 5, ("diabetic_retinopathy",)),
-    "clevr-count": Task(
-        "structured", "Clevr-Count", 8, ("clevr_count",), "clevr", "objects", count_objects, crop=False, test="val"
-    ),
-    "clevr-distance": Task(
-        "structured", "Clevr-Dist", 6, ("clevr_dist",), "clevr", "objects", closest_object, crop=False, test="val"
-    ),
+    "clevr-count": Task("structured", "Clevr-Count", 8, ("clevr_count",), crop=False, test="val"),
+    "clevr-distance": Task("structured", "Clevr-Dist", 6, ("clevr_dist",), crop=False, test="val"),
     "dmlab": Task("structured", "DMLab", 6, crop=False),
-    "dsprites-location": Task(
-        "structured", "dSpr-Loc", 16, ("dsprites_loc",), "dsprites", "label_x_position", sprite_place,
-        flip=False, crop=False, test=0.9,
-    ),
-    "dsprites-orientation": Task(
-        "structured", "dSpr-Ori", 16, ("dsprites_ori",), "dsprites", "label_orientation", sprite_turn,
-        flip=False, test=0.9,
-    ),
-    "kitti-distance": Task("structured", "KITTI-Dist", 4, (), "kitti", "objects", closest_vehicle, crop=False),
-    "smallnorb-azimuth": Task(
-        "structured", "sNORB-Azim", 18, ("smallnorb_azi",), "smallnorb", "label_azimuth", toy_azimuth,
-        flip=False, test="half",
-    ),
-    "smallnorb-elevation": Task(
-        "structured", "sNORB-Elev", 9, ("smallnorb_ele",), "smallnorb", "label_elevation", toy_elevation, test="half"
-    ),
-}  # fmt: skip
+    "dsprites-location": Task("structured", "dSpr-Loc", 16, ("dsprites_loc",), flip=False, crop=False, test=0.9),
+    "dsprites-orientation": Task("structured", "dSpr-Ori", 16, ("dsprites_ori",), flip=False, test=0.9),
+    "kitti-distance": Task("structured", "KITTI-Dist", 4, crop=False),
+    "smallnorb-azimuth": Task("structured", "sNORB-Azim", 18, ("smallnorb_azi",), flip=False, test="half"),
+    "smallnorb-elevation": Task("structured", "sNORB-Elev", 9, ("smallnorb_ele",), test="half"),
+}
 GROUPS: dict[str, tuple[str, ...]] = {
     group: tuple(name for name, task in TASKS.items() if task.group == group)
     for group in ("natural", "specialized", "structured")
@@ -185,14 +106,11 @@ def open_task(name: str, split: str, data_root: Path, *, whole: bool = False) ->
 
 
 def _home(name: str, data_root: Path) -> Path:
-    task = TASKS[name]
-    labelled = [data_root / folder for folder in (name, *task.folders)]
-    raw = [data_root / task.raw] if task.raw else []
-    for folder in (*labelled, *raw):
+    folders = [data_root / folder for folder in (name, *TASKS[name].folders)]
+    for folder in folders:
         if folder.is_dir():
             return folder
-    also = f", and none of its raw records {raw[0]}" if raw else ""
-    raise AbsentTask(f"{name} is not in the data root: there is no folder {labelled[0]}{also}")
+    raise AbsentTask(f"{name} is not in the data root: there is no folder {folders[0]}")
 
 
 class _Cut:
@@ -239,11 +157,7 @@ class _Cut:
         return None if labelled and found.labels.min(initial=0) < 0 else found
 
     def _stored(self, split: str) -> Source:
-        """A split of the whole set, under the task's labels."""
-        if self.home.name == self.task.raw:
-            source = _open_raw(self.home, split, self.task)
-        else:
-            source = open_folder(self.home, split)
+        source = open_folder(self.home, split)
         source.split = split
         return source
 
@@ -277,88 +191,4 @@ def _open_list(path: Path, task: Task) -> Source:
             raise DataError(f"{path} line {number}: {file!r} is outside the list's folder")
         names.append(file)
         labels.append(int(label))
-    return Files(path.parent, names, labels, _numbers(task))
-
-
-def _numbers(task: Task) -> tuple[str, ...]:
-    return tuple(map(str, range(task.classes)))
-
-
-class Relabelled(Subset):
-    """All images of another source, under labels of a task."""
-
-    def __init__(self, source: Source, labels: np.ndarray, classes: tuple[str, ...]) -> None:
-        super().__init__(source, np.arange(len(source)))
-        self.labels, self.classes = labels.astype(np.int32), classes
-
-
-# Raw records ----------------------------------------------------------------------------------------------------------
-
-
-def _open_raw(folder: Path, split: str, task: Task) -> Source:
-    from plainvit.data import tables
-
-    if (folder / "annotations.jsonl").is_file():
-        return _open_annotations(folder / "annotations.jsonl", split, task)
-    if not tables.has_parquet(folder):
-        raise DataError(f"{folder} has neither annotations.jsonl nor parquet: see the top of plainvit/data/vtab.py")
-    source = tables.open_parquet(folder, split)
-    records = chain.from_iterable(_rows(path, task.column) for path in source.paths)
-    return Relabelled(source, _labels(records, task, folder), _numbers(task))
-
-
-def _rows(path: Path, column: str) -> Iterator[Record]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from plainvit.data.tables import map_file
-
-    try:
-        file = pq.ParquetFile(map_file(path))
-        if column not in file.schema_arrow.names:
-            raise DataError(f"{path} lacks the column {column} that the task's labels are made of")
-        for batch in file.iter_batches(columns=[column]):
-            yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
-
-
-def _open_annotations(path: Path, split: str, task: Task) -> Source:
-    names: list[str] = []
-    records: list[Record] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            record = _parsed(line, f"{path} line {number}")
-            if record and record.get("split", "train") in SPLITS[split]:
-                names.append(str(record["file"]))
-                records.append(record)
-    if not records:
-        raise AbsentSplit(f"{path} has no images of the {split} split")
-    return Files(path.parent, names, _labels(iter(records), task, path), _numbers(task))
-
-
-def _parsed(line: str, where: str) -> Record | None:
-    if not line.strip():
-        return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from error
-    file = record.get("file") if isinstance(record, dict) else None
-    if not isinstance(file, str) or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
-        raise DataError(f"{where} names no file inside the folder")
-    return record
-
-
-def _labels(records: Iterator[Record], task: Task, where: Path) -> np.ndarray:
-    assert task.rule
-    found: list[int] = []
-    for number, record in enumerate(records, 1):
-        try:
-            found.append(task.rule(record))
-        except (LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__} {error}"
-            raise DataError(f"record {number} of {where} has no annotation for {task.title}: {reason}") from error
-        if not 0 <= found[-1] < task.classes:
-            raise DataError(f"record {number} of {where} gives {task.title} the label {found[-1]} of {task.classes}")
-    return np.array(found, np.int32)
+    return Files(path.parent, names, labels, tuple(map(str, range(task.classes))))

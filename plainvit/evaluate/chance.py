@@ -6,6 +6,7 @@ sureness(0.7, 390, 1000)             how sure a model is, beside how often it is
 newcombe(970, 1000, 955, 1000)       95 % of the difference of two (Newcombe 1998, method 10)
 mcnemar(30, 12)                      how often a difference as large arises between two equal models, exactly
 student([0.8, 1.1, 0.2])             95 % of the mean of a few differences, such as those of seeds
+rank_correlation(a, b)               Spearman's
 
 The tests hold them against SciPy, against Newcombe's own example and against drawing images anew.
 """
@@ -114,3 +115,18 @@ def t_within(t: float, freedom: int) -> float:
         total += term
         term *= math.cos(angle) ** 2 * (k - 1) / k
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+    """Spearman's, with ties at their mean rank; 0 for fewer than three values, or where one side does not vary."""
+    if len(a) < 3:
+        return 0.0
+    x, y = (ranks - ranks.mean() for ranks in (_ranks(np.asarray(a, float)), _ranks(np.asarray(b, float))))
+    spread = np.sqrt((x @ x) * (y @ y))
+    return float(x @ y / spread) if spread else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    values = values.round(9)  # values that differ in the last bits alone are ties
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[inverse.reshape(-1)]

@@ -249,7 +249,7 @@ def _in_paper(spec: str, model: str) -> float | None:
         return OBJECTNET.get(model)
     table5 = paper.table(5)
     title = next((title for title, of in table5.columns.items() if of == spec), "")
-    known = title and any(row.name == model for row in table5.rows)
+    known = title and any(name == model for name, _ in table5.rows)
     return table5.value(model, title) if known else None
 
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from plainvit import hub
 from plainvit.config import About, Preprocess, pair
 from plainvit.data.transforms import as_floats
+from plainvit.weights.files import open_file
 
 log = logging.getLogger("plainvit")
 INSTALL = "pip install 'timm>=1.0.29'"
@@ -149,19 +148,8 @@ def _fill(model: Any, state: dict[str, Tensor], path: Path) -> None:
 
 
 def _state(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, from safetensors or from PyTorch's own format; nothing in it is executed."""
+    """Tensors by name, from a weights file of any kind; nothing in it is executed."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    try:
-        return safetensors.torch.load_file(path)
-    except SafetensorError:  # another format, which the next reader knows or refuses
-        pass
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a hostile file provokes
-        raise ValueError(f"{path} holds no weights that can be read safely: {type(error).__name__}") from error
-    for key in ("state_dict_ema", "state_dict", "model"):  # as timm's training script and others wrap them
-        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} is not a file of named tensors")
-    return found
+    tensors = open_file(path)
+    return {name: tensors.take(name) for name in tensors.shapes}

@@ -8,7 +8,6 @@ window grows with the run, and so comes to a ninth of it at most.
 
 from matplotlib.figure import Figure
 
-from plainvit.recipes import recipe
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
 from plainvit.studies.drawings import draw_arms
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
@@ -17,13 +16,9 @@ HALF = 0.5
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    if budget == "paper":  # Table 2's L/16 at 512 pixels
-        before = recipe("vit-l16-i21k").replace(holdout=0.01)
-        config = recipe("ft-imagenet-512").replace(ema=0.0, holdout=0.01)
-    else:
-        before, config = pretrained(budget), finetuned(budget, DOWNSTREAM[budget][0])
+    config = finetuned(budget, DOWNSTREAM[budget][0])
     return {
-        "before": Arm(before, counts=False),
+        "before": Arm(pretrained(budget), counts=False),
         "last weights": Arm(config, after="before"),
         "averaged": Arm(config.replace(ema_window=HALF), after="before"),
     }

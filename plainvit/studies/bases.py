@@ -2,7 +2,6 @@
 
 cpu      a ViT of 0.1 million parameters on handwritten digits: seconds a run on two cores
 gpu      a ViT of 4 million parameters on Tiny-ImageNet: about a minute a run on one large GPU
-paper    ViT-B/16 on ImageNet-21k as in the paper's Table 3: thousands of core-days
 """
 
 from plainvit.config import Augment, Config, Optim, ViTConfig
@@ -13,13 +12,6 @@ from plainvit.studies.study import Budget
 DOWNSTREAM: dict[Budget, tuple[str, ...]] = {
     "cpu": ("digits:56789",),
     "gpu": ("cifar10", "oxford-pets", "flowers102"),
-    "paper": ("cifar10", "oxford-pets", "flowers102"),
-}
-FINE_TUNINGS = {  # the recipes of the paper's
-    "cifar10": "ft-cifar10",
-    "oxford-pets": "ft-pets",
-    "flowers102": "ft-flowers",
-    "imagenet": "ft-imagenet",
 }
 
 
@@ -37,8 +29,6 @@ def base(budget: Budget) -> Config:
             optim = tiny.optim.replace(lr=2e-3)
             changes = {"steps": 3000, "batch": 256, "epochs": 0.0, "holdout": 0.1, "evaluations": 1, "recipe": ""}
             return tiny.replace(model=model, augment=augment, optim=optim, **changes)
-        case "paper":
-            return recipe("vit-b16-i21k").replace(holdout=0.01)
 
 
 def pretrained(budget: Budget) -> Config:
@@ -61,8 +51,6 @@ def finetuned(budget: Budget, data: str) -> Config:
             optim = Optim(name="muon", lr=1e-3, momentum=0.95, warmup=0.1)
             augment = Augment(crop="random", resize=448 / 384)  # BiT's
             return Config(data=data, steps=1000, batch=256, holdout=0.2, evaluations=1, optim=optim, augment=augment)
-        case "paper":
-            return recipe(FINE_TUNINGS[data]).replace(holdout=recipe(FINE_TUNINGS[data]).search_holdout)
 
 
 def vit(config: Config) -> ViTConfig:

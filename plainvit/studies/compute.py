@@ -11,7 +11,6 @@ over sets that it transfers to: that would double the runs. ResNets keep BiT's r
 """
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -20,24 +19,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
-from plainvit.config import STEM_NUMERICS, Config, Model, Optim, ResNetConfig, ViTConfig
+from plainvit.config import STEM_NUMERICS, Config, Model, Optim, ResNetConfig
 from plainvit.evaluate import paper
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES
-from plainvit.recipes import recipe
-from plainvit.studies.bases import base, finetuned, vit
+from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import SERIES
 from plainvit.studies.study import FEWEST, Arm, Budget, Found, Study, Verdict, gap, settle
 
 KINDS = ("ViT", "ResNet", "hybrid")
 COLOURS: dict[str, str] = dict(zip(KINDS, SERIES, strict=False))
 STEPS: dict[Budget, int] = {"cpu": 120, "gpu": 2000}
-# Table 3's rows for JFT
-PAPER: dict[str, tuple[str, ...]] = {
-    "ViT": ("vit-b32-jft", "vit-b16-jft", "vit-l32-jft", "vit-l16-jft", "vit-l16-jft-14ep", "vit-h14-jft"),
-    "ResNet": ("r50x1-jft", "r50x2-jft", "r101x1-jft", "r152x1-jft", "r152x2-jft"),
-    "hybrid": ("r50+vit-b32-jft", "r50+vit-b16-jft", "r50+vit-l32-jft", "r50+vit-l16-jft", "r50+vit-l16-jft-14ep"),
-}
 SETS = ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers")  # of Table 6: ReaL is ImageNet's images once more
 
 
@@ -45,11 +37,11 @@ SETS = ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers")  # of Table 6: R
 
 
 def brief(budget: Budget) -> Config:
-    """The base by AdamW and in fewer steps, so that many models can be trained; the paper's stays as it is."""
+    """The base by AdamW and in fewer steps, so that many models can be trained."""
     config = base(budget)
     if budget == "gpu":
         config = config.replace(optim=Optim(lr=1e-3, warmup=config.optim.warmup, weight_decay=0.1))
-    return config.replace(steps=STEPS.get(budget, config.steps))
+    return config.replace(steps=STEPS[budget])
 
 
 def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
@@ -81,9 +73,7 @@ def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
 
 
 def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
-    """Along the axis: exaFLOPs of training. With the paper's budget, of pre-training; then accuracy is ImageNet's."""
-    if budget == "paper":
-        return dict(_papers(kinds))
+    """Along the axis: exaFLOPs of training."""
     config, found = brief(budget), models(budget)
     return {
         f"{kind} {size}": _arm(config.replace(model=model), kind)
@@ -94,23 +84,6 @@ def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
 
 def _arm(config: Config, kind: str) -> Arm:
     return Arm(config, x=cost.training_exaflops(whole(config), config.steps * config.batch), group=kind)
-
-
-def _papers(kinds: tuple[str, ...]) -> Iterator[tuple[str, Arm]]:
-    """JFT is not public: `data` says so by its name."""
-    for kind in kinds:
-        for name in PAPER[kind]:
-            before = recipe(name).replace(data="jft")
-            yield f"{name}, pre-trained", Arm(before, counts=False)
-            exaflops = cost.training_exaflops(whole(before), before.epochs * cost.JFT_IMAGES)
-            yield name, Arm(_finetuned(before), x=exaflops, group=kind, after=f"{name}, pre-trained")
-
-
-def _finetuned(before: Config) -> Config:
-    """At 384 pixels; where patches do not fit (H/14) at the next size that they do, which the paper does not give."""
-    config = finetuned("paper", "imagenet")
-    stride = before.model.stride[0] if isinstance(before.model, ViTConfig) else 1
-    return config.replace(image_size=-(-config.image_size // stride) * stride)
 
 
 def whole(config: Config) -> Model:
@@ -177,10 +150,8 @@ def decide_saturation(found: Found) -> Verdict:
 def table6(kind: str) -> list[tuple[float, float]]:
     """The paper's points of a kind: exaFLOPs, mean accuracy over five sets."""
     table, begins = paper.table(6), {"ViT": "ViT", "ResNet": "BiT", "hybrid": "R50x1+"}
-    places = [list(table.columns).index(name) for name in (*SETS, "exaFLOPs")]
-    rows = [[cell.value for at in places if (cell := row.cells[at])] for row in table.rows if row.whose == "paper"]
-    named = zip([row.name for row in table.rows], rows, strict=True)
-    return sorted((row[-1], sum(row[:-1]) / len(SETS)) for name, row in named if name.startswith(begins[kind]))
+    rows = [dict(zip(table.columns, cells, strict=True)) for name, cells in table.rows if name.startswith(begins[kind])]
+    return sorted((row["exaFLOPs"], sum(row[name] for name in SETS) / len(SETS)) for row in rows)
 
 
 @styled()

@@ -20,12 +20,11 @@ from matplotlib.figure import Figure
 from plainvit.config import Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import Subset
 from plainvit.data.splits import open_splits
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
-from plainvit.names import configure
 from plainvit.planning.cost import macs, parameters
-from plainvit.recipes import recipe
-from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
+from plainvit.studies.bases import DOWNSTREAM, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places
 from plainvit.studies.masked import few_shot
 from plainvit.studies.regularisation import plain
@@ -38,7 +37,6 @@ from plainvit.studies.study import (
     gap,
     held_out,
     no_worse,
-    rank_correlation,
     settle,
 )
 
@@ -46,7 +44,6 @@ VIT, RESNET = "ViT", "ResNet"
 SHARES: dict[Budget, tuple[float, ...]] = {
     "cpu": (0.05, 0.1, 0.25, 1.0),
     "gpu": (0.05, 0.1, 0.25, 1.0),
-    "paper": (9 / 303, 30 / 303, 90 / 303, 1.0),  # millions of images of JFT-300M
 }
 SMALL = 0.25  # the shares at which overfitting is compared, at most
 JUDGED = 4096  # training images that are classified, at most
@@ -57,8 +54,6 @@ JUDGED = 4096  # training images that are classified, at most
 
 def early_stopped(budget: Budget) -> Config:
     """One setting for all shares: AdamW, crops and flips alone, the best of its validations."""
-    if budget == "paper":
-        return recipe("vit-b32-jft").replace(holdout=0.001, evaluations=100, patience=10)
     config = plain(budget)
     if budget == "cpu":
         return config.replace(data=pretrained(budget).data, evaluations=10, patience=3)
@@ -67,13 +62,9 @@ def early_stopped(budget: Budget) -> Config:
 
 def resnet(budget: Budget) -> Model:
     """About as many multiply-adds as the ViT."""
-    match budget:
-        case "cpu":
-            return ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)
-        case "gpu":
-            return ResNetConfig(blocks=(3, 4, 4), image_size=(64, 64), classes=0)
-        case "paper":
-            return configure("BiT-R50x1", classes=0)
+    if budget == "cpu":
+        return ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)
+    return ResNetConfig(blocks=(3, 4, 4), image_size=(64, 64), classes=0)
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
@@ -90,9 +81,7 @@ def small_arms(budget: Budget) -> dict[str, Arm]:
 
 
 def size_arms(budget: Budget) -> dict[str, Arm]:
-    """Three ViTs on the second share and on all; in the paper two, on ImageNet and on JFT, then fine-tuned."""
-    if budget == "paper":
-        return _paper_sizes()
+    """Three ViTs on the second share and on all."""
     config = early_stopped(budget)
     little = SHARES[budget][1]
     return {
@@ -113,17 +102,6 @@ def sizes(model: ViTConfig) -> dict[str, ViTConfig]:
     return {"small": wide(0.5), "middle": model, "large": wide(2)}
 
 
-def _paper_sizes() -> dict[str, Arm]:
-    found: dict[str, Arm] = {}
-    for size, letter in (("small", "b"), ("large", "l")):
-        for data, name, images in (("ImageNet", "i1k", 1.28), ("JFT", "jft", 303.0)):
-            before = recipe(f"vit-{letter}16-{name}")
-            found[f"{size}, {data}, before"] = Arm(before, counts=False)
-            after = finetuned("paper", "imagenet")
-            found[f"{size}, {data}"] = Arm(after, x=images, group=size, after=f"{size}, {data}, before")
-    return found
-
-
 # Measurement ----------------------------------------------------------------------------------------------------------
 
 
@@ -136,8 +114,7 @@ def measure(config: Config, folder: Path) -> dict[str, float]:
 def another(config: Config) -> Config:
     """The set that features are judged on, of its training images alone."""
     upstream = {pretrained(budget).data: DOWNSTREAM[budget][0] for budget in ("cpu", "gpu")}
-    data = upstream.get(config.data, "imagenet")
-    return Config(data=data, data_root=config.data_root, holdout=0.3)
+    return Config(data=upstream[config.data], data_root=config.data_root, holdout=0.3)
 
 
 def cost(predictor: Predictor) -> dict[str, float]:

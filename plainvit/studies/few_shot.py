@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.studies.bases import pretrained
 from plainvit.studies.learned import above
 from plainvit.studies.masked import SHORTER, by_steps, fine_tunings, measure, predicted, shortened
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, rank_correlation, settle
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, settle
 
 
 def upstream(budget: Budget) -> dict[str, Config]:

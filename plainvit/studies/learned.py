@@ -24,26 +24,20 @@ from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ResNetConfig
 from plainvit.data.splits import open_splits
 from plainvit.device import choose_device
+from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
-from plainvit.recipes import recipe
-from plainvit.recipes.paper import pretraining_model
 from plainvit.studies.bases import base, vit
-from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, rank_correlation, settle
+from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, settle
 from plainvit.weights import load
 
 IMAGES = 128  # as many as the paper averages attention over
 TWIN = {"trained": COLOURS["blue"], "untrained": COLOURS["grey"]}
 
 
-def base_of(budget: Budget, paper: str) -> Config:
-    """The base; at the paper's scale the model that its figure shows."""
-    return recipe(paper).replace(holdout=0.01) if budget == "paper" else base(budget)
-
-
-def wide_patches(budget: Budget, paper: str) -> Config:
-    """The same, with digits of twice the size: in patches of 2 pixels a filter has no shape, a ResNet no room."""
-    config = base_of(budget, paper)
+def wide_patches(budget: Budget) -> Config:
+    """The base, with digits of twice the size: in patches of 2 pixels a filter has no shape, a ResNet no room."""
+    config = base(budget)
     if budget != "cpu":
         return config
     return config.replace(model=vit(config).replace(image_size=(16, 16), patch=(4, 4)))
@@ -292,12 +286,7 @@ def _heads(values: dict[str, float]) -> np.ndarray:
 
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
     """The same Transformer over as many tokens, of pixels or of a ResNet's cells."""
-    config = wide_patches(budget, "vit-l16-i21k")
-    if budget == "paper":
-        return {
-            "ViT": Arm(config),
-            "hybrid": Arm(config.replace(model=pretraining_model("R50x1+ViT-L/16", vit(config).dropout))),
-        }
+    config = wide_patches(budget)
     model, blocks = vit(config), (1,) if budget == "cpu" else (1, 1)  # which divide by 4, and by 8
     stem = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same", standardise="std+1e-5")
     hybrid = model.replace(stem=stem.replace(norm_eps=1e-6), patch=(1, 1))
@@ -316,7 +305,7 @@ STUDIES = (
         "same row or column are more similar than others, both by more than two standard errors; in the untrained twin "
         "the correlation is below 0.5, and row and column stand out less, by as much",
         metric="nearness",
-        arms=lambda budget: twins(base_of(budget, "vit-l32-i21k")),
+        arms=lambda budget: twins(base(budget)),
         measure=measure_positions,
         decide=decide_positions,
         draw=draw_positions,
@@ -331,7 +320,7 @@ STUDIES = (
         "share that they do untrained, and on average more than 0.6 of their energy is in the lower half of "
         "frequencies along both axes; both by more than two standard errors",
         metric="share",
-        arms=lambda budget: twins(wide_patches(budget, "vit-l32-i21k")),
+        arms=lambda budget: twins(wide_patches(budget)),
         measure=measure_filters,
         decide=decide_filters,
         draw=draw_filters,
@@ -346,7 +335,7 @@ STUDIES = (
         "than those of the untrained twin; the last third of the layers looks further than the first; the rank "
         "correlation of depth with a layer's mean is above 0.5; all by more than two standard errors",
         metric="range",
-        arms=lambda budget: twins(base_of(budget, "vit-l16-i21k")),
+        arms=lambda budget: twins(base(budget)),
         measure=measure_attention,
         decide=decide_attention,
         draw=draw_attention,

@@ -23,7 +23,6 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
-from plainvit.recipes import recipe
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
 from plainvit.studies.learned import model_of, untrained
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, best_rate, gap, held_out, settle, warn_of_rate
@@ -39,11 +38,8 @@ SHORTER = (64, 16, 4, 1)  # parts of the whole pre-training
 
 def predicted(budget: Budget, *, target: str = "colour", ratio: float = 0.5, shorter: int = 1) -> Config:
     """Masked patch prediction in place of labels: the same model, images, crops, optimiser and steps."""
-    if budget == "paper":  # on ImageNet, where the paper found as much of a gain as on JFT, which is not public
-        config = recipe("masked-b16-jft").replace(data="imagenet", holdout=0.01)
-    else:
-        config = pretrained(budget)
-        config = config.replace(augment=config.augment.replace(mixup=0.0, cutmix=0.0), ema_window=0.0)
+    config = pretrained(budget)
+    config = config.replace(augment=config.augment.replace(mixup=0.0, cutmix=0.0), ema_window=0.0)
     hidden = Masked(ratio=ratio).replace(target=target)
     return shortened(config.replace(objective="masked", masked=hidden), shorter)
 
@@ -53,8 +49,8 @@ def shortened(config: Config, by: int) -> Config:
 
 
 def downstream(budget: Budget) -> str:
-    """The set that is fine-tuned on; the paper's is ImageNet."""
-    return "imagenet" if budget == "paper" else DOWNSTREAM[budget][0]
+    """The set that is fine-tuned on."""
+    return DOWNSTREAM[budget][0]
 
 
 def fine_tunings(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
@@ -86,19 +82,14 @@ def from_scratch(budget: Budget) -> Config:
 
 def arms(budget: Budget) -> dict[str, Arm]:
     starts = {"masked": predicted(budget), "supervised": pretrained(budget)}
-    if budget == "paper":  # Table 5 fine-tunes what was trained on ImageNet alone on ImageNet again
-        scratch = searched(budget, {"scratch": recipe("vit-b16-i1k")})
-    else:
-        rated = {lr: at_rate(from_scratch(budget), lr) for lr in rates(budget, downstream(budget))}
-        scratch = {f"scratch at {lr:.1e}": Arm(config) for lr, config in rated.items()}
+    rated = {lr: at_rate(from_scratch(budget), lr) for lr in rates(budget, downstream(budget))}
+    scratch = {f"scratch at {lr:.1e}": Arm(config) for lr, config in rated.items()}
     others = {"pixels": predicted(budget, target="pixels"), "15 %": predicted(budget, ratio=0.15)}
     return scratch | searched(budget, starts) | fine_tunings(budget, others)
 
 
 def step_arms(budget: Budget) -> dict[str, Arm]:
     upstream = {f"{by_steps(budget, by):,} steps": predicted(budget, shorter=by) for by in SHORTER}
-    if budget == "paper":
-        return fine_tunings(budget, {"scratch": recipe("vit-b16-i1k")} | upstream)
     return {"scratch": Arm(from_scratch(budget))} | fine_tunings(budget, upstream)
 
 

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Config, Optim
 from plainvit.evaluate import paper
-from plainvit.recipes import recipe
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
 from plainvit.studies.compute import brief, models
 from plainvit.studies.drawings import SERIES
@@ -21,19 +20,13 @@ from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_w
 
 KINDS = ("Adam", "SGD")
 TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers", "imagenet": "ImageNet"}
-PAPER = {"R50x1": "r50x1-jft", "R152x2": "r152x2-jft"}
 
 
-def upstream(budget: Budget) -> dict[str, dict[str, Config]]:
-    """By the model's name: the pre-training by each optimiser."""
-    if budget == "paper":
-        return {
-            model: {"Adam": recipe(name).replace(data="jft"), "SGD": recipe(f"{name}-sgd").replace(data="jft")}
-            for model, name in PAPER.items()
-        }
+def upstream(budget: Budget) -> dict[str, Config]:
+    """The pre-training by each optimiser."""
     config = pretrained(budget) if budget == "cpu" else brief(budget)
     config = config.replace(model=models(budget)["ResNet"][1])
-    return {"": {"Adam": config, "SGD": config.replace(optim=bit(config))}}
+    return {"Adam": config, "SGD": config.replace(optim=bit(config))}
 
 
 def bit(config: Config) -> Optim:
@@ -44,19 +37,15 @@ def bit(config: Config) -> Optim:
 
 def tuned(budget: Budget, data: str) -> Config:
     """The fine-tuning of all studies, but by SGD, at the highest rate of the paper's Table 4 for small sets."""
-    config = finetuned(budget, data)
-    return config if budget == "paper" else config.replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
+    return finetuned(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
     found: dict[str, Arm] = {}
-    sets = (*DOWNSTREAM[budget], *(("imagenet",) if budget == "paper" else ()))
-    for model, both in upstream(budget).items():
-        for kind, config in both.items():
-            name = f"{model} {kind}".strip()
-            found[f"{name}, pre-trained"] = Arm(config, counts=False)
-            for data in sets:
-                found[f"{name}, {data}"] = Arm(tuned(budget, data), group=kind, after=f"{name}, pre-trained")
+    for kind, config in upstream(budget).items():
+        found[f"{kind}, pre-trained"] = Arm(config, counts=False)
+        for data in DOWNSTREAM[budget]:
+            found[f"{kind}, {data}"] = Arm(tuned(budget, data), group=kind, after=f"{kind}, pre-trained")
     return found
 
 

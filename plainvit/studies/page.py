@@ -27,7 +27,7 @@ from plainvit.runtime.display import readable
 from plainvit.studies.book import FILES
 
 OUTCOMES = ("reproduced", "not reproduced", "not decided")
-BUDGETS = ("cpu", "gpu", "paper")  # from the smallest
+BUDGETS = ("cpu", "gpu")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "command", "seconds", "environment")
 PAPER = "[An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
 
@@ -186,8 +186,8 @@ def _opening(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
         "",
         *textwrap.wrap(plus_minus(seeds_of(said) for said in found.values()), 110),
         "",
-        "`plainvit study list` names the studies, `plainvit study NAME --budget cpu|gpu|paper` runs one: on a laptop",
-        "in two minutes, on one large GPU, or, with its cost told first, as in the paper. It writes this page.",
+        "`plainvit study list` names the studies, `plainvit study NAME --budget cpu|gpu` runs one: on a laptop in two",
+        "minutes, or on one large GPU. It writes this page.",
         "",
         f"**{len(found)} of {known} studies have a verdict{': ' + of if of else ''}.** {UNNUMBERED}",
         "",

@@ -5,7 +5,6 @@ plainvit study pooling --budget cpu
 
 from matplotlib.figure import Figure
 
-from plainvit.recipes import recipe
 from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import draw_curves, mark_places
 from plainvit.studies.study import (
@@ -26,14 +25,14 @@ TOKEN, AVERAGE = "class token", "average"
 
 
 def rates(budget: Budget) -> tuple[float, ...]:
-    """The base's own and one to either side; on digits, where 300 steps want a higher one, two above; the paper's."""
+    """The base's own and one to either side; on digits, where 300 steps want a higher one, two above."""
     lr = base(budget).optim.lr
-    return {"cpu": (lr, 3 * lr, 9 * lr), "gpu": (lr / 3, lr, 3 * lr), "paper": (3e-4, 8e-4)}[budget]
+    return {"cpu": (lr, 3 * lr, 9 * lr), "gpu": (lr / 3, lr, 3 * lr)}[budget]
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """Average pooling has patches alone and a linear head."""
-    config = recipe("vit-b16-jft").replace(holdout=0.001) if budget == "paper" else base(budget)
+    config = base(budget)
     models = {
         TOKEN: vit(config).replace(pool="token", class_token=True),
         AVERAGE: vit(config).replace(pool="average", class_token=False, representation=0),

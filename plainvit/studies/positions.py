@@ -22,10 +22,9 @@ KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
 
 def paper() -> dict[str, dict[str, float]]:
     """5-shot ImageNet of Table 8, as shares: kind -> place -> value."""
-    return {
-        row.name: {place: cell.value for place, cell in zip(PLACES, row.cells, strict=True) if cell}
-        for row in table(8).rows
-    }
+    places = dict(zip(PLACES, table(8).columns, strict=True))
+    rows = {name: {place: table(8).value(name, title) for place, title in places.items()} for name, _ in table(8).rows}
+    return {name: {place: value for place, value in row.items() if value} for name, row in rows.items()}
 
 
 def arms(budget: Budget) -> dict[str, Arm]:

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Config
 from plainvit.evaluate.grid import warn_at_edge
-from plainvit.recipes import recipe
 from plainvit.studies.bases import base, vit
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
@@ -21,9 +20,7 @@ NONE = "decay 0, dropout 0"
 
 
 def plain(budget: Budget) -> Config:
-    """The base without its mixing of images and its stochastic depth; in the paper, ImageNet alone."""
-    if budget == "paper":
-        return recipe("vit-b16-i1k")
+    """The base without its mixing of images and its stochastic depth."""
     config = base(budget)
     augment = config.augment.replace(mixup=0.0, cutmix=0.0)
     steps = 200 if budget == "cpu" else config.steps  # eight arms in two minutes

@@ -23,7 +23,6 @@ from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
 from plainvit.device import choose_device
 from plainvit.models import ViT
-from plainvit.recipes import recipe
 from plainvit.studies.bases import vit
 from plainvit.studies.learned import above, model_of, twins
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
@@ -32,8 +31,7 @@ IMAGES, SHOWN = 200, 3  # judged; drawn with their maps in the figure, of the fi
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Trained on shapes; at the paper's scale on its own images, and judged on shapes."""
-    return twins(recipe("vit-l16-i21k").replace(holdout=0.01) if budget == "paper" else on_shapes(budget))
+    return twins(on_shapes(budget))
 
 
 def on_shapes(budget: Budget) -> Config:

@@ -36,15 +36,8 @@ from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, sett
 SIDES: dict[Budget, tuple[int, ...]] = {
     "cpu": (32, 64, 96, 128),
     "gpu": (64, 128, 224, 384, 512),
-    "paper": (64, 128, 224, 384, 512),
 }
-NAMES: dict[Budget, tuple[str, ...]] = {
-    "gpu": ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2"),
-    "paper": (
-        *("ViT-B/32", "ViT-B/16", "ViT-L/32", "ViT-L/16", "ViT-H/14"),
-        *("BiT-R50x1", "BiT-R50x2", "BiT-R152x4"),
-    ),
-}
+NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
 ALIKE = 1.5  # models whose multiply-adds differ by more than this are not compared
 SECONDS = 0.3  # that a speed is measured over
 
@@ -55,25 +48,21 @@ SECONDS = 0.3  # that a speed is measured over
 def models(budget: Budget) -> dict[str, Model]:
     """By name; on a CPU a small one of each kind, of about the same multiply-adds."""
     if budget != "cpu":
-        return {name: configure(name) for name in NAMES[budget]}
+        return {name: configure(name) for name in NAMES}
     plain = ViTConfig(width=128, depth=8, heads=2, mlp_dim=512, patch=(8, 8), image_size=(64, 64), classes=200)
     return {"ViT": plain, "ResNet": ResNetConfig(blocks=(1, 1, 1, 1), image_size=(64, 64), classes=200)}
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Along the axis: the side in pixels, or for patches of 14 the nearest that they fit into."""
+    """Along the axis: the side in pixels."""
     found: dict[str, Arm] = {}
     for name, model in models(budget).items():
         for side in SIDES[budget]:
-            config = Config(model=at_side(model, side), batch=images_at_once(budget, side), device=device(budget))
+            config = Config(
+                model=model.replace(image_size=(side, side)), batch=images_at_once(budget, side), device=device(budget)
+            )
             found[f"{name} at {side} px"] = Arm(config, x=side, group=name, trained=False)
     return found
-
-
-def at_side(model: Model, side: int) -> Model:
-    stride = model.stride[0] if isinstance(model, ViTConfig) else 1
-    fitting = max(round(side / stride), 1) * stride
-    return model.replace(image_size=(fitting, fitting))
 
 
 def images_at_once(budget: Budget, side: int) -> int:

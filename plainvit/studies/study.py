@@ -21,11 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from plainvit.analyse import embeddings
 from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
@@ -38,10 +36,10 @@ from plainvit.studies.page import plus_minus
 from plainvit.studies.runs import Workers, run_all, run_hash, run_name
 from plainvit.weights import save as save_weights
 
-Budget = Literal["cpu", "gpu", "paper"]
+Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Outcome = Literal["reproduced", "not reproduced", "not decided"]
-SEEDS: dict[Budget, int] = {"cpu": 3, "gpu": 3, "paper": 3}
+SEEDS = 3  # of each arm, where none are given
 PERCENT = {  # measures that are shares, and their names in a table
     "top1": "held-out top-1, %",
     "few_shot": "5-shot top-1, %",
@@ -167,20 +165,21 @@ def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
     return Gap(statistics.fmean(apart), error, len(apart))
 
 
+def non_inferior(found: Gap, margin: float) -> int:
+    """1 where two standard errors rule out a loss of b above the margin, -1 where there is such a loss, else 0."""
+    if found.seeds >= FEWEST and found.mean - 2 * found.error > -margin:
+        return 1
+    return -1 if found.sign < 0 and found.mean <= -margin else 0
+
+
 def no_worse(found: Gap, margin: float = 0.01) -> int:
-    """The sign of "b is at least as good as a": -1 where it is worse, 1 where no loss above the margin is left open."""
-    if found.seeds < FEWEST or found.sign < 0:
-        return found.sign
-    return int(found.mean - 2 * found.error > -margin)
+    """The same, but -1 for any loss of more than two standard errors."""
+    return -1 if found.sign < 0 else non_inferior(found, margin)
 
 
 def alike(found: Gap, margin: float = 0.01) -> int:
-    """The sign of "b is as good as a": 1 where no difference above the margin is left open, -1 where there is one."""
-    if found.seeds < FEWEST:
-        return 0
-    if abs(found.mean) + 2 * found.error < margin:
-        return 1
-    return -1 if found.sign and abs(found.mean) >= margin else 0
+    """The same for a difference in either direction."""
+    return min(non_inferior(found, margin), non_inferior(replace(found, mean=-found.mean), margin))
 
 
 def settle(signs: Sequence[int], why: str) -> Verdict:
@@ -188,11 +187,6 @@ def settle(signs: Sequence[int], why: str) -> Verdict:
     if any(sign < 0 for sign in signs):
         return Verdict("not reproduced", why)
     return Verdict("reproduced" if all(sign > 0 for sign in signs) else "not decided", why)
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; 0 where there are fewer than three."""
-    return embeddings.rank_correlation(np.array(a), np.array(b)) if len(a) >= 3 else 0.0
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -215,7 +209,7 @@ def run_study(
     """Makes what runs are missing, measures, decides, and writes the study's folder."""
     if budget != "cpu" and not torch.cuda.is_available():
         raise NoDeviceError(f"budget {budget} needs a CUDA GPU, and there is none: --budget cpu runs anywhere")
-    started, seeds = time.monotonic(), seeds or SEEDS[budget]
+    started, seeds = time.monotonic(), seeds or SEEDS
     arms = {
         name: replace(arm, config=arm.config.replace(data_root=data_root)) for name, arm in study.arms(budget).items()
     }
@@ -234,7 +228,7 @@ def run_study(
         "runs": spent_on([config for arm in arms if arms[arm].trained for config in configs[arm]], out / "runs"),
         "folders": {arm: [f"runs/{run_name(config)}" for config in configs[arm]] for arm in arms if arms[arm].trained},
         "command": f"plainvit study {study.given or study.name} --budget {budget}"
-        + f" --seeds {seeds}" * (seeds != SEEDS[budget])
+        + f" --seeds {seeds}" * (seeds != SEEDS)
         + " --data-root DIR" * bool(data_root),
     }
     _write(study, budget, out / study.name, found, verdict, how)

@@ -25,16 +25,27 @@ from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_curves, mark_places
-from plainvit.studies.study import FEWEST, Arm, Budget, Found, Gap, Study, Verdict, best_rate, gap, settle, warn_of_rate
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Found,
+    Study,
+    Verdict,
+    best_rate,
+    gap,
+    non_inferior,
+    settle,
+    warn_of_rate,
+)
 from plainvit.weights import load
 
 BEFORE = "pre-training"
 
 
 def rates(budget: Budget, data: str) -> tuple[float, ...]:
-    """The fine-tuning's own and one to either side; the paper's grid."""
-    config = finetuned(budget, data)
-    return config.optim.grid if budget == "paper" else (config.optim.lr / 3, config.optim.lr, 3 * config.optim.lr)
+    """The fine-tuning's own and one to either side."""
+    lr = finetuned(budget, data).optim.lr
+    return lr / 3, lr, 3 * lr
 
 
 def at_rate(config: Config, lr: float) -> Config:
@@ -122,7 +133,7 @@ def draw(found: Found) -> Figure:
 
 # 7: resolution --------------------------------------------------------------------------------------------------------
 
-SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (64, 96, 128), "paper": (224, 384, 512)}
+SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (64, 96, 128)}
 RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
@@ -213,14 +224,7 @@ def decide_head(found: Found) -> Verdict:
     apart = gap(last.mean(0).tolist(), zero.mean(0).tolist())
     steadier = gap(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
     why = f"averaged over the rates, {ZERO} less {LAST}: {apart}; its spread over them is smaller by {steadier}"
-    return settle([as_good(apart), steadier.sign], why)
-
-
-def as_good(apart: Gap) -> int:
-    """1 where no loss above 0.2 points is left open, -1 where there is one, by more than two standard errors."""
-    if apart.seeds < FEWEST:
-        return 0
-    return 1 if apart.mean - 2 * apart.error > -WORSE else min(apart.sign, 0) * (apart.mean < -WORSE)
+    return settle([non_inferior(apart, WORSE), steadier.sign], why)
 
 
 def draw_heads(found: Found) -> Figure:

@@ -23,7 +23,14 @@ def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = N
     """
     from plainvit.data import check as look
 
-    report = look.info(data, data_root, sheet)
+    parts = look.splits(data, data_root)
+    report = look.info(data, parts)
+    if sheet:
+        from plainvit.analyse.figures import save
+        from plainvit.analyse.gallery import BYTES, class_sheet
+
+        save(class_sheet(next(iter(parts.values()))), sheet, BYTES)
+        report["sheet"] = str(sheet)
     show(report, None if json else look.info_table(report))
 
 

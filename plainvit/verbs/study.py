@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plainvit.studies.study import Study
 
 Names = Annotated[tuple[str, ...], Positional, arg(metavar="NAME ...", help_behavior_hint="(required)")]
-Budget = Literal["cpu", "gpu", "paper"]
+Budget = Literal["cpu", "gpu"]
 
 
 def listing(*, out: Path = Path("studies"), json: bool = False) -> None:
@@ -40,7 +40,6 @@ def study(
     seeds: int = 0,
     at_once: int = 0,
     data_root: str = "",
-    yes: bool = False,
     json: bool = False,
 ) -> None:
     """Tests a claim of the paper by runs of its own: reproduced, not reproduced, or not decided.
@@ -52,26 +51,19 @@ def study(
 
     Args:
         names: Of studies, such as positions; or all; or FILE.py:STUDY, one of your own in a file that you trust.
-        budget: cpu: two minutes on two cores; gpu: minutes on a large GPU; paper: its own runs, planned unless --yes.
+        budget: cpu: two minutes on two cores; gpu: minutes on a large GPU.
         out: Folder of the runs and verdicts.
         seeds: Of each arm; 3 where not given, and fewer decide nothing.
-        at_once: Runs side by side; where not given 2 on cpu, 4 on a gpu, 1 of the paper's.
+        at_once: Runs side by side; where not given 2 on cpu, 4 on a gpu.
         data_root: Where known sets lie, each in a folder of its name; cpu needs none.
-        yes: Run the paper's budget in place of printing its plan.
         json: Print JSON for machines instead of a table.
     """
     if seeds < 0 or at_once < 0:
         raise ValueError(f"--seeds and --at-once are at least 1, got {seeds or at_once}")
     chosen = _chosen(names)
-    if budget == "paper" and not yes:
-        from plainvit.studies import bill
-
-        found = bill.bill(chosen, budget, seeds)
-        show(found, None if json else bill.table(found))
-        return
     from plainvit.studies.runs import Workers
 
-    runs = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4, "paper": 1}[budget]
+    runs = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4}[budget]
     try:
         with Workers(runs) as workers:
             failed = _run(chosen, budget, out, workers, quiet=json, seeds=seeds, data_root=data_root)
