@@ -30,8 +30,9 @@ from plainvit.data.splits import Splits
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
-from plainvit.train import loop
-from plainvit.train.fit import prepare
+from plainvit.train.loop import take_step
+from plainvit.train.setup import build_training
+from plainvit.train.step import Prefetcher
 
 BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
 OURS = "plainvit"
@@ -125,10 +126,10 @@ class OurStep:
         config = config.replace(micro_batch=config.batch, steps=10**6, preprocess=Preprocess(), workers=0)
         self.place = tempfile.TemporaryDirectory()  # nothing is written there while steps are finite
         folder, splits = Folder(Path(self.place.name), writes=False), Splits(Noise(config.batch, classes), None, None)
-        self.run = prepare(config, splits, folder, quiet=True, world=World(device=config.device))
+        self.run = build_training(config, splits, folder, quiet=True, world=World(device=config.device))
         self.run.objective.train()
         self.display = Display("bench", 1, quiet=True)
-        self.supply = loop.Supply(self.run, batches)
+        self.supply = Prefetcher(self.run, batches)
         self.around: Callable[[], Any] = partial(cudnn_attention, False)
 
     def weights(self) -> dict[str, Tensor]:
@@ -137,7 +138,7 @@ class OurStep:
         return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in own.items()}
 
     def __call__(self) -> float:
-        line, _ = loop.step(self.run, self.supply, self.display)
+        line, _ = take_step(self.run, self.supply, self.display)
         self.run.progress.step += 1
         if "skipped" in line:  # no update was made: its time is not that of a step
             raise FloatingPointError(f"step {line['step']} is not finite")

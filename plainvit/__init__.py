@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plainvit.models import Trace, create
     from plainvit.names import list_models
     from plainvit.recipes import list_recipes, recipe
-    from plainvit.train.fit import fit
+    from plainvit.train.run import fit
     from plainvit.weights import load, save
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOME = {
     "Predictor": "plainvit.evaluate.predictor",
     "Trace": "plainvit.models",
     "create": "plainvit.models",
-    "fit": "plainvit.train.fit",
+    "fit": "plainvit.train.run",
     "list_models": "plainvit.names",
     "list_recipes": "plainvit.recipes",
     "load": "plainvit.weights",

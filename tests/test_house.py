@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "plainvit").rglob("*.py"))
 COMMAND = Path(sys.executable).with_name("plainvit")
 
-_LEAVES = {"config", "device", "disk", "hub"}
+_LEAVES = {"config", "device", "disk", "errors", "hub"}
 _MODELS = {*_LEAVES, "names", "models"}
 _NUMBERS = {*_MODELS, "data", "weights", "runtime", "planning", "evaluate"}
 # What each room may import besides itself (house.md, and the leaves below all rooms)

@@ -13,6 +13,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from plainvit.errors import NonFiniteError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -39,16 +41,6 @@ def in_eval_mode(function: Callable[Concatenate[M, P], T]) -> Callable[Concatena
             return function(model, *args, **kwargs)
 
     return run
-
-
-class NonFiniteError(ValueError):
-    """A model's outputs are NaN or Inf, so there is nothing to score; the command ends with exit code 4."""
-
-    exit_code, agreed = 4, True  # all processes of a run raise it
-
-    def __init__(self, message: str, images: int = 0) -> None:
-        super().__init__(message)
-        self.images = images  # how many have such outputs, where that is known
 
 
 def check_finite(outputs: Tensor, name: Callable[[int], str], what: str = "logits") -> None:

@@ -1,5 +1,7 @@
 """One model over many devices: copies of it (DDP), or a part on each (FSDP2); and tensors to and from their parts."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,17 +10,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from plainvit.models import ResNet, ViT
 from plainvit.runtime.distributed import World
 
+if TYPE_CHECKING:
+    from plainvit.models import ResNet, ViT
 
-def shard(model: ViT | ResNet, world: World) -> None:
+
+def shard(model: "ViT | ResNet", world: World) -> None:
     """FSDP2, in place: each block is gathered just before it is needed, the rest stays together.
 
     Weights travel in fp32 and autocast rounds them where they are used, as on one device: the two compute the same.
     """
     mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
-    for unit in model.blocks if isinstance(model, ViT) else model.body.stages:
+    for unit in model.body.stages if hasattr(model, "body") else model.blocks:  # pyright: ignore
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -32,7 +32,7 @@ from plainvit.disk import read_json
 from plainvit.runtime.display import Display, readable
 from plainvit.runtime.distributed import end_after
 from plainvit.runtime.folder import run_seconds
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
 
 log = logging.getLogger("plainvit")
 

@@ -29,8 +29,8 @@ from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
 from plainvit.studies.runs import code_hash
-from plainvit.train.fit import fit
 from plainvit.train.guards import DivergedError
+from plainvit.train.run import fit
 from plainvit.train.transfer import starting_model
 
 Setting = Literal["paper", "light"]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from plainvit.device import is_out_of_memory
-from plainvit.planning.plan import estimate_micro_batch
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import short
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
-    from plainvit.train.loop import Training
+    from plainvit.train.state import Training
 
 
 class DivergedError(ValueError):
@@ -100,6 +99,8 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     if run.config.micro_batch or tensors[0].device.type == "cpu":  # Linux hands out memory that it does not have
         return min(run.config.micro_batch or len(tensors[0]), len(tensors[0]))
     if run.fsdp:
+        from plainvit.planning.plan import estimate_micro_batch
+
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
     else:
@@ -141,7 +142,7 @@ def largest_divisor(total: int, most: int) -> int:
     return max((n for n in range(1, most + 1) if total % n == 0), default=0)
 
 
-def short_of_memory(run: "Training", tensors: tuple[Tensor, ...] | None, size: int) -> MemoryShortError:
+def out_of_memory_error(run: "Training", tensors: tuple[Tensor, ...] | None, size: int) -> MemoryShortError:
     """What to say of it: with the micro-batch that fits, where it was the images that did not."""
     run.checkpoints.settle()
     saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
@@ -162,7 +163,7 @@ def check_checkpoint(run: "Training", tensors: Mapping[str, Tensor], state: Mapp
     own |= {f"average.{name}": tensor for name, tensor in (run.average.weights if run.average else {}).items()}
     given = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
     moments = {name.removeprefix("optimizer."): tensors[name] for name in tensors.keys() - given.keys()}
-    progress = state.get("progress")
+    progress: Any = state.get("progress")
     fault = (
         _progress_fault(run, progress, state["step"])
         or tensor_fault(own, given)

@@ -1,4 +1,4 @@
-"""How well hidden patches are predicted on held-out images, and a picture of it for the run's report."""
+"""How well hidden patches are predicted on held-out images, and a figure of it for the report."""
 
 import math
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.train.masked import PredictPatches
 
 if TYPE_CHECKING:
-    from plainvit.train.loop import Training
+    from plainvit.train.state import Training
 
-SHOWN = 6  # images in a picture
+SHOWN = 6  # images in a figure
 
 
 @torch.no_grad()
-def judge(
+def evaluate_masked(
     objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
 ) -> dict[str, float]:
-    """The loss, and with colours the share that is right, over every held-out image, shared by all processes."""
+    """The loss, and with colours the accuracy, over all held-out images, divided among the processes."""
     world = prepared.world
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, right, images, unreadable
     with eval_mode(objective):
@@ -46,18 +46,18 @@ def judge(
     return {"loss": loss / images, **colours, "images": int(images), "unreadable": int(unreadable)}
 
 
-def validate(run: "Training", prepared: Prepared) -> dict[str, float]:
-    """What is worth a line while training; and a picture of it in figures/."""
+def validate_masked(run: "Training", prepared: Prepared) -> dict[str, float]:
+    """The metrics of a validation during training; and a figure in figures/."""
     objective = run.objective
     assert isinstance(objective, PredictPatches)
-    found = judge(objective, prepared, run.cast)
+    found = evaluate_masked(objective, prepared, run.cast)
     if run.world.first and run.folder.writes:
-        _draw(run, objective, prepared)
+        draw_predictions(run, objective, prepared)
     return {name: value for name, value in found.items() if name in ("loss", "accuracy")}
 
 
 @torch.no_grad()
-def _draw(run: "Training", objective: PredictPatches, prepared: Prepared) -> None:
+def draw_predictions(run: "Training", objective: PredictPatches, prepared: Prepared) -> None:
     """Some of the held-out images, spread over all of them and always the same."""
     assert run.config.preprocess
     images, index = [], []

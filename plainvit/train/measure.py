@@ -12,8 +12,9 @@ from plainvit.config import Config
 from plainvit.data.splits import open_splits
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import Folder
-from plainvit.train.fit import prepare
-from plainvit.train.loop import Supply, step
+from plainvit.train.loop import take_step
+from plainvit.train.setup import build_training
+from plainvit.train.step import Prefetcher
 from plainvit.train.transfer import resolve
 
 WARM_STEPS, TIMED_STEPS = 5, 20  # the first steps compile, capture CUDA graphs and choose the micro-batch
@@ -32,13 +33,13 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
     splits.val = splits.test = None  # nothing is evaluated
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
-        run = prepare(config.replace(steps=WARM_STEPS + TIMED_STEPS, track=()), splits, folder, quiet=True)
+        run = build_training(config.replace(steps=WARM_STEPS + TIMED_STEPS, track=()), splits, folder, quiet=True)
         run.objective.train()
         display = Display("measuring", run.steps)
         with contextlib.closing(run.loader.batches(0, run.steps)) as batches, display:
-            supply = Supply(run, batches)
+            prefetcher = Prefetcher(run, batches)
             for _ in range(run.steps):
-                line, _ = step(run, supply, display)
+                line, _ = take_step(run, prefetcher, display)
                 seconds.append(line["seconds"])
                 run.progress.step += 1
                 display.advance(run.progress.step, f"{1000 * line['seconds']:,.1f} ms")

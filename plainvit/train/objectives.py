@@ -5,9 +5,6 @@ returns the mean loss over the images and the number of images whose label is th
 is no such thing. Here are labels; hidden patches are in masked.py.
 """
 
-import math
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,16 +15,6 @@ from plainvit.data.mix import mix, soft_labels
 from plainvit.data.transforms import as_floats
 from plainvit.device import choose_precision
 from plainvit.models import ResNet, ViT
-
-
-def score(numbers: Mapping[str, float]) -> float:
-    """What validations are compared by, more being better: top-1, or the loss where there are no labels.
-
-    Logits that are not finite choose a class too: it counts for nothing.
-    """
-    if "top1" not in numbers:
-        return -numbers["loss"]
-    return numbers["top1"] if math.isfinite(numbers.get("nll", 0.0)) else -math.inf
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import Folder, short
-from plainvit.train.fit import prepare
 from plainvit.train.guards import tensor_fault
-from plainvit.train.loop import Training, gradients, launch
+from plainvit.train.setup import build_training
+from plainvit.train.state import Training
+from plainvit.train.step import compute_gradients, launch
 
 
 def replay(path: str | Path, step: int | None = None, data_root: str = "", device: str = "auto") -> dict[str, Any]:
@@ -42,7 +43,7 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
     )
     tensors, state, number = _state(path, step)
     with Folder(path, writes=False) as folder:  # the run may be alive
-        run = prepare(config, open_splits(config), folder, quiet=True)
+        run = build_training(config, open_splits(config), folder, quiet=True)
         weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
         size = state.get("micro_batch", 0)
         if isinstance(progress := state.get("progress"), dict):
@@ -54,7 +55,7 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
             raise ValueError(f"what {path} keeps of step {number + 1} does not fit its config.json: {fault}")
         run.objective.load_state_dict(weights)
         run.progress.step, run.progress.micro_batch = number, size
-        return {"run": str(path), "step": number + 1} | _made_again(run)
+        return {"run": str(path), "step": number + 1} | repeat_step(run)
 
 
 def _state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[str, Any], int]:
@@ -72,7 +73,7 @@ def _state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[str, A
     raise ValueError(f"{path} keeps the weights of no step {step}; it has those before: {', '.join(map(str, known))}")
 
 
-def _made_again(run: Training) -> dict[str, Any]:
+def repeat_step(run: Training) -> dict[str, Any]:
     batch = next(run.loader.batches(run.progress.step, run.progress.step + 1))
     tensors = run.objective.prepare(batch, run.progress.step)
     spoilt: list[str] = []
@@ -82,7 +83,7 @@ def _made_again(run: Training) -> dict[str, Any]:
         if not any(module.children())
     ]
     run.objective.train()
-    run.gradients = lambda *tensors: gradients(run, tensors, run.objective)
+    run.gradients = lambda *tensors: compute_gradients(run, tensors, run.objective)
     loss, _, norm, _ = launch(run, tensors).read()
     for hook in hooks:
         hook.remove()

@@ -98,7 +98,7 @@ def _train(command: Train) -> Processes | None:
         )
     if command.devices > 1 and "RANK" not in os.environ:
         return Processes(command.devices, command.restarts, command.config.device)
-    from plainvit.train.fit import fit
+    from plainvit.train.run import fit
 
     done = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
     if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all

@@ -1,4 +1,4 @@
-"""The end of a run: the weights to keep, the numbers of each split, the report."""
+"""The end of a run: the final weights, the metrics of each split, the report."""
 
 import math
 from typing import Any
@@ -17,30 +17,30 @@ from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import whole
 from plainvit.train.guards import DivergedError
-from plainvit.train.held_out import judge
-from plainvit.train.loop import Training, averaged
+from plainvit.train.held_out import evaluate_masked
 from plainvit.train.masked import PredictPatches
 from plainvit.train.optim import add_lora, merge_lora
+from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import save
 
 
-def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT | ResNet, dict[str, Any]]:
-    """Writes model.safetensors, results.json, the card and report.html; may be done again, with the same result."""
-    model, first = chosen_model(run), run.world.first
+def finalize(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT | ResNet, dict[str, Any]]:
+    """Writes model.safetensors, results.json, the card and report.html; doing it again gives the same result."""
+    model, first = choose_final_model(run), run.world.first
     if first:
         save(model, run.folder.path / "model.safetensors")
     try:
         if isinstance(run.objective, PredictPatches):
-            numbers, samples = _predicted(run, run.objective), []
+            numbers, samples = evaluate_objective(run, run.objective), []
         else:
-            numbers, samples = _classified(run, model, splits)
+            numbers, samples = evaluate_splits(run, model, splits)
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
     numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
     numbers["skipped_steps"] = run.progress.skipped
-    numbers |= _missed(run, numbers)
+    numbers |= find_better_step(run, numbers)
     run.folder.write("results.json", numbers)
-    if first:  # that of an interruption must not pass for the last one
+    if first:  # one of an interruption must not be taken for the last
         (run.folder.path / "report.html").unlink(missing_ok=True)
     if first and report:
         write_report(run.folder.path, samples, state="done")
@@ -48,8 +48,8 @@ def deliver(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT 
     return model, numbers
 
 
-def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
-    """The best validation, where the weights delivered are worse by more than two standard errors: less is chance."""
+def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
+    """The best validation, if the final weights are worse by more than two standard errors."""
     val, progress = numbers.get("val", {}), run.progress
     if "top1" not in val or run.config.patience or progress.best_step is None:
         return {}
@@ -58,17 +58,17 @@ def _missed(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
     return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
 
 
-def _predicted(run: Training, objective: PredictPatches) -> dict[str, Any]:
-    """Self-supervision has no business with the test images."""
-    return {"val": judge(objective, run.validation, run.cast)} if run.validation else {}
+def evaluate_objective(run: Training, objective: PredictPatches) -> dict[str, Any]:
+    """Self-supervised training does not read test images."""
+    return {"val": evaluate_masked(objective, run.validation, run.cast)} if run.validation else {}
 
 
-def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
-    """The numbers of each split; of the test images, or where there are none the validation's, a card and samples."""
+def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
+    """Metrics of each split; a card and samples of the test images, or of the validation images without these."""
     numbers: dict[str, Any] = {}
     samples: list[Sample] = []
-    predictor = predictor_of(run, model)
-    test = evaluation_set(run.config, splits.test, run.world) if splits.test else None
+    predictor = make_predictor(run, model)
+    test = open_evaluation_set(run.config, splits.test, run.world) if splits.test else None
     for name, prepared in (("val", run.validation), ("test", test)):
         if not prepared:
             continue
@@ -81,23 +81,23 @@ def _classified(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dic
     return numbers, samples
 
 
-def predictor_of(run: Training, model: ViT | ResNet) -> Predictor:
-    precision = "bf16" if run.config.precision == "fp8" else run.config.precision  # fp8 is the model's own affair
+def make_predictor(run: Training, model: ViT | ResNet) -> Predictor:
+    precision = "bf16" if run.config.precision == "fp8" else run.config.precision  # the model itself uses fp8
     found = Predictor(model, device=run.world.device, precision=precision)
     found.source = str(run.folder.path)
     return found
 
 
-def evaluation_set(config: Config, source: Source, world: World) -> Prepared:
-    """A split as the run's model evaluates it."""
+def open_evaluation_set(config: Config, source: Source, world: World) -> Prepared:
+    """A split, preprocessed as the run's model needs it."""
     assert config.model
     assert config.preprocess
     batch, workers = min(config.batch, 512), None if config.workers < 0 else config.workers
     return Prepared(source, config.model.image_size, config.preprocess, batch=batch, workers=workers, world=world)
 
 
-def chosen_model(run: Training) -> ViT | ResNet:
-    """The weights of the end, or with patience those of the best validation; averaged where that is asked for."""
+def choose_final_model(run: Training) -> ViT | ResNet:
+    """The last weights, or with --patience those of the best validation; averaged with --ema."""
     best, trained = run.progress.best_step, run.objective.model
     if run.config.patience and best is not None and best != run.progress.step:
         progress = run.progress
@@ -106,7 +106,7 @@ def chosen_model(run: Training) -> ViT | ResNet:
     model = build(trained.config).to(run.loader.device)
     if run.config.optim.lora and isinstance(model, ViT):
         add_lora(model, run.config.optim.lora, seed=0)
-    with averaged(trained, run.average):
+    with averaged_weights(trained, run.average):
         model.load_state_dict({name: whole(tensor) for name, tensor in trained.state_dict().items()})
     merge_lora(model)
     model.about = trained.about

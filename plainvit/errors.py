@@ -1,0 +1,11 @@
+"""Errors that several packages raise and catch; each has the exit code of the command."""
+
+
+class NonFiniteError(ValueError):
+    """A model's outputs are NaN or Inf, so there is nothing to score; the command ends with exit code 4."""
+
+    exit_code, agreed = 4, True  # all processes of a run raise it
+
+    def __init__(self, message: str, images: int = 0) -> None:
+        super().__init__(message)
+        self.images = images  # how many have such outputs, where that is known

@@ -1,0 +1,91 @@
+"""Whether a run folder can be resumed with a config: what changed, what is finished, what is damaged."""
+
+import logging
+from pathlib import Path
+
+from plainvit.config import Config, differences, from_json
+from plainvit.data.decode import DataError
+from plainvit.data.splits import Splits
+from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.folder import Folder, run_seconds
+from plainvit.train.transfer import init_hash
+from plainvit.weights.files import open_file
+
+log = logging.getLogger("plainvit")
+
+
+def check_resumable(config: Config, splits: Splits, folder: Folder, force: bool, bare: bool) -> tuple[Config, bool]:
+    """Raises an error if the folder holds another run, unless forced.
+
+    Returns:
+        The config, with the length that --hours had set; and whether the run is finished.
+    """
+    stored = folder.read("config.json")
+    if not stored:
+        return config, False
+    run_seconds(folder.path)  # an invalid file is an error now, not in the middle of the run
+    old = from_json(stored, ("run",))
+    if config.hours:  # which had set these
+        optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)
+        config = config.replace(steps=old.steps, optim=optim)
+    is_longer = config.steps > old.steps
+    is_done = has_results(folder, bare) and (is_longer or has_sound_weights(folder.path))
+    check_config(config, old, folder, force=force, is_final=is_done and not is_longer)
+    check_inputs(config, splits, folder, force=force)
+    return config, is_done and not is_longer
+
+
+def has_results(folder: Folder, bare: bool) -> bool:
+    """Whether the run ended, and nothing that it wrote then is missing."""
+    files = ("model.safetensors", "results.json", *(() if bare else ("report.html",)))
+    ended = folder.read("status.json").get("state") == "done"
+    return ended and all((folder.path / name).is_file() for name in files)
+
+
+def has_sound_weights(folder: Path) -> bool:
+    """Whether the final weights match their checksum; if not, they are made again from a checkpoint."""
+    path = folder / "model.safetensors"
+    try:
+        open_file(path).check()
+        return True
+    except ValueError as error:
+        if Checkpoints(folder / "checkpoints", 1).newest() is None:
+            words = f"{path} is damaged, and {folder} has no sound checkpoint to make it again from"
+            raise DataError(f"{words}: copy the file again, or train again with another --out") from error
+        log.warning("%s is damaged: making it again from the newest checkpoint", path)
+        return False
+
+
+def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is_final: bool) -> None:
+    changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
+    if not changed:
+        return
+    words = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
+    if not force:
+        raise ValueError(f"{folder.path} holds a run with another config ({words}): give another --out, or --force")
+    if is_final:
+        raise ValueError(f"{folder.path} is finished, with another config ({words}): give another --out")
+    fixed = [name for name in changed if is_fixed(name, *changed[name])]
+    if fixed and Checkpoints(folder.path / "checkpoints", 1).steps():
+        raise ValueError(f"{', '.join(fixed)} cannot change in a resumed run ({words}): give another --out")
+
+
+def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool) -> None:
+    """The weights that the run started from, and its images and classes."""
+    data = folder.read("data.json")
+    if force or not data:
+        return
+    if "init" in data and data["init"] != init_hash(config):
+        raise ValueError(f"{config.init} changed since {folder.path} started from it: give --force to resume")
+    if {key: data[key] for key in data if key not in ("init", "loading")} != splits.described:
+        what = "classes" if data.get("classes") != list(splits.classes) else "images"
+        raise DataError(f"the {what} of {config.data} changed since {folder.path} started: give --force to resume")
+
+
+def is_fixed(name: str, before: object, after: object) -> bool:
+    """Whether a setting decides the tensors of a checkpoint, so that it cannot change in a resumed run."""
+    is_free = name.rpartition(".")[2] in ("dropout", "stochastic_depth")
+    decoder = tuple(f"masked.{part}" for part in ("target", "depth", "width", "heads"))
+    shapes = name.startswith("model") or name in ("optim.name", "optim.lora", *decoder)
+    shapes = shapes or (name == "objective" and "mae" in (before, after))
+    return (shapes and not is_free) or (name in ("ema", "ema_window") and not (before and after))

@@ -1,0 +1,215 @@
+"""One run from start to end, in a run folder.
+
+    result = plainvit.fit(plainvit.recipe("digits"))        result.folder, result.numbers["test"]["top1"]
+    plainvit train digits
+
+The same call again resumes an unfinished run, and does nothing for a finished one. `resume_check.py` decides which of
+the two it is, `setup.py` builds what the run needs, `loop.py` trains, `finalize.py` evaluates and writes the report.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plainvit.analyse.report import write_report
+from plainvit.config import Config, to_json
+from plainvit.data.known import SETS
+from plainvit.data.splits import Splits, open_splits, risks
+from plainvit.device import is_out_of_memory
+from plainvit.disk import exit_code_of
+from plainvit.models import ResNet, ViT
+from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
+from plainvit.runtime.folder import Folder, environment, other_bits, read_results, say_instead
+from plainvit.train.finalize import finalize
+from plainvit.train.guards import DivergedError, InterruptedRunError, Terminated, out_of_memory_error, termination
+from plainvit.train.loop import train
+from plainvit.train.resume_check import check_resumable
+from plainvit.train.search import check_search, search_rates
+from plainvit.train.setup import build_training
+from plainvit.train.state import Training, resume
+from plainvit.train.time_budget import TimeBudget
+from plainvit.train.transfer import init_hash, resolve
+from plainvit.weights import load
+
+log = logging.getLogger("plainvit")
+
+
+@dataclass
+class Fitted:
+    """The result of a run: its folder, the metrics of each split, and the model."""
+
+    folder: Path
+    numbers: dict[str, Any]
+    model: ViT | ResNet
+
+
+@dataclass
+class Options:
+    """How a run is carried out, apart from its config."""
+
+    force: bool = False
+    quiet: bool = False
+    bare: bool = False
+
+
+def fit(
+    config: Config,
+    out: str | Path | None = None,
+    *,
+    force: bool = False,
+    search: bool = False,
+    quiet: bool = False,
+    bare: bool = False,
+) -> Fitted:
+    """Trains a model.
+
+    Args:
+        config: What to train, such as `plainvit.recipe("digits")`.
+        out: The run folder; runs/RECIPE-HASH if not given. An unfinished run in it is resumed.
+        force: Resume although the config or the data changed.
+        search: First try the rates of optim.grid on held-out training images.
+        quiet: Print nothing but warnings.
+        bare: Read no test images and write no report, as for one of many runs of a study.
+
+    Returns:
+        The run folder, the metrics of each split, and the model.
+    """
+    world, options = join(config.device, config.timeout), Options(force, quiet, bare)
+    try:
+        with losses_told(world):
+            config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
+            if search:
+                check_search(config)
+            path = Path(out) if out else Path("runs") / default_name(config)
+            with world.agree(lambda: Folder(path, writes=world.first)) as folder:
+                if search:
+                    config = search_in(world, folder, config, options)
+                fitted = run_in(world, folder, config, splits, options)
+            world.barrier()  # nobody leaves while another process still works
+            return fitted
+    except LostError:
+        let_the_agent_speak()
+        raise
+    finally:
+        world.leave()
+
+
+def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
+    """The data, and the config with what it leaves to the data and the weights filled in."""
+    if not options.force:
+        check_recipe(config)
+    splits = open_splits(config)
+    if options.bare:
+        splits.test = None
+    return resolve(config, splits), splits
+
+
+def identify(config: Config, splits: Splits) -> str:
+    return default_name(config) + str(splits.described)
+
+
+def check_recipe(config: Config) -> None:
+    """A recipe that was tuned for one data set is not used for another without --force."""
+    if config.recipe not in list_recipes():
+        return
+    meant, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
+    named = (*SETS, "digits")
+    if meant in named and given != meant and (given in named or meant == "digits"):
+        others = [name for name in list_recipes() if recipe(name).data == config.data]
+        hint = f"use recipe {others[0]!r}" if others else "choose another recipe"
+        raise ValueError(
+            f"recipe {config.recipe!r} is tuned for {meant}, not for {config.data}: {hint}, or give --force"
+        )
+
+
+def default_name(config: Config) -> str:
+    """The recipe and a hash of all settings that decide the result."""
+    plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{Path(config.recipe or 'run').name.replace(':', '-')}-{digest}"
+
+
+def search_in(world: World, folder: Folder, config: Config, options: Options) -> Config:
+    """The config with the best rate; each rate is a run of its own below the folder."""
+
+    def try_rate(one: Config, splits: Splits, lr: float) -> dict[str, Any]:
+        with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.first) as inner:
+            return run_in(world, inner, one, splits, Options(quiet=options.quiet)).numbers["val"]
+
+    return search_rates(config, try_rate)
+
+
+def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
+    """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
+    config, is_finished = world.agree(lambda: check_resumable(config, splits, folder, options.force, options.bare))
+    world.barrier()  # all have read the folder before the main process writes into it
+    if is_finished:
+        log.warning("%s is finished: nothing to do", folder.path)
+        return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
+    for risk, remedy in () if options.quiet or not world.first else risks(config, splits):
+        log.warning("%s: %s", risk, remedy)
+    run = world.agree(
+        lambda: build_training(config, splits, folder, quiet=options.quiet, world=world, force=options.force)
+    )
+    if len(set(world.gather_words(run.loader.mode))) > 1:  # each process chose by the memory that it has
+        run.loader.resident = None
+    write_start(run, splits)
+    try:
+        with losses_told(world), termination():
+            train_timed(run)
+            model, numbers = finalize(run, splits, report=not options.bare)
+    except BaseException as error:
+        write_end(run, error, report=not options.bare)
+        raise
+    return Fitted(folder.path, numbers, model)
+
+
+def write_start(run: Training, splits: Splits) -> None:
+    """The data, config, environment and status of the run, before its first step."""
+    folder, config, world = run.folder, run.config, run.world
+    init = {"init": init_hash(config)} if config.init else {}
+    folder.write("data.json", splits.described | init | {"loading": run.loader.mode})
+    folder.write("config.json", to_json(config))
+    first, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
+    folder.write("environment.json", first or now)
+    if run.checkpoints.steps() and (change := other_bits(first, now)) and not run.quiet:
+        log.warning("%s since the run started: the samples are the same, the bits are not", change)
+    folder.say("running", folder.read("status.json").get("step", 0), config.steps)
+
+
+def train_timed(run: Training) -> None:
+    """Trains within --hours, and adds the time to that of earlier parts of the run."""
+    started, spent = time.monotonic(), run.folder.begin_part()
+    try:
+        budget = TimeBudget(run, spent) if run.config.hours else None
+        if budget and not run.checkpoints.steps():
+            budget.plan()
+        resume(run)
+        train(run, budget)
+    except RuntimeError as error:  # out of memory outside of the gradients: in the first update, in a validation
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory_error(run, None, 0) from error
+    finally:
+        run.folder.end_part(spent + time.monotonic() - started)
+
+
+def write_end(run: Training, error: BaseException, report: bool) -> None:
+    """status.json of a run that did not finish, and a report unless it failed."""
+    was_stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
+    state = "interrupted" if was_stopped else "diverged" if isinstance(error, DivergedError) else "failed"
+    usual = 130 if was_stopped else exit_code_of(error) if isinstance(error, ValueError | OSError) else 1
+    words, kind = str(error).partition("\n")[0], type(error).__name__
+    is_plain = words and isinstance(error, ValueError | OSError | Terminated)
+    reason = words if is_plain else f"{kind}: {words}".removesuffix(": ")
+    code = getattr(error, "exit_code", usual)
+    run.folder.say(state, run.progress.step, run.steps, reason, code)
+    if isinstance(error, LostError):  # the main process may be the one that is gone
+        say_instead(run.folder.path, state, reason, code)
+    if run.world.first and report and state != "failed":
+        write_report(run.folder.path)

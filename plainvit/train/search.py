@@ -1,0 +1,51 @@
+"""`--search`: the learning rate, chosen on held-out training images (paper, B.1.1)."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from plainvit.config import Config
+from plainvit.data.splits import Splits, open_splits
+from plainvit.evaluate.grid import choose_best, warn_at_edge
+from plainvit.train.guards import DivergedError
+from plainvit.train.loop import score
+
+log = logging.getLogger("plainvit")
+
+
+def check_search(config: Config) -> None:
+    if not config.optim.grid:
+        raise ValueError("--search needs rates to try: give --optim.grid 0.001 0.003 0.01 0.03")
+    if open_splits(config.replace(holdout=config.search_holdout)).val is None:
+        raise ValueError("--search needs held-out images: give --search-holdout 0.1 to hold out a tenth")
+
+
+def search_rates(config: Config, run: Callable[[Config, Splits, float], dict[str, Any]]) -> Config:
+    """The config with the best rate of optim.grid.
+
+    Args:
+        config: The run whose rate is searched.
+        run: Trains with one rate and returns the metrics on held-out images.
+    """
+    held_out = config.replace(holdout=config.search_holdout)
+    splits = open_splits(held_out)
+    splits.test = None  # read once, by the run that follows
+    found: dict[float, tuple[float, float]] = {}
+    for lr in config.optim.grid:
+        try:
+            metrics = run(held_out.replace(optim=config.optim.replace(lr=lr, grid=())), splits, lr)
+        except DivergedError:
+            log.warning("search: lr %g diverges", lr)
+            found[lr] = -math.inf, 0.0
+            continue
+        value = f"{metrics['top1']:.2%}" if "top1" in metrics else f"loss {metrics['loss']:.4f}"
+        log.warning("search: lr %g gives %s on held-out images", lr, value)
+        found[lr] = score(metrics), -metrics.get("nll", 0.0)
+    if all(top1 == -math.inf for top1, _ in found.values()):
+        raise DivergedError("every rate of --optim.grid diverges: give lower ones")
+    best = choose_best(found)
+    is_tied = sum(top1 == found[best][0] for top1, _ in found.values()) > 1
+    log.warning("search: using lr %g%s", best, ", the lowest NLL among equal accuracies" if is_tied else "")
+    warn_at_edge(best, found, "search: lr", "extend --optim.grid")
+    return config.replace(optim=config.optim.replace(lr=best))

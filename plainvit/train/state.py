@@ -1,0 +1,157 @@
+"""The state of one run: what training needs, what it changes, and how that is saved and restored."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plainvit.config import Config
+from plainvit.device import choose_precision
+from plainvit.runtime.sharding import like
+from plainvit.train.guards import check_checkpoint
+
+if TYPE_CHECKING:
+    from plainvit.data.loader import Batch, Loader
+    from plainvit.evaluate.classify import Prepared
+    from plainvit.runtime.checkpoint import Checkpoints
+    from plainvit.runtime.distributed import World
+    from plainvit.runtime.folder import Folder
+    from plainvit.train.optim import Average, Optimizers
+
+
+class Objective(Protocol):
+    """A module that turns a batch into a loss; `model` is the part of it that a run keeps."""
+
+    model: Any
+
+    def prepare(self, batch: "Batch", step: int) -> tuple[Tensor, ...]:
+        """The tensors that `forward` takes."""
+        ...
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean loss, number of images that are classified correctly)."""
+        ...
+
+
+@dataclass
+class Progress:
+    """What the loop remembers from step to step; saved with every checkpoint."""
+
+    step: int = 0  # finished steps
+    skipped: int = 0  # of which had a non-finite loss or gradient
+    best: float = -math.inf  # score of the best validation: top-1, or the negative loss
+    best_step: int | None = None
+    worse: int = 0  # validations since the best
+    micro_batch: int = 0
+    cut: int = 0  # steps that --hours left no time for
+    cut_of: int = 0  # the length that they were cut from
+
+
+@dataclass
+class Training:
+    """Everything that one run needs. `setup.py` builds it, `loop.py` runs it."""
+
+    config: Config
+    objective: Any  # an Objective, which is also an nn.Module
+    optimizers: "Optimizers"
+    average: "Average | None"  # exponential moving average of the weights (EMA)
+    loader: "Loader"
+    folder: "Folder"
+    checkpoints: "Checkpoints"
+    world: "World"
+    gradients: Callable[..., Tensor]  # tensors of a batch -> [loss, correct, norm]; fills the parameters' gradients
+    update: Callable[[], None]  # the optimizers' step
+    track: Callable[[dict[str, Any]], None] = lambda _: None
+    validation: "Prepared | None" = None  # held-out images
+    evaluate: Callable[[], dict[str, float]] | None = None  # metrics of the model as it is now
+    quiet: bool = False
+    progress: Progress = field(default_factory=Progress)
+    signals: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The length of the run."""
+        return self.config.steps - self.progress.cut
+
+    @property
+    def fsdp(self) -> bool:
+        return self.world.size > 1 and self.config.parallel == "fsdp"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the arithmetic; weights are fp32."""
+        return choose_precision(self.config.precision, self.loader.device.type)
+
+    @property
+    def cast(self) -> Callable[[], AbstractContextManager]:
+        low = self.dtype is not torch.float32
+        return partial(torch.autocast, self.loader.device.type, self.dtype, enabled=low)
+
+    def record(self, line: dict[str, Any]) -> None:
+        self.folder.record(line)
+        self.track(line)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that training changes."""
+        average = self.average.weights if self.average else {}
+        return {
+            **{f"model.{name}": tensor for name, tensor in self.objective.state_dict().items()},
+            **{f"average.{name}": tensor for name, tensor in average.items()},
+            **{f"optimizer.{name}": tensor for name, tensor in self.optimizers.state().items()},
+        }
+
+    def save(self) -> None:
+        progress = self.progress
+        self.checkpoints.save(progress.step, self.tensors(), {"progress": asdict(progress)}, progress.best_step)
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        check_checkpoint(self, tensors, state)
+        by_kind = {
+            kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+            for kind in ("model.", "average.", "optimizer.")
+        }
+        own = self.objective.state_dict()
+        self.objective.load_state_dict({name: like(tensor, own[name]) for name, tensor in by_kind["model."].items()})
+        self.optimizers.load(by_kind["optimizer."])
+        if self.average:
+            for name, tensor in self.average.weights.items():
+                tensor.copy_(like(by_kind["average."][name], tensor))
+        self.progress = Progress(**state["progress"])
+
+
+def resume(run: Training) -> None:
+    """Restores the newest sound checkpoint, the same one in all processes; newer ones are set aside."""
+    run.world.barrier()  # nobody reads while another process still writes or sweeps
+    found = run.checkpoints.newest()
+    run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
+    if found:
+        run.world.agree(lambda: run.restore(*found) or True)
+    if run.progress.cut_of not in (0, run.config.steps):  # another length was asked for since
+        run.progress.cut = run.progress.cut_of = 0
+    if run.config.micro_batch:
+        run.progress.micro_batch = run.config.micro_batch
+    if run.world.first:
+        run.checkpoints.set_aside(run.progress.step)
+    run.folder.rewind(run.progress.step)
+    if found:
+        run.folder.record({"event": "resumed", "step": run.progress.step, "processes": run.world.size})
+
+
+@contextlib.contextmanager
+def averaged_weights(model: nn.Module, average: "Average | None") -> Iterator[None]:
+    """The model with the averaged weights in its own tensors, inside the `with` block."""
+    if average is None:
+        yield
+        return
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    try:
+        model.load_state_dict(average.weights)  # in place: compiled code and shards keep references to the tensors
+        yield
+    finally:
+        model.load_state_dict(own)

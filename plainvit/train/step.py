@@ -1,0 +1,132 @@
+"""One training step: the next batch, its gradients, and its loss back on the host.
+
+Everything random in a step follows from (seed, step), so any step can be run again: `plainvit replay`.
+"""
+
+import contextlib
+import hashlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plainvit.device import is_out_of_memory
+from plainvit.runtime.sharding import whole
+from plainvit.train.guards import out_of_memory_error
+
+if TYPE_CHECKING:
+    from plainvit.data.loader import Batch
+    from plainvit.train.state import Training
+
+
+class Prefetcher:
+    """Prepares the next batch while the device works on the current one."""
+
+    def __init__(self, run: "Training", batches: "Iterator[Batch]") -> None:
+        self.run, self.batches, self.step = run, batches, run.progress.step
+        self.ready: tuple[Batch, tuple[Tensor, ...]] | None = None
+        self.failure: Exception | None = None
+
+    def fill(self) -> float:
+        """Prepares the next batch, unless it is ready or the run ends before it; returns the seconds it took.
+
+        An error is kept until its step comes: the step before may still end the run in its own way.
+        """
+        started = time.perf_counter()
+        if self.ready is None and self.step < self.run.steps:
+            try:
+                batch = next(self.batches)
+                self.ready = batch, self.run.objective.prepare(batch, self.step)
+            except Exception as error:
+                self.failure = error
+            self.step += 1
+        return time.perf_counter() - started
+
+    def next(self) -> "tuple[Batch, tuple[Tensor, ...]]":
+        if self.failure:
+            raise self.failure
+        assert self.ready
+        ready, self.ready = self.ready, None
+        return ready
+
+
+class PendingStep:
+    """Loss, correct images, gradient norm and signals of a step that the device may still be computing."""
+
+    def __init__(self, run: "Training", values: Tensor) -> None:
+        self.size = size = run.world.size
+        weight = 0 if not run.signals else 1 if run.signals[0] == signal.SIGINT else size + 1
+        received = values.new_full((1,), weight)  # the sum over all processes tells whether any of them is a SIGTERM
+        # The norm is that of all processes already and the loss a mean: each process contributes its share of them
+        shares = torch.cat((values, received)) / values.new_tensor((size, 1, size, 1)) if size > 1 else None
+        self.values = torch.cat((values, received)) if shares is None else run.world.sum(shares)
+        self.values = self.values.to("cpu", non_blocking=True)
+        self.event = torch.cuda.Event() if values.is_cuda else None
+        if self.event:
+            self.event.record()
+
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def read(self) -> tuple[float, float, float, int]:
+        """(loss, correct images, gradient norm before clipping, signal). The one place where a step waits."""
+        if self.event:
+            self.event.synchronize()
+        loss, correct, norm, weight = self.values.tolist()
+        return loss, correct, norm, 0 if not weight else signal.SIGINT if weight <= self.size else signal.SIGTERM
+
+
+def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
+    """Starts the forward and backward pass of the current step."""
+    torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # of dropout and stochastic depth
+    try:
+        return PendingStep(run, run.gradients(*tensors))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        run.optimizers.zero()
+        raise out_of_memory_error(run, tensors, run.progress.micro_batch or len(tensors[0])) from error
+
+
+def compute_gradients(
+    run: "Training",
+    tensors: tuple[Tensor, ...],
+    forward: Callable[..., Any],
+    synchronize: Callable[[bool], AbstractContextManager] | None = None,
+) -> Tensor:
+    """Forward and backward pass over all micro-batches, then clipping; the gradients stay on the parameters.
+
+    Returns:
+        [loss, correct images, norm of the gradient before clipping]. The norm is that of the whole batch; the others
+        are those of this process's images.
+    """
+    # In eval mode there is no dropout or stochastic depth, and a CUDA graph of such a step would be replayed to the end
+    assert all(module.training for module in run.objective.modules()), "a training step needs training mode"
+    total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
+    loss = correct = torch.zeros((), device=tensors[0].device)
+    parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
+    for number, part in enumerate(parts, 1):
+        is_last = number == len(parts)
+        with synchronize(is_last) if synchronize else contextlib.nullcontext():
+            with run.cast():
+                part_loss, part_correct = forward(*part)
+            part_loss = part_loss * (len(part[0]) / total)
+            part_loss.backward()
+        loss, correct = loss + part_loss.detach(), correct + part_correct
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
+    if run.config.optim.clip:
+        # A non-finite norm counts as 0, which clips nothing: divided by it, all gradients would become NaN or 0, and
+        # nobody could tell in which parameters it began
+        finite = norm.nan_to_num(0.0, 0.0, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
+    return torch.stack((loss.float(), correct.float(), whole(norm).float()))
+
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """63 bits that follow from all three."""
+    digest = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
