@@ -22,7 +22,7 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
 
 CHILDREN = multiprocessing.get_context("forkserver")  # forks of one process that has loaded torch, and nothing else
-CHILDREN.set_forkserver_preload(["plainvit.train.fit", "plainvit.cli"])
+CHILDREN.set_forkserver_preload(["plainvit.train.run", "plainvit.cli"])
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
 TIMING = ("seconds", "waiting", "time")  # the fields of metrics that no two runs share
 
@@ -65,17 +65,17 @@ def quick_report(folder: Path, samples: object = (), state: str = "") -> Path:  
 
 
 def without_figures(patch: pytest.MonkeyPatch) -> None:
-    for module in ("deliver", "fit"):
+    for module in ("finalize", "run"):
         patch.setattr(f"plainvit.train.{module}.write_report", quick_report)
 
 
 def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
     """One pixel of the batch of one step, counted from 1, is NaN."""
-    from plainvit.train.loop import Supply
+    from plainvit.train.step import Prefetcher
 
-    make = Supply.make
+    make = Prefetcher.fill
 
-    def spoilt(supply: Supply) -> float:
+    def spoilt(supply: Prefetcher) -> float:
         fresh, seconds = supply.made is None, make(supply)
         if fresh and supply.made and supply.step == step:  # it was counted on already
             batch, (images, *rest) = supply.made
@@ -84,7 +84,7 @@ def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
             supply.made = batch, (images, *rest)
         return seconds
 
-    patch.setattr(Supply, "make", spoilt)
+    patch.setattr(Prefetcher, "fill", spoilt)
 
 
 # What a run came to ---------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _begin(job: Callable[..., None], arguments: tuple[Any, ...], log: Path) -> N
 
 def train(made: Config, out: Path, stall: str = "", pause: float = 0.0) -> None:
     """In a child: a run that stops for ever at the point `stall`, and waits before and after each save."""
-    from plainvit.train.fit import fit
+    from plainvit.train.run import fit
 
     _prepare(out, stall)
     if pause:
@@ -188,13 +188,13 @@ def command(words: tuple[str, ...], out: Path, stall: str = "", pace: float = 0.
     from plainvit.train import loop
 
     _prepare(out, stall)
-    step = loop.step
+    step = loop.take_step
 
     def paced(*arguments: Any) -> Any:
         time.sleep(pace)
         return step(*arguments)
 
-    loop.step = paced
+    loop.take_step = paced
     cli.main([*words, "--out", str(out)])
 
 
@@ -233,12 +233,12 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "hashing": ("plainvit.runtime.checkpoint", "file_hash", "before"),  # tensors are written, state.json is not
     "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written beside
     "pruning": ("plainvit.runtime.checkpoint.Checkpoints", "_prune", "before"),
-    "recorded": ("plainvit.train.loop.Training", "record", "after"),
-    "validating": ("plainvit.train.loop", "_validate", "before"),
-    "delivering": ("plainvit.train.deliver", "save", "before"),
+    "recorded": ("plainvit.train.state.Training", "record", "after"),
+    "validating": ("plainvit.train.loop", "validate", "before"),
+    "delivering": ("plainvit.train.finalize", "save", "before"),
     "writing": ("safetensors.torch", "save_file", "after"),  # beside, as long as nothing has been renamed
-    "delivered": ("plainvit.train.deliver", "save", "after"),
-    "reporting": ("plainvit.train.deliver", "write_report", "before"),
+    "delivered": ("plainvit.train.finalize", "save", "after"),
+    "reporting": ("plainvit.train.finalize", "write_report", "before"),
 }
 
 

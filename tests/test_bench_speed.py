@@ -19,7 +19,7 @@ from plainvit.disk import read_json
 from plainvit.models import ViT
 from plainvit.models.fast import accelerate
 from plainvit.names import SIZES, configure
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--device", "cpu", "--image-size", "32", "--repeats", "2")

@@ -38,7 +38,7 @@ from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.transforms import DRAWS, prepare
 from plainvit.data.workers import default_workers
 from plainvit.runtime.distributed import World
-from plainvit.train.deliver import evaluation_set
+from plainvit.train.finalize import open_evaluation_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 
@@ -749,7 +749,7 @@ def test_validation_in_training_takes_the_workers_that_training_does(
     monkeypatch.setattr("plainvit.data.loader.default_workers", lambda: 3)
     model = ViTConfig(width=8, depth=1, heads=1, mlp_dim=8, patch=(4, 4), image_size=(8, 8), classes=0)
     config = Config(model=model, batch=batch, workers=setting, preprocess=Preprocess())
-    list(evaluation_set(config, photos, World()).batches())
+    list(open_evaluation_set(config, photos, World()).batches())
     assert started == [expected]
 
 

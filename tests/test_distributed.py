@@ -25,7 +25,7 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
 from plainvit.runtime.watchdog import _who_is_missing
-from plainvit.train.loop import Launched
+from plainvit.train.step import PendingStep
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 RECIPE = """
@@ -272,7 +272,7 @@ def test_what_three_processes_say_of_a_step_adds_up(signals: list[list[int]], nu
 
     for loss, came in enumerate(signals):
         run: Any = SimpleNamespace(world=SimpleNamespace(size=3, sum=kept), signals=came)
-        launched = Launched(run, torch.tensor((loss, 5.0 + loss, 0.7)))
+        launched = PendingStep(run, torch.tensor((loss, 5.0 + loss, 0.7)))
     launched.values = torch.stack(shares).sum(0)
     assert launched.read() == pytest.approx((1.0, 18.0, 0.7, number))
 
@@ -308,7 +308,7 @@ def test_the_rank_that_died_is_named_and_what_follows(tmp_path: Path, restarts: 
     follows = "all start again from the last checkpoint, restart 1 of 1" if restarts else "the same command goes on"
     assert said.startswith(f"plainvit: rank 1 was ended by SIGKILL; {follows}")
     assert agent.returncode == (0 if restarts else 128 + signal.SIGKILL), err
-    assert ("going on from step" in err) == bool(restarts)
+    assert ("resumed from step" in err) == bool(restarts)
     assert "/" not in "".join(lines(err)), "no path of PyTorch's source"
 
 

@@ -41,9 +41,10 @@ from plainvit.models.recompute import recompute_activations
 from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
-from plainvit.train.fit import _check_fp8, fit
 from plainvit.train.graphs import Graph
 from plainvit.train.masked import PredictPatches
+from plainvit.train.run import fit
+from plainvit.train.setup import check_fp8
 
 CPU = torch.device("cpu")
 STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: the greatest relative error, and the greatest of a number below its range
@@ -402,9 +403,9 @@ def test_what_cannot_be_trained_by_it_is_refused(reason: str, monkeypatch: pytes
     monkeypatch.setattr("plainvit.models.fast.fp8.why_not", lambda _: "")  # as on a GPU that has it
     changes, world = REFUSED[reason]
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        _check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
+        check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
     assert str(refused.value) == f"{reason}: --precision bf16"
-    _check_fp8(Config(model=MODEL, precision="fp8"), World(device="cuda"))
+    check_fp8(Config(model=MODEL, precision="fp8"), World(device="cuda"))
 
 
 def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:

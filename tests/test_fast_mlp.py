@@ -17,7 +17,7 @@ from plainvit.models.fast import accelerate, attention, gelu, mlp
 from plainvit.models.fast.fp8 import use_fp8
 from plainvit.models.trace import assume_constant_result
 from plainvit.names import configure
-from plainvit.train.loop import compiler_options
+from plainvit.train.setup import choose_compiler_options
 
 OURS = {f"plainvit.{name}" for name in ("short_attention", "gelu_linear", "linear_gelu", "gelu")}
 OURS.add("aten._addmm_activation")
@@ -109,9 +109,9 @@ def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any
 
 
 def test_the_compiler_has_the_options_that_are_given_to_it() -> None:
-    options = compiler_options(Config(model=configure("ViT-L/16", 10)))
+    options = choose_compiler_options(Config(model=configure("ViT-L/16", 10)))
     assert options
     assert set(options) <= set(torch._inductor.list_options())
     for other in ("ViT-H/14", "BiT-R50x1"):  # rows too wide for what shared memory holds, and no LayerNorm
-        assert compiler_options(Config(model=configure(other, 10))) is None
-    assert compiler_options(Config(model=configure("ViT-L/16", 10), shortcuts="off")) is None
+        assert choose_compiler_options(Config(model=configure(other, 10))) is None
+    assert choose_compiler_options(Config(model=configure("ViT-L/16", 10), shortcuts="off")) is None

@@ -13,10 +13,11 @@ import torch
 
 from plainvit.config import Config, Optim
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.train import loop
-from plainvit.train.fit import fit
+from plainvit.train import loop, setup
 from plainvit.train.graphs import Graph
 from plainvit.train.optim import Optimizers
+from plainvit.train.run import fit
+from plainvit.train.state import Training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,13 +72,13 @@ def test_the_steps_that_hours_time_are_captured_in_training_mode(
 ) -> None:
     """The graph of the timing is the one that the run replays: dropout and stochastic depth are in it."""
     modes: list[bool] = []
-    original = loop.gradients
+    original = setup.compute_gradients
 
-    def recorded(run: loop.Training, *rest: Any) -> torch.Tensor:
+    def recorded(run: Training, *rest: Any) -> torch.Tensor:
         modes.append(all(module.training for module in run.objective.modules()))
         return original(run, *rest)
 
-    monkeypatch.setattr(loop, "gradients", recorded)
+    monkeypatch.setattr(setup, "compute_gradients", recorded)
     fit(on_gpu("adamw", hours=1.0), tmp_path / "hours", quiet=True)
     assert modes
     assert all(modes)
@@ -88,15 +89,15 @@ def test_the_steps_that_hours_time_are_captured_in_training_mode(
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)
-    step = loop.step
+    step = loop.take_step
 
-    def stopping(run: loop.Training, *rest: Any) -> Any:
+    def stopping(run: Training, *rest: Any) -> Any:
         if run.progress.step == 11:
             raise RuntimeError("stopped")
         return step(run, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", stopping)
+        patch.setattr(loop, "take_step", stopping)
         with pytest.raises(RuntimeError, match="stopped"):
             fit(on_gpu(name), tmp_path / "cut", quiet=True)
     fit(on_gpu(name), tmp_path / "cut", quiet=True)
@@ -125,15 +126,15 @@ def test_a_bad_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """One pixel of one batch is NaN, long after the graphs were captured."""
     runs.spoil_a_batch(monkeypatch, 9)
     seen: dict[int, tuple[str, str]] = {}
-    step = loop.step
+    step = loop.take_step
 
-    def watched(run: loop.Training, *rest: Any) -> Any:
+    def watched(run: Training, *rest: Any) -> Any:
         number, before = run.progress.step + 1, tensor_hash(run.tensors())
         found = step(run, *rest)
         seen[number] = before, tensor_hash(run.tensors())
         return found
 
-    monkeypatch.setattr(loop, "step", watched)
+    monkeypatch.setattr(loop, "take_step", watched)
     fit(on_gpu("muon"), tmp_path, quiet=True)
     assert [number for number, (before, after) in seen.items() if before == after] == [9]
     assert Checkpoints(tmp_path / "captures", 1).steps() == [9]

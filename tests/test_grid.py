@@ -1,22 +1,20 @@
 """Every search over a grid takes the best value, and says where a better one may lie beyond the grid's end."""
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_runs as runs
 import torch
 
-from plainvit.config import Config, Optim
+from plainvit.config import Optim
 from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
 from plainvit.studies import masked, pooling, regularisation, transfer
 from plainvit.studies.study import Found, Study
-from plainvit.train import fit as fitting
 from plainvit.train.guards import DivergedError
+from plainvit.train.search import search_rates
 
 
 @pytest.mark.parametrize(
@@ -99,20 +97,16 @@ def test_the_search_of_rates_says_that_the_best_is_at_the_edge(
     scores: dict[float, float | None],
     best: float,
     edge: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def run(_: object, __: object, config: Config, *___: object, **____: object) -> Any:
-        top1 = scores[config.optim.lr]
+    def run(_: object, __: object, lr: float) -> dict[str, float]:
+        top1 = scores[lr]
         if top1 is None:
             raise DivergedError("it diverged")
-        return SimpleNamespace(numbers={"val": {"top1": top1, "nll": 1.0}})
+        return {"top1": top1, "nll": 1.0}
 
-    monkeypatch.setattr(fitting, "_fit_in", run)
     config = runs.config(optim=Optim(grid=tuple(scores)), search_holdout=0.1)
-    folder: Any = SimpleNamespace(path=tmp_path)
-    found = fitting._searched(fitting.World(), config, folder, quiet=True)
+    found = search_rates(config, run)
     assert found.optim.lr == best
     assert any("--optim.grid" in line for line in caplog.messages) == edge
 

@@ -30,13 +30,13 @@ from plainvit.models import ViT
 from plainvit.models.inference import NonFiniteError, check_finite
 from plainvit.runtime.folder import NOTE, Folder
 from plainvit.runtime.launch import launch
-from plainvit.train import fit as fitting
-from plainvit.train.deliver import chosen_model
-from plainvit.train.fit import fit, prepare
+from plainvit.train import setup
+from plainvit.train.finalize import choose_final_model
 from plainvit.train.guards import DivergedError
-from plainvit.train.held_out import _draw as draw
-from plainvit.train.held_out import judge, validate
-from plainvit.train.loop import averaged
+from plainvit.train.held_out import draw_predictions, evaluate_masked, validate_masked
+from plainvit.train.run import fit
+from plainvit.train.setup import build_training
+from plainvit.train.state import averaged_weights
 from plainvit.train.transfer import resolve
 
 SIZE = (24, 40)
@@ -199,7 +199,7 @@ def fail_validations(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> None:
             raise NonFiniteError("the model's logits are NaN or Inf for 3 of 36 images", 3)
         return classify(*arguments)
 
-    monkeypatch.setattr(fitting, "classify", sometimes)
+    monkeypatch.setattr(setup, "classify", sometimes)
 
 
 def test_a_non_finite_validation_is_said_and_the_run_goes_on(
@@ -236,13 +236,13 @@ def test_final_weights_with_non_finite_outputs_are_a_diverged_run(
     runs.without_figures(monkeypatch)
 
     def explode(run: Any) -> Any:
-        model = chosen_model(run)
+        model = choose_final_model(run)
         for name, parameter in model.named_parameters():
             if name.startswith("head"):
                 parameter.data.fill_(3e38)
         return model
 
-    monkeypatch.setattr("plainvit.train.deliver.chosen_model", explode)
+    monkeypatch.setattr("plainvit.train.finalize.choose_final_model", explode)
     with pytest.raises(DivergedError):
         fit(runs.config(steps=2), tmp_path, quiet=True)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("diverged", 4)
@@ -312,19 +312,19 @@ def masked_run(tmp_path: Path) -> Iterator[Any]:
     )
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        yield prepare(resolve(config, splits), splits, folder, quiet=True)
+        yield build_training(resolve(config, splits), splits, folder, quiet=True)
 
 
 def test_judging_hidden_patches_leaves_the_mode_also_if_it_raises(masked_run: Any) -> None:
     run = masked_run
     before = mixed_modes(run.objective)
-    judge(run.objective, run.validation, run.cast)
-    validate(run, run.validation)
+    evaluate_masked(run.objective, run.validation, run.cast)
+    validate_masked(run, run.validation)
     assert modes(run.objective) == before
     plant_failure(run.objective.model.norm)
     for use in (
-        lambda: judge(run.objective, run.validation, run.cast),
-        lambda: draw(run, run.objective, run.validation),
+        lambda: evaluate_masked(run.objective, run.validation, run.cast),
+        lambda: draw_predictions(run, run.objective, run.validation),
     ):
         with pytest.raises(Planted):
             use()
@@ -335,7 +335,7 @@ def test_a_non_finite_loss_of_hidden_patches_is_an_error(masked_run: Any) -> Non
     run = masked_run
     run.objective.model.norm.bias.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError):
-        judge(run.objective, run.validation, run.cast)
+        evaluate_masked(run.objective, run.validation, run.cast)
 
 
 # Other state of the process or of the model ---------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_averaged_weights_that_do_not_fit_leave_the_models_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wrong = {name: torch.zeros(3) if name == "1.bias" else tensor + 1 for name, tensor in own.items()}
-    with pytest.raises(RuntimeError), averaged(model, cast(Any, SimpleNamespace(weights=wrong))):
+    with pytest.raises(RuntimeError), averaged_weights(model, cast(Any, SimpleNamespace(weights=wrong))):
         pass
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 

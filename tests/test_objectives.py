@@ -14,7 +14,8 @@ from plainvit.data.loader import Batch
 from plainvit.data.mix import soft_labels
 from plainvit.models import ViT, create
 from plainvit.train.objectives import Classify, binary_loss, sigmoid_loss, softmax_loss
-from plainvit.train.optim import Optimizers, rate
+from plainvit.train.optim import Optimizers
+from plainvit.train.schedule import learning_rate
 
 PLAIN = Augment(crop="none", flip=0.0)
 SMALL = {"width": 32, "depth": 2, "heads": 2, "mlp_dim": 64, "patch": (4, 4), "image_size": 16}
@@ -181,7 +182,7 @@ def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
     ours = Optimizers(model, model.named_parameters(), optim)
     value = math.inf
     for step in range(steps):
-        ours.set_rate(rate(optim, step, steps))
+        ours.set_rate(learning_rate(optim, step, steps))
         result, correct = objective(*objective.prepare(one, step))
         result.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -37,11 +37,11 @@ from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train import guards
-from plainvit.train.fit import fit
 from plainvit.train.masked import PredictPatches
 from plainvit.train.measure import measure_steps
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers, add_lora, freeze
+from plainvit.train.run import fit
 from plainvit.train.transfer import resolve
 from plainvit.weights.published import PUBLISHED
 

@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished run in done/; in stopped/ one that SIGTERM ended after 5 steps of 6, as if it had been killed."""
     home = tmp_path_factory.mktemp("folders")
     recipe = runs.recipe_file(home, runs.config(steps=STEPS, save_every=2, evaluations=2))
-    step, calls = loop.step, [0]
+    step, calls = loop.take_step, [0]
 
     def stop(*given: Any) -> Any:
         calls[0] += 1
@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         runs.without_figures(patch)
         main(["train", recipe, "--out", str(home / "done")])
-        patch.setattr(loop, "step", stop)
+        patch.setattr(loop, "take_step", stop)
         with pytest.raises(SystemExit):
             main(["train", recipe, "--out", str(home / "stopped")])
     file = home / "stopped" / "environment.json"
@@ -115,7 +115,7 @@ def go_on(home: Path, out: Path) -> int:
 def no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a run, which reads none of the files."""
     runs.without_figures(monkeypatch)
-    monkeypatch.setattr("plainvit.train.fit.deliver", lambda run, *_, **__: (run.objective.model, {}))
+    monkeypatch.setattr("plainvit.train.run.finalize", lambda run, *_, **__: (run.objective.model, {}))
 
 
 FILES = ("environment.json", "status.json", "metrics.jsonl", "data.json", f"checkpoints/step-{LAST:08d}/{STATE}")

@@ -19,7 +19,7 @@ from plainvit.studies import data_size, pooling, positions, regularisation
 from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash
 from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition, stages
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
 
 DATA_SIZE, OVERFITTING, MODEL_SIZE = data_size.STUDIES
 ALL = [*positions.STUDIES, *data_size.STUDIES, *regularisation.STUDIES, *pooling.STUDIES]

@@ -12,7 +12,7 @@ import plainvit
 from plainvit.config import Config
 from plainvit.disk import read_json
 from plainvit.studies.runs import FailedRunsError, Pace, Workers, code_hash, kind, run_all, run_hash, run_name
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from plainvit.studies.bases import DOWNSTREAM, base, finetuned, pretrained, vit
 from plainvit.studies.drawings import draw_arms
 from plainvit.studies.runs import Workers, run_hash
 from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, definition, run_study, stages
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
 
 TRANSFER, RESOLUTION, HEAD = transfer.STUDIES
 MANY, FEW = "digits:56789", "digits:56789, a tenth"

@@ -32,12 +32,15 @@ from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
-from plainvit.train.deliver import _missed
 from plainvit.train.doctor import _of_optim
-from plainvit.train.fit import _objective, fit, prepare
+from plainvit.train.finalize import find_better_step
 from plainvit.train.graphs import WARM
 from plainvit.train.loop import train
-from plainvit.train.optim import rate
+from plainvit.train.run import fit
+from plainvit.train.schedule import learning_rate
+from plainvit.train.setup import build_objective, build_training
+from plainvit.train.state import Progress, Training
+from plainvit.train.step import PendingStep
 from plainvit.train.transfer import load_teacher, resolve
 from plainvit.verbs.runs import _in_words
 from plainvit.weights.published import TO_START
@@ -113,7 +116,7 @@ def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     config = smaller(config, tmp_path / "init.safetensors")
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        run = prepare(resolve(config, splits), splits, folder, quiet=True)
+        run = build_training(resolve(config, splits), splits, folder, quiet=True)
         before = {name: p.detach().clone() for name, p in run.objective.named_parameters()}
         train(run)
     found = losses(tmp_path / "run")
@@ -188,7 +191,7 @@ def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in adam.param_groups:
-            group["lr"] = rate(config.optim, step, 10)
+            group["lr"] = learning_rate(config.optim, step, 10)
         adam.step()
         decay = min(0.9, (1 + step) / (10 + step))
         for name, p in model.named_parameters():
@@ -229,7 +232,9 @@ def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
     images = json.loads((tmp_path / "data.json").read_text())["splits"]["train"]["images"]
     assert [line["epoch"] for line in lines if "loss" in line] == [step * 12 / images for step in range(1, 8)]
     assert [line["step"] for line in lines if "val" in line] == [3, 6, 7]
-    assert [line["lr"] for line in lines if "loss" in line] == [rate(Optim(lr=1e-3), step, 7) for step in range(7)]
+    assert [line["lr"] for line in lines if "loss" in line] == [
+        learning_rate(Optim(lr=1e-3), step, 7) for step in range(7)
+    ]
     assert all(0 <= line["waiting"] <= 1 for line in lines if "loss" in line)
 
 
@@ -299,8 +304,8 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
 @pytest.mark.parametrize(("best", "told"), [(0.839, False), (0.841, True)])
 def test_within_two_standard_errors_no_step_was_better(best: float, told: bool) -> None:
     """Of 400 images with 80 % of them right: sqrt(0.8 * 0.2 / 400) is 2 points."""
-    run: Any = SimpleNamespace(config=tiny(), progress=loop.Progress(best=best, best_step=3))
-    found = _missed(run, {"val": {"top1": 0.8, "images": 400}})
+    run: Any = SimpleNamespace(config=tiny(), progress=Progress(best=best, best_step=3))
+    found = find_better_step(run, {"val": {"top1": 0.8, "images": 400}})
     assert found == ({"better_before": {"step": 3, "top1": best}} if told else {})
 
 
@@ -336,13 +341,13 @@ def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
 ) -> None:
     """Of all modules: in the steps that --hours times, in the loop, and between them in validations."""
     modes: list[tuple[bool, frozenset[bool]]] = []
-    encode_tokens = ViT.encode_tokens
+    prepend_tokens = ViT.prepend_tokens  # every forward pass calls it once
 
     def recorded(model: ViT, *arguments: Any) -> torch.Tensor:
         modes.append((torch.is_grad_enabled(), frozenset(module.training for module in model.modules())))
-        return encode_tokens(model, *arguments)
+        return prepend_tokens(model, *arguments)
 
-    monkeypatch.setattr(ViT, "encode_tokens", recorded)
+    monkeypatch.setattr(ViT, "prepend_tokens", recorded)
     model = TINY.replace(dropout=0.1, stochastic_depth=0.3)
     fit(tiny(model=model, hours=1.0, objective=objective), tmp_path, quiet=True)
     assert sum(learns for learns, _ in modes) == WARM + 6 + 6
@@ -353,7 +358,7 @@ def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
 def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
     splits = open_splits(tiny())
     with Folder(tmp_path) as folder:
-        run = prepare(resolve(tiny(), splits), splits, folder, quiet=True)
+        run = build_training(resolve(tiny(), splits), splits, folder, quiet=True)
         batch = next(run.loader.batches(0, 1))
         run.objective.model.blocks[-1].eval()  # a part is enough
         with pytest.raises(AssertionError):
@@ -364,13 +369,13 @@ def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch
     """A step was measured to take 10 ms, and takes 40: the time is kept, the rate still ends near 0."""
     made = loop.launch
 
-    def slow(run: loop.Training, tensors: tuple[torch.Tensor, ...]) -> loop.Launched:
+    def slow(run: Training, tensors: tuple[torch.Tensor, ...]) -> PendingStep:
         time.sleep(0.04)
         return made(run, tensors)
 
     monkeypatch.setattr(loop, "launch", slow)
-    monkeypatch.setattr("plainvit.train.fit._time_a_step", lambda _: 0.01)
-    monkeypatch.setattr("plainvit.train.fit._time_an_evaluation", lambda _: 0.0)
+    monkeypatch.setattr("plainvit.train.time_budget.time_step", lambda _: 0.01)
+    monkeypatch.setattr("plainvit.train.time_budget.time_evaluation", lambda _: 0.0)
     config = tiny(steps=1000, hours=2 / 3600, holdout=0.0, evaluations=20)
     run = fit(config, tmp_path, quiet=True, bare=True).folder
     seconds = json.loads((run / "environment.json").read_text())["seconds"]
@@ -384,12 +389,12 @@ def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("size", "changes", "words"),
     [
-        (2, {"objective": "masked"}, "'masked' calls it in parts: ddp"),
-        (2, {"optim": Optim(name="muon")}, "muon and lora work on whole matrices"),
+        (2, {"objective": "masked"}, "--parallel ddp"),
+        (2, {"optim": Optim(name="muon")}, "--parallel ddp"),
         (
             1,
             {"optim": Optim(lora=2), "model": ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)},
-            "lora is for ViTs",
+            "--optim.lora",
         ),
     ],
 )
@@ -397,7 +402,7 @@ def test_models_and_ways_that_do_not_go_together_are_refused(size: int, changes:
     made = tiny(parallel="fsdp", **changes)
     splits = open_splits(made)
     with pytest.raises(ValueError, match=words):
-        _objective(resolve(made, splits), splits, World(size=size))
+        build_objective(resolve(made, splits), splits, World(size=size))
 
 
 def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path) -> None:

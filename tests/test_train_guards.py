@@ -28,18 +28,19 @@ from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
-from plainvit.train.fit import fit
 from plainvit.train.guards import (
     DivergedError,
     MemoryShortError,
     choose_micro_batch,
     largest_micro_batch,
-    short_of_memory,
+    out_of_memory_error,
 )
-from plainvit.train.loop import Training
-from plainvit.train.objectives import Classify, score
+from plainvit.train.loop import score
+from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
 from plainvit.train.replay import replay
+from plainvit.train.run import fit
+from plainvit.train.state import Progress, Training
 from plainvit.weights import save
 
 Capture = pytest.CaptureFixture[str]
@@ -106,7 +107,7 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, value: float, at: set[int],
 def watch_states(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[dict[str, str], dict[str, str]]]:
     """step -> hashes of the weights, averages and optimiser before and after it."""
     seen: dict[int, tuple[dict[str, str], dict[str, str]]] = {}
-    step = loop.step
+    step = loop.take_step
 
     def watched(run: Training, *rest: Any) -> Any:
         before, number = hashes(run), run.progress.step + 1
@@ -114,7 +115,7 @@ def watch_states(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[dict[str, s
         seen[number] = before, hashes(run)
         return line
 
-    monkeypatch.setattr(loop, "step", watched)
+    monkeypatch.setattr(loop, "take_step", watched)
     return seen
 
 
@@ -187,9 +188,9 @@ def test_a_run_with_a_bad_step_goes_on_after_a_stop_to_the_same_end(
 ) -> None:
     spoil_gradients(monkeypatch, float("nan"), {3, 8})
     fit(runs.config(), tmp_path / "whole", quiet=True)
-    step = loop.step
+    step = loop.take_step
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 9 else step(run, *rest))
+        patch.setattr(loop, "take_step", lambda run, *rest: 1 / 0 if run.progress.step == 9 else step(run, *rest))
         with pytest.raises(ZeroDivisionError):
             fit(runs.config(), tmp_path / "run", quiet=True)
     fit(runs.config(), tmp_path / "run", quiet=True)
@@ -427,14 +428,14 @@ def unheard(out: Path, terminal: bool) -> None:
     mine, theirs = os.openpty() if terminal else os.pipe()
     os.dup2(theirs, 2)
     os.close(theirs)
-    step = loop.step
+    step = loop.take_step
 
     def closing(run: Training, *rest: Any) -> Any:
         if run.progress.step == 2:
             os.close(mine)
         return step(run, *rest)
 
-    loop.step = closing
+    loop.take_step = closing
     fit(runs.config(evaluations=6), out)
 
 
@@ -460,7 +461,7 @@ def test_the_reason_is_never_a_bare_number(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(loop, "step", fail)
+    monkeypatch.setattr(loop, "take_step", fail)
     with pytest.raises(type(error)):
         fit(runs.config(), tmp_path, quiet=True)
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", reason)
@@ -484,7 +485,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[
 
 def test_a_folder_is_free_after_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", lambda *_: 1 / 0)
+        patch.setattr(loop, "take_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fit(runs.config(), tmp_path / "run", quiet=True)
     fit(runs.config(), tmp_path / "run", quiet=True)
@@ -495,7 +496,7 @@ def test_a_folder_is_free_after_a_failed_run(tmp_path: Path, monkeypatch: pytest
 
 def limit_files(bytes_: int, step: int) -> None:
     """From that step on no file of this process may grow larger."""
-    original = loop.step
+    original = loop.take_step
 
     def limited(run: Training, *rest: Any) -> Any:
         if run.progress.step + 1 == step:
@@ -503,7 +504,7 @@ def limit_files(bytes_: int, step: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return original(run, *rest)
 
-    loop.step = limited
+    loop.take_step = limited
 
 
 def limited_command(words: tuple[str, ...], out: Path, bytes_: int, step: int) -> None:
@@ -556,7 +557,7 @@ def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
     small_disk: Path, tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int, capsys: Capture
 ) -> None:
     out, recipe = small_disk / "run", runs.recipe_file(tmp_path, runs.config())
-    original = loop.step
+    original = loop.take_step
 
     def filling(run: Training, *rest: Any) -> Any:
         if run.progress.step + 1 == step:
@@ -565,7 +566,7 @@ def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
         return original(run, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", filling)
+        patch.setattr(loop, "take_step", filling)
         line = failed("train", recipe, "--out", out, code=5, capsys=capsys)
     assert str(out) in line
     assert "No space left" in line
@@ -607,7 +608,7 @@ def test_a_run_folder_that_is_deleted_ends_the_run_with_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, at: int
 ) -> None:
     """At the first step, between two checkpoints, and at the last step."""
-    out, step = tmp_path / "run", loop.step
+    out, step = tmp_path / "run", loop.take_step
 
     def delete(run: Training, *rest: Any) -> Any:
         if run.progress.step == at - 1:
@@ -615,7 +616,7 @@ def test_a_run_folder_that_is_deleted_ends_the_run_with_5(
             shutil.rmtree(out)
         return step(run, *rest)
 
-    monkeypatch.setattr(loop, "step", delete)
+    monkeypatch.setattr(loop, "take_step", delete)
     line = failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", out, code=5, capsys=capsys)
     assert str(out) in line
 
@@ -637,7 +638,7 @@ def test_a_disk_that_fails_ends_with_5_as_status_says(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number), "somewhere")
 
-    monkeypatch.setattr(loop, "step", fail)
+    monkeypatch.setattr(loop, "take_step", fail)
     failed("train", runs.recipe_file(tmp_path, runs.config()), "--out", tmp_path / "run", code=5, capsys=capsys)
     assert status(tmp_path / "run")["exit_code"] == 5
 
@@ -723,7 +724,7 @@ def test_memory_that_runs_out_in_the_optimiser(
 
 
 def test_memory_that_runs_out_in_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr("plainvit.train.fit.classify", raise_out_of_memory)
+    monkeypatch.setattr("plainvit.train.setup.classify", raise_out_of_memory)
     recipe = runs.recipe_file(tmp_path, runs.config())
     assert "memory" in failed("train", recipe, "--out", tmp_path / "run", code=5, capsys=capsys)
     assert newest(tmp_path / "run")[1]["step"] == 3
@@ -768,7 +769,7 @@ def device_run(most: int, tried: list[int], world: World | None = None, *, fsdp:
 
     nothing = SimpleNamespace(zero=lambda: None)
     checkpoints = SimpleNamespace(steps=list, settle=lambda: None)
-    progress = loop.Progress()
+    progress = Progress()
     return SimpleNamespace(
         cast=nullcontext,
         objective=objective,
@@ -791,13 +792,13 @@ def test_the_largest_micro_batch_is_found_by_halving(batch: int, most: int, foun
 
 def test_a_device_too_small_for_one_image_is_told_of() -> None:
     assert largest_micro_batch(device_run(0, []), (OnDevice(8),), 8) == 0  # pyright: ignore
-    error = short_of_memory(device_run(0, []), (OnDevice(8),), 8)  # pyright: ignore
+    error = out_of_memory_error(device_run(0, []), (OnDevice(8),), 8)  # pyright: ignore
     assert "not even one image" in str(error)
 
 
 @pytest.mark.parametrize(("batch", "most"), [(64, 5), (18, 5), (100, 30), (30, 8), (9, 4)])
 def test_a_micro_batch_that_is_offered_is_one_that_the_config_takes(batch: int, most: int) -> None:
-    error = short_of_memory(device_run(most, []), (OnDevice(batch),), batch)  # pyright: ignore
+    error = out_of_memory_error(device_run(most, []), (OnDevice(batch),), batch)  # pyright: ignore
     size = offered(str(error))
     assert 1 <= size <= most
     assert Config(batch=batch, micro_batch=size).micro_batch == size
@@ -837,5 +838,5 @@ def test_processes_choose_one_micro_batch(tmp_path: Path, most: tuple[int, int],
 def test_memory_that_runs_out_in_one_of_several_processes_is_not_tried_again() -> None:
     """The others stand in the middle of a step, and would not take part in the collectives of a trial."""
     tried: list[int] = []
-    error = short_of_memory(device_run(4, tried, World(1, 2, "cpu")), (OnDevice(64),), 64)  # pyright: ignore
+    error = out_of_memory_error(device_run(4, tried, World(1, 2, "cpu")), (OnDevice(64),), 64)  # pyright: ignore
     assert (tried, error.exit_code, offered(str(error))) == ([], 5, 32)

@@ -26,7 +26,8 @@ from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
 from plainvit.runtime.track import tracker
 from plainvit.train import doctor, loop
-from plainvit.train.fit import fit
+from plainvit.train.run import fit
+from plainvit.train.state import Training
 from plainvit.weights import save
 
 Capture = pytest.CaptureFixture[str]
@@ -262,7 +263,7 @@ def test_large_seeds_differ_from_each_other(tmp_path: Path) -> None:
 
 
 def test_status_has_the_exit_code_of_the_command(recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "step", raising(ValueError("a user's mistake, found late")))
+    monkeypatch.setattr(loop, "take_step", raising(ValueError("a user's mistake, found late")))
     with pytest.raises(SystemExit) as caught:
         main(["train", recipe, "--out", "run"])
     assert capsys.readouterr().err == "plainvit: a user's mistake, found late\n"
@@ -294,7 +295,7 @@ def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
     first = fit(made(), tmp_path / "first", quiet=True).model
     begun = made(init=str(weights), model=None, head="keep")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", raising(ZeroDivisionError()))
+        patch.setattr(loop, "take_step", raising(ZeroDivisionError()))
         with pytest.raises(ZeroDivisionError):
             fit(begun, tmp_path / "run", quiet=True)
     assert first.head
@@ -317,14 +318,14 @@ def test_a_search_survives_a_rate_that_diverges_and_says_how_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The highest rates of a grid are there to find out where that begins."""
-    step = loop.step
+    step = loop.take_step
 
-    def diverging(run: loop.Training, *rest: Any) -> Any:
+    def diverging(run: Training, *rest: Any) -> Any:
         if run.config.optim.lr == 0.5:
             raise loop.DivergedError("4 steps were not finite")
         return step(run, *rest)
 
-    monkeypatch.setattr(loop, "step", diverging)
+    monkeypatch.setattr(loop, "take_step", diverging)
     fit(made(optim=Optim(grid=(0.5, 1e-6, 1e-7))), tmp_path / "run", search=True, quiet=True)
     taken = json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["lr"]
     held = {lr: tmp_path / "run" / "search" / f"lr-{lr:g}" / "results.json" for lr in (1e-6, 1e-7)}
@@ -339,9 +340,9 @@ def test_a_search_survives_a_rate_that_diverges_and_says_how_it_chose(
 
 def begun(out: Path, **changes: Any) -> Path:
     """A run of the recipe that ended before its last step, with a checkpoint of step 3."""
-    step = loop.step
+    step = loop.take_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
+        patch.setattr(loop, "take_step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
         with pytest.raises(ZeroDivisionError):
             fit(made(**{"recipe": "mine.py:recipe"} | changes), out, quiet=True)
     return out
@@ -363,7 +364,7 @@ def test_a_run_made_longer_has_the_weights_from_before(
     recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed(capsys, "train", recipe, "--out", "run", "--steps", 3)
-    monkeypatch.setattr(loop, "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(loop, "take_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", recipe, "--out", "run", "--force"])
     capsys.readouterr()
@@ -521,9 +522,9 @@ def photos(names: tuple[str, ...] = ("cat", "dog", "fox"), count: int = 4) -> Pa
 def begun_on_photos(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> str:
     """The recipe of a run on photos that stopped after three steps."""
     photos()
-    step = loop.step
+    step = loop.take_step
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
+        patch.setattr(loop, "take_step", lambda run, *rest: 1 / 0 if run.progress.step == 3 else step(run, *rest))
         with pytest.raises(ZeroDivisionError):
             main(["train", recipe, "--out", "run", *PHOTOS])
     capsys.readouterr()
