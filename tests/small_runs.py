@@ -73,15 +73,15 @@ def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
     """One pixel of the batch of one step, counted from 1, is NaN."""
     from plainvit.train.step import Prefetcher
 
-    make = Prefetcher.fill
+    fill = Prefetcher.fill
 
-    def spoilt(supply: Prefetcher) -> float:
-        fresh, seconds = supply.made is None, make(supply)
-        if fresh and supply.made and supply.step == step:  # it was counted on already
-            batch, (images, *rest) = supply.made
+    def spoilt(prefetcher: Prefetcher) -> float:
+        fresh, seconds = prefetcher.ready is None, fill(prefetcher)
+        if fresh and prefetcher.ready and prefetcher.step == step:  # it was counted on already
+            batch, (images, *rest) = prefetcher.ready
             images = images.float().clone()
             images.view(-1)[0] = float("nan")
-            supply.made = batch, (images, *rest)
+            prefetcher.ready = batch, (images, *rest)
         return seconds
 
     patch.setattr(Prefetcher, "fill", spoilt)

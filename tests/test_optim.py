@@ -23,8 +23,8 @@ from plainvit.train.optim import (
     freeze,
     is_matrix,
     merge_lora,
-    rate,
 )
+from plainvit.train.schedule import learning_rate
 
 STEPS = 100
 
@@ -56,7 +56,7 @@ def test_schedules_are_big_visions(kind: str, warmup: int, cooldown: int) -> Non
     optim = Optim(lr=3e-3, schedule=kind, warmup=warmup, cooldown=cooldown)  # pyright: ignore[reportArgumentType]
     for step in range(STEPS):
         expected = big_vision(step, STEPS, kind, 3e-3, warmup, cooldown, 0.0)
-        assert rate(optim, step, STEPS) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        assert learning_rate(optim, step, STEPS) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_cosine_is_torchs() -> None:
@@ -64,27 +64,31 @@ def test_cosine_is_torchs() -> None:
     theirs = torch.optim.SGD([weight], lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, STEPS, eta_min=1e-3)
     for step in range(STEPS):
-        assert rate(Optim(lr=0.1, lr_end=1e-3), step, STEPS) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9)
+        assert learning_rate(Optim(lr=0.1, lr_end=1e-3), step, STEPS) == pytest.approx(
+            theirs.param_groups[0]["lr"], rel=1e-9
+        )
         theirs.step()
         schedule.step()
 
 
 def test_linear_ends_where_it_is_told() -> None:
     optim = Optim(lr=8e-4, schedule="linear", warmup=10, lr_end=1e-5)
-    assert rate(optim, 0, STEPS) == 0
-    assert rate(optim, 10, STEPS) == pytest.approx(8e-4)
-    assert rate(optim, STEPS, STEPS) == pytest.approx(1e-5)
+    assert learning_rate(optim, 0, STEPS) == 0
+    assert learning_rate(optim, 10, STEPS) == pytest.approx(8e-4)
+    assert learning_rate(optim, STEPS, STEPS) == pytest.approx(1e-5)
 
 
 def test_steps_fall_by_ten_at_thirty_sixty_and_ninety_per_cent() -> None:
     optim = Optim(lr=0.003, schedule="steps")
-    found = [rate(optim, step, 500) for step in (0, 149, 150, 299, 300, 449, 450, 499)]
+    found = [learning_rate(optim, step, 500) for step in (0, 149, 150, 299, 300, 449, 450, 499)]
     assert found == pytest.approx([3e-3, 3e-3, 3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6])
 
 
 def test_a_share_of_the_run_is_that_many_steps() -> None:
     shares, steps = Optim(warmup=0.1, cooldown=0.2), Optim(warmup=10, cooldown=20)
-    assert [rate(shares, s, STEPS) for s in range(STEPS)] == [rate(steps, s, STEPS) for s in range(STEPS)]
+    assert [learning_rate(shares, s, STEPS) for s in range(STEPS)] == [
+        learning_rate(steps, s, STEPS) for s in range(STEPS)
+    ]
 
 
 def test_big_visions_decay_is_converted() -> None:
@@ -104,7 +108,7 @@ def gradients(model: nn.Module, seed: int) -> None:
 def run_both(model: ViT, optim: Optim, theirs: list[torch.optim.Optimizer], twin: nn.Module) -> None:
     ours = Optimizers(model, model.named_parameters(), optim)
     for step in range(STEPS):
-        lr = rate(optim, step, STEPS)
+        lr = learning_rate(optim, step, STEPS)
         ours.set_rate(lr)
         for one in theirs:
             for group in one.param_groups:
@@ -223,7 +227,7 @@ def test_muon_is_torchs() -> None:
     parts = [nn.Parameter(part) for _, part in theirs]
     muon = torch.optim.Muon(parts, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(20):
-        lr = rate(optim, step + 5, 30)
+        lr = learning_rate(optim, step + 5, 30)
         ours.set_rate(lr)
         gradients(model, step)
         gradients(twin, step)
@@ -327,7 +331,7 @@ def test_a_restored_optimiser_goes_on_to_the_bit(name: str) -> None:
 
     def take(which: Optimizers, of: nn.Module, steps: range) -> None:
         for step in steps:
-            which.set_rate(rate(optim, step, 20))
+            which.set_rate(learning_rate(optim, step, 20))
             gradients(of, step)
             which.step()
 

@@ -169,7 +169,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
             ("finetune", "--data"),
             ("finetune --init vit_b16_augreg_i21k_224 --data digits", "hf download timm/vit_base_patch16_224"),
             ("finetune --init vit_b16_augreg_i21k_224 --data digits", "plainvit train photos --data"),
-            ("train digits --data cifar10", "the recipe digits is for digits"),
+            ("train digits --data cifar10", "use recipe 'cifar10'"),
             ("doctor digitts", "nearest: digits"),
             ("doctor digits --batchh 3", "nearest: --batch"),
             ("replay", "RUN"),
@@ -301,7 +301,7 @@ def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
     assert first.head
     first.head.bias.data += 1
     save(first, weights)
-    with pytest.raises(ValueError, match="has other weights than"):
+    with pytest.raises(ValueError, match="--force"):
         fit(begun, tmp_path / "run", quiet=True)
     fit(begun, tmp_path / "run", quiet=True, force=True)
 
@@ -332,7 +332,7 @@ def test_a_search_survives_a_rate_that_diverges_and_says_how_it_chose(
     found = {lr: json.loads(file.read_text())["val"] for lr, file in held.items()}
     assert found[1e-6]["top1"] == found[1e-7]["top1"], "rates that change no answer"
     assert taken == min(found, key=lambda lr: found[lr]["nll"])
-    assert f"lr {taken:g} is taken, of the equal ones that with the lowest NLL" in caplog.text
+    assert f"using lr {taken:g}, the lowest NLL" in caplog.text
 
 
 # Another config in the same folder ------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_some_classes_of_a_set_are_data_of_its_recipe(tmp_path: Path, capsys: Ca
     few = ("--steps", 1, "--optim.warmup", 0, "--evaluations", 1)
     printed(capsys, "train", "digits", "--data", "digits:01234", *few, "--out", tmp_path / "run")
     line = refused(capsys, "train", "digits", "--data", "shapes", *few, "--out", tmp_path / "shapes")
-    assert "its steps, rates and sizes are not for shapes" in line
+    assert "not for shapes" in line
     assert "--force" in line
 
 

@@ -22,7 +22,7 @@ from plainvit.evaluate import paper
 from plainvit.models import build
 from plainvit.recipes import recipe
 from plainvit.studies import vtab as study
-from plainvit.train import fit
+from plainvit.train import run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -286,7 +286,7 @@ def test_three_tasks_from_images_to_the_table(
     data = json.loads((tmp_path / "out" / "camelyon" / "data.json").read_text())
     assert {split: one["images"] for split, one in data["splits"].items()} == {"train": 1000, "test": 40}
 
-    monkeypatch.setattr(fit, "_train", None)  # finished runs are not run again
+    monkeypatch.setattr(run, "train_timed", None)  # finished runs are not run again
     main(list(words))
     table = capsys.readouterr().out
     old = Path(weights).read_bytes()
@@ -296,7 +296,7 @@ def test_three_tasks_from_images_to_the_table(
     with pytest.raises(SystemExit):  # unless the weights are others now
         main(list(words))
     Path(weights).write_bytes(old)
-    assert "has other weights than" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err
     assert "svhn" in table
     assert "absent" in table
     assert "mean of the 3 tasks that are there" in table
