@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from plainvit import recipes
+from plainvit.commands.runs import _select_model
 from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, differences, from_json, length, to_json
 from plainvit.data.splits import open_splits
 from plainvit.data.transforms import DRAWS, crop_boxes
@@ -22,7 +23,6 @@ from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import about, list_recipes, recipe
 from plainvit.recipes.bit import hyperrule
 from plainvit.train.transfer import resolve
-from plainvit.verbs.runs import _begun
 
 NAMES = list_recipes()
 every_recipe = pytest.mark.parametrize("name", NAMES)
@@ -543,7 +543,7 @@ def test_another_image_size_keeps_what_is_seen_of_an_image(name: str, way: str) 
     expected = crop_boxes(u, sizes, config.augment, (own, own))
     for size in (2 * own, 3 * own):
         if way == "command":
-            changed = _begun(config, {"image_size": size}, "train")
+            changed = _select_model(config, {"image_size": size}, "train")
         elif config.model:
             changed = config.replace(model=config.model.replace(image_size=(size, size)))
         else:
