@@ -174,10 +174,10 @@ def test_what_the_readme_says_of_the_claims_is_so() -> None:
     root = Path(__file__).parent.parent
     found = page.verdicts(root / "docs" / "studies")
     text = " ".join((root / "README.md").read_text().split())
-    assert "Its claims, and three of later years, are tested by `plainvit study`: three seeds for each arm" in text
+    assert "claims of the paper, and three later ones, with three seeds per arm" in text
     assert sum(not one["source"].startswith("ViT") for one in found.values()) == 3
     assert {len(rows) for one in found.values() for rows in one["values"].values()} == {3}
-    assert "most at the budget of a laptop (digits, drawn shapes, timings) and some on a GPU" in text
+    assert "most of them at the scale of a laptop (digits, drawn shapes, timings) and some on a GPU" in text
     assert 0 < sum(one["budget"] == "gpu" for one in found.values()) < len(found) / 2
     assert "Fewer than half were reproduced" in text
     assert 0 < sum(one["outcome"] == "reproduced" for one in found.values()) < len(found) / 2
@@ -305,7 +305,7 @@ def test_what_is_no_study_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
         file.write_text(shown_in_docs().replace('name="rate"', f'name="{name}"'))
         assert f"cannot be named '{name}'" in refused(capsys, f"{file}:STUDY")
     file.write_text("1 / 0")
-    assert "cannot be loaded: ZeroDivisionError" in refused(capsys, f"{file}:STUDY")
+    assert "ZeroDivisionError" in refused(capsys, f"{file}:STUDY")
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------
