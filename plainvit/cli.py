@@ -1,6 +1,6 @@
-"""Words -> a call: `plainvit VERB ...`. Each verb is imported inside its function, so --help never loads torch.
+"""Command line -> a call: `plainvit COMMAND ...`. Packages are imported inside the commands: --help never loads torch.
 
-Exit codes: 0 done, 2 usage, 3 data, 4 diverged (of a study: runs failed), 5 resources, 130/143 signals.
+Exit codes: 0 success, 2 usage, 3 data, 4 diverged (study: failed runs), 5 resources, 130/143 signals.
 """
 
 import functools
@@ -11,108 +11,117 @@ from collections.abc import Callable
 from tyro.conf import DisallowNone
 
 from plainvit import __version__
+from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
+from plainvit.commands.parsing import PARSER_CONFIG, Processes, escape_log_records, exit_with_error, parse_arguments
 from plainvit.config import nearest
-from plainvit.verbs import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
-from plainvit.verbs.words import READING, Processes, fail, parsed, show_records_visibly
 
-VERBS: dict[str, Callable[..., object]] = {
-    "train": runs.Train,
-    "finetune": runs.Finetune,
-    "recipes": runs.recipes,
-    "plan": runs.Plan,
-    "doctor": runs.Doctor,
-    "replay": runs.replay,
-    "evaluate": evaluate.score,
-    "compare": evaluate.compare,
-    "predict": predict.predict,
-    "embed": predict.embed,
-    "analyse": analyse.analyse,
-    "models": models.models,
-    "inspect": models.inspect,
-    "weights": models.weights,
-    "convert": models.convert,
-    "probe": probe.probe,
-    "vtab": vtab.vtab,
-    "study": study.study,
-    "study list": study.listing,
-    "paper": paper.paper,
-    "data info": data.info,
-    "data check": data.check,
-    "data pack": data.pack,
+Command = Callable[..., object]
+
+TASKS: dict[str, dict[str, Command]] = {
+    "Train": {
+        "train": runs.Train,
+        "finetune": runs.Finetune,
+        "recipes": runs.recipes,
+        "plan": runs.Plan,
+        "doctor": runs.Doctor,
+        "replay": runs.replay,
+    },
+    "Evaluate and predict": {
+        "evaluate": evaluate.evaluate,
+        "compare": evaluate.compare,
+        "predict": predict.predict,
+        "embed": predict.embed,
+        "probe": probe.probe,
+        "vtab": vtab.vtab,
+    },
+    "Understand a model": {"analyse": analyse.analyse},
+    "Models and weights": {
+        "models": models.models,
+        "inspect": models.inspect,
+        "weights": models.weights,
+        "convert": models.convert,
+    },
+    "Data": {"data info": data.info, "data check": data.check, "data pack": data.pack},
+    "Studies of the paper's claims": {
+        "study": study.study,
+        "study list": study.list_studies,
+        "paper": paper.paper,
+    },
 }
+COMMANDS = {name: call for commands in TASKS.values() for name, call in commands.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command. Errors that a user can mend are one line on standard error."""
-    show_records_visibly()
+    """Run one command. An error that the user can fix is one line on standard error."""
+    escape_log_records()
     try:
         try:
-            _call(sys.argv[1:] if arguments is None else arguments)
+            _run_command(sys.argv[1:] if arguments is None else arguments)
         finally:
-            _flush()
-    except BrokenPipeError:  # whoever read the output has seen enough
+            _flush_stdout()
+    except BrokenPipeError:  # the reader of the output has closed it, such as `head`
         sys.exit(0)
     except (ValueError, OSError) as error:
         from plainvit.disk import exit_code_of
 
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
-            sys.exit(exit_code_of(error))  # the first of several processes says it
-        fail(_said(error), exit_code_of(error))
+            sys.exit(exit_code_of(error))  # the main process prints it
+        exit_with_error(_describe_error(error), exit_code_of(error))
     except (RuntimeError, MemoryError) as error:
         from plainvit.device import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
-        said = str(error) or type(error).__name__
-        fail(f"memory does not suffice, a smaller --batch might: {said.splitlines()[0]}", 5)
+        detail = str(error) or type(error).__name__
+        exit_with_error(f"out of memory, reduce --batch: {detail.splitlines()[0]}", 5)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _said(error: Exception) -> str:
-    """In one line; of an error of the system without its number."""
+def _describe_error(error: Exception) -> str:
+    """One line; operating system errors without their number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error).splitlines()[0]
 
 
-def _call(arguments: list[str]) -> None:
-    verb = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in VERBS), None)
-    if verb is None:
-        _overview(arguments)
+def _run_command(arguments: list[str]) -> None:
+    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    if name is None:
+        _print_overview(arguments)
         return
     from plainvit import device
 
     device.prepare()
-    rest = arguments[len(verb.split()) :]
-    if verb in runs.RUNS:
-        done = runs.run(verb, rest)
+    rest = arguments[len(name.split()) :]
+    if name in runs.RUNS:
+        result = runs.run(name, rest)
     else:
-        done = parsed(_deferred(VERBS[verb]), verb, rest, config=(*READING, DisallowNone))()
-    if isinstance(done, Processes):
+        result = parse_arguments(_bind(COMMANDS[name]), name, rest, config=(*PARSER_CONFIG, DisallowNone))()
+    if isinstance(result, Processes):
         from plainvit.runtime.launch import launch
 
-        sys.exit(launch(arguments, *done))
-    if "RANK" in os.environ:  # the work is done and on disk; PyTorch's teardown of its threads may yet abort
-        _flush()
+        sys.exit(launch(arguments, *result))
+    if "RANK" in os.environ:  # everything is on disk; the teardown of PyTorch's threads may still abort
+        _flush_stdout()
         sys.stderr.flush()
         os._exit(0)
 
 
-def _flush() -> None:
-    """What was printed, now: of a failure at its own end Python tells in its own words, and exits with 120."""
-    if sys.stdout is None:  # closed by whoever started us
+def _flush_stdout() -> None:
+    """Flush now: a failure while Python exits would print a traceback and exit with 120."""
+    if sys.stdout is None:  # closed by the parent process
         return
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
         if not isinstance(error, BrokenPipeError):
             raise
 
 
-def _deferred(call: Callable[..., object]) -> Callable[..., Callable[[], object]]:
-    """The same parameters, but calling it only binds them."""
+def _bind(call: Command) -> Callable[..., Callable[[], object]]:
+    """A function with the same parameters that returns the call instead of making it."""
 
     @functools.wraps(call)
     def bind(*values: object, **named: object) -> Callable[[], object]:
@@ -121,18 +130,21 @@ def _deferred(call: Callable[..., object]) -> Callable[..., Callable[[], object]
     return bind
 
 
-def _overview(arguments: list[str]) -> None:
-    """All verbs, or those that begin with the word given; anything else is an error with the nearest verb."""
-    word = arguments[0] if arguments else "--help"
-    if word == "--version":
+def _print_overview(arguments: list[str]) -> None:
+    """List all commands, or those of a family such as `data`; any other word is an error."""
+    first = arguments[0] if arguments else "--help"
+    if first == "--version":
         print(f"plainvit {__version__}")
         return
-    verbs = [verb for verb in VERBS if word in ("-h", "--help") or verb.split()[0] == word]
-    if not verbs or not set(arguments[1:]) <= {"-h", "--help"}:
-        words = " ".join(arguments[:2])
-        hint = "docs/production.md shows how to go without" if word in ("export", "serve") else nearest(words, VERBS)
-        fail(f"there is no verb {words!r}; {hint}", 2)
-    print("plainvit: Vision Transformers, from raw images to an answer.\n")
-    for verb in verbs:
-        print(f"  plainvit {verb:12} {(VERBS[verb].__doc__ or '').splitlines()[0]}")
-    print("\nplainvit VERB --help tells more of each; plainvit --version prints the version.")
+    listed = {name for name in COMMANDS if first in ("-h", "--help") or name.split()[0] == first}
+    if not listed or not set(arguments[1:]) <= {"-h", "--help"}:
+        given = " ".join(arguments[:2])
+        hint = "see docs/production.md" if first in ("export", "serve") else nearest(given, COMMANDS)
+        exit_with_error(f"unknown command {given!r}; {hint}", 2)
+    print("plainvit: train, fine-tune, evaluate and understand Vision Transformers.")
+    for task, commands in TASKS.items():
+        if listed & commands.keys():
+            print(f"\n{task}")
+        for name in (name for name in commands if name in listed):
+            print(f"  plainvit {name:12} {(COMMANDS[name].__doc__ or '').splitlines()[0].removesuffix('.')}")
+    print("\n`plainvit COMMAND --help` describes a command; `plainvit --version` prints the version.")

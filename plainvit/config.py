@@ -1,7 +1,7 @@
 """Every setting of plainvit as frozen dataclasses, to and from JSON.
 
-A config is checked when it is made: a model that could not run is never described. Errors are one line that says
-what is wrong and how to mend it. Nothing of plainvit is imported here, and neither is torch.
+A config is checked when it is created. Errors are one line: what is wrong and how to fix it. The comments of the fields
+are the help texts of the command's flags. Neither torch nor anything of plainvit is imported here.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-# What the other libraries compute with the same weights: facts of each code base, chosen by one word in `create`.
+# What each library computes with the same weights; `create(numerics=...)` selects one
 VIT_NUMERICS: dict[str, dict[str, Any]] = {
     "google": {"activation": "gelu_tanh", "norm_eps": 1e-6},  # flax's nn.gelu is the tanh form
     "timm": {"activation": "gelu", "norm_eps": 1e-6},
@@ -23,46 +23,46 @@ RESNET_NUMERICS: dict[str, dict[str, Any]] = {
     "google": {"standardise": "var+1e-10", "norm_eps": 1e-5},
     "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
 }
-STEM_NUMERICS: dict[str, dict[str, Any]] = {  # the hybrids' ResNet is other code at Google than BiT
+STEM_NUMERICS: dict[str, dict[str, Any]] = {  # Google's hybrids use a ResNet implementation other than BiT's
     "google": {"standardise": "std+1e-5", "norm_eps": 1e-6},
     "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
 }
 
 
-MOST_NAMED = 24  # names that an error lists whole
+MAX_LISTED = 24  # an error lists all names if there are at most this many
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The end of an error message about an unknown name: what the user may have meant."""
+    """The end of an error message about an unknown name: the closest known names."""
     known = list(known)
-    by_lower = {word.lower(): word for word in known}
-    close = [by_lower[word] for word in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
+    by_lower = {one.lower(): one for one in known}
+    close = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
     if close:
         return f"nearest: {', '.join(close)}"
-    few = known[:count] if len(known) > MOST_NAMED else known
-    return f"{'one of' if few == known else 'such as'}: {', '.join(few)}"
+    listed = known[:count] if len(known) > MAX_LISTED else known
+    return f"{'one of' if listed == known else 'such as'}: {', '.join(listed)}"
 
 
-#: Control characters but the newline, marks that change the direction of writing, and halves of characters
+#: Control characters except newline, marks that change the writing direction, and lone surrogates
 UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Text for a terminal: what would move its cursor, change its colours or hide a part is shown as an escape."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    """Text that is safe to print: characters that control a terminal are escaped."""
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
-    """One number means a square; a rectangle is (height, width)."""
+    """(height, width) of a size given as one number (a square) or as a pair."""
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Iterable) else (size,)
     if len(both) != 2 or not all(isinstance(side, int) for side in both):
-        raise ValueError(f"a size is one whole number or (height, width), got {size!r}")
+        raise ValueError(f"a size must be an integer or (height, width), got {size!r}")
     return both
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Checks shared by every config: a choice is one of its words, a count a whole number, a rate within [0, 1)."""
+    """Base of every config: checks of choices, counts (positive, natural) and rates in [0, 1)."""
 
     def _check(self, *, positive: Iterable[str] = (), natural: Iterable[str] = (), rates: Iterable[str] = ()) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -70,10 +70,10 @@ class Checked:
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
             if hint is bool and not isinstance(value, bool):
-                raise ValueError(f"{name} is True or False, got {value!r}")
+                raise ValueError(f"{name} must be True or False, got {value!r}")
             if hint is float or (hint == float | None and value is not None):
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                if not number or (name.endswith("_eps") and value <= 0):
+                valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if not valid or (name.endswith("_eps") and value <= 0):
                     raise ValueError(
                         f"{name} must be a number{' above 0' if name.endswith('_eps') else ''}, got {value!r}"
                     )
@@ -82,7 +82,7 @@ class Checked:
                 value = getattr(self, name)
                 for number in value if isinstance(value, tuple) else (value,):
                     if not isinstance(number, int) or number < low:
-                        raise ValueError(f"{name} must be a whole number of at least {low}, got {value}")
+                        raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
         for name in rates:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -91,20 +91,20 @@ class Checked:
         object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalise a field
 
     def _set_pixels(self, channels: int) -> None:
-        """One mean or std may stand for all channels."""
+        """Expand mean and std to one value per channel, and check them."""
         for name in ("mean", "std"):
             values = tuple(float(value) for value in getattr(self, name))
             values = values * channels if len(values) == 1 else values
             if len(values) != channels:
                 raise ValueError(
-                    f"{name} has {len(values)} values for {channels} channels; give one, or one per channel"
+                    f"{name} has {len(values)} values for {channels} channels: give one value, or one per channel"
                 )
             self._set(name, values)
             if not all(math.isfinite(value) for value in values) or (name == "std" and min(values) <= 0):
-                raise ValueError(f"{name} must be finite{', and above 0' if name == 'std' else ''}, got {values}")
+                raise ValueError(f"{name} must be finite{' and above 0' if name == 'std' else ''}, got {values}")
 
     def replace(self, **changes: Any) -> Self:
-        """The same config with some fields changed; a misspelt field is an error that names the nearest."""
+        """A copy with some fields changed. An unknown field is an error that names the nearest."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in known:
@@ -114,76 +114,75 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(Checked):
-    """A BiT ResNet, or with preactivation=False the convolutional stem of a hybrid (then classes are not used)."""
+    """A BiT ResNet, or with preactivation=False the convolutional stem of a hybrid (which ignores classes)."""
 
-    blocks: tuple[int, ...]  # units in each stage; () is the root alone
-    widen: int = 1  # the k of R50xk
-    classes: int = 1000  # 0: in a run as many as the data has, else features only
-    image_size: tuple[int, int] = (224, 224)  # height and width in pixels
-    channels: int = 3  # of the images
-    preactivation: bool = True
-    padding: Literal["symmetric", "same"] = "symmetric"  # "same" is TensorFlow's: asymmetric under stride 2
-    standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"
-    norm_eps: float = 1e-5
-    init: Literal["google", "timm"] = "google"
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.5,)
+    blocks: tuple[int, ...]  # Number of units in each stage; () is only the root
+    widen: int = 1  # Width multiplier, the k of R50xk
+    classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
+    image_size: tuple[int, int] = (224, 224)  # Height and width of the images in pixels
+    channels: int = 3  # Number of image channels
+    preactivation: bool = True  # Apply norm and ReLU before each convolution (BiT)
+    #: Padding of convolutions; same is TensorFlow's, asymmetric at stride 2
+    padding: Literal["symmetric", "same"] = "symmetric"
+    standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
+    norm_eps: float = 1e-5  # Epsilon of GroupNorm
+    init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
+    mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]
+    std: tuple[float, ...] = (0.5,)  # Standard deviation that pixels are divided by
 
     def __post_init__(self) -> None:
         self._set("image_size", pair(self.image_size))
         self._set("blocks", tuple(self.blocks))
         self._check(positive=("blocks", "widen", "image_size", "channels"), natural=("classes",))
         if len(self.blocks) > 4:
-            raise ValueError(f"a ResNet has at most 4 stages, got blocks {self.blocks}")
+            raise ValueError(f"blocks must have at most 4 stages, got {self.blocks}")
         self._set_pixels(self.channels)
 
     @property
     def stride(self) -> int:
-        """Image pixels per cell of the feature map: the root divides by 4, each stage after the first by 2."""
+        """Image pixels per cell of the last feature map: 4 in the root, times 2 for each stage after the first."""
         return 4 * 2 ** max(len(self.blocks) - 1, 0)
 
     @property
     def width(self) -> int:
-        """Channels of the last feature map."""
+        """Number of channels of the last feature map."""
         return 64 * self.widen * (4 * 2 ** (len(self.blocks) - 1) if self.blocks else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Checked):
-    """A Vision Transformer in the paper's words."""
+    """A Vision Transformer; the defaults are ViT-B/16 of the paper."""
 
-    # Every default is the paper's
-
-    width: int = 768  # of each token's vector
-    depth: int = 12  # number of blocks
-    heads: int = 12  # of attention in each block; they divide the width
-    mlp_dim: int = 3072  # width of the hidden layer of each block's MLP
-    patch: tuple[int, int] = (16, 16)  # in pixels, or in cells of the stem's feature map
-    image_size: tuple[int, int] = (224, 224)  # height and width in pixels
-    channels: int = 3  # of the images
-    classes: int = 1000  # 0: in a run as many as the data has, else features only
-    representation: int = 0  # width of the pre-training head's hidden tanh layer; 0: a single linear head
-    pool: Literal["token", "average", "attention"] = "token"  # what the head reads: class token, mean, a query's
-    class_token: bool = True  # a learned token before the patches
-    distillation: bool = False  # DeiT's second token, with a head of its own
-    registers: int = 0  # further learned tokens before the patches
-    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"  # position embedding; sincos2d is fixed
-    posemb_at: Literal["stem", "every", "shared"] = "stem"  # once; at every layer; one table at every layer
-    posemb_prefix: Literal["none", "class", "all"] = "class"  # which tokens before the patches have a row (1d)
-    norm: Literal["pre", "post"] = "pre"  # LayerNorm before attention and MLP, or after each is added
-    norm_pooled: bool = False  # the final norm acts on the pooled vector (timm's fc_norm), not on all tokens
-    norm_eps: float = 1e-6  # of LayerNorm
-    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # of the MLPs
-    dropout: float = 0.0  # after the embedding, attention and each layer of an MLP
-    #: rate of the last block; grows linearly from 0 at the first. From 0.2 on the images of a micro-batch are drawn
-    #: together, each at its rate, unless shortcuts are off
-    stochastic_depth: float = 0.0
-    layer_scale: float | None = None  # LayerScale's initial value; None: without
-    axial: bool = False  # each block becomes one along rows and one along columns (paper D.6)
-    stem: ResNetConfig | None = None  # a hybrid's ResNet
-    init: Literal["google", "timm"] = "google"
-    mean: tuple[float, ...] = (0.5,)  # pixels in [0, 1] enter as (x - mean) / std
-    std: tuple[float, ...] = (0.5,)
+    width: int = 768  # Width of the token vectors
+    depth: int = 12  # Number of transformer blocks
+    heads: int = 12  # Number of attention heads; must divide the width
+    mlp_dim: int = 3072  # Width of the hidden layer of the MLPs
+    patch: tuple[int, int] = (16, 16)  # Patch height and width, in pixels or in cells of the stem's feature map
+    image_size: tuple[int, int] = (224, 224)  # Height and width of the images in pixels
+    channels: int = 3  # Number of image channels
+    classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
+    representation: int = 0  # Width of the hidden tanh layer of the head (pre-training); 0: linear head
+    #: Input of the head: class token, mean of patches, attention pooling
+    pool: Literal["token", "average", "attention"] = "token"
+    class_token: bool = True  # Prepend a learned class token to the patches
+    distillation: bool = False  # Add DeiT's distillation token, with its own head
+    registers: int = 0  # Number of register tokens (learned, prepended to the patches)
+    #: Kind of position embedding; sincos2d is not learned
+    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"
+    posemb_at: Literal["stem", "every", "shared"] = "stem"  # Where it is added: once, per layer, or one for all layers
+    posemb_prefix: Literal["none", "class", "all"] = "class"  # Prepended tokens that have a 1d position embedding
+    norm: Literal["pre", "post"] = "pre"  # LayerNorm before attention and MLP, or after the residual sum
+    norm_pooled: bool = False  # Apply the final norm after pooling (timm's fc_norm)
+    norm_eps: float = 1e-6  # Epsilon of LayerNorm
+    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # Activation of the MLPs
+    dropout: float = 0.0  # Dropout rate after the embedding, attention and each layer of the MLPs
+    stochastic_depth: float = 0.0  # Stochastic depth rate of the last block; grows linearly from 0 at the first
+    layer_scale: float | None = None  # Initial value of LayerScale; None: no LayerScale
+    axial: bool = False  # Replace each block by axial attention along rows, then columns (paper D.6)
+    stem: ResNetConfig | None = None  # ResNet stem of a hybrid
+    init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
+    mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]
+    std: tuple[float, ...] = (0.5,)  # Standard deviation that pixels are divided by
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch"):
@@ -202,40 +201,44 @@ class ViTConfig(Checked):
         if self.width % self.heads:
             divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:3])
-            raise ValueError(f"heads {self.heads} must divide width {self.width}; nearest: {', '.join(map(str, near))}")
+            raise ValueError(
+                f"width {self.width} is not divisible by heads {self.heads}; nearest: {', '.join(map(str, near))}"
+            )
         for side, stride in zip(self.image_size, self.stride, strict=True):
             if side % stride:
                 below, above = side // stride * stride, math.ceil(side / stride) * stride
                 near = f"{below} or {above}" if below else f"{above}"
                 size = " x ".join(map(str, self.image_size))
-                raise ValueError(f"image size {size} is not divisible by the patch of {stride}; nearest: {near}")
+                raise ValueError(f"image size {size} is not divisible by the patch size {stride}; nearest: {near}")
         parts = {"2d": 2, "sincos2d": 4}.get(self.posemb, 1)
         if self.width % parts or self.width < 2 * parts:
-            need = f"a width divisible by {parts}, of at least {2 * parts}"
-            raise ValueError(f"posemb {self.posemb!r} needs {need}, got {self.width}")
+            raise ValueError(
+                f"posemb {self.posemb!r} requires a width of at least {2 * parts} and divisible by {parts}, "
+                f"got {self.width}"
+            )
         if self.stem and (self.stem.channels != self.channels or self.stem.preactivation):
-            raise ValueError("a hybrid's stem has the image's channels and preactivation=False")
+            raise ValueError("the stem of a hybrid must have the channels of the images and preactivation=False")
 
     def _check_combinations(self) -> None:
         if self.pool == "token" and not self.class_token:
-            raise ValueError("pool 'token' needs class_token=True; use pool='average' without one")
+            raise ValueError("pool 'token' requires class_token=True: set it, or use pool 'average'")
         if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
-            raise ValueError("distillation=True needs pool='token', representation=0 and norm_pooled=False")
+            raise ValueError("distillation=True requires pool 'token', representation=0 and norm_pooled=False")
         if self.posemb_at != "stem" and self.posemb in ("none", "relative"):
             raise ValueError(
-                f"posemb {self.posemb!r} has no table to add at {self.posemb_at!r}; leave posemb_at 'stem'"
+                f"posemb {self.posemb!r} does not support posemb_at {self.posemb_at!r}: use posemb_at 'stem'"
             )
         if self.axial and (self.prefix or self.posemb == "relative"):
             raise ValueError(
-                "axial=True works on the patch grid alone: class_token=False, registers=0, pool 'average' or "
-                "'attention', posemb not 'relative'"
+                "axial=True requires class_token=False, registers=0, pool 'average' or 'attention', and a posemb "
+                "other than 'relative'"
             )
         if self.norm == "post" and self.norm_pooled:
-            raise ValueError("norm 'post' ends every block with a norm; norm_pooled needs norm 'pre'")
+            raise ValueError("norm_pooled=True requires norm 'pre'")
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Pixels of the image per token."""
+        """Image pixels per token, vertically and horizontally."""
         stem = self.stem.stride if self.stem else 1
         return self.patch[0] * stem, self.patch[1] * stem
 
@@ -246,7 +249,7 @@ class ViTConfig(Checked):
 
     @property
     def prefix(self) -> int:
-        """Tokens before the patches: class, distillation, registers, in this order."""
+        """Number of tokens before the patches: class, distillation, registers, in this order."""
         return self.class_token + self.distillation + self.registers
 
     @property
@@ -255,26 +258,25 @@ class ViTConfig(Checked):
 
     @property
     def reads_one_token(self) -> bool:
-        """Whether the class token alone is looked at after the last block."""
+        """Whether only the class token is used after the last block."""
         plain = self.norm == "pre" and not self.axial and self.posemb != "relative"
         return plain and self.pool == "token" and not self.distillation
 
     @property
     def prefix_rows(self) -> int:
-        """Tokens before the patches that have a row in a 1-D position table."""
+        """Number of tokens before the patches that have a 1-D position embedding."""
         return {"none": 0, "class": self.class_token + self.distillation, "all": self.prefix}[self.posemb_prefix]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess(Checked):
-    """How a photo becomes the model's image; the size, mean and std are the model's own."""
+    """Resizing of photos for evaluation; the size, mean and std belong to the model."""
 
-    #: squash: both sides to the size, aspect ignored; crop: the short side to size / crop, then a centre crop;
-    #: squash-crop: both sides to size / crop, aspect ignored, then a centre crop
+    #: How to resize: squash ignores the aspect, crop takes the short side and a centre crop, squash-crop does both
     resize: Literal["squash", "crop", "squash-crop"] = "squash"
-    crop: float = 1.0  # with a centre crop: the side that is kept, as a share of the resized one
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # how pixels are resampled
-    antialias: bool = True  # of an image that becomes smaller; nearest never does, lanczos always
+    crop: float = 1.0  # Side kept by the centre crop, as a fraction of the resized side
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # Interpolation when resizing
+    antialias: bool = True  # Antialias when downsizing (nearest never does, lanczos always)
 
     def __post_init__(self) -> None:
         self._check()
@@ -282,32 +284,28 @@ class Preprocess(Checked):
             raise ValueError(f"crop must be above 0 and at most 1, got {self.crop}")
 
 
-LEAST_PIXELS = 8  # augment.resize below this is a multiple of the image size
+LEAST_PIXELS = 8  # augment.resize below this is a factor of the image size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """What happens to a training image at random."""
+    """Random augmentation of training images; the defaults are the paper's pre-training."""
 
-    # Every default is the paper's pre-training
-
-    #: inception: a part of the area by torchvision's sampling or by TensorFlow's; random: resize by `resize`, then a
-    #: random crop of the image size (BiT); pad: a random crop of the image's size from a border of `pad` zeros
-    #: (CIFAR), resized where the model's size is another
+    #: Random crop: inception (torchvision or TensorFlow), random after a resize (BiT), pad after zero-padding (CIFAR)
     crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
-    area: tuple[float, float] = (0.05, 1.0)  # inception: least and most share of the image's area
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # inception: least and most width by height
-    resize: float = 0.0  # random: what is cropped from: a multiple of the image size (448 / 384), or pixels from 8 on
-    pad: int = 4  # pad: pixels of the border
-    flip: float = 0.5  # probability of mirroring left and right
-    randaugment: tuple[int, int] = (0, 0)  # operations, magnitude of 30
-    three_augment: bool = False  # DeiT III: one of grey, solarise, blur
-    colour: float = 0.0  # jitter of brightness, contrast and saturation, each by up to this share
-    erase: float = 0.0  # probability of erasing a rectangle
-    repeats: int = 1  # repeated augmentation
-    mixup: float = 0.0  # alpha of its beta distribution
-    cutmix: float = 0.0  # alpha of its beta distribution
-    smoothing: float = 0.0  # of the labels
+    area: tuple[float, float] = (0.05, 1.0)  # Crop inception: minimum and maximum fraction of the image area
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # Crop inception: minimum and maximum aspect ratio, width / height
+    resize: float = 0.0  # Crop random: size before the crop, as a factor of the image size, or from 8 on in pixels
+    pad: int = 4  # Crop pad: zero-padding in pixels
+    flip: float = 0.5  # Probability of a horizontal flip
+    randaugment: tuple[int, int] = (0, 0)  # RandAugment: number of operations and magnitude (at most 30)
+    three_augment: bool = False  # Apply DeiT III's 3-Augment: one of grayscale, solarize, blur
+    colour: float = 0.0  # Strength of colour jitter: brightness, contrast and saturation
+    erase: float = 0.0  # Probability of random erasing
+    repeats: int = 1  # Copies of each image in an epoch (repeated augmentation)
+    mixup: float = 0.0  # Alpha of mixup's beta distribution; 0: off
+    cutmix: float = 0.0  # Alpha of CutMix's beta distribution; 0: off
+    smoothing: float = 0.0  # Label smoothing
 
     def __post_init__(self) -> None:
         for name in ("area", "aspect", "randaugment"):
@@ -315,33 +313,33 @@ class Augment(Checked):
         self._check(positive=("repeats",), natural=("pad", "randaugment"), rates=("colour", "smoothing"))
         for name in ("flip", "erase"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a probability, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ValueError(f"area {self.area} and aspect {self.aspect} are (least, most), areas within (0, 1]")
-        if self.crop == "random" and not self.resize:
-            raise ValueError("crop 'random' needs augment.resize, such as 1.17 times the image size")
-        if self.resize and self.resize < 1:
             raise ValueError(
-                f"augment.resize is a multiple of the image size, at least 1, or pixels; got {self.resize}"
+                f"area and aspect must be (minimum, maximum), area within (0, 1]; got {self.area}, {self.aspect}"
             )
+        if self.crop == "random" and not self.resize:
+            raise ValueError("augment.crop 'random' requires augment.resize, such as 1.17 (times the image size)")
+        if self.resize and self.resize < 1:
+            raise ValueError(f"augment.resize must be a factor of at least 1, or a size in pixels; got {self.resize}")
         if min(self.mixup, self.cutmix) < 0:
-            raise ValueError("mixup and cutmix are alphas of a beta distribution: 0 (off) or above")
+            raise ValueError(f"mixup and cutmix must be at least 0, got {self.mixup} and {self.cutmix}")
         if self.randaugment[1] > 30:
-            raise ValueError(f"randaugment's magnitude is at most 30, got {self.randaugment[1]}")
+            raise ValueError(f"the magnitude of randaugment must be at most 30, got {self.randaugment[1]}")
 
     def resized_side(self, side: int) -> int:
-        """Pixels to which crop 'random' resizes an image for a model with images of this side."""
+        """Pixels to which crop 'random' resizes an image, for a model with this image size."""
         return round(self.resize if self.resize >= LEAST_PIXELS else self.resize * side)
 
 
 @dataclass(frozen=True, kw_only=True)
 class About(Checked):
-    """What weights mean beyond the model: their origin, how photos are prepared, what the classes are called."""
+    """Metadata of weights: format family, preprocessing, class names."""
 
     family: str = "plainvit"
     preprocess: Preprocess = Preprocess()
     class_names: tuple[str, ...] = ()
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting -> where its value was learned
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting -> where its value comes from
 
 
 Model = ViTConfig | ResNetConfig
@@ -349,27 +347,26 @@ Model = ViTConfig | ResNetConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Optim(Checked):
-    """How the weights move."""
+    """Optimizer and schedule; the defaults are the paper's pre-training."""
 
-    # Every default is the paper's pre-training
-
-    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
-    lr: float = 1e-3  # at its highest
-    schedule: Literal["constant", "linear", "cosine", "rsqrt", "steps"] = "cosine"
-    warmup: float = 0.0  # steps of linear warm-up; below 1, a share of the run
-    cooldown: float = 0.0  # steps of a linear descent to 0 at the end; below 1, a share of the run
-    lr_end: float = 0.0  # where the schedules "linear" and "cosine" end
-    milestones: tuple[float, ...] = (0.3, 0.6, 0.9)  # schedule "steps": shares of the run after which lr is a tenth
-    timescale: float = 10_000.0  # schedule "rsqrt": steps in which it falls by sqrt(2)
-    weight_decay: float = 0.0  # of weight matrices only; decoupled and multiplied by lr, for sgd added to the gradient
-    betas: tuple[float, float] = (0.9, 0.999)  # of adamw and lamb, and of muon's part for what is no matrix
-    eps: float = 1e-8  # of adamw, lamb and muon's part
-    momentum: float = 0.9  # of sgd and muon
-    clip: float = 1.0  # greatest global norm of the gradient; 0: not clipped
-    layer_decay: float = 1.0  # each layer's lr is this times that of the layer above it
-    grid: tuple[float, ...] = ()  # rates that --search tries on held-out training images
-    frozen: tuple[str, ...] = ()  # patterns of weights that stay as they are, such as 'embedding.*' or 'blocks.*'
-    lora: int = 0  # rank of low-rank updates that are trained in place of the blocks' matrices; 0: none
+    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"  # Optimizer
+    lr: float = 1e-3  # Peak learning rate
+    schedule: Literal["constant", "linear", "cosine", "rsqrt", "steps"] = "cosine"  # Learning rate schedule
+    warmup: float = 0.0  # Linear warm-up in steps; below 1, as a fraction of the run
+    cooldown: float = 0.0  # Linear cool-down to 0 at the end in steps; below 1, as a fraction of the run
+    lr_end: float = 0.0  # Final learning rate of schedules linear and cosine
+    #: Schedule steps: fractions of the run after which lr is divided by 10
+    milestones: tuple[float, ...] = (0.3, 0.6, 0.9)
+    timescale: float = 10_000.0  # Schedule rsqrt: number of steps in which lr first falls by sqrt(2)
+    weight_decay: float = 0.0  # Weight decay of matrices: decoupled and multiplied by lr; for sgd, L2 in the gradient
+    betas: tuple[float, float] = (0.9, 0.999)  # Betas of adamw and lamb, and of muon for non-matrix parameters
+    eps: float = 1e-8  # Epsilon of adamw and lamb, and of muon for non-matrix parameters
+    momentum: float = 0.9  # Momentum of sgd and muon
+    clip: float = 1.0  # Maximum global norm of the gradient; 0: no clipping
+    layer_decay: float = 1.0  # Factor of the learning rate from each layer to the one below
+    grid: tuple[float, ...] = ()  # Learning rates that --search tries
+    frozen: tuple[str, ...] = ()  # Patterns of parameters to freeze, such as 'embedding.*' or 'blocks.*'
+    lora: int = 0  # Rank of LoRA updates, trained in place of the blocks' matrices; 0: off
 
     def __post_init__(self) -> None:
         for name in ("milestones", "betas", "grid", "frozen"):
@@ -377,100 +374,103 @@ class Optim(Checked):
         self._check(natural=("lora",), rates=("momentum",))
         for lr in (self.lr, *self.grid):
             if not 0 < lr <= 1e6:
-                raise ValueError(f"lr must be above 0 and at most a million, got {lr}")
+                raise ValueError(f"lr must be above 0 and at most 1e6, got {lr}")
         for name in ("warmup", "cooldown", "weight_decay", "lr_end", "clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas are two numbers of at least 0 and below 1, got {self.betas}")
-        if not 0 < self.layer_decay <= 1 or self.eps <= 0 or self.timescale <= 0:
-            raise ValueError("layer_decay is above 0 and at most 1; eps and timescale are above 0")
-        if list(self.milestones) != sorted(self.milestones) or not all(0 < share < 1 for share in self.milestones):
-            raise ValueError(f"milestones are rising shares of the run, between 0 and 1, got {self.milestones}")
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
+        for name in ("eps", "timescale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < one < 1 for one in self.milestones):
+            raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(Checked):
-    """What self-supervision hides of an image and asks for in return; the class's defaults are the paper's (B.1.2).
+    """Masked image modelling: what is hidden and predicted; the defaults are the paper's (B.1.2).
 
-    The depth, width and heads are of MAE's decoder, as it was published; the other objectives read a patch's answer
-    off its token by one linear layer.
+    depth, width and heads describe MAE's decoder; the other objectives predict from each token with one linear layer.
     """
 
-    ratio: float = 0.5  # share of the patches of each image that is hidden; MAE 0.75, SimMIM 0.6
-    unit: int = 1  # side, in patches, of the squares that are hidden together; SimMIM 2
-    #: one of 512 colours for the patch's mean, or for each cell of a 4 x 4 grid in it; or all pixels, by L2 (SimMIM L1)
+    ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75, SimMIM 0.6)
+    unit: int = 1  # Side in patches of the squares that are masked together (SimMIM 2)
+    #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2 (SimMIM L1)
     target: Literal["colour", "colours16", "pixels"] = "colour"
-    normalise: bool = False  # pixels: each patch by its own mean and std, as MAE does
-    depth: int = 8  # of MAE's decoder: number of blocks
-    width: int = 512  # of MAE's decoder
-    heads: int = 16  # of MAE's decoder
+    normalise: bool = False  # Target pixels: normalize each patch by its own mean and std, as MAE
+    depth: int = 8  # Number of blocks of MAE's decoder
+    width: int = 512  # Width of MAE's decoder
+    heads: int = 16  # Number of attention heads of MAE's decoder
 
     def __post_init__(self) -> None:
         self._check(positive=("unit", "depth", "width", "heads"))
         if not 0 < self.ratio < 1:
-            raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}: the paper hides 0.5")
+            raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}; the paper uses 0.5")
         if self.normalise and self.target != "pixels":
-            raise ValueError(f"masked.normalise is of pixels, the target is {self.target!r}: --masked.target pixels")
+            raise ValueError(f"masked.normalise requires --masked.target pixels, got {self.target!r}")
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"masked.width {self.width} must be divisible by 4 and by masked.heads {self.heads}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Checked):
-    """One training run, whole: a recipe returns it, the run folder keeps it, every field is a flag."""
+    """One training run: a recipe returns it, the run folder stores it, and every field is a flag."""
 
-    recipe: str = ""  # its name, or FILE.py:FUNCTION
-    model: ViTConfig | ResNetConfig | None = None  # None: the model of init. Its classes follow the data where 0
-    init: str = ""  # weights to start from: a file, a run folder, hf:org/name or a published name
-    image_size: int = 0  # height and width to train init's model at, positions resampled; 0: its own
-    head: Literal["zero", "keep"] = "zero"  # of init: replaced by one of zeros (the paper's), or kept
-    data: str = ""  # a folder, a list, shards, hf:org/dataset, a known set, digits or shapes
-    data_root: str = ""  # where known sets lie, each in a folder of its name
-    exclude: str = ""  # a list of images to leave out, as `plainvit data check --save` writes it
-    share: float = 1.0  # of the training images of each class that is trained on; a smaller share lies in a larger one
-    holdout: float = 0.0  # share of the training images, of each class, that is not trained on but validates
-    search_holdout: float = 0.1  # the same while --search tries the rates of optim.grid
-    epochs: float = 0.0  # length of the run; from init, without one: 20 epochs, of few images 200 steps
-    steps: int = 0  # length of the run in place of epochs
-    hours: float = 0.0  # to train for: steps and schedule are shortened to fit, again if the machine slows down; 0: any
-    batch: int = 512  # images a step, over all devices
-    micro_batch: int = 0  # images at once on a device, gradients accumulated; 0: what fits
-    #: labels; or of hidden patches: the paper's masked patch prediction, MAE's, SimMIM's
+    recipe: str = ""  # Name of the recipe, or FILE.py:FUNCTION
+    model: ViTConfig | ResNetConfig | None = None  # Model to train; None: the model of init
+    init: str = ""  # Weights to start from: file, run folder, hf:org/name or name from `plainvit weights`
+    image_size: int = 0  # Height and width of the training images in pixels; 0: the model's own
+    head: Literal["zero", "keep"] = "zero"  # Head of init: replace it by zeros (as in the paper), or keep it
+    data: str = ""  # Training data: folder, list, shards, hf:org/dataset, known dataset, digits or shapes
+    data_root: str = ""  # Folder with the known datasets, each in a folder of its name
+    exclude: str = ""  # File with images to leave out, as `plainvit data check --save` writes it
+    share: float = 1.0  # Fraction of each class to train on (smaller subsets are contained in larger ones)
+    holdout: float = 0.0  # Fraction of the training images, per class, to hold out for validation
+    search_holdout: float = 0.1  # Fraction of the training images to hold out while --search runs
+    epochs: float = 0.0  # Number of epochs; default with --init: 20, at least 200 steps
+    steps: int = 0  # Number of steps, in place of epochs
+    hours: float = 0.0  # Time limit: the number of steps and the schedule are shortened to fit; 0: no limit
+    batch: int = 512  # Images per step, over all devices
+    micro_batch: int = 0  # Images per forward pass on a device (gradient accumulation); 0: what fits
+    #: Training objective: classify labels, or predict masked patches as in the ViT paper, MAE or SimMIM
     objective: Literal["classify", "masked", "mae", "simmim"] = "classify"
-    masked: Masked = Masked()  # what the objectives masked, mae and simmim hide of an image and ask for
-    loss: Literal["softmax", "sigmoid", "binary"] = "softmax"  # sigmoid: sum over classes; binary: mean, of 0 or 1
-    head_bias: float = 0.0  # initial bias of a new head, such as -10 with sigmoid over 21k classes
-    class_weights: bool = False  # weigh each class by the inverse of its number of images
-    teacher: str = ""  # weights of a teacher to distil from
-    distil: Literal["hard", "soft"] = "hard"  # the teacher's choice as a second label, or its whole distribution
-    temperature: float = 1.0  # of soft distillation
+    masked: Masked = Masked()  # Masked image modelling
+    #: Loss: sigmoid sums over classes, binary averages over classes with 0/1 targets
+    loss: Literal["softmax", "sigmoid", "binary"] = "softmax"
+    head_bias: float = 0.0  # Initial bias of a new head, such as -10 for sigmoid with 21k classes
+    class_weights: bool = False  # Weight each class by the inverse of its number of images
+    teacher: str = ""  # Weights of a teacher for distillation
+    distil: Literal["hard", "soft"] = "hard"  # Distillation target: the teacher's top class, or its distribution
+    temperature: float = 1.0  # Temperature of soft distillation
     optim: Optim = Optim()
     augment: Augment = Augment()
-    preprocess: Preprocess | None = None  # for evaluation; None: that of init, or the default
-    ema: float = 0.0  # decay of the averaged weights that are evaluated and delivered, such as 0.9999; 0: none
-    ema_window: float = 0.0  # the same as a share of the run, a ninth at most: 0.1 is about its last tenth
-    evaluations: int = 20  # how often the run is validated and a checkpoint saved, evenly spread
-    save_every: int = 0  # steps between further checkpoints
-    keep: int = 2  # newest checkpoints that are kept, besides the best
-    patience: int = 0  # stop after so many evaluations without a better one, and deliver the best; 0: never
-    bad_steps: int = 3  # steps with a loss or gradient that is not finite are skipped, so many; then the run ends
-    seed: int = 0  # of new weights, the order of the images and their augmentation
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: a GPU where there is one
-    #: of the arithmetic, weights stay fp32; auto: bf16 on a GPU; fp8: bf16, and the products of a ViT's blocks in fp8
+    preprocess: Preprocess | None = None  # Preprocessing for evaluation; None: that of init, or the default
+    ema: float = 0.0  # Decay of an average of the weights, used as final weights, such as 0.9999; 0: off
+    ema_window: float = 0.0  # Averaging window as a fraction of the run, in place of --ema: 0.1 is about the last tenth
+    evaluations: int = 20  # Number of evaluations during the run, each with a checkpoint, evenly spaced
+    save_every: int = 0  # Steps between additional checkpoints; 0: none
+    keep: int = 2  # Number of most recent checkpoints to keep, besides the best
+    patience: int = 0  # Stop after this many evaluations without improvement and keep the best weights; 0: never
+    bad_steps: int = 3  # Number of steps with a non-finite loss or gradient to skip before the run stops
+    seed: int = 0  # Seed of the initial weights, the image order and the augmentation
+    device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
+    #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU; fp8: bf16, with fp8 matmuls in ViT blocks
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
-    graphs: Literal["auto", "off"] = "auto"  # CUDA graphs of a step; auto: of small ones, on a single GPU
-    #: our own kernels, no work that no result needs, stochastic depth from 0.2 on drawn jointly; off: plain PyTorch
+    compile: Literal["auto", "on", "off"] = "auto"  # Compile the model with torch.compile; auto: on a GPU
+    graphs: Literal["auto", "off"] = "auto"  # Capture training steps as CUDA graphs; auto: small models on a single GPU
+    #: Use fused kernels, skip unused outputs, sample stochastic depth from 0.2 on jointly; off: plain PyTorch
     shortcuts: Literal["auto", "off"] = "auto"
-    workers: int = -1  # processes that read images; -1: as many as suit the machine
-    track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # where else the metrics go
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # over several devices: the model on each, or a part of it on each
-    recompute: bool = False  # blocks run again in the backward pass, which saves memory and costs a third more
-    sharded: bool = False  # under fsdp each process saves its own part of a checkpoint, in place of the first all
-    timeout: float = 300.0  # seconds that a process waits for the others before it gives up
+    workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Also log metrics to these
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # Several devices: replicate the model (ddp) or shard it (fsdp)
+    recompute: bool = False  # Recompute activations in the backward pass: less memory, a third more compute
+    sharded: bool = False  # Under fsdp, save one checkpoint file per process
+    timeout: float = 300.0  # Seconds that a process waits for the others before it fails
 
-    # What may change between start and resume without changing the result
+    # Settings that may change on resume: they do not change the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
         {
             *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "shortcuts"),
@@ -492,13 +492,16 @@ class Config(Checked):
         for name in ("epochs", "hours"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.workers < -1 or self.temperature <= 0 or self.timeout <= 0:
-            raise ValueError("workers is a number of processes, or -1; temperature and timeout are above 0")
+        if self.workers < -1:
+            raise ValueError(f"workers must be at least 0, or -1 to choose automatically; got {self.workers}")
+        for name in ("temperature", "timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.micro_batch and self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
-            raise ValueError(f"a batch of {self.batch} is not divisible by micro_batch {self.micro_batch}; try {near}")
+            raise ValueError(f"batch {self.batch} is not divisible by micro_batch {self.micro_batch}; nearest: {near}")
         if self.ema and self.ema_window:
-            raise ValueError("ema and ema_window say the same in two ways: give one of them")
+            raise ValueError("ema and ema_window cannot be combined: remove one of them")
         if self.objective != "classify":
             self._check_unlabelled()
         for name in self.track:
@@ -506,17 +509,17 @@ class Config(Checked):
                 raise ValueError(f"track {name!r} is unknown; one of: tensorboard, wandb")
 
     def _check_unlabelled(self) -> None:
-        """What needs labels, or weights that are judged alone, is no part of self-supervision."""
+        """Self-supervised objectives support neither labels nor averaged weights."""
         augment = self.augment
-        parts = {"teacher": self.teacher, "class_weights": self.class_weights, "head": self.head == "keep"}
-        parts |= {f"augment.{name}": getattr(augment, name) for name in ("mixup", "cutmix", "smoothing")}
-        parts |= {"ema": self.ema, "ema_window": self.ema_window}
-        given = [name for name, value in parts.items() if value]
+        unsupported = {"teacher": self.teacher, "class_weights": self.class_weights, "head": self.head == "keep"}
+        unsupported |= {f"augment.{name}": getattr(augment, name) for name in ("mixup", "cutmix", "smoothing")}
+        unsupported |= {"ema": self.ema, "ema_window": self.ema_window}
+        given = [name for name, value in unsupported.items() if value]
         if given:
-            raise ValueError(f"objective {self.objective!r} knows no labels, averages no weights: without {given[0]}")
+            raise ValueError(f"{given[0]} is not supported with objective {self.objective!r}: remove it")
 
     def decay(self, steps: int) -> float:
-        """Of the averaged weights: as given, or so that the window is a share of the run."""
+        """Decay of the averaged weights: ema, or computed from ema_window."""
         return max(1 - 1 / (self.ema_window * steps), 0.0) if self.ema_window else self.ema
 
 
@@ -531,18 +534,18 @@ _KINDS: dict[str, type[Checked]] = {
 }
 
 
-FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # from init: in fewer steps a head that begins at zeros learns little
+FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
 
 
 def length(config: Config, images: int) -> int:
-    """The steps of a run on so many images: those asked for, or its epochs; from init, with neither, enough."""
+    """Number of steps of a run on this many images: steps, or epochs, or the default for fine-tuning."""
     if config.init and not config.steps and not config.epochs:
         return max(int(FINETUNE_EPOCHS * images / config.batch), LEAST_STEPS)
     return config.steps or int(config.epochs * images / config.batch)
 
 
 def to_json(config: Checked) -> dict[str, Any]:
-    """A config as plain JSON values, with its kind; configs inside it likewise."""
+    """A config as JSON values with its kind; nested configs too."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(config, cls))
     return {"kind": kind} | {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
@@ -554,7 +557,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet")) -> Any:
-    """The config that `to_json` wrote: a model unless other kinds are asked for. Nothing unknown is guessed at."""
+    """The config that `to_json` wrote: a model, unless other kinds are given. Unknown settings are errors."""
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), kinds)}")
@@ -570,22 +573,22 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in fields:
         if name not in known:
-            raise ValueError(f"a {kind} config has no setting {name!r}; {nearest(name, known)}")
+            raise ValueError(f"unknown setting {name!r} in a {kind} config; {nearest(name, known)}")
     try:
         return _KINDS[kind](**fields)
     except TypeError as error:
-        raise ValueError(f"the {kind} config is not well formed: {error}") from error
+        raise ValueError(f"invalid {kind} config: {error}") from error
 
 
 def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Field by field, what differs between two configs: {'optim.lr': (0.001, 0.01)}."""
+    """The fields that differ between two configs, with both values: {'optim.lr': (0.001, 0.01)}."""
     found: dict[str, tuple[Any, Any]] = {}
     if type(old) is not type(new):
         return {f"{prefix}kind": (type(old).__name__, type(new).__name__)}
     for field in dataclasses.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if isinstance(before, Checked) and isinstance(after, Checked):
-            found |= differences(before, after, f"{prefix}{field.name}.")
-        elif before != after:
-            found[prefix + field.name] = (before, after)
+        old_value, new_value = getattr(old, field.name), getattr(new, field.name)
+        if isinstance(old_value, Checked) and isinstance(new_value, Checked):
+            found |= differences(old_value, new_value, f"{prefix}{field.name}.")
+        elif old_value != new_value:
+            found[prefix + field.name] = (old_value, new_value)
     return found

@@ -1,4 +1,4 @@
-"""Every model of the paper by its name, each spelled one way: names -> configs, without loading torch.
+"""Named models: names -> configs, without loading torch.
 
 list_models("*B/16")      configure("R50x1+ViT-B/16", classes=10)
 """
@@ -55,12 +55,12 @@ NAMES = (
 
 
 def is_model(name: str) -> bool:
-    """Whether a word has the form of a model's name, known or misspelt, rather than of a file's."""
+    """Whether a string looks like the name of a model, known or misspelled, rather than a file."""
     return re.search(r"(^|[-+])vi?t-\w+/?\d*$|^bit-r", name, re.IGNORECASE) is not None
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The named models that match a shell-style pattern; a ViT takes any patch size beyond those listed."""
+    """The named models that match a shell-style pattern. Other patch sizes of a ViT work too."""
     return [name for name in NAMES if fnmatchcase(name, pattern)]
 
 
@@ -71,14 +71,17 @@ def configure(
     numerics: str = "google",
     **settings: Any,
 ) -> Model:
-    """The config of a named model; `numerics` says whose arithmetic it follows, `settings` change any field."""
+    """The config of a named model.
+
+    `numerics` selects the library whose activation and epsilons it follows; `settings` change any field.
+    """
     settings |= {"classes": classes, "image_size": pair(image_size)}
     kind, fields = _fields(name, numerics, settings.get("channels", 3))
     return kind(**fields | {"channels": settings.get("channels", 3)}).replace(**settings)
 
 
 def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
-    """What a name says of its config; an image of one token keeps it valid until the real size is set."""
+    """The fields that a name determines, with an image of one patch until the real size is set."""
     if found := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
         axial, size, patch = found.groups()
         fields = {**_size(size, name), **_numerics(VIT_NUMERICS, numerics)}

@@ -525,7 +525,7 @@ def test_too_little_memory_is_one_line(
         monkeypatch.setattr(Predictor, method, full)
     model = str(saved(tmp_path / "model.safetensors", classes=10))
     told = refused(capsys, verb, model, "--data", "digits", "--device", "cpu", code=5)
-    assert told.startswith("plainvit: memory does not suffice, a smaller --batch might: ")
+    assert told.startswith("plainvit: out of memory, reduce --batch: ")
     assert told.endswith(said) or said in told.split(": ")
 
 

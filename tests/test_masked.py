@@ -509,12 +509,12 @@ def test_what_cannot_be_masked_is_refused_in_one_line(model: Any, name: str, mas
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"masked": {"normalise": True}}, "masked.normalise is of pixels"),
+        ({"masked": {"normalise": True}}, "masked.target pixels"),
         ({"masked": {"width": 30, "heads": 4}}, "must be divisible by 4 and by masked.heads"),
         ({"objective": "mea"}, "objective 'mea' is unknown"),
-        ({"teacher": "weights"}, "without teacher"),
-        ({"ema": 0.99}, "without ema"),
-        ({"augment": {"mixup": 0.2}}, "without augment.mixup"),
+        ({"teacher": "weights"}, "^teacher is not supported"),
+        ({"ema": 0.99}, "^ema is not supported"),
+        ({"augment": {"mixup": 0.2}}, "^augment.mixup is not supported"),
     ],
 )
 def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -40,6 +40,7 @@ import plainvit
 from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import chosen
 from plainvit.cli import main
+from plainvit.commands.predict import _print_predictions
 from plainvit.data import sources
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
@@ -48,7 +49,6 @@ from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, 
 from plainvit.evaluate.outputs import Parts, _json_lines
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, trust, write
 from plainvit.evaluate.predictor import Predictor
-from plainvit.verbs.predict import _print
 
 Capture = pytest.CaptureFixture[str]
 CLASSES = ("ant", "bee", "=cow", "dog, or cat", "eel", "fox", "gnu")
@@ -524,7 +524,7 @@ def test_a_table_for_people_and_lines_for_machines(weights: Path, photos: Path, 
     main(["predict", str(weights), str(photos), "--top", "1"])
     out, err = capsys.readouterr()
     assert "4.PNG" in out
-    assert err == "plainvit: 1 of 7 images have no answer\n"
+    assert err == "plainvit: 1 of 7 images could not be read\n"
     main(["predict", str(weights), str(photos), "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(line["guesses"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
@@ -595,7 +595,7 @@ def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, caps
     out = tmp_path / "r.jsonl"
     assert "holds no images" in refused(capsys, "predict", weights, tmp_path / "empty", code=3)
     assert "top is 8, the model has 7 classes" in refused(capsys, "predict", weights, photos, "--top", 8, code=2)
-    assert "top is 0" in refused(capsys, "predict", weights, photos, "--top", 0, code=2)
+    assert "--top must be at least 1" in refused(capsys, "predict", weights, photos, "--top", 0, code=2)
     assert "no INPUT" in refused(capsys, "predict", weights, code=2)
     assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", code=3)
     assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", "--out", out, code=3)
@@ -605,7 +605,7 @@ def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, caps
     assert ".safetensors" in refused(capsys, "embed", weights, photos, "--out", out, code=2)
     assert "is not a folder" in refused(capsys, "predict", weights, photos, "--out", tmp_path / "no/r.csv", code=2)
     assert "--engine ray" in refused(capsys, "predict", weights, photos, "--address", "auto", code=2)
-    assert "too many for the screen" in refused(capsys, "predict", weights, "digits", code=2)
+    assert "--out" in refused(capsys, "predict", weights, "digits", code=2)
 
 
 def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(
@@ -626,7 +626,7 @@ def test_rows_that_are_printed_are_not_kept(predictor: Predictor, photos: Path, 
         held.append(sum(type(one) is dict and "guesses" in one for one in gc.get_objects()))
 
     source = inputs.find([str(photos), *[str(photos / "0.jpg")] * 99])
-    _print("", contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
+    _print_predictions("", contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
     assert len(capsys.readouterr().out.splitlines()) == 106
     assert held[0] < 50  # what the last batches hold, and other tests may
 

@@ -185,7 +185,7 @@ def test_what_is_absent_is_a_row_and_nothing_but_rows_is_printed(weights: Path, 
     names = f"{photos}/none.png\n{photos}/000.png\n{photos}/077.jpg\n"
     local, ray = asked(*line, names=names), asked(*line, "--engine", "ray", names=names)
     assert (ray.returncode, ray.stderr) == (local.returncode, local.stderr)
-    assert local.stderr == "plainvit: 2 of 3 images have no answer\n"
+    assert local.stderr == "plainvit: 2 of 3 images could not be read\n"
     ours, theirs = ([json.loads(text) for text in one.stdout.splitlines()] for one in (local, ray))
     assert [(row["name"], row["error"]) for row in theirs] == [(row["name"], row["error"]) for row in ours]
     assert [len(row["guesses"]) for row in theirs] == [0, 5, 0]

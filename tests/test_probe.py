@@ -517,14 +517,14 @@ def test_classes_that_lack_images_for_the_shots_are_told_of(weights: Path, photo
     ("words", "code", "told"),
     [
         (("--method", "knn", "--k", "16"), 2, "16 of 15"),
-        (("--k", "0"), 2, "k must be a whole number of at least 1"),
+        (("--k", "0"), 2, "k must be"),
         (("--shots", "0"), 2, "shots"),
         (("--l2", "0"), 2, "above 0"),
         (("--split", "val"), 3, "val split"),
         (("--batch", "0"), 2, "--batch"),
-        (("--cache", "x", "--no-cache"), 2, "contradict"),
+        (("--cache", "x", "--no-cache"), 2, "--no-cache"),
         (("--shots",), 2, "shots"),
-        (("--out", "/no/such/folder/x.json"), 2, "no folder /no/such/folder"),
+        (("--out", "/no/such/folder/x.json"), 2, "/no/such/folder"),
         (("--cache", "/proc/version"), 5, "--no-cache"),
     ],
 )

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import plainvit
-from plainvit.cli import VERBS, main
-from plainvit.verbs.runs import RUNS
+from plainvit.cli import COMMANDS, main
+from plainvit.commands.runs import RUNS
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for word, code in parts if word == language]
 
 
-COMMANDS = [
+EXAMPLES = [
     line.split("#")[0].strip()
     for block in blocks(README, "sh")
     for line in block.splitlines()
@@ -38,11 +38,11 @@ PLACES = ("hf:", "WEIGHTS", "DIR", "my.py", "runs/")  # commands that name what 
 
 
 def test_there_are_commands_and_code() -> None:
-    assert len(COMMANDS) >= 3
+    assert len(EXAMPLES) >= 3
     assert blocks(README, "python")
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not any(word in c for word in PLACES)])
+@pytest.mark.parametrize("command", [c for c in EXAMPLES if not any(word in c for word in PLACES)])
 def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """In an empty folder, as someone who has just installed plainvit would."""
     monkeypatch.chdir(tmp_path)
@@ -107,11 +107,11 @@ def shown(page: Path) -> list[str]:
 
 
 @cache
-def flags(verb: str) -> frozenset[str]:
-    """What `plainvit VERB --help` lists; of a run, with the flags of a model."""
+def flags(command: str) -> frozenset[str]:
+    """What the help of a command lists; for runs, with the flags of a model."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
-        main([*verb.split(), *(["digits"] if verb in RUNS else []), "--help"])
+        main([*command.split(), *(["digits", "--help-all"] if command in RUNS else ["--help"])])
     return frozenset(re.findall(r"--[a-z0-9][\w.-]*", said.getvalue())) | {"--model"}
 
 
@@ -119,20 +119,20 @@ WRONG = {"--optim.lrr"}  # shown for its error
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_shown_commands_have_such_verbs_and_flags(page: Path) -> None:
-    for command in shown(page):
-        words = command.split()
-        verb = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in VERBS), None)
-        assert verb, f"{page.name}: there is no verb in {command!r}"
-        for flag in re.findall(r"(?<=\s)--[a-z0-9][\w.-]*", command):
-            assert flag in flags(verb) | WRONG, f"{page.name}: {verb} has no {flag}"
+def test_shown_commands_and_flags_exist(page: Path) -> None:
+    for line in shown(page):
+        words = line.split()
+        command = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), None)
+        assert command, f"{page.name}: no command in {line!r}"
+        for flag in re.findall(r"(?<=\s)--[a-z0-9][\w.-]*", line):
+            assert flag in flags(command) | WRONG, f"{page.name}: {command} has no {flag}"
 
 
-def test_every_verb_has_its_place() -> None:
-    page = (ROOT / "docs" / "verbs.md").read_text()
-    assert [verb for verb in VERBS if f"`{verb}`" not in page] == []
-    told = {call.split()[0] for path in PAGES for call in shown(path)}
-    assert {verb.split()[0] for verb in VERBS} <= told
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"`{name}`" not in page] == []
+    documented = {call.split()[0] for path in PAGES for call in shown(path)}
+    assert {name.split()[0] for name in COMMANDS} <= documented
 
 
 # Links, targets, versions ---------------------------------------------------------------------------------------------

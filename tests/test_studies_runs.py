@@ -91,7 +91,7 @@ def test_a_run_is_known_by_what_decides_its_result() -> None:
         ("models/vit.py", True),
         ("config.py", True),
         ("data/new.py", True),
-        ("verbs/words.py", False),
+        ("commands/parsing.py", False),
         ("studies/page.py", False),
         ("notes.txt", False),
     ],

@@ -18,6 +18,7 @@ from PIL import Image
 from small_runs import without_figures
 
 import plainvit
+from plainvit.commands.runs import describe_results
 from plainvit.config import About, Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
@@ -42,7 +43,6 @@ from plainvit.train.setup import build_objective, build_training
 from plainvit.train.state import Progress, Training
 from plainvit.train.step import PendingStep
 from plainvit.train.transfer import load_teacher, resolve
-from plainvit.verbs.runs import _in_words
 from plainvit.weights.published import TO_START
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
@@ -281,7 +281,7 @@ def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
     assert max(vals) == best + 2 * 3
     assert done.numbers["chosen_on_val"] is True
     assert done.numbers["val"]["top1"] == pytest.approx(vals[best])
-    assert not any("last step's weights" in line for line in _in_words(done.numbers))
+    assert not any("--patience" in line for line in describe_results(done.numbers))
 
 
 def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
     vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
     assert vals[best] > vals[6]
-    _, said, *_ = (line for line in _in_words(done.numbers) if "guessing, as far" not in line)
-    assert said.startswith(f"these are the last step's weights; step {best} had {100 * vals[best]:.2f} %: --patience N")
+    _, said, *_ = (line for line in describe_results(done.numbers) if "guessing, as far" not in line)
+    assert f"step {best} had {100 * vals[best]:.2f} %: use --patience N" in said
     kept = tmp_path / "run" / "checkpoints" / f"step-{best:08}"
     for place in (kept, kept / "tensors.safetensors"):
         with pytest.raises(ValueError, match=rf"is a checkpoint of a run.*give the run's folder, {tmp_path / 'run'}"):

@@ -312,7 +312,7 @@ def test_an_unknown_resampling_is_refused(tmp_path: Path) -> None:
 
 def test_a_size_that_the_patch_does_not_divide_is_refused(tmp_path: Path) -> None:
     path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="image size 33 x 33 is not divisible by the patch of 8") as caught:
+    with pytest.raises(ValueError, match="image size 33 x 33 is not divisible by the patch size 8") as caught:
         plainvit.load(path, image_size=33)
     one_line(caught)
 

@@ -1,10 +1,9 @@
-"""Every named run: a recipe is a function without arguments that returns a Config; its docstring says what to expect.
+"""Named training configurations: a recipe is a function that returns a Config; its docstring has the expected result.
 
     plainvit train NAME --data-root DIR          plainvit train my.py:function
 
-One file per source: small, paper, bit, augreg, plain_baselines, deit, masked. Each has a dict RECIPES of its functions
-by name.
-A recipe of your own is a function in a file of your own, which is loaded and run: name only files that you trust.
+One file per source: small, paper, bit, augreg, plain_baselines, deit, masked. Each has RECIPES: name -> function.
+Your own recipe is a function in your own file. The file is executed: name only files that you trust.
 """
 
 import importlib.util
@@ -26,22 +25,22 @@ def list_recipes(pattern: str = "*") -> list[str]:
 
 
 def recipe(name: str) -> Config:
-    """The config of a named recipe, or of FILE.py:FUNCTION; its `recipe` field is the word that was given."""
+    """The config of a named recipe or of FILE.py:FUNCTION; its `recipe` field is that name."""
     make = _find(name)
     if not in_file(name):
         return make().replace(recipe=name)
     try:
         config = make()
     except Exception as error:
-        raise ValueError(f"the recipe {name} failed: {_one_line(error)}") from error
+        raise ValueError(f"recipe {name} raised {_one_line(error)}") from error
     if not isinstance(config, Config):
         kind = type(config).__name__
-        raise ValueError(f"the recipe {name} returned {kind}; a recipe returns a plainvit.config.Config")
+        raise ValueError(f"recipe {name} returned {kind}, expected plainvit.config.Config")
     return config.replace(recipe=name)
 
 
 def about(name: str) -> dict[str, str]:
-    """What a recipe's docstring says: name, summary, source, command, expected, cost; "" where it says nothing."""
+    """The parts of a recipe's docstring: name, summary, source, command, expected, cost; "" if absent."""
     lines = [line.strip() for line in (_find(name).__doc__ or "").strip().splitlines()]
     found = {"name": name, "summary": lines[0] if lines else ""} | dict.fromkeys(PARTS, "")
     for line in lines[1:]:
@@ -52,9 +51,9 @@ def about(name: str) -> dict[str, str]:
 
 
 def described(make: Recipe, *, summary: str, source: str, command: str, expected: str, cost: str) -> Recipe:
-    """A recipe that comes from a row of a table, with the docstring that one written by hand has."""
-    verb = "finetune" if " --init " in command else "train"
-    parts = f"Source: {source}\nCommand: plainvit {verb} {command}\nExpected: {expected}\nCost: {cost}"
+    """Give a generated recipe the docstring that a handwritten one has."""
+    name = "finetune" if " --init " in command else "train"
+    parts = f"Source: {source}\nCommand: plainvit {name} {command}\nExpected: {expected}\nCost: {cost}"
     make.__doc__ = f"{summary}\n\n{parts}\n"
     return make
 
@@ -64,8 +63,8 @@ def _recipes() -> dict[str, Recipe]:
 
     found: dict[str, Recipe] = {}
     for module in (small, paper, bit, augreg, plain_baselines, deit, masked):
-        twice = found.keys() & module.RECIPES.keys()
-        assert not twice, f"two recipes have one name: {twice}"
+        duplicates = found.keys() & module.RECIPES.keys()
+        assert not duplicates, f"duplicate recipe names: {duplicates}"
         found |= module.RECIPES
     return found
 
@@ -75,12 +74,12 @@ def _find(name: str) -> Recipe:
         return _load(name)
     known = _recipes()
     if name not in known:
-        raise ValueError(f"unknown recipe {name!r}; {nearest(name, known)}; or FILE.py:FUNCTION for one of your own")
+        raise ValueError(f"unknown recipe {name!r}; {nearest(name, known)}; or FILE.py:FUNCTION for your own")
     return known[name]
 
 
 def in_file(name: str) -> bool:
-    """Whether a name is of something in a file of the user's, FILE.py:NAME."""
+    """Whether a name refers to the user's own file, FILE.py:NAME."""
     return name.endswith(".py") or name.rpartition(":")[0].endswith(".py")
 
 
@@ -89,20 +88,20 @@ def _load(name: str) -> Recipe:
     file, _, function = (name + ":" if name.endswith(".py") else name).rpartition(":")
     path = Path(file)
     if not function:
-        raise ValueError(f"{file} is a file of recipes: name the function too, {file}:FUNCTION")
+        raise ValueError(f"no function given for {file}: use {file}:FUNCTION")
     if not path.is_file():
-        raise ValueError(f"there is no file {file}, which the recipe {name} names")
+        raise ValueError(f"file {file} of recipe {name} does not exist")
     module = run_file(path)
     make: Recipe | None = getattr(module, function, None)
     if not callable(make):
         own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        hint = nearest(function, own) if own else "it defines none"
-        raise ValueError(f"{file} has no function {function!r}; {hint}; a recipe of your own is FILE.py:FUNCTION")
+        hint = nearest(function, own) if own else "it defines no functions"
+        raise ValueError(f"{file} has no function {function!r}; {hint}")
     return make
 
 
 def run_file(path: Path) -> ModuleType:
-    """A file of the user's as a module. It is run, as any Python file that one imports."""
+    """Import the user's own file as a module, which executes it."""
     module_name = f"plainvit_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -113,7 +112,7 @@ def run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"{path} cannot be loaded: {_one_line(error)}") from error
+        raise ValueError(f"cannot load {path}: {_one_line(error)}") from error
     return module
 
 

@@ -66,7 +66,7 @@ def deit(name: str) -> Config:
             smoothing=0.1,
         ),
         preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
-        ema=0.99996,  # DeiT keeps this average beside the weights that it reports
+        ema=0.99996,  # DeiT also keeps this average, but reports the weights without it
     )
 
 

@@ -1,4 +1,4 @@
-"""The paper's own runs: every row of its Table 3 (pre-training) and Table 4 (fine-tuning), held against it row by row.
+"""The paper's own runs: every row of its Table 3 (pre-training) and Table 4 (fine-tuning).
 
     plainvit train vit-b16-i21k --data-root DIR
     plainvit finetune ft-cifar10 --init runs/vit-b16-i21k --data-root DIR

@@ -1,4 +1,4 @@
-"""Good results in minutes: digits on a CPU, CIFAR-10 and Tiny-ImageNet from scratch on a GPU, a folder of photos."""
+"""Recipes to start with: digits on a CPU, CIFAR-10 and Tiny-ImageNet from scratch on a GPU, your own photos."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from plainvit.recipes import Recipe
 
 
 def digits() -> Config:
-    """A ViT of 0.1 million parameters learns handwritten digits on two CPU cores.
+    """Train a ViT of 0.1 million parameters on handwritten digits on two CPU cores.
 
     Source: plainvit; 1,437 training and 360 test images of 8 x 8 pixels
     Command: plainvit train digits
@@ -39,9 +39,9 @@ def digits() -> Config:
 
 
 def pixels() -> Config:
-    """The digits with a token for every pixel and a class token: attention on 8 x 8 places, to look at.
+    """Train on digits with one token per pixel and a class token, for 8 x 8 attention maps.
 
-    Source: plainvit; with the optimiser, initial weights and mixing of `digits` 80.8 % in as many steps (one seed)
+    Source: plainvit; 80.8 % with the optimizer, initialization and mixing of `digits` (one seed)
     Command: plainvit train pixels
     Expected: 95.9 % test top-1, mean of 3 seeds (95.3 to 96.7)
     Cost: a minute on one core
@@ -57,7 +57,7 @@ def pixels() -> Config:
 
 
 def cifar10() -> Config:
-    """A plain ViT of 8 million parameters with 4-pixel patches learns CIFAR-10 from scratch.
+    """Train a ViT of 8 million parameters with 4-pixel patches on CIFAR-10 from scratch.
 
     Source: plainvit
     Command: plainvit train cifar10 --data-root DIR
@@ -68,7 +68,7 @@ def cifar10() -> Config:
 
 
 def tiny_imagenet() -> Config:
-    """A plain ViT of 8 million parameters with 8-pixel patches learns Tiny-ImageNet from scratch.
+    """Train a ViT of 8 million parameters with 8-pixel patches on Tiny-ImageNet from scratch.
 
     Source: plainvit
     Command: plainvit train tiny-imagenet --data-root DIR
@@ -78,15 +78,15 @@ def tiny_imagenet() -> Config:
     return _scratch("tiny-imagenet", side=64, patch=8, epochs=220, augment=Augment(area=(0.25, 1.0), **STRONG))
 
 
-# On little data a ViT needs strong augmentation before all (AugReg). Of mixing, CutMix does most of the work here.
+# On small datasets a ViT needs strong augmentation (AugReg); of the two mixing methods CutMix matters most here
 STRONG: dict[str, Any] = {"randaugment": (2, 10), "mixup": 0.2, "cutmix": 1.0}
 
 
 def _scratch(data: str, side: int, patch: int, epochs: int, augment: Augment) -> Config:
-    """Muon, since AdamW learns this slowly: 58 % after 45 epochs of CIFAR-10 at lr 1e-3 and batch 1024.
+    """Muon, because AdamW is slow here: 58 % after 45 epochs of CIFAR-10 at lr 1e-3 and batch 1024.
 
-    Batches are small, since steps are what is short: 28 epochs of CIFAR-10 give 83.7 % (held out, one seed) in steps of
-    256 images at lr 2e-3, and in steps of 512 81.1 % at 3e-3 and 80.5 % at 1.5e-3.
+    Small batches give more steps: 28 epochs of CIFAR-10 reach 83.7 % (held out, one seed) with batch 256 at lr 2e-3;
+    with batch 512 81.1 % at 3e-3 and 80.5 % at 1.5e-3.
     """
     return Config(
         model=ViTConfig(
@@ -113,12 +113,12 @@ def _scratch(data: str, side: int, patch: int, epochs: int, augment: Augment) ->
 
 
 def finetune() -> Config:
-    """Published weights learn the classes of a folder of photos.
+    """Fine-tune pretrained weights on a folder of photos.
 
-    Source: plainvit; AdamW with layer-wise decay as in MAE's fine-tuning, at rates that suit small sets
+    Source: plainvit; AdamW with layer-wise decay as in MAE's fine-tuning, with learning rates for small datasets
     Command: plainvit finetune --init WEIGHTS --data photos/
-    Expected: depends on the photos; the report says
-    Cost: 20 epochs, of few photos 200 steps: minutes on a GPU; --hours 1 fits it into an hour anywhere
+    Expected: depends on the photos
+    Cost: 20 epochs, at least 200 steps: minutes on a GPU; --hours 1 limits it to an hour on any machine
     """
     return Config(
         holdout=0.15,
@@ -130,12 +130,12 @@ def finetune() -> Config:
 
 
 def photos() -> Config:
-    """A BiT ResNet learns the classes of a folder of photos from nothing, where no weights are to be had.
+    """Train a small BiT ResNet on a folder of photos without pretrained weights.
 
     Source: plainvit; a ResNet, since it learns more from few images than a ViT (ViT, 4.3)
     Command: plainvit train photos --data photos/
-    Expected: 43.6 % of 987 new photos after learning from 204 (6 breeds of oxford-pets, one seed); guessing 20.3 %
-    Cost: 318 steps of 0.5 s on two cores for 204 photos; it grows with their number
+    Expected: 43.6 % on 987 photos after training on 204 (6 breeds of oxford-pets, one seed); majority class 20.3 %
+    Cost: 318 steps of 0.5 s on two cores for 204 photos
     """
     return Config(
         model=configure("BiT-R26x1", classes=0, image_size=64),

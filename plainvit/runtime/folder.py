@@ -1,4 +1,4 @@
-"""The run folder, the only interface between verbs: config, data, metrics, status and environment of one run.
+"""The run folder, the only interface between commands: config, data, metrics, status and environment of one run.
 
     runs/NAME/{config.json, data.json, metrics.jsonl, checkpoints/, captures/, model.safetensors, results.json,
                environment.json, status.json, figures/, report.html}

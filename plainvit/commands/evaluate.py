@@ -1,0 +1,131 @@
+"""Evaluation: evaluate, compare."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from plainvit.commands.parsing import (
+    Model,
+    PixelFlags,
+    PixelOptions,
+    Processes,
+    given_pixel_flags,
+    print_result,
+    resolve_workers,
+)
+
+if TYPE_CHECKING:
+    from plainvit.evaluate.classify import Result
+
+Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="CARD ...", help_behavior_hint="(required)")]
+
+
+def evaluate(
+    model: Model,
+    /,
+    *,
+    data: str,
+    split: str = "",
+    data_root: Path | None = None,
+    out: Path | None = None,
+    image_size: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    antialias: bool = False,
+    no_antialias: bool = False,
+    batch: int = 64,
+    workers: int = -1,
+    device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    devices: int = 1,
+    json: bool = False,
+) -> "Processes | None":
+    """Measure the accuracy, calibration and errors of a model on a dataset.
+
+    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r,
+    imagenet-sketch and objectnet follow their authors' protocol. The output folder holds a report, the figures,
+    card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
+
+    Args:
+        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME[@FILE]
+        data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
+        split: Split to use: train, val or test; default: test, else the run's held-out images, else all
+        data_root: Folder with the known datasets, each in a folder of its name
+        out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
+        image_size: Height and width in pixels; the position embedding is resampled; default: the model's own
+        pixels: Preprocessing, in place of the model's own
+        antialias: Antialias when an image is made smaller
+        no_antialias: Do not antialias
+        batch: Images per forward pass
+        workers: Number of processes that read images; -1 chooses by the number of cores
+        device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
+        precision: Precision of the computation; auto: bf16 on a GPU, else fp32
+        devices: Number of processes on this machine, one per device (several machines: torchrun)
+        json: Print the card as JSON instead of a table
+    """
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
+    if antialias and no_antialias:
+        raise ValueError("--antialias and --no-antialias cannot be combined: remove one of them")
+    if no_antialias and pixels.interpolation == "lanczos":
+        raise ValueError(
+            "--interpolation lanczos always antialiases: remove --no-antialias, or use --interpolation bilinear"
+        )
+    if devices > 1 and "RANK" not in os.environ:
+        return Processes(devices, 0, device)
+    from dataclasses import asdict
+
+    from rich.console import Group
+    from rich.text import Text
+
+    from plainvit.analyse.evaluation import assess, summary_table
+    from plainvit.runtime.folder import finite
+
+    changes = given_pixel_flags(pixels)
+    if antialias or no_antialias:
+        changes["antialias"] = antialias
+    evaluation = assess(
+        model,
+        data,
+        split=split,
+        data_root=data_root,
+        out=out,
+        preprocess=changes,
+        image_size=image_size,
+        batch=batch,
+        workers=resolve_workers(workers),
+        device=device,
+        precision=precision,
+        quiet=json,
+    )
+    if evaluation:  # only the main process has it
+        card = {"folder": str(evaluation.folder), **asdict(evaluation.card)}
+        table = Group(summary_table(evaluation), *map(Text, _describe_accuracy(evaluation.result)))
+        print_result(finite(card), None if json else table)
+    return None
+
+
+def _describe_accuracy(result: "Result") -> list[str]:
+    from plainvit.evaluate.chance import in_words
+
+    return in_words(int(result.right.sum()), len(result.labels), result.guessing)
+
+
+def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None:
+    """Compare evaluations with the first one and test whether the differences are significant.
+
+    The test is paired if both evaluated the same images. Published results are shown where known, and the settings
+    that differ are listed. Runs that differ only in the seed are also grouped: mean, standard deviation, and the
+    difference between groups with its interval. Different images, splits or metrics are not compared.
+
+    Args:
+        cards: Run folders or output folders of `plainvit evaluate`; all are compared with the first
+        force: Compare different images, splits or metrics, and say what differs
+        json: Print JSON instead of a table
+    """
+    from plainvit.evaluate import compare as comparison
+    from plainvit.runtime.folder import finite
+
+    report = comparison.compare(cards, force=force)
+    print_result(finite(report), None if json else comparison.table(report))

@@ -1,0 +1,173 @@
+"""Models and their weights: models, inspect, convert, weights."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from plainvit.commands.parsing import (
+    HIDE_DEFAULT,
+    Model,
+    Pattern,
+    PixelFlags,
+    PixelOptions,
+    given_pixel_flags,
+    print_result,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from plainvit.weights.published import Published
+
+Target = Annotated[Path, Positional, arg(metavar="TARGET")]
+
+
+def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
+    """List the named models: tokens, parameters, FLOPs, size of the weights.
+
+    Other patch sizes work too, for example ViT-B/20 at 240 px. exaFLOPs is the compute of the paper's pre-training on
+    JFT-300M (Table 6), with two values for a model that was trained twice.
+
+    Args:
+        pattern: Shell-style pattern of names, such as '*B/16' or 'BiT-*'
+        image_size: Height and width of the images in pixels
+        json: Print JSON instead of a table
+    """
+    from plainvit.names import list_models
+    from plainvit.planning import cost
+
+    names = list_models(pattern)
+    if not names:
+        raise ValueError(f"no model matches {pattern!r}; `plainvit models` lists all")
+    rows = [cost.summary(name, image_size) for name in names]
+    print_result(rows, None if json else cost.table(rows))
+
+
+def inspect(
+    model: Model,
+    /,
+    *,
+    image: Path | None = None,
+    image_size: int | None = None,
+    heads: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """Describe a weights file, or every intermediate of a named model.
+
+    For a file: each setting and its source, which is the shapes, a file next to it, or the code of that library. For a
+    name such as ViT-B/16: the names that a Trace accepts, with the shape, mean and standard deviation of each, as in
+    model(images, Trace("block*/attention")).
+
+    Args:
+        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
+        image: Photo to run a named model on; default: a colour gradient
+        image_size: Height and width of the images in pixels
+        heads: Number of attention heads, if the file does not say it
+        pixels: Preprocessing, if the file does not say it
+        seed: Seed of a named model's random weights
+        json: Print JSON instead of a table
+    """
+    from plainvit.names import is_model
+
+    if is_model(model):
+        given = given_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
+        if given:
+            raise ValueError(
+                f"--{next(iter(given))} requires a weights file, {model} is the name of a model: remove it"
+            )
+        from plainvit.evaluate import forward
+
+        report = forward.report(model, image, 224 if image_size is None else image_size, seed)
+        print_result(report, None if json else forward.tables(report))
+        return
+    if image is not None:
+        raise ValueError("--image requires the name of a model such as ViT-B/16, not a weights file: remove it")
+    from plainvit.evaluate import describe
+
+    described = describe.describe(model, heads=heads, image_size=image_size, **given_pixel_flags(pixels))
+    print_result(described, None if json else describe.table(described))
+
+
+def convert(
+    model: Model,
+    target: Target,
+    /,
+    *,
+    format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
+    drop: Annotated[tuple[str, ...], HIDE_DEFAULT] = (),
+    heads: int | None = None,
+    image_size: int | None = None,
+    classes: int | None = None,
+    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    json: bool = False,
+) -> None:
+    """Convert weights from the format of any library to another, without changing a value.
+
+    What the target format cannot express (a hidden layer in the head, another GELU, registers ...) is an error that
+    names it; --drop NAME leaves it out. google writes an .npz; transformers a folder that the library loads; timm a
+    folder with its config.json, or only the weights if the name ends in .safetensors or .pth.
+
+    Args:
+        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
+        target: File or folder to write
+        format: Library whose format to write
+        drop: Parts to leave out, by the names in the error message
+        heads: Number of attention heads, if the file does not say it
+        image_size: Resample the position embedding to this image size
+        classes: Replace the head by zeros for this number of classes
+        pixels: Preprocessing, if the file does not say it
+        json: Print JSON instead of the written path
+    """
+    from plainvit.weights import convert as convert_weights
+
+    settings = {"heads": heads, "image_size": image_size, "classes": classes} | given_pixel_flags(pixels)
+    written = convert_weights(model, target, format, drop, **settings)
+    if json:
+        print_result({"path": str(written), "format": format}, None)
+    else:
+        print(written)  # not wrapped, however long
+
+
+def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
+    """List published weights: size, licence, reported accuracy, and which to start from.
+
+    Every name can be loaded: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL (accuracy with the corrected
+    multi-label annotations) are percentages from timm's results files; an empty field means not reported. --json
+    includes the hub addresses.
+
+    Args:
+        pattern: Shell-style pattern of names, such as '*mae*'
+        json: Print JSON instead of a table
+    """
+    from dataclasses import asdict
+    from fnmatch import fnmatchcase
+
+    from plainvit.weights.published import PUBLISHED
+
+    found = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
+    if not found:
+        raise ValueError(f"no published weights match {pattern!r}; `plainvit weights` lists all")
+    print_result({name: asdict(entry) for name, entry in found.items()}, None if json else _published_table(found))
+
+
+def _published_table(found: "dict[str, Published]") -> "Group":
+    from rich.console import Group
+    from rich.table import Table
+
+    from plainvit.weights.published import TO_START
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", style="cyan", no_wrap=True)
+    for title in ("params", "MB", "top-1", "ReaL"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("licence", overflow="fold")
+    for name, entry in found.items():
+        numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
+        millions = entry.parameters / 1e6
+        table.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, entry.licence)
+    real = "ReaL: top-1 with the corrected, multi-label annotations of ImageNet"
+    start = [f"to fine-tune with a {machine}: {name}" for machine, name in TO_START.items()]
+    return Group(table, "\nMB: size of the file in fp32; hub addresses: --json", real, *start)

@@ -1,0 +1,30 @@
+"""The paper's tables: paper."""
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from plainvit.commands.parsing import print_result
+
+Number = Annotated[int, Positional, arg(metavar="[TABLE]", help_behavior_hint="")]
+Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="[CARD ...]", help_behavior_hint="")]
+
+
+def paper(table: Number = 5, cards: Cards = (), /, *, json: bool = False) -> None:
+    """Print a results table of the ViT paper, with your evaluations as additional rows.
+
+    Runs fine-tuned from the same weights share a row; several runs on one dataset are shown as mean and standard
+    deviation.
+
+    Args:
+        table: Number: 2 best models, 5 pre-training dataset, 6 compute, 7 ResNets, 8 position embedding, 9 VTAB-1k
+        cards: Run folders or output folders of `plainvit evaluate`
+        json: Print JSON instead of a table
+    """
+    from dataclasses import asdict
+
+    from plainvit.evaluate import paper as tables
+
+    report = tables.add_cards(tables.table(table), cards)
+    print_result(asdict(report), None if json else tables.render(report))

@@ -1,0 +1,46 @@
+"""VTAB-1k: vtab."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from plainvit.commands.parsing import HIDE_DEFAULT, print_result
+
+
+def vtab(
+    *,
+    init: str,
+    data_root: Path,
+    tasks: Annotated[tuple[str, ...], HIDE_DEFAULT] = (),
+    setting: Literal["paper", "light"] = "paper",
+    steps: int = 0,
+    seed: int = 0,
+    device: str = "auto",
+    out: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Fine-tune weights on the 19 tasks of VTAB-1k and report the scores.
+
+    Each task is one run on 1,000 training images, tested on the full test set; finished runs are not repeated. If a
+    task is missing in --data-root, it is listed as absent and there is no VTAB score. Exit code 4 if a run diverged.
+
+    Args:
+        init: Weights to start from: file, run folder, hf:org/name or name from `plainvit weights`
+        data_root: Folder with the tasks, each in a folder of its name (format: plainvit/data/vtab.py)
+        tasks: Tasks to run, such as svhn dmlab clevr-count; default: all 19
+        setting: paper: 2,500 steps, batch 512, 384 px; light: 500 steps, batch 64, the model's size
+        steps: Number of steps, in place of the setting's
+        seed: Seed of the image order and augmentation
+        device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
+        out: Folder of the runs and of vtab.json; default: runs/vtab-SETTING-HASH
+        json: Print JSON instead of a table
+    """
+    from plainvit.studies import vtab as study
+
+    if steps < 0:
+        raise ValueError(f"--steps must be at least 1, got {steps}")
+    config = study.base_config(init, setting, steps=steps, seed=seed, device=device)
+    report = study.run_tasks(config, data_root, out or study.default_folder(config, setting), tasks, quiet=json)
+    print_result(report, None if json else study.table(report, beside=setting == "paper"))
+    if any(row["state"] == "diverged" for row in report["tasks"].values()):
+        sys.exit(4)
