@@ -83,7 +83,7 @@ def test_two_machines_give_the_rows_of_one(weights: Path, photos: Path, tmp_path
         for a, b in zip(one["guesses"], other["guesses"], strict=True):
             assert a["probability"] == pytest.approx(b["probability"], rel=1e-5)
     assert [row["name"] for row in ray if row["error"]] == [str(photos / "077.jpg")]
-    assert "asks nobody for a token" not in told.stderr
+    assert "requires no token" not in told.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local.jsonl", "photos", "ray.jsonl"]
 
 
@@ -99,7 +99,7 @@ def test_features_and_a_cluster_that_asks_nobody(weights: Path, photos: Path, tm
     local, ray = (load_file(tmp_path / f"{name}.safetensors") for name in ("local", "ray"))
     assert bytes(local["names"]) == bytes(ray["names"])
     np.testing.assert_allclose(local["features"], ray["features"], atol=1e-6)
-    assert told.stderr.count("asks nobody for a token") == 1
+    assert told.stderr.count("requires no token") == 1
 
 
 # Joins as predict does, then looks at the cluster from outside
@@ -169,7 +169,7 @@ with cluster.joined(None, "cpu") as there:
     done = run(sys.executable, "-c", code, weights, photos, tmp_path / "r.csv")
     said = done.stdout.splitlines()[-1]
     assert said.startswith("DataError ")
-    assert f"does not see {photos}" in said
+    assert f"has no file {photos}" in said
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "r.csv.parts").exists()
 
@@ -222,7 +222,7 @@ with cluster.joined(None) as there:
     source = inputs.find([sys.argv[2]])
     assert list(rows(question, source, engine=there)) == list(rows(question, source))
     for error in (RuntimeError("no such thing"), ValueError("of its own")):
-        failing = Failing(list(zip(source.before, source.sources)))
+        failing = Failing(list(zip(source.prefixes, source.sources)))
         failing.error = error
         try:
             list(rows(question, failing, engine=there))
@@ -240,4 +240,4 @@ def test_an_address_where_nothing_answers(weights: Path, photos: Path) -> None:
         list(map(str, words)), capture_output=True, text=True, env=environment(), timeout=120, check=False
     )
     assert done.returncode == 2
-    assert "no Ray cluster answers at 127.0.0.1:9" in done.stderr
+    assert "--address 127.0.0.1:9" in done.stderr
