@@ -1,15 +1,11 @@
 """Batch prediction: all kinds of inputs, order of rows, output formats, killed and resumed jobs."""
 
 import bz2
-import contextlib
 import csv
-import gc
 import io
 import json
-import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -30,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import encode, jpeg, noise, plant, png, real_data, write_parquet, write_tar
+from pictures import encode, jpeg, noise, plant, png, write_parquet, write_tar
 from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
@@ -48,7 +44,6 @@ from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, 
 from plainvit.evaluate.outputs import Parts
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, trust, write
 from plainvit.evaluate.predictor import Predictor
-from plainvit.verbs.predict import _print
 
 Capture = pytest.CaptureFixture[str]
 CLASSES = ("ant", "bee", "=cow", "dog, or cat", "eel", "fox", "gnu")
@@ -181,12 +176,6 @@ def test_inputs_keep_their_order_and_repetitions(photos: Path) -> None:
     words = [f"{photos}/1.jpg", str(archive), f"{photos}/0.jpg", f"{photos}/1.jpg"]
     expected = [f"{photos}/1.jpg", f"{archive}/x.png", f"{photos}/0.jpg", f"{photos}/1.jpg"]
     assert names(inputs.find(words)) == expected
-
-
-def test_a_dataset_is_an_input() -> None:
-    found = inputs.find(["digits"], split="test")
-    assert len(found) == 360
-    assert found.name(0).startswith("digits/")
 
 
 @pytest.mark.parametrize("word", ["nothing.jpg", "nothing", "no/*.jpg"])
@@ -602,20 +591,6 @@ def test_an_unwritable_sheet_is_an_error_before_any_work(photos: Path, tmp_path:
         assert words in refused(capsys, *line, code=2)
 
 
-def test_printed_rows_are_not_kept_in_memory(predictor: Predictor, photos: Path, capsys: Capture) -> None:
-    """The fifth of 106 pictures is broken: what comes after it was once kept."""
-    held: list[int] = []
-
-    def counting(*arguments: Any) -> Answered:
-        yield from locally(*arguments, workers=0)
-        held.append(sum(type(one) is dict and "guesses" in one for one in gc.get_objects()))
-
-    source = inputs.find([str(photos), *[str(photos / "0.jpg")] * 99])
-    _print("", contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
-    assert len(capsys.readouterr().out.splitlines()) == 106
-    assert held[0] < 50  # what the last batches hold, and other tests may
-
-
 def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, capsys: Capture) -> None:
     path = plainvit.save(tiny.vit(torch.float32, depth=1, classes=0), tmp_path / "headless.safetensors")
     assert "plainvit embed" in refused(capsys, "predict", path, photos, code=2)
@@ -861,16 +836,6 @@ def test_a_job_of_a_timm_model_is_resumed(photos: Path, tmp_path: Path) -> None:
     assert (summary.images, summary.resumed) == (7, 4)
 
 
-def test_parts_of_changed_images_are_an_error(predictor: Predictor, tmp_path: Path) -> None:
-    path, out, question = tmp_path / "set" / "test-00000-of-00001.parquet", tmp_path / "r.csv", Question(predictor, 2)
-    write_parquet(path, [png(seed) for seed in range(9)], [0] * 9)
-    with pytest.raises(Stop):
-        write(question, inputs.find([str(path.parent)]), out, engine=stopping, part=4)
-    write_parquet(path, [png(seed) for seed in range(50, 59)], [0] * 9)
-    with pytest.raises(ValueError, match="different: inputs"):
-        write(question, inputs.find([str(path.parent)]), out, part=4)
-
-
 def fails(*_: Any) -> Answered:
     raise Stop
     yield
@@ -930,30 +895,3 @@ def test_a_job_without_a_finished_part_leaves_no_files(predictor: Predictor, pho
     with pytest.raises(Stop):
         write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r.csv", engine=fails)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
-
-
-@pytest.mark.slow
-def test_ten_thousand_images_with_three_kills_of_the_command(weights: Path, tmp_path: Path) -> None:
-    """CIFAR-10's test images in a zip; each time the command and its workers are killed after some more parts."""
-    table = pq.read_table(real_data() / "cifar10" / "test-00.parquet", columns=["image"])
-    with zipfile.ZipFile(tmp_path / "cifar.zip", "w") as file:
-        for at, cell in enumerate(table["image"].to_pylist()):
-            file.writestr(f"{at:05d}.jpg", cell["bytes"])
-    out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
-    line = [str(COMMAND), "predict", str(weights), str(tmp_path / "cifar.zip"), "--device", "cpu", "--out"]
-    for _ in range(3):
-        before = finished(out)
-        child = subprocess.Popen([*line, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
-        while finished(out) < before + 2 and child.poll() is None:
-            time.sleep(0.002)
-        assert child.poll() is None, "it ended before it could be killed"
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        assert not out.exists()
-    assert 6 <= finished(out) < 10
-    subprocess.run([*line, str(out)], check=True, capture_output=True)
-    subprocess.run([*line, str(calm)], check=True, capture_output=True)
-    found = [json.loads(text)["name"] for text in out.read_text().splitlines()]
-    assert found == [f"{tmp_path}/cifar.zip/{at:05d}.jpg" for at in range(10_000)]
-    assert out.read_bytes() == calm.read_bytes()
-    assert not out.with_name("r.jsonl.parts").exists()

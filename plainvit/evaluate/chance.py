@@ -42,13 +42,13 @@ def in_words(right: int, images: int, guessing: float | None = None) -> list[str
     return lines
 
 
-def sureness(said: float, right: int, images: int) -> str:
+def sureness(confidence: float, right: int, images: int) -> str:
     """Compares mean confidence with accuracy, and says which is significantly larger."""
     low, high = wilson(right, images)
-    words = f"on average it says {100 * said:.0f} % and is right in {100 * right / images:.0f} %"
-    if low <= said <= high:
+    words = f"on average it says {100 * confidence:.0f} % and is right in {100 * right / images:.0f} %"
+    if low <= confidence <= high:
         return f"{words}: no further apart than chance allows with {images:,} images"
-    return f"{words}: {'too sure' if said > high else 'less sure than it could be'}"
+    return f"{words}: {'too sure' if confidence > high else 'less sure than it could be'}"
 
 
 def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:

@@ -116,7 +116,7 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet
 def _write(path: Path, found: Features) -> None:
     tensors = {"features": found.features, "labels": found.labels, "index": found.index}
     about = {"plainvit": json.dumps({"key": found.key, "unreadable": found.unreadable, "hash": tensor_hash(tensors)})}
-    write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, about))
+    write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, about))
 
 
 def _read(path: Path, key: str) -> Features | None:
