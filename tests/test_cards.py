@@ -1,4 +1,4 @@
-"""Cards: what they say, what is refused, and the chances in a comparison against SciPy and brute force."""
+"""Cards: contents, validation, and the statistics of comparisons against SciPy and resampling."""
 
 import io
 import json
@@ -34,28 +34,24 @@ from plainvit.runtime.checkpoint import tensor_hash
 Capture = pytest.CaptureFixture[str]
 
 
-# Chance ---------------------------------------------------------------------------------------------------------------
+# Statistics -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (3, 10), (115, 1000), (125, 1000), (970, 1000)])
-def test_a_result_in_words(right: int, images: int) -> None:
-    """Better than guessing is where all of SciPy's interval is above it."""
+def test_accuracy_in_words_warns_unless_its_interval_is_above_guessing(right: int, images: int) -> None:
     ends = stats.binomtest(right, images).proportion_ci(method="wilson")
-    said, *warning = chance.in_words(right, images, 0.1)
-    assert said.startswith(f"{right:,} of {images:,} right, ")
-    low, high = (float(end) for end in re.findall(r"interval (\S+)-(\S+) %", said)[0])
+    summary, *warning = chance.in_words(right, images, 0.1)
+    low, high = (float(end) for end in re.findall(r"interval (\S+)-(\S+) %", summary)[0])
     assert (low, high) == pytest.approx((100 * ends.low, 100 * ends.high), abs=0.501 if images < 1000 else 0.0501)
-    assert said.endswith("guessing would get 10 %")
+    assert "guessing would get 10 %" in summary
     assert bool(warning) == (ends.low <= 0.1)
 
 
 @pytest.mark.parametrize(("right", "verdict"), [(390, "too sure"), (730, "less sure than"), (690, "no further apart")])
-def test_how_sure_a_model_is_in_words(right: int, verdict: str) -> None:
-    """Of one side only where SciPy's interval of the accuracy is all on the other."""
+def test_confidence_is_called_wrong_only_outside_of_the_interval_of_accuracy(right: int, verdict: str) -> None:
     ends = stats.binomtest(right, 1000).proportion_ci(method="wilson")
     assert (ends.low <= 0.7 <= ends.high) == verdict.startswith("no")
-    said = chance.sureness(0.7, right, 1000)
-    assert said.startswith(f"on average it says 70 % and is right in {right / 10:.0f} %: {verdict}")
+    assert verdict in chance.sureness(0.7, right, 1000)
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (1, 10), (970, 1000), (50_000, 50_000)])
@@ -82,7 +78,7 @@ def test_two_proportions_equal_the_chi_square_test() -> None:
     assert chance.two_proportions(10, 10, 20, 20) == 1.0
 
 
-def test_the_paired_interval_equals_drawing_the_images_anew() -> None:
+def test_the_paired_interval_equals_resampling_the_images() -> None:
     rng = np.random.default_rng(1)
     apart = rng.choice([-1, 0, 1], 500, p=[0.1, 0.75, 0.15])
     only_a, only_b = int((apart < 0).sum()), int((apart > 0).sum())
@@ -90,7 +86,7 @@ def test_the_paired_interval_equals_drawing_the_images_anew() -> None:
     assert chance.paired(only_a, only_b, 500) == pytest.approx(np.quantile(drawn, (0.025, 0.975)), abs=0.003)
 
 
-def test_a_means_interval_is_that_of_the_normal_distribution() -> None:
+def test_the_interval_of_a_mean_equals_scipys() -> None:
     values = np.random.default_rng(0).normal(3, 2, 100)
     expected = stats.norm.interval(0.95, values.mean(), stats.sem(values))
     assert chance.mean_interval(values) == pytest.approx(expected, rel=1e-9)
@@ -127,7 +123,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Assessed, Assessed]:
     return made(folder, 0), made(folder, 1)
 
 
-def test_the_terminal_shows_the_cards_numbers(both: tuple[Assessed, Assessed]) -> None:
+def test_the_terminal_shows_the_metrics_of_the_card(both: tuple[Assessed, Assessed]) -> None:
     done, out = both[0], io.StringIO()
     Console(file=out, width=80).print(summary_table(done))
     told, (low, high) = out.getvalue(), done.card.intervals["top1"]
@@ -137,7 +133,7 @@ def test_the_terminal_shows_the_cards_numbers(both: tuple[Assessed, Assessed]) -
     assert str(done.folder / "report.html") in told.replace("\n", "")
 
 
-def test_a_card_says_all_that_is_needed(both: tuple[Assessed, Assessed]) -> None:
+def test_a_card_has_metrics_data_model_and_environment(both: tuple[Assessed, Assessed]) -> None:
     from sklearn.metrics import precision_recall_fscore_support
 
     done = both[0]
@@ -154,21 +150,21 @@ def test_a_card_says_all_that_is_needed(both: tuple[Assessed, Assessed]) -> None
     assert card.model["weights"] == tensor_hash(model.state_dict())
     assert card.model["config"] == json.loads(json.dumps(to_json(model.config)))
     assert card.data["fingerprint"]
-    assert card.data["content"] == sample_hash(open_source("digits", "test"), 256)  # or it matches no older card
+    assert card.data["content"] == sample_hash(open_source("digits", "test"), 256)  # as in older cards
     assert card.data["spec"] == "digits"
     assert card.precision == "fp32"
     assert {"plainvit", "torch", "python", "device", "command", "started", "commit"} <= card.environment.keys()
     assert json.loads((done.folder / "card.json").read_text())["card"] == 1
 
 
-def test_classes_that_do_not_occur_do_not_count_in_the_means(tmp_path: Path) -> None:
+def test_absent_classes_do_not_count_in_macro_means(tmp_path: Path) -> None:
     from sklearn.metrics import precision_recall_fscore_support
 
     plant_classes(tmp_path / "photos" / "test", {"ant": 8, "bee": 8})
     (tmp_path / "photos" / "test" / "cat").mkdir()
     model = tiny.vit(torch.float32, image_size=(16, 16), classes=3)
     with torch.no_grad():
-        model.head.bias[2] = -1000.0  # never guessed
+        model.head.bias[2] = -1000.0  # never predicted
     plainvit.save(model, tmp_path / "model.safetensors")
     done = assess(tmp_path / "model.safetensors", str(tmp_path / "photos"), out=tmp_path, device="cpu", quiet=True)
     assert done
@@ -182,7 +178,7 @@ def test_classes_that_do_not_occur_do_not_count_in_the_means(tmp_path: Path) -> 
     assert "on average it says" in page
 
 
-def test_the_folder_is_whole(both: tuple[Assessed, Assessed]) -> None:
+def test_the_folder_has_report_figures_and_tables(both: tuple[Assessed, Assessed]) -> None:
     folder = both[0].folder
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "").replace("http://www.w3.org", "")
@@ -218,18 +214,18 @@ def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Assessed, Asse
         ({"card": 2}, "version 2"),
         ({"card": None}, "version None"),
         ({"metrics": []}, "metrics"),
-        ({"images": 0}, "no images"),
+        ({"images": 0}, "images"),
         ({"counts": {"top1": 1, "top5": 2}}, "top1 is"),
         ({"counts": {"top1": "many"}}, "top1 is missing"),
         ({"metrics": {"top1": float("nan")}}, "top1 is missing"),
         ({"data": {"spec": "digits"}}, "data.fingerprint"),
     ],
 )
-def test_what_is_no_card_of_this_version_is_refused(
+def test_an_invalid_card_is_a_data_error(
     change: dict[str, Any], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
 ) -> None:
-    said = json.loads((both[0].folder / "card.json").read_text()) | change
-    (tmp_path / "card.json").write_text(json.dumps(said))
+    stored = json.loads((both[0].folder / "card.json").read_text()) | change
+    (tmp_path / "card.json").write_text(json.dumps(stored))
     with pytest.raises(SystemExit) as caught:
         main(["compare", str(both[0].folder), str(tmp_path)])
     assert caught.value.code == 3
@@ -238,7 +234,7 @@ def test_what_is_no_card_of_this_version_is_refused(
     assert words in err
 
 
-def test_files_that_are_no_cards(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+def test_absent_or_damaged_files_are_data_errors(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no card"):
         read_card(tmp_path)
     (tmp_path / "card.json").write_text("{")
@@ -272,11 +268,9 @@ def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, As
     assert row["nll"]["p"] == pytest.approx(2 * stats.norm.sf(abs(pair.statistic)), rel=1e-6)
     main(["compare", *(str(done.folder) for done in both)])
     names = [one["name"] for one in found["cards"]]
-    told = f"right in {names[1]} alone: {table[1][0]}, in {names[0]} alone: {table[0][1]}"
     out = " ".join(capsys.readouterr().out.split())
-    assert told in out
-    p = row["top1"]["p"]
-    assert f"p {p:.2g}: {'hardly' if p < 0.05 else 'may be'} chance" in out
+    assert f"only in {names[1]}: {table[1][0]}, only in {names[0]}: {table[0][1]}" in out
+    assert f"p {row['top1']['p']:.2g}: {'not ' * (row['top1']['p'] >= 0.05)}significant" in out
 
 
 def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
@@ -294,18 +288,17 @@ def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"data": {"fingerprint": "0" * 16}}, "the images differ"),
-        ({"data": {"split": "val"}}, "the split differ"),
-        ({"data": {"rule": "another"}}, "what counts as right differ"),
-        ({"data": {"labels": "0" * 16}}, "the right answers differ"),
+        ({"fingerprint": "0" * 16}, "the images"),
+        ({"split": "val"}, "the split"),
+        ({"rule": "another"}, "the rule"),
+        ({"labels": "0" * 16}, "the correct classes"),
     ],
 )
-def test_unlike_cards_are_refused_by_what_differs(
-    change: dict[str, Any], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+def test_cards_of_different_data_need_force(
+    change: dict[str, str], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
 ) -> None:
     card = both[1].card
-    other = replace(card, data=card.data | change["data"])
-    write_card(other, tmp_path)
+    write_card(replace(card, data=card.data | change), tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(["compare", str(both[0].folder), str(tmp_path)])
     assert caught.value.code == 2
@@ -319,36 +312,29 @@ def test_unlike_cards_are_refused_by_what_differs(
     assert "top-1" in out
 
 
-def test_other_numbers_of_images_are_refused_and_other_preprocessing_is_remarked(
+def test_another_number_of_images_is_an_error_and_other_preprocessing_a_remark(
     both: tuple[Assessed, Assessed], tmp_path: Path
 ) -> None:
     card = both[1].card
     counts = {"top1": 100, "top5": 300}
     fewer = replace(card, images=359, unreadable=1, counts=counts)
-    assert "359 images were scored, 360 in the first" in unlike(both[0].card, fewer)
+    assert re.search("359.*360", unlike(both[0].card, fewer))
     other = replace(card, preprocess=card.preprocess | {"hash": "x", "image_size": [16, 16]}, precision="bf16")
     write_card(other, tmp_path)
     row = compare([both[0].folder, tmp_path])["cards"][1]
-    assert "preprocessing differs: 8x8 px, squash, bilinear, and 16x16 px, squash, bilinear" in row["remarks"]
-    assert "precision differs: fp32 and bf16" in row["remarks"]
-    assert "the weights are the same" not in row["remarks"]
+    assert [remark.split()[0] for remark in row["remarks"]] == ["preprocessing", "precision"]
 
 
 def test_the_same_card_twice_is_no_difference(both: tuple[Assessed, Assessed], capsys: Capture) -> None:
     main(["compare", str(both[0].folder), str(both[0].folder), "--json"])
     row = json.loads(capsys.readouterr().out)["cards"][1]
-    assert row["difference"]["top1"] == {
-        "difference": 0.0,
-        "interval": [0.0, 0.0],
-        "p": 1.0,
-        "only_first": 0,
-        "only_this": 0,
-    }
+    same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
+    assert row["difference"]["top1"] == same
     assert row["remarks"] == ["the weights are the same"]
 
 
-def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture) -> None:
-    """Of runs all that bear on the result; of cards without a run those of the model."""
+def test_different_settings_are_listed(both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture) -> None:
+    """All settings of runs that affect results; of cards without a run those of the model."""
     runs = tmp_path / "a", tmp_path / "b"
     for folder, changes in zip(runs, ({}, {"seed": 1, "workers": 4, "recipe": "other"}), strict=True):
         write_card(both[0].card, folder)
@@ -366,7 +352,7 @@ def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("names", "stem"),
+    ("names", "prefix"),
     [
         (["token-0", "token-1"], "token"),
         (["token-seed0", "token-seed10"], "token"),
@@ -377,14 +363,14 @@ def test_settings_that_differ_are_named(both: tuple[Assessed, Assessed], tmp_pat
         (["lr-0.001"], "lr-0.001"),
     ],
 )
-def test_a_group_is_named_by_what_its_runs_share(names: list[str], stem: str) -> None:
-    assert seeds._stem(names) == stem
+def test_a_group_is_named_by_the_common_prefix(names: list[str], prefix: str) -> None:
+    assert seeds._find_prefix(names) == prefix
 
 
 def test_eight_runs_fit_a_narrow_terminal(
     both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups first, no pair of one group, the runs by their names, and whose seed the other group lacks."""
+    """Groups first, no pair within a group, the runs by name, and the run without a matching seed."""
     monkeypatch.chdir(tmp_path)
     runs = [
         plant_run(Path(f"p{patch}-{seed}"), both[0].card, seed, 300 + 7 * seed + patch, patch)
@@ -397,7 +383,7 @@ def test_eight_runs_fit_a_narrow_terminal(
     assert "\u2026" not in "".join(lines)
     assert lines[1].split()[-2:] == ["p2", "p4"]
     assert " ".join(lines[6:8]).startswith("p4 - p2: +0.56 points of top-1")
-    assert "(the other group lacks the seed of p2-4)" in " ".join(" ".join(lines[6:8]).split())
+    assert "p2-4)" in " ".join(lines[6:8])
     tables = [line.split() for line in lines if line.startswith("top-1, %")][1:]
     assert [value for row in tables for value in row[2:]] == [
         f"{(300 + 7 * int(run.name[3]) + int(run.name[1])) / 3.6:.2f}" for run in runs
@@ -412,10 +398,10 @@ def plant_run(folder: Path, card: Card, seed: int, right: int, lr: float) -> Pat
     return folder
 
 
-def test_runs_that_differ_in_the_seed_alone_are_groups(
+def test_runs_that_differ_only_in_the_seed_are_groups(
     both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
 ) -> None:
-    """Given in another order of the seeds, which are what pairs them; held against SciPy's paired t-test."""
+    """Paired by seed, in any order; compared with SciPy's paired t-test."""
     low, high = {0: 290, 1: 306, 2: 288}, {2: 295, 1: 304, 0: 310}
     rows = [("low", 1e-3, low), ("high", 1e-2, high)]
     runs = [
@@ -438,11 +424,11 @@ def test_runs_that_differ_in_the_seed_alone_are_groups(
     assert "mean ± standard deviation over seeds" in out
     other = plant_run(tmp_path / "other", both[0].card, 7, 180, 1.0)
     assert compare([*runs[:2], other])["groups"][1]["difference"] is None, "no seed in common"
-    assert compare([runs[0], runs[3], other])["groups"] == [], "no two differ in the seed alone"
+    assert compare([runs[0], runs[3], other])["groups"] == [], "no two differ only in the seed"
     assert compare([done.folder for done in both])["groups"] == []
 
 
-def test_one_card_is_not_a_comparison(both: tuple[Assessed, Assessed]) -> None:
+def test_one_card_cannot_be_compared(both: tuple[Assessed, Assessed]) -> None:
     with pytest.raises(ValueError, match="two cards"):
         compare([both[0].folder])
 
@@ -454,7 +440,7 @@ def named(card: Card, spec: str, model: str, config: dict[str, Any]) -> Card:
     return replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": model, "config": config})
 
 
-def test_published_numbers_stand_beside(both: tuple[Assessed, Assessed]) -> None:
+def test_published_results_are_found_by_weights_and_architecture(both: tuple[Assessed, Assessed]) -> None:
     card = both[0].card
     assert published(card) == []
     base = to_json(configure("ViT-B/16"))
@@ -468,14 +454,12 @@ def test_published_numbers_stand_beside(both: tuple[Assessed, Assessed]) -> None
     assert [round(100 * one["top1"], 2) for one in pets] == [91.35, 93.09, 95.83]
 
 
-@pytest.mark.parametrize("name", ["ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14"])
-def test_the_papers_models_are_known_by_their_shape(name: str, both: tuple[Assessed, Assessed]) -> None:
-    assert f"ViT-{shape(named(both[0].card, 'imagenet', '', to_json(configure(name))))}" == name
-
-
-@pytest.mark.parametrize("name", ["ViT-S/16", "R50x1+ViT-B/16", "BiT-R50x1"])
-def test_other_models_are_not(name: str, both: tuple[Assessed, Assessed]) -> None:
-    assert shape(named(both[0].card, "imagenet", "", to_json(configure(name)))) == ""
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("ViT-B/16", "B/16"), ("ViT-L/32", "L/32"), ("ViT-H/14", "H/14"), ("ViT-S/16", ""), ("R50x1+ViT-B/16", "")],
+)
+def test_the_papers_models_are_recognised_by_shape(name: str, expected: str, both: tuple[Assessed, Assessed]) -> None:
+    assert shape(named(both[0].card, "imagenet", "", to_json(configure(name)))) == expected
 
 
 def test_a_peers_card_has_its_config(tmp_path: Path) -> None:
@@ -499,10 +483,10 @@ def test_a_peers_card_has_its_config(tmp_path: Path) -> None:
     }
 
 
-# What names do not tell -----------------------------------------------------------------------------------------------
+# Mistakes in the inputs -----------------------------------------------------------------------------------------------
 
 
-def test_other_pixels_under_the_same_names_are_other_images(tmp_path: Path) -> None:
+def test_other_pixels_with_the_same_names_cannot_be_compared(tmp_path: Path) -> None:
     """As with ImageNet-C, whose files are named as ImageNet's."""
     for name, seed in (("clean", 0), ("same", 0), ("noisy", 100)):
         plant_classes(tmp_path / name / "test", {"ant": 5, "bee": 5}, seed)
@@ -516,40 +500,40 @@ def test_other_pixels_under_the_same_names_are_other_images(tmp_path: Path) -> N
         cards.append(done)
     assert len({one.card.data["fingerprint"] for one in cards}) == 1
     assert unlike(cards[0].card, cards[1].card) == ""
-    with pytest.raises(ValueError, match="the pixels of the images"):
+    with pytest.raises(ValueError, match="pixels"):
         compare([cards[0].folder, cards[2].folder])
 
 
-def test_rows_of_another_evaluation_are_refused(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+def test_rows_of_another_evaluation_are_a_data_error(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
     assert both[0].card.counts != both[1].card.counts
     write_card(both[0].card, tmp_path)
     (tmp_path / "images.parquet").write_bytes((both[1].folder / "images.parquet").read_bytes())
-    with pytest.raises(DataError, match="another evaluation than its card"):
+    with pytest.raises(DataError, match="another evaluation"):
         compare([tmp_path, both[1].folder])
 
 
-def test_a_runs_folder_is_not_written_over(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is the folder of a run"):
+    with pytest.raises(ValueError, match="folder of a run"):
         assess("weights", "digits", out=tmp_path)
 
 
-def test_answers_that_are_not_finite_are_no_result(tmp_path: Path) -> None:
+def test_non_finite_predictions_write_no_card(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
     model.head.weight.data.fill_(3e38)
     plainvit.save(model, tmp_path / "model.safetensors")
-    with pytest.raises(NonFiniteError, match=r"360 of 360 images .*digits-0"):
+    with pytest.raises(NonFiniteError, match="360 of 360"):
         assess(tmp_path / "model.safetensors", "digits", out=tmp_path / "out", device="cpu", quiet=True)
     assert not (tmp_path / "out" / "card.json").exists()
 
 
-def test_an_interval_of_a_proportion_lies_between_0_and_1() -> None:
+def test_wilson_intervals_are_between_0_and_1() -> None:
     for images in range(1, 400):
         assert 0 <= chance.wilson(0, images)[0] < 1e-12
         assert 1 - 1e-12 < chance.wilson(images, images)[1] <= 1
 
 
-def test_published_numbers_stand_beside_test_images_only(both: tuple[Assessed, Assessed]) -> None:
+def test_published_results_need_the_test_split(both: tuple[Assessed, Assessed]) -> None:
     config = to_json(configure("ViT-B/16", classes=10))
     card = replace(both[0].card, model={**both[0].card.model, "config": config})
     data = {**card.data, "spec": "cifar10"}

@@ -1,4 +1,4 @@
-"""The live line of a long job, as terminals of several widths show it."""
+"""The progress bar at several terminal widths."""
 
 import re
 
@@ -8,10 +8,10 @@ from plainvit.runtime.display import Display
 
 
 @pytest.mark.parametrize(("columns", "bar", "cut"), [(60, 1, True), (80, 1, True), (108, 16, False), (200, 40, False)])
-def test_the_bar_gives_way_first_then_the_end_of_the_words(
+def test_a_narrow_terminal_shortens_the_bar_then_the_text(
     columns: int, bar: int, cut: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """How far it is and how long it takes are told at any width."""
+    """Percentage and time are visible at any width."""
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": str(columns), "LINES": "24", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     words = "epoch 8.6  loss 1.089  lr 0.00079  1,562 images/s  waiting for data 1%"

@@ -1,4 +1,4 @@
-"""Several processes on loopback against one: the same samples, losses and weights; deaths, restarts, other layouts."""
+"""Several processes on one machine: equal to one process, restarted after a kill, ended together."""
 
 import html
 import json
@@ -24,7 +24,7 @@ from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, losses_told
 from plainvit.runtime.folder import metrics
-from plainvit.runtime.watchdog import _who_is_missing
+from plainvit.runtime.watchdog import find_missing
 from plainvit.train.step import PendingStep
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -41,17 +41,15 @@ def recipe():
 """
 
 
-def train(
-    folder: Path, *flags: str, steps: int = 12, save: int = 0, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *flags, steps=steps, save=save),
-        env=ENVIRONMENT | options,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def train(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> subprocess.CompletedProcess[str]:
+    line = command(folder, *flags, steps=steps, save=save)
+    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def start(folder: Path, *flags: str, steps: int, save: int = 0) -> subprocess.Popen[str]:
+    """A launcher of two processes, in the background."""
+    line = command(folder, "--devices", "2", *flags, steps=steps, save=save)
+    return subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def command(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> list[str]:
@@ -74,9 +72,19 @@ def numbers(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def wait_for_steps(folder: Path, launcher: subprocess.Popen[Any], steps: int = 5) -> None:
+    deadline = time.monotonic() + 60
+    while len(losses(folder)) < steps and launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process: this one, whose torch is loaded."""
+    """The run of one process: this one, where torch is already loaded."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
         small_runs.without_figures(patch)
@@ -93,11 +101,8 @@ LAYOUTS = {
 }
 
 
-FAST = ("sharded",)
-
-
 @pytest.mark.parametrize(
-    "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if name == "sharded" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", *LAYOUTS[layout])
@@ -106,7 +111,7 @@ def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> No
     expected, found = state(alone), state(tmp_path / "run")
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
-        if "qkv.bias" not in name:  # the gradient of a key's bias is rounding, of which Adam makes whole steps
+        if "qkv.bias" not in name:  # a key bias has no gradient but rounding, which Adam scales to full steps
             torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     assert numbers(tmp_path / "run")["test"]["images"] == 360
     assert numbers(tmp_path / "run")["test"]["nll"] == pytest.approx(numbers(alone)["test"]["nll"], rel=1e-4)
@@ -119,137 +124,105 @@ def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_fifty_steps_of_two_processes_equal_one(parallel: str, tmp_path: Path) -> None:
-    train(tmp_path / "one", steps=50)
-    train(tmp_path / "two", "--devices", "2", "--parallel", parallel, steps=50)
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert len(one) == len(two) == 50
-    assert two[:20] == pytest.approx(one[:20], rel=1e-5)
-    assert two == pytest.approx(one, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_two_processes_agree_on_what_the_hours_allow(tmp_path: Path) -> None:
-    """Each measures a step by its own clock; runs of different lengths would wait for each other for ever."""
+def test_two_processes_agree_on_the_number_of_steps_for_hours(tmp_path: Path) -> None:
+    """Each measures its own step time; runs of different lengths would deadlock."""
     done = train(tmp_path / "run", "--devices", "2", "--hours", "0.001", "--timeout", "15", steps=100_000)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"0.001 hours allow \d+ of 100000 steps", done.stderr)) == 1
-    said = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (said["state"], said["step"]) == ("done", len(losses(tmp_path / "run")))
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["step"]) == ("done", len(losses(tmp_path / "run")))
 
 
 def stop_at(folder: Path, step: int, *flags: str, steps: int = 12) -> None:
-    """A run that is told to end once it has come to a step; it saves there or a little later."""
+    """Sends SIGTERM once a run has reached a step; it saves there or a little later."""
     child = subprocess.Popen(command(folder, *flags, steps=steps, save=1), env=ENVIRONMENT, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while len(losses(folder)) < step and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_steps(folder, child, step)
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
 
 
 @pytest.mark.slow
-def test_one_then_two_then_one_process_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+def test_resume_with_another_number_of_processes_sees_the_same_samples(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(whole, steps=60, save=1).returncode == 0
     stop_at(parts, 10, steps=60)
     first = len(losses(parts))
     stop_at(parts, first + 10, "--devices", "2", "--parallel", "fsdp", "--sharded", steps=60)
     second = len(losses(parts))
-    assert 10 <= first < second < 60, "each part of the run must be real"
+    assert 10 <= first < second < 60, "each part of the run must make steps"
     done = train(parts, steps=60, save=1)
     assert done.returncode == 0, done.stderr
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
     assert [line["step"] for line in metrics(parts) if "loss" in line] == list(range(1, 61))
 
 
-def workers_of(agent: int) -> list[int]:
-    """Processes that torchrun's agent has started."""
-    found = []
+def workers_of(launcher: int) -> list[int]:
+    """Training processes of a launcher, in the order of their ranks."""
+    found: dict[bytes, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
+            rank = re.search(rb"(?:^|\0)RANK=(\d)", (path.parent / "environ").read_bytes())
         except (OSError, ValueError):
             continue
-        if parent == agent and b"plainvit" in words:
-            found.append(int(path.parent.name))
-    return sorted(found)
+        if parent == launcher and b"plainvit" in words and rank:
+            found[rank[1]] = int(path.parent.name)
+    return [found[rank] for rank in sorted(found)]
 
 
-def kill_and_wait(folder: Path, kills: int, *flags: str, steps: int) -> subprocess.Popen[str]:
-    """Kills one of the two ranks, by turns, whenever the run has moved on since the last time."""
-    line = command(folder, "--devices", "2", "--restarts", str(kills), *flags, steps=steps, save=2)
-    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    for number in range(kills):
-        before, dead = len(losses(folder)), time.monotonic() + 60
-        while (len(losses(folder)) <= before or len(workers_of(agent.pid)) < 2) and agent.poll() is None:
-            assert time.monotonic() < dead, "the run does not go on"
-            time.sleep(0.02)
-        if agent.poll() is None:
-            os.kill(workers_of(agent.pid)[number % 2], signal.SIGKILL)
-    return agent
+def started(folder: Path, *flags: str, steps: int = 3000, save: int = 2) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher whose run has made steps, and its two processes."""
+    launcher = start(folder, *flags, steps=steps, save=save)
+    wait_for_steps(folder, launcher)
+    workers = workers_of(launcher.pid)
+    assert len(workers) == 2
+    return launcher, workers
 
 
-def killed(folder: Path, whole: Path, kills: int, steps: int) -> None:
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "steps"), [(2, 200), (10, 1500)])
+def test_a_run_with_killed_ranks_restarts_and_ends_with_the_same_weights(
+    tmp_path: Path, kills: int, steps: int
+) -> None:
+    folder, whole = tmp_path / "killed", tmp_path / "whole"
     assert train(whole, "--devices", "2", steps=steps, save=2).returncode == 0
-    agent = kill_and_wait(folder, kills, steps=steps)
-    _, err = agent.communicate(timeout=180)
-    assert agent.returncode == 0, err
+    launcher = start(folder, "--restarts", str(kills), steps=steps, save=2)
+    for number in range(kills):
+        known, deadline = len(losses(folder)), time.monotonic() + 60
+        while (len(losses(folder)) <= known or len(workers_of(launcher.pid)) < 2) and launcher.poll() is None:
+            assert time.monotonic() < deadline, "the run makes no progress"
+            time.sleep(0.02)
+        if launcher.poll() is None:
+            os.kill(workers_of(launcher.pid)[number % 2], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, err
+    assert f"restart 1 of {kills}" in err
     assert tensor_hash(state(folder)) == tensor_hash(state(whole))
     assert losses(folder) == losses(whole)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_to_the_same_end(tmp_path: Path) -> None:
-    killed(tmp_path / "killed", tmp_path / "whole", kills=2, steps=200)
-
-
-@pytest.mark.slow
-def test_ten_killed_ranks_are_restarted_to_the_same_end(tmp_path: Path) -> None:
-    killed(tmp_path / "killed", tmp_path / "whole", kills=10, steps=1500)
-
-
-@pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_and_leaves_nobody_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher_saves_and_ends_all_processes(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGKILL too, which the launcher cannot pass on."""
     folder = tmp_path / "run"
-    line = command(folder, "--devices", "2", steps=3000)
-    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    workers = workers_of(agent.pid)
-    assert len(workers) == 2
-    agent.send_signal(signal.SIGTERM)
-    _, err = agent.communicate(timeout=60)
-    assert agent.returncode == 143
-    assert "death signal" not in err, "a line of PyTorch's own"
-    assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
-    assert Checkpoints(folder / "checkpoints", 9).newest()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
-    """SIGKILL, which it cannot pass on: its processes save and end, and the run can go on."""
-    folder = tmp_path / "run"
-    agent = subprocess.Popen(
-        command(folder, "--devices", "2", steps=3000), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    workers, deadline = workers_of(agent.pid), time.monotonic() + 30
-    assert len(workers) == 2
-    agent.kill()
-    _, err = agent.communicate(timeout=30)  # whose end is that of the last process
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+    launcher, workers = started(folder, save=0)
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)):
         assert time.monotonic() < deadline, "processes outlive the launcher"
         time.sleep(0.1)
-    said = json.loads((folder / "status.json").read_text())
-    assert (said["state"], said["exit_code"]) == ("interrupted", 143)
-    assert Checkpoints(folder / "checkpoints", 9).steps() == [said["step"]]
-    assert f"saved at step {said['step']}" in err
+    ended = status(folder)
+    assert launcher.returncode == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert (ended["state"], ended["exit_code"]) == ("interrupted", 143)
+    assert Checkpoints(folder / "checkpoints", 9).steps() == [ended["step"]]
     assert "Traceback" not in err
+    assert "death signal" not in err, "a line of PyTorch's own"
 
 
 @pytest.mark.parametrize(
@@ -262,8 +235,8 @@ def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
         ([[signal.SIGINT], [signal.SIGINT], [signal.SIGTERM]], signal.SIGTERM),
     ],
 )
-def test_what_three_processes_say_of_a_step_adds_up(signals: list[list[int]], number: int) -> None:
-    """The mean of the losses, all the images that were right, the norm that all know; one SIGTERM outweighs SIGINTs."""
+def test_three_processes_sum_their_step_results(signals: list[list[int]], number: int) -> None:
+    """Mean loss, total of correct images, the common gradient norm; one SIGTERM outweighs SIGINTs."""
     shares: list[Tensor] = []
 
     def kept(share: Tensor) -> Tensor:
@@ -279,137 +252,93 @@ def test_what_three_processes_say_of_a_step_adds_up(signals: list[list[int]], nu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_process_ends_all_and_is_called_by_its_name(tmp_path: Path, number: signal.Signals) -> None:
-    folder = tmp_path / "run"
-    agent = subprocess.Popen(
-        command(folder, "--devices", "2", steps=3000), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    os.kill(workers_of(agent.pid)[1], number)
-    _, err = agent.communicate(timeout=60)
-    assert f"plainvit: {number.name}: saved at step" in err
-    said = json.loads((folder / "status.json").read_text())
-    assert (said["state"], said["exit_code"], agent.returncode) == ("interrupted", 128 + number, 128 + number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_the_rank_that_died_is_named_and_what_follows(tmp_path: Path, restarts: int) -> None:
-    folder = tmp_path / "run"
-    line = command(folder, "--devices", "2", "--restarts", str(restarts), steps=300, save=2)
-    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    dead = next(pid for pid in workers_of(agent.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(dead, signal.SIGKILL)
-    _, err = agent.communicate(timeout=120)
-    (said,) = [line for line in lines(err) if "rank 1" in line]
-    follows = "all start again from the last checkpoint, restart 1 of 1" if restarts else "the same command goes on"
-    assert said.startswith(f"plainvit: rank 1 was ended by SIGKILL; {follows}")
-    assert agent.returncode == (0 if restarts else 128 + signal.SIGKILL), err
-    assert ("resumed from step" in err) == bool(restarts)
-    assert "/" not in "".join(lines(err)), "no path of PyTorch's source"
+def test_a_signal_to_one_process_ends_all_with_its_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+    launcher, workers = started(tmp_path / "run")
+    os.kill(workers[1], number)
+    _, err = launcher.communicate(timeout=60)
+    assert number.name in err
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("interrupted", 128 + number, 128 + number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_status_tells_of_a_killed_rank_with_the_exit_code_of_the_command(tmp_path: Path, rank: int) -> None:
-    """Also where it is the first, who writes it, that was killed."""
-    agent, workers = begun(tmp_path / "run")
+def test_a_killed_rank_is_named_in_status_and_output(tmp_path: Path, rank: int) -> None:
+    """Also if it is rank 0, which otherwise writes the status."""
+    launcher, workers = started(tmp_path / "run")
     os.kill(workers[rank], signal.SIGKILL)
-    agent.communicate(timeout=60)
-    said = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (said["state"], said["exit_code"], agent.returncode) == ("failed", 137, 137)
-    assert said["reason"].startswith(f"rank {rank} was ended by SIGKILL; the same command goes on")
+    _, err = launcher.communicate(timeout=60)
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("failed", 137, 137)
+    assert f"rank {rank} was killed by SIGKILL" in ended["reason"]
+    assert f"plainvit: {ended['reason']}" in lines(err)
 
 
 @pytest.mark.slow
-def test_status_tells_of_processes_that_could_not_hear_a_signal(tmp_path: Path) -> None:
-    """They stand still, and the launcher is told to end: it kills them after a while, which is not waited for here."""
-    agent, workers = begun(tmp_path / "run")
+def test_processes_that_do_not_react_to_sigterm_are_recorded_as_interrupted(tmp_path: Path) -> None:
+    """They are stopped; torchrun would kill them after a while, which the test does itself."""
+    launcher, workers = started(tmp_path / "run")
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
-    agent.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGTERM)
     time.sleep(1)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    _, err = agent.communicate(timeout=60)
-    said = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (said["state"], said["exit_code"], agent.returncode) == ("interrupted", 143, 143), err
-    assert said["reason"] == "SIGTERM; the same command goes on from the last checkpoint"
-
-
-def begun(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A launcher whose run has made steps, and its processes in the order of their ranks."""
-    agent = subprocess.Popen(
-        command(folder, "--devices", "2", steps=3000, save=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    ranks = {b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes(): pid for pid in workers_of(agent.pid)}
-    return agent, [ranks[False], ranks[True]]
+    _, err = launcher.communicate(timeout=60)
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("interrupted", 143, 143), err
+    assert ended["reason"].startswith("SIGTERM")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("earlier", "now", "missing"),
     [
-        ([(5, 9), (5, 7)], [(5, 12), (5, 7)], "rank 1 last heard of at step 5"),
-        (
-            [(5, 9), (4, 7), (-1, 0)],
-            [(5, 12), (4, 7), (-1, 0)],
-            "rank 1 last heard of at step 4, rank 2 not heard of at any step",
-        ),
-        ([(5, 9), (4, 7), (5, 1)], [(5, 12), (4, 9), (5, 3)], "rank 1 is behind, at step 4"),
+        ([(5, 9), (5, 7)], [(5, 9), (5, 7)], [1]),
+        ([(5, 9), (4, 7), (-1, 0)], [(5, 12), (4, 7), (-1, 0)], [1, 2]),
+        ([(5, 9), (4, 7), (5, 1)], [(5, 12), (4, 9), (5, 3)], [1]),
     ],
 )
-def test_who_is_missing_is_said_in_words(
-    before: list[tuple[int, int]], after: list[tuple[int, int]], words: str
+def test_the_missing_ranks_are_the_silent_ones_or_the_slowest(
+    earlier: list[tuple[int, int]], now: list[tuple[int, int]], missing: list[int]
 ) -> None:
-    assert _who_is_missing(0, before, after) == words
+    assert find_missing(0, earlier, now) == missing
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "lost"),
     [
-        ("[/w/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711", None),
-        ("NCCL error in: /w/ProcessGroupNCCL.cpp:3356, remote process exited", "NCCL error in: remote process exited"),
+        (RuntimeError("[/w/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711"), True),
+        (RuntimeError("NCCL error in: /w/ProcessGroupNCCL.cpp:3356, remote process exited"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_a_loss_is_told_without_the_place_in_the_source(error: str, reason: str | None) -> None:
-    with pytest.raises(LostError) as caught, losses_told(World(2, 4)):
-        raise RuntimeError(error)
-    told = f"rank 2 lost another process of the run: {reason or 'Connection closed by peer [10.0.0.7]:4711'}; "
-    assert str(caught.value) == told + "the same command goes on from the last checkpoint"
+def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: bool) -> None:
+    with (
+        pytest.raises(LostError if lost else RuntimeError, match="rank 2" if lost else "mat1"),
+        losses_told(World(2, 4)),
+    ):
+        raise error
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    """SIGSTOP: alive for the agent, but silent. The other rank names it, with its own stack, and the run ends."""
+def test_a_stopped_rank_is_named_by_the_watchdog_of_the_other(tmp_path: Path) -> None:
+    """SIGSTOP: the process is alive for torchrun, but silent."""
     folder = tmp_path / "run"
-    line = command(folder, "--devices", "2", "--timeout", "6", steps=5000)
-    agent = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while len(losses(folder)) < 5 and agent.poll() is None:
-        time.sleep(0.02)
-    time.sleep(1.5)  # each tells of its step about once a second
-    workers = workers_of(agent.pid)
-    stopped = max(workers)
-    rank = next(int(v) for v in re.findall(rb"(?:^|\0)RANK=(\d)", Path(f"/proc/{stopped}/environ").read_bytes()))
-    os.kill(stopped, signal.SIGSTOP)
-    started, note = time.monotonic(), folder / f"stalled-rank-{1 - rank}.txt"
-    while not note.is_file() and time.monotonic() - started < 6 + 10:
+    launcher, workers = started(folder, "--timeout", "6", steps=5000, save=0)
+    time.sleep(1.5)  # the heartbeat is about one second
+    os.kill(workers[1], signal.SIGSTOP)
+    stopped, note = time.monotonic(), folder / "stalled-rank-0.txt"
+    while not note.is_file() and time.monotonic() - stopped < 6 + 10:
         time.sleep(0.1)
     assert note.is_file(), "it must be named within ten seconds of the timeout"
-    os.kill(stopped, signal.SIGCONT)  # the agent's SIGTERM waits for that; without, it would kill it after 30 s
-    _, err = agent.communicate(timeout=60)
-    assert agent.returncode != 0
-    assert f"rank {rank} last heard of at step " in err
-    said = json.loads((folder / "status.json").read_text())
-    assert (said["state"], said["exit_code"], agent.returncode) == ("failed", 5, 5)
-    assert f"plainvit: {said['reason']}; stacks in {note}" in err
-    stacks = note.read_text()
-    assert "gradients" in stacks
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    os.kill(workers[1], signal.SIGCONT)  # so that it gets torchrun's SIGTERM
+    _, err = launcher.communicate(timeout=60)
+    ended = status(folder)
+    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("failed", 5, 5)
+    assert "rank 1 (last at step " in ended["reason"]
+    assert f"plainvit: {ended['reason']}; stacks in {note}" in err
+    assert "train/loop.py" in note.read_text(), "the stack of the training loop"
+    assert not any(map(is_running, workers))
 
 
 # bad input ------------------------------------------------------------------------------------------------------------
@@ -420,7 +349,7 @@ def lines(err: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
+def test_an_indivisible_batch_is_reported_once(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", "--batch", "33", "--augment.mixup", "0")
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1
@@ -428,31 +357,29 @@ def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
     assert "2 processes" in done.stderr
 
 
-def test_more_processes_than_gpus_are_refused_before_they_start(tmp_path: Path) -> None:
+def test_more_processes_than_gpus_fail_before_they_start(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", "--device", "cuda")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no GPU" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("device", "local", "beside", "expected"),
+    ("device", "local", "processes", "expected"),
     [("cuda", 1, 2, "cuda:1"), ("auto", 0, 2, "cuda:0"), ("cuda:1", 0, 1, "cuda:1"), ("cpu", 1, 2, "cpu")],
 )
-def test_each_process_has_a_device_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, device: str, local: int, beside: int, expected: str
+def test_each_process_has_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, local: int, processes: int, expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device(device, local, beside) == expected
+    assert choose_device(device, local, processes) == expected
 
 
-@pytest.mark.parametrize(("device", "beside"), [("cuda:1", 2), ("cuda:0", 2), ("cuda:2", 1), ("cuda", 3)])
-def test_a_device_that_processes_would_share_or_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, beside: int
-) -> None:
+@pytest.mark.parametrize(("device", "processes"), [("cuda:1", 2), ("cuda:0", 2), ("cuda:2", 1), ("cuda", 3)])
+def test_a_shared_or_absent_device_is_an_error(monkeypatch: pytest.MonkeyPatch, device: str, processes: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="GPU"):
-        choose_device(device, 0, beside)
+        choose_device(device, 0, processes)
 
 
 @pytest.mark.parametrize(
@@ -462,8 +389,9 @@ def test_a_device_that_processes_would_share_or_that_is_not_there_is_refused(
         ["evaluate", "run", "--data", "digits", "--devices", "2", "--device", "cpu"],
     ],
 )
-def test_the_launched_processes_get_the_arguments_of_main(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    """Not those of the program that calls it."""
+def test_launched_processes_get_the_arguments_of_main_not_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["another-program", "--its", "words"])
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr("plainvit.runtime.launch.launch", lambda *given: launched.append(given) or 7)
@@ -474,7 +402,7 @@ def test_the_launched_processes_get_the_arguments_of_main(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_muon_is_not_for_sharded_matrices(tmp_path: Path) -> None:
+def test_muon_with_fsdp_is_an_error(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", "--parallel", "fsdp", "--optim.name", "muon")
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1
@@ -496,28 +424,28 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_configs_fail_together(tmp_path: Path) -> None:
     port = free_port()
     both = [start_rank(tmp_path / "run", rank, port, "--seed", str(rank)) for rank in (0, 1)]
     errors = [one.communicate(timeout=60)[1] for one in both]
     assert [one.returncode for one in both] == [2, 2]
     assert len(lines("".join(errors))) == 1
-    assert "differ in their config" in errors[0]
+    assert "config" in errors[0]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_rendezvous_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_an_absent_rendezvous_is_an_error_with_its_address(tmp_path: Path) -> None:
     one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "1")
     _, err = one.communicate(timeout=60)
     assert one.returncode == 2
-    assert "cannot meet the others at 127.0.0.1" in lines(err)[0]
+    assert "127.0.0.1" in lines(err)[0]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_two_agents_on_loopback_are_one_run(alone: Path, tmp_path: Path) -> None:
-    """The line of the docs for several machines, with two of them on this one."""
+def test_two_torchrun_agents_make_one_run(alone: Path, tmp_path: Path) -> None:
+    """The command of the docs for several machines, with two of them on this one."""
     port, folder = free_port(), tmp_path / "run"
     inner = command(folder)[2:]  # -m plainvit ...
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]

@@ -1,4 +1,4 @@
-"""Every search over a grid takes the best value, and says where a better one may lie beyond the grid's end."""
+"""Searches over a grid choose the best value and warn if it is at the edge."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ from plainvit.train.search import search_rates
     ("scores", "best"),
     [
         ({1.0: 0.1, 2.0: 0.3, 3.0: 0.2}, 2.0),
-        ({1.0: 0.1, 2.0: 0.3, 3.0: 0.3}, 2.0),  # of equals, inside before the edge
+        ({1.0: 0.1, 2.0: 0.3, 3.0: 0.3}, 2.0),  # ties: not at the edge
         ({1.0: 0.3, 2.0: 0.3, 3.0: 0.2}, 2.0),
         ({1.0: 0.1, 2.0: 0.3, 3.0: 0.3, 4.0: 0.3, 5.0: 0.1}, 3.0),  # the middle
         ({1.0: 0.3, 2.0: 0.3, 3.0: 0.3, 4.0: 0.3}, 2.0),
@@ -30,7 +30,7 @@ from plainvit.train.search import search_rates
         ({1.0: -math.inf, 2.0: 0.1}, 2.0),
     ],
 )
-def test_the_best_of_a_grid(scores: dict[float, Any], best: float) -> None:
+def test_the_best_value_is_chosen_in_any_order(scores: dict[float, Any], best: float) -> None:
     assert choose_best(scores) == best
     assert choose_best(dict(reversed(scores.items()))) == best
 
@@ -45,7 +45,7 @@ def test_the_best_of_a_grid(scores: dict[float, Any], best: float) -> None:
         (1.0, (1.0,), False),
     ],
 )
-def test_a_line_is_said_at_the_edge_alone(
+def test_only_a_value_at_the_edge_is_warned_of(
     value: float, values: tuple[float, ...], edge: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert is_at_edge(value, values) == edge
@@ -53,7 +53,7 @@ def test_a_line_is_said_at_the_edge_alone(
     assert [("--optim.grid" in line) for line in caplog.messages] == [True] * edge
 
 
-# Where the project searches -------------------------------------------------------------------------------------------
+# Searches in the package ----------------------------------------------------------------------------------------------
 
 
 def make_features(noise: float) -> Features:
@@ -65,19 +65,19 @@ def make_features(noise: float) -> Features:
 
 
 @pytest.mark.parametrize(("grid", "edge"), [((1e-9, 1e-8), True), ((0.0, 1e-8), None), ((1e-3,), False)])
-def test_the_linear_probe_says_that_its_l2_is_at_the_edge(
+def test_the_linear_probe_warns_of_an_l2_at_the_edge(
     grid: tuple[float, ...], edge: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = frozen.Pair(make_features(2.0), make_features(2.0), 3)
-    found = frozen.probed(pair, frozen.Settings(methods=("linear",), linear_l2=grid))["linear"]
+    found = frozen.run_probes(pair, frozen.Settings(methods=("linear",), linear_l2=grid))["linear"]
     assert found["at_edge"] == (edge if edge is not None else found["l2"] > 0)
     assert any("--linear-l2" in line for line in caplog.messages) == found["at_edge"]
 
 
-def test_the_l2_that_sets_choose_for_each_other_is_said_to_be_at_the_edge(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_shot_warns_of_a_chosen_l2_at_the_edge(caplog: pytest.LogCaptureFixture) -> None:
     tops = {repr(l2): {"top1": float(at), "sd": 0.0} for at, l2 in enumerate(probe.L2_SWEEP)}  # the larger the better
     cards = [{"data": name, "results": {"fewshot": {"5": {"sweep": tops}}}} for name in "ab"]
-    frozen._choose(cards, frozen.Settings(shots=(5,), sweep=True))
+    frozen._add_chosen_l2(cards, frozen.Settings(shots=(5,), sweep=True))
     for card in cards:
         chosen = card["results"]["fewshot"]["5"]["chosen"]
         assert (chosen["l2"], chosen["at_edge"]) == (max(probe.L2_SWEEP), True)
@@ -93,7 +93,7 @@ def test_the_l2_that_sets_choose_for_each_other_is_said_to_be_at_the_edge(caplog
         ({0.1: 0.5, 0.2: 0.7, 0.3: None}, 0.2, False),  # beyond it a run diverges
     ],
 )
-def test_the_search_of_rates_says_that_the_best_is_at_the_edge(
+def test_the_learning_rate_search_warns_of_a_rate_at_the_edge(
     scores: dict[float, float | None],
     best: float,
     edge: bool,
@@ -113,7 +113,7 @@ def test_the_search_of_rates_says_that_the_best_is_at_the_edge(
 
 @pytest.mark.parametrize("rates", [(0.5, 0.6, 0.7), (0.5, 0.7, 0.6)], ids=["edge", "inside"])
 @pytest.mark.parametrize("study", [masked.STUDIES[0], pooling.STUDY, transfer.STUDIES[0]], ids=lambda study: study.name)
-def test_studies_say_that_a_best_rate_is_at_the_edge(
+def test_studies_warn_of_a_rate_at_the_edge(
     study: Study, rates: tuple[float, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
@@ -128,7 +128,7 @@ def test_studies_say_that_a_best_rate_is_at_the_edge(
 
 
 @pytest.mark.parametrize("best", [(0.3, 0.1), (0.1, 0.0)], ids=["edge", "inside"])
-def test_the_study_of_regularisation_says_that_its_best_is_at_the_edge(
+def test_the_study_of_regularisation_warns_of_the_edge(
     best: tuple[float, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     arms = regularisation.STUDIES[0].arms("cpu")

@@ -118,7 +118,7 @@ every_bad = pytest.mark.parametrize("bad", [(4,), tuple(range(IMAGES))], ids=["o
 @every_bad
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMED)
-def test_non_finite_outputs_of_files_are_an_error_that_counts_and_names_them(
+def test_non_finite_outputs_are_counted_and_named(
     name: str, value: float, bad: tuple[int, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(NonFiniteError) as caught:
@@ -130,13 +130,13 @@ def test_non_finite_outputs_of_files_are_an_error_that_counts_and_names_them(
 
 @every_bad
 @pytest.mark.parametrize("name", SCORED)
-def test_non_finite_outputs_are_no_accuracy_in_an_analysis(name: str, bad: tuple[int, ...]) -> None:
+def test_an_analysis_fails_on_non_finite_outputs(name: str, bad: tuple[int, ...]) -> None:
     with pytest.raises(NonFiniteError):
         SCORED[name](make_model(), stack_images(bad))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_probes_refuse_non_finite_features_on_either_side(value: float) -> None:
+def test_probes_fail_on_non_finite_features(value: float) -> None:
     good, labels = torch.randn(20, 4), torch.arange(20) % 2
     bad = good.clone()
     bad[7, 1] = value
@@ -153,7 +153,7 @@ def test_probes_refuse_non_finite_features_on_either_side(value: float) -> None:
             assert caught.value.images == 1
 
 
-def test_features_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_non_finite_features_are_not_cached(tmp_path: Path) -> None:
     folder, cache = plant_images(tmp_path / "images", (4,)), tmp_path / "cache"
     with pytest.raises(NonFiniteError):
         extract(Predictor(make_model(), device="cpu"), open_source(str(folder), "test"), cache=cache, quiet=True)
@@ -202,7 +202,7 @@ def fail_validations(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> None:
     monkeypatch.setattr(setup, "classify", sometimes)
 
 
-def test_a_non_finite_validation_is_said_and_the_run_goes_on(
+def test_a_non_finite_validation_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.without_figures(monkeypatch)
@@ -281,7 +281,7 @@ def plant_failure(module: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "raises"])
 @pytest.mark.parametrize("name", [*SCORED, *LOOKED_AT])
-def test_an_analysis_leaves_the_mode_of_its_model(name: str, fails: bool) -> None:
+def test_an_analysis_restores_the_mode_of_its_model(name: str, fails: bool) -> None:
     model, images = make_model(), stack_images()
     before = mixed_modes(model)
     seen = plant_failure(model.blocks[1]) if fails else []
@@ -291,7 +291,7 @@ def test_an_analysis_leaves_the_mode_of_its_model(name: str, fails: bool) -> Non
     assert seen == [False] * fails
 
 
-def test_classify_leaves_the_mode_of_its_model_also_if_it_raises() -> None:
+def test_classify_restores_the_mode_if_it_raises() -> None:
     model = tiny.vit(torch.float32, depth=1, classes=10, image_size=(8, 8))
     predictor = Predictor(model, device="cpu")
     prepared = Prepared(open_source("digits", "test"), (8, 8), Preprocess())
@@ -315,7 +315,7 @@ def masked_run(tmp_path: Path) -> Iterator[Any]:
         yield build_training(resolve(config, splits), splits, folder, quiet=True)
 
 
-def test_judging_hidden_patches_leaves_the_mode_also_if_it_raises(masked_run: Any) -> None:
+def test_evaluating_hidden_patches_restores_the_mode_if_it_raises(masked_run: Any) -> None:
     run = masked_run
     before = mixed_modes(run.objective)
     evaluate_masked(run.objective, run.validation, run.cast)
@@ -350,7 +350,7 @@ def test_averaged_weights_that_do_not_fit_leave_the_models_own() -> None:
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_launch_that_fails_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.launcher import api
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

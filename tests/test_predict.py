@@ -1,15 +1,11 @@
-"""Prediction over many images: inputs of every kind, rows in their order, files of every format, killed jobs."""
+"""Batch prediction: all kinds of inputs, order of rows, output formats, killed and resumed jobs."""
 
 import bz2
-import contextlib
 import csv
-import gc
 import io
 import json
-import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -30,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import encode, jpeg, noise, plant, png, real_data, write_parquet, write_tar
+from pictures import encode, jpeg, noise, plant, png, write_parquet, write_tar
 from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
@@ -40,13 +36,12 @@ import plainvit
 from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import chosen
 from plainvit.cli import main
-from plainvit.commands.predict import _print_predictions
 from plainvit.data import sources
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
-from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, _Packed, _sized
-from plainvit.evaluate.outputs import Parts, _json_lines
+from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, _Packed, _size_cluster
+from plainvit.evaluate.outputs import Parts
 from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, trust, write
 from plainvit.evaluate.predictor import Predictor
 
@@ -70,7 +65,7 @@ def predictor(weights: Path) -> Predictor:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Seven files of many sizes and formats, one of them broken, one in a folder below."""
+    """Seven files of different sizes and formats, one broken, one in a subfolder."""
     files = {f"{i}.jpg": jpeg(i, 30 + 7 * i, 80 - 5 * i) for i in range(3)}
     files |= {
         "sub/3.png": png(3, 9, 70),
@@ -102,20 +97,20 @@ def refused(capsys: Capture, *arguments: object, code: int) -> str:
 # Inputs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_its_images_in_order(photos: Path) -> None:
+def test_a_folder_is_read_in_order(photos: Path) -> None:
     found = inputs.find([str(photos)])
     assert names(found) == [f"{photos}/{name}" for name in NAMES]
     assert all(found.read(at) == (photos / name).read_bytes() for at, name in enumerate(NAMES))
 
 
-def test_globs_match_images_alone_and_once(photos: Path) -> None:
+def test_globs_match_only_images_and_each_once(photos: Path) -> None:
     assert [Path(name).name for name in names(inputs.find([f"{photos}/**/*"]))] == [Path(name).name for name in NAMES]
     assert names(inputs.find([f"{photos}/[01].*"])) == [f"{photos}/0.jpg", f"{photos}/1.jpg"]
     assert names(inputs.find([f"{photos}/s*"])) == [f"{photos}/sub/3.png"]
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tgz", "tar.bz2", "tar.xz"])
-def test_archives_give_the_bytes_of_their_members(photos: Path, kind: str) -> None:
+def test_archives_are_read_in_any_order(photos: Path, kind: str) -> None:
     path = photos.parent / f"all.{kind}"
     if kind == "zip":
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
@@ -132,7 +127,7 @@ def test_archives_give_the_bytes_of_their_members(photos: Path, kind: str) -> No
     assert backwards == [(photos / name).read_bytes() for name in reversed(NAMES)]
 
 
-def test_names_come_from_standard_input_and_wrong_ones_are_rows(photos: Path) -> None:
+def test_names_are_read_from_standard_input_and_invalid_ones_are_rows(photos: Path) -> None:
     (photos.parent / "empty").mkdir()
     lines = [
         f"{photos}/2.jpg\n",
@@ -143,12 +138,12 @@ def test_names_come_from_standard_input_and_wrong_ones_are_rows(photos: Path) ->
     ]
     found = inputs.find(["-"], lines=[line.encode() for line in lines])
     assert [Path(name).name for name in names(found)] == ["2.jpg", "nothing.jpg", "empty", "3.png"]
-    for index, words in ((1, "No such file"), (2, "holds no images")):
+    for index, words in ((1, "No such file"), (2, "no images")):
         with pytest.raises(ImageError, match=words):
             found.read(index)
 
 
-def test_names_with_zero_bytes_between_them_come_from_standard_input(tmp_path: Path) -> None:
+def test_names_on_standard_input_may_be_separated_by_zero_bytes(tmp_path: Path) -> None:
     plant(tmp_path, {"a.png": png(1), "two\nlines.png": png(2)})
     given = subprocess.run(["find", str(tmp_path), "-type", "f", "-print0"], capture_output=True, check=True).stdout
     found = inputs.find(["-"], lines=io.BytesIO(given))
@@ -156,14 +151,14 @@ def test_names_with_zero_bytes_between_them_come_from_standard_input(tmp_path: P
     assert {bytes(found.read(0)), bytes(found.read(1))} == {png(1), png(2)}
 
 
-def test_a_standard_input_that_is_closed_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no sys.stdin then, as after `<&-`."""
+def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sys.stdin is None after `<&-`."""
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(DataError, match="no images in -"):
+    with pytest.raises(DataError, match="no images"):
         inputs.find(["-"])
 
 
-def test_a_link_that_leads_nowhere_is_a_row_in_a_folder_as_in_a_glob(photos: Path) -> None:
+def test_a_broken_link_is_a_row_with_an_error(photos: Path) -> None:
     (photos / "3.jpg").symlink_to("nowhere.jpg")
     (photos / "circle.jpg").symlink_to("circle.jpg")
     for word in (str(photos), f"{photos}/**/*"):
@@ -176,23 +171,17 @@ def test_a_link_that_leads_nowhere_is_a_row_in_a_folder_as_in_a_glob(photos: Pat
             found.read(wrong["circle.jpg"])
 
 
-def test_words_keep_their_order_and_what_is_given_twice_is_there_twice(photos: Path) -> None:
+def test_inputs_keep_their_order_and_repetitions(photos: Path) -> None:
     archive = write_tar(photos.parent / "one.tar", [("x.png", png())])
     words = [f"{photos}/1.jpg", str(archive), f"{photos}/0.jpg", f"{photos}/1.jpg"]
     expected = [f"{photos}/1.jpg", f"{archive}/x.png", f"{photos}/0.jpg", f"{photos}/1.jpg"]
     assert names(inputs.find(words)) == expected
 
 
-def test_a_known_set_is_an_input() -> None:
-    found = inputs.find(["digits"], split="test")
-    assert len(found) == 360
-    assert found.name(0).startswith("digits/")
-
-
 @pytest.mark.parametrize("word", ["nothing.jpg", "nothing", "no/*.jpg"])
-def test_what_is_not_there_is_refused(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_input_is_a_data_error(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"there is no file|nothing matches"):
+    with pytest.raises(DataError, match="file"):
         inputs.find([word])
 
 
@@ -205,7 +194,7 @@ def test_the_fingerprint_changes_with_a_file(photos: Path) -> None:
     assert len(after) == len(before) == 16
 
 
-def test_the_fingerprint_changes_with_the_images_of_a_data_set(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_images_of_a_dataset(tmp_path: Path) -> None:
     path, images = tmp_path / "test-00000-of-00001.parquet", [png(seed) for seed in range(100)]
     write_parquet(path, images, [0] * 100)
     before = inputs.find([str(tmp_path)]).fingerprint()
@@ -217,7 +206,7 @@ def test_the_fingerprint_changes_with_the_images_of_a_data_set(tmp_path: Path) -
 # Hostile archives -----------------------------------------------------------------------------------------------------
 
 
-def test_members_with_paths_of_their_own_write_nothing(tmp_path: Path) -> None:
+def test_members_with_parent_or_absolute_paths_write_no_files(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     members = [("../../out.png", png(1)), ("/tmp/plainvit-absolute.png", png(2))]
@@ -232,7 +221,7 @@ def test_members_with_paths_of_their_own_write_nothing(tmp_path: Path) -> None:
     assert not Path("/tmp/plainvit-absolute.png").exists()
 
 
-def test_links_in_a_tar_lead_to_its_own_images_alone_and_devices_are_error_rows(tmp_path: Path) -> None:
+def test_links_in_a_tar_only_reach_its_own_images_and_devices_are_error_rows(tmp_path: Path) -> None:
     kinds = {"l": tarfile.LNKTYPE, "s": tarfile.SYMTYPE, "p": tarfile.FIFOTYPE, "c": tarfile.CHRTYPE}
     with tarfile.open(tmp_path / "x.tar", "w") as file:
         member = tarfile.TarInfo("./in/good.png")
@@ -256,29 +245,27 @@ def test_links_in_a_tar_lead_to_its_own_images_alone_and_devices_are_error_rows(
         *("p.png", "in/lost.l.png", "in/lost.s.png", "c.png"),
     ]
     assert [found.read(at) for at in range(4)] == [png()] * 4
-    for at, reason in ((4, "pipe"), (5, "a link to what is no image"), (6, "a link to what is no image"), (7, "pipe")):
+    for at, reason in ((4, "pipe"), (5, "link"), (6, "link"), (7, "pipe")):
         with pytest.raises(ImageError, match=reason):
             found.read(at)
 
 
-def test_a_tar_that_unpacks_to_far_more_than_its_size_is_an_error_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tar_bomb_is_an_error_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tarfile.open(tmp_path / "x.tar.bz2", "w:bz2") as file:
         for name, data in (("good.png", png()), ("hole.bin", bytes(40 * 2**20)), ("late.png", png())):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             file.addfile(member, io.BytesIO(data))
-    assert len(inputs.find([str(tmp_path / "x.tar.bz2")])) == 2  # a small one costs nobody much
+    assert len(inputs.find([str(tmp_path / "x.tar.bz2")])) == 2  # small ones are allowed
     monkeypatch.setattr(inputs, "UNPACKED_LEAST", 2**20)
     found = inputs.find([str(tmp_path / "x.tar.bz2")])
     assert [Path(name).name for name in names(found)] == ["good.png", "x.tar.bz2"]
-    with pytest.raises(ImageError, match=r"it unpacks to more than [\d,]+ bytes"):
+    with pytest.raises(ImageError, match="unpacks to more"):
         found.read(1)
 
 
 def lying_zip(path: Path, method: int, packed: bytes) -> Path:
-    """One member that says it is 1,000 bytes long and packed by this method."""
+    """A zip whose member claims 1,000 bytes and this compression method."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a.png", packed)
     data = bytearray(path.read_bytes())
@@ -291,20 +278,20 @@ def lying_zip(path: Path, method: int, packed: bytes) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["deflate", "bzip2"])
-def test_a_zip_member_takes_no_more_than_it_says(tmp_path: Path, kind: str) -> None:
+def test_a_zip_member_is_not_unpacked_beyond_its_stated_size(tmp_path: Path, kind: str) -> None:
     zeros, deflate = bytes(32 * 2**20), zlib.compressobj(wbits=-15)
     packed = bz2.compress(zeros) if kind == "bzip2" else deflate.compress(zeros) + deflate.flush()
     found = inputs.find([str(lying_zip(tmp_path / "x.zip", 12 if kind == "bzip2" else 8, packed))])
     del zeros
     tracemalloc.start()
-    with pytest.raises(ImageError, match=r"packed by method 12|CRC"):
+    with pytest.raises(ImageError, match=r"method 12|CRC"):
         found.read(0)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 4 * 2**20
 
 
-def test_a_header_that_asks_for_gigabytes_is_an_error_row(tmp_path: Path) -> None:
+def test_a_huge_tar_header_is_an_error_row(tmp_path: Path) -> None:
     member = tarfile.TarInfo("././@LongLink")
     member.type, member.size = tarfile.GNUTYPE_LONGNAME, 6 * 2**30
     good = tarfile.TarInfo("good.png")
@@ -314,7 +301,7 @@ def test_a_header_that_asks_for_gigabytes_is_an_error_row(tmp_path: Path) -> Non
     found = inputs.find([str(tmp_path / "x.tar")])
     assert [Path(name).name for name in names(found)] == ["good.png", "x.tar"]
     assert found.read(0) == png()
-    with pytest.raises(ImageError, match="header of 6,442,450,944 bytes"):
+    with pytest.raises(ImageError, match="header has 6,442,450,944"):
         found.read(1)
 
 
@@ -326,12 +313,12 @@ def test_members_and_files_over_the_limit_are_not_read(tmp_path: Path, monkeypat
     for module in (inputs, sources):
         monkeypatch.setattr(module, "FILE_LIMIT", len(png()) - 1)
     for name in ("x.png", "x.tar", "x.zip"):
-        with pytest.raises(ImageError, match="over the limit"):
+        with pytest.raises(ImageError, match="limit"):
             inputs.find([str(tmp_path / name)]).read(0)
 
 
 @pytest.mark.parametrize("kind", ["tar", "tgz"])
-def test_of_an_archive_that_is_cut_short_the_good_part_is_kept(tmp_path: Path, kind: str) -> None:
+def test_a_truncated_archive_keeps_its_readable_images(tmp_path: Path, kind: str) -> None:
     whole = tmp_path / f"x.{kind}"
     with tarfile.open(whole, "w:gz" if kind == "tgz" else "w") as file:
         for seed in range(20):
@@ -347,7 +334,7 @@ def test_of_an_archive_that_is_cut_short_the_good_part_is_kept(tmp_path: Path, k
         found.read(len(found) - 1)
 
 
-def test_a_zip_member_that_lies_or_is_locked_is_an_error(tmp_path: Path) -> None:
+def test_a_corrupt_or_encrypted_zip_member_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x.png", png())
@@ -366,7 +353,7 @@ def test_a_zip_member_that_lies_or_is_locked_is_an_error(tmp_path: Path) -> None
 
 
 def by_hand(predictor: Predictor, path: Path) -> list[tuple[str, float]]:
-    """One picture alone, resized by Pillow, its softmax in NumPy's float64."""
+    """One image alone, resized by Pillow, with softmax in float64."""
     picture = Image.fromarray(decode(path.read_bytes())).resize((40, 24), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
     with torch.no_grad():
@@ -375,7 +362,7 @@ def by_hand(predictor: Predictor, path: Path) -> list[tuple[str, float]]:
     return [(CLASSES[at], share[at]) for at in np.argsort(-share)]
 
 
-def test_rows_are_those_of_each_picture_alone(predictor: Predictor, photos: Path) -> None:
+def test_rows_equal_those_of_each_image_alone(predictor: Predictor, photos: Path) -> None:
     found = list(rows(Question(predictor, 3), inputs.find([str(photos)])))
     assert [row["name"] for row in found] == [f"{photos}/{name}" for name in NAMES]
     for row in found:
@@ -390,7 +377,7 @@ def test_rows_are_those_of_each_picture_alone(predictor: Predictor, photos: Path
         assert given == pytest.approx([share for _, share in expected], abs=0.01)  # Pillow's resize rounds differently
 
 
-def test_rows_are_the_predictors_own_answers(predictor: Predictor, photos: Path) -> None:
+def test_rows_equal_the_predictors_results(predictor: Predictor, photos: Path) -> None:
     good = [photos / name for name in NAMES if name != "5.jpg"]
     found = [row for row in rows(Question(predictor, 7), inputs.find([str(photos)])) if not row["error"]]
     for row, guesses in zip(found, predictor(good, k=7), strict=True):
@@ -401,12 +388,12 @@ def test_rows_are_the_predictors_own_answers(predictor: Predictor, photos: Path)
         assert sum(guess["probability"] for guess in row["guesses"]) == pytest.approx(1, abs=1e-5)
     assert [len(guesses) for guesses in predictor(good)] == [5] * len(good)
     for k in (0, 8):
-        with pytest.raises(ValueError, match=f"k is {k}, the model has 7 classes"):
+        with pytest.raises(ValueError, match="7 classes"):
             predictor(good, k=k)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tgz"])
-def test_worker_processes_read_an_archive_each_for_itself(predictor: Predictor, tmp_path: Path, kind: str) -> None:
+def test_workers_read_an_archive_independently(predictor: Predictor, tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"x.{kind}"
     if kind == "zip":
         with zipfile.ZipFile(path, "w") as file:
@@ -419,16 +406,16 @@ def test_worker_processes_read_an_archive_each_for_itself(predictor: Predictor, 
                 member.size = len(png(seed))
                 file.addfile(member, io.BytesIO(png(seed)))
     source, question = inputs.find([str(path)]), Question(predictor, 2)
-    source.read(3)  # a parent's place in the file must not become the workers'
+    source.read(3)  # workers must not inherit this file position
     alone = list(rows(question, source, engine=partial(locally, workers=0)))
     assert list(rows(question, source, engine=partial(locally, workers=2))) == alone
     assert len({json.dumps(row["guesses"]) for row in alone}) == 40
 
 
-def test_every_format_says_the_same(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_all_formats_have_the_same_content(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     for kind in ("jsonl", "csv", "parquet"):
         main(["predict", str(weights), str(photos), "--out", str(tmp_path / f"r.{kind}"), "--top", "7", "--batch", "4"])
-    assert "7 images, 1 without an answer" in capsys.readouterr().out
+    assert "7 images, 1 failed" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert pq.read_table(tmp_path / "r.parquet").to_pylist() == lines
     with (tmp_path / "r.csv").open(newline="") as file:
@@ -442,7 +429,7 @@ def test_every_format_says_the_same(weights: Path, photos: Path, tmp_path: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv", "r.jsonl", "r.parquet"]
 
 
-def test_features_are_the_models_own(weights: Path, predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+def test_features_equal_the_models(weights: Path, predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     for kind in ("parquet", "safetensors"):
         main(["embed", str(weights), str(photos), "--out", str(tmp_path / f"f.{kind}"), "--batch", "4", "--json"])
     saved, table = load_file(tmp_path / "f.safetensors"), pq.read_table(tmp_path / "f.parquet")
@@ -459,7 +446,7 @@ def test_features_are_the_models_own(weights: Path, predictor: Predictor, photos
 
 
 def overflowing(photos: Path) -> tuple[Question, list[bool]]:
-    """A model whose features pass the largest float for some of the pictures, and for which."""
+    """A model whose features overflow for some images, and which."""
     model = tiny.vit(torch.float32, depth=1)
     predictor = Predictor(model, device="cpu", batch=4)
     good = [predictor.prepare(photos / name) for name in NAMES if name != "5.jpg"]
@@ -470,7 +457,7 @@ def overflowing(photos: Path) -> tuple[Question, list[bool]]:
     return Question(predictor), (largest > np.median(largest)).tolist()
 
 
-def test_what_is_not_finite_is_no_answer(photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Capture) -> None:
     question, over = overflowing(photos)
     found = list(rows(question, inputs.find([str(photos)])))
     errors = [row["error"] for row in found if not row["name"].endswith("5.jpg")]
@@ -487,15 +474,13 @@ def test_what_is_not_finite_is_no_answer(photos: Path, tmp_path: Path, capsys: C
     lines = [json.loads(line, parse_constant=pytest.fail) for line in said.out.splitlines()]
     assert [line["guesses"] for line in lines] == [[]] * 7
     assert lines[0]["error"] == NOT_FINITE
-    assert "none of the 7 images has an answer" in said.err
+    assert "all 7 images failed" in said.err
 
 
 FORMULAS = ["=1+1.png", "+1.png", "-1.png", "@SUM(1).png", "\t=1.png", "\r=1.png", "x\r=1.png"]
 
 
-def test_a_table_holds_no_formulas_and_other_files_the_names_as_they_are(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formulas_are_escaped_in_csv_only(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plant(tmp_path, {**{name: png(8) for name in FORMULAS}, "=in/x.png": png(9)}))
     write_tar(Path("+x.tar"), [("-.png", png())])
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\0".join([*FORMULAS, "@none"]).encode() + b"\0")))
@@ -512,7 +497,7 @@ def test_a_table_holds_no_formulas_and_other_files_the_names_as_they_are(
     assert not [cell for row in (head, *cells) for cell in row if re.match(r"[=+\-@\t\r]", cell)]
 
 
-def test_a_table_of_numbers_keeps_them(tmp_path: Path) -> None:
+def test_numbers_in_csv_are_not_escaped(tmp_path: Path) -> None:
     write_csv(tmp_path / "x.csv", [["=1+1", "-1.5e-07", "-3", -2, -0.5, "-1+1", "a=b", "\uff1d1"]])
     assert (tmp_path / "x.csv").read_text() == "'=1+1,-1.5e-07,-3,-2,-0.5,'-1+1,a=b,'\uff1d1\n"
 
@@ -520,55 +505,46 @@ def test_a_table_of_numbers_keeps_them(tmp_path: Path) -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_for_people_and_lines_for_machines(weights: Path, photos: Path, capsys: Capture) -> None:
+def test_predict_prints_a_table_or_json_lines(weights: Path, photos: Path, capsys: Capture) -> None:
     main(["predict", str(weights), str(photos), "--top", "1"])
     out, err = capsys.readouterr()
     assert "4.PNG" in out
-    assert err == "plainvit: 1 of 7 images could not be read\n"
+    assert "1 of 7" in err
     main(["predict", str(weights), str(photos), "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(line["guesses"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
 
 
-def test_how_fast_it_goes_is_said_on_the_way(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
-    main(["predict", str(weights), str(photos), "--out", str(tmp_path / "r.csv")])
-    assert re.search(r"^images 7/7  \d[\d,]*/s ", capsys.readouterr().err, re.M)
-
-
-def test_called_from_python_it_says_nothing(
+def test_write_prints_nothing_when_called_from_python(
     predictor: Predictor, photos: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     write(Question(predictor, 1), inputs.find([str(photos)]), tmp_path / "r.csv")
     assert capsys.readouterr() == ("", "")
 
 
-def test_called_from_python_it_refuses_a_file_that_it_cannot_write(
-    predictor: Predictor, photos: Path, tmp_path: Path
-) -> None:
-    """Before any image is looked at."""
+def test_an_unwritable_output_is_an_error_before_any_work(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     source = inputs.find([str(photos)])
-    for out, words in (("rows.txt", "should end in .jsonl"), ("no/rows.csv", "is not a folder")):
+    for out, words in (("rows.txt", ".jsonl"), ("no/rows.csv", "folder")):
         with pytest.raises(ValueError, match=re.escape(words)):
             write(Question(predictor, 1), source, tmp_path / "new" / out, engine=never)
     assert not (tmp_path / "new").exists()
 
 
 def never(*_: object) -> Answered:
-    raise AssertionError("an answer was asked for")
+    raise AssertionError("the model was called")
 
 
-def test_a_batch_that_does_not_fit_is_a_fault_of_resources(
+def test_out_of_memory_has_exit_code_5(
     weights: Path, photos: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
 
     monkeypatch.setattr(Predictor, "logits", full)
-    told = refused(capsys, "predict", weights, photos, "--out", tmp_path / "r.csv", "--batch", 4, code=5)
-    assert told == "plainvit: the GPU has no room for a batch of 4: give a smaller --batch"
+    assert "--batch 4" in refused(capsys, "predict", weights, photos, "--out", tmp_path / "r.csv", "--batch", 4, code=5)
 
 
-def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_summary_as_json(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     main(["predict", str(weights), str(photos), "--out", str(tmp_path / "r.jsonl"), "--json"])
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -577,7 +553,7 @@ def test_a_summary_in_json(weights: Path, photos: Path, tmp_path: Path, capsys: 
 
 
 def test_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also into a pipe, which Python would fill first."""
+    """Flushed after each row, also into a pipe."""
     lines: list[int] = []
 
     class Told(io.StringIO):
@@ -593,42 +569,26 @@ def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, caps
     (tmp_path / "empty").mkdir()
     plant(tmp_path, {"bad.jpg": b"\xff\xd8 no"})
     out = tmp_path / "r.jsonl"
-    assert "holds no images" in refused(capsys, "predict", weights, tmp_path / "empty", code=3)
-    assert "top is 8, the model has 7 classes" in refused(capsys, "predict", weights, photos, "--top", 8, code=2)
-    assert "--top must be at least 1" in refused(capsys, "predict", weights, photos, "--top", 0, code=2)
+    assert "no images" in refused(capsys, "predict", weights, tmp_path / "empty", code=3)
+    assert "--top" in refused(capsys, "predict", weights, photos, "--top", 8, code=2)
+    assert "top" in refused(capsys, "predict", weights, photos, "--top", 0, code=2)
     assert "no INPUT" in refused(capsys, "predict", weights, code=2)
     assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", code=3)
     assert "bad.jpg: " in refused(capsys, "predict", weights, tmp_path / "bad.jpg", "--out", out, code=3)
     assert json.loads(out.read_text())["guesses"] == []  # the row is kept all the same
-    assert "is there already" in refused(capsys, "predict", weights, photos, "--out", out, code=2)
-    assert ".jsonl or .csv" in refused(capsys, "predict", weights, photos, "--out", "r.txt", code=2)
+    assert "--force" in refused(capsys, "predict", weights, photos, "--out", out, code=2)
+    assert ".jsonl" in refused(capsys, "predict", weights, photos, "--out", "r.txt", code=2)
     assert ".safetensors" in refused(capsys, "embed", weights, photos, "--out", out, code=2)
-    assert "is not a folder" in refused(capsys, "predict", weights, photos, "--out", tmp_path / "no/r.csv", code=2)
+    assert "folder" in refused(capsys, "predict", weights, photos, "--out", tmp_path / "no/r.csv", code=2)
     assert "--engine ray" in refused(capsys, "predict", weights, photos, "--address", "auto", code=2)
     assert "--out" in refused(capsys, "predict", weights, "digits", code=2)
 
 
-def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(
-    photos: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    for name, words in (("s.txt", "should end in .png"), ("no/s.png", "is not a folder"), ("photos.png", "a folder")):
+def test_an_unwritable_sheet_is_an_error_before_any_work(photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name, words in (("s.txt", ".png"), ("no/s.png", "folder"), ("photos.png", "folder")):
         (tmp_path / "photos.png").mkdir(exist_ok=True)
         line = ["predict", "no-such-model", photos, "--out", tmp_path / "r.csv", "--sheet", tmp_path / name]
         assert words in refused(capsys, *line, code=2)
-
-
-def test_rows_that_are_printed_are_not_kept(predictor: Predictor, photos: Path, capsys: Capture) -> None:
-    """The fifth of 106 pictures is broken: what comes after it was once kept."""
-    held: list[int] = []
-
-    def counting(*arguments: Any) -> Answered:
-        yield from locally(*arguments, workers=0)
-        held.append(sum(type(one) is dict and "guesses" in one for one in gc.get_objects()))
-
-    source = inputs.find([str(photos), *[str(photos / "0.jpg")] * 99])
-    _print_predictions("", contextlib.nullcontext((Question(predictor, 1), source, counting)), None, json=True)
-    assert len(capsys.readouterr().out.splitlines()) == 106
-    assert held[0] < 50  # what the last batches hold, and other tests may
 
 
 def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -645,25 +605,25 @@ def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, cap
         ([{"CPU": 8, "GPU": 2}, {"GPU": 4}], "cpu", (2, 4, "cpu")),
         ([{"CPU": 6}, {"CPU": 2}, {"CPU": 0.5}], "auto", (4, 2, "cpu")),  # all copies have the same threads
         ([{"CPU": 1}], "cpu", (1, 1, "cpu")),
-        ([{"CPU": 8}], "cuda", "the cluster has no GPU; --device cpu"),
-        ([{"CPU": 0.5}], "cpu", "the Ray cluster has no CPU"),
+        ([{"CPU": 8}], "cuda", "--device cpu"),
+        ([{"CPU": 0.5}], "cpu", "CPU"),
     ],
 )
-def test_copies_of_a_model_on_clusters_that_are_not_here(nodes: list[dict], device: str, found: Any) -> None:
+def test_the_number_of_copies_follows_the_cluster(nodes: list[dict], device: str, found: Any) -> None:
     alive = [{"Resources": node, "Alive": True} for node in nodes]
     ray: Any = SimpleNamespace(nodes=lambda: [*alive, {"Resources": {"CPU": 64, "GPU": 8}, "Alive": False}])
     if isinstance(found, str):
         with pytest.raises(ValueError, match=found):
-            _sized(ray, device)
+            _size_cluster(ray, device)
     else:
-        assert _sized(ray, device) == Cluster(ray, *found)
+        assert _size_cluster(ray, device) == Cluster(ray, *found)
 
 
 @pytest.mark.parametrize("ahead", [False, True])  # True: tasks decode, as they do for GPUs
-def test_the_work_of_a_clusters_machines_gives_the_rows_of_this_one(
+def test_ray_workers_give_the_same_rows(
     predictor: Predictor, photos: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    """All but the way there and back, which is Ray's; with Ray: test_predict_ray.py."""
+    """Without Ray's transport; with Ray: test_predict_ray.py."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda sent: sent))
     question, source = Question(predictor, 3), inputs.find([str(photos)])
     work = _Decoding(source, question)
@@ -677,7 +637,7 @@ def test_the_work_of_a_clusters_machines_gives_the_rows_of_this_one(
         assert pa.ipc.open_stream(row["rows"][0]).read_all().equals(local[step])
 
 
-def test_without_ray_the_line_to_install_it_is_printed(
+def test_without_ray_the_install_command_is_printed(
     weights: Path, photos: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -685,8 +645,8 @@ def test_without_ray_the_line_to_install_it_is_printed(
     assert "pip install 'ray[data]>=2.52'" in said
 
 
-def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Of a run, it and the last lines say how far to trust the answers."""
+def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsys: Capture) -> None:
+    """For a run, the output includes its held-out accuracy."""
     weights = Path(shutil.copy(weights, tmp_path / "model.safetensors"))
     plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
     plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
@@ -698,7 +658,7 @@ def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_pat
             assert (pixels == colour).all(1).sum() > 5_000
         said = capsys.readouterr().out.replace("\n", "").replace(" ", "")
         assert said.endswith(f"sheet:{tmp_path / 'sheet.png'}")
-        assert ("of36imageskeptapart14wereright(95%interval25-55%)" in said) == bool(extra)  # once there are results
+        assert ("14of36held-outimages" in said) == bool(extra)  # once there are results
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
     assert list(chosen(3)) == [0, 1, 2]
     assert len(chosen(100_000)) == 96
@@ -708,7 +668,7 @@ def test_the_contact_sheet_shows_the_pictures_as_they_are(weights: Path, tmp_pat
     "text",
     ['{"test": {"top1": 85.3, "images": 500}}', '{"val": {"top1": 0.5, "images": "36"}}', '{"test": 0.9}', "[1]", "{"],
 )
-def test_results_beside_weights_of_another_library_are_none_of_ours(tmp_path: Path, text: str) -> None:
+def test_foreign_results_json_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_text(text)
     assert trust(tmp_path) == ""
 
@@ -740,13 +700,13 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_three_times_every_image_is_there_once(weights: Path, many: Path, tmp_path: Path) -> None:
+def test_a_job_killed_three_times_has_every_image_once(weights: Path, many: Path, tmp_path: Path) -> None:
     out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
     for more in (3, 2, 5):
         before = finished(out)
         child = Child(job, str(weights), str(many), out, 0.01, log=tmp_path / "log")
         child.wait_for(lambda least=before + more: finished(out) >= least)
-        with pytest.raises(ValueError, match="another process is writing"):
+        with pytest.raises(ValueError, match="another process"):
             job(str(weights), str(many), out)
         child.kill()
         assert finished(out) >= before + more, child.said
@@ -761,7 +721,7 @@ def test_killed_three_times_every_image_is_there_once(weights: Path, many: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calm.jsonl", "log", "r.jsonl"]
 
 
-def test_killed_before_the_parts_are_removed(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+def test_resume_after_a_kill_during_cleanup(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, question, source = tmp_path / "r.jsonl", Question(predictor, 2), inputs.find([str(photos)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "close", lambda self: self._lock.close())
@@ -791,7 +751,7 @@ def stopping(question: Question, source: Source, steps: np.ndarray) -> Iterator[
     raise Stop
 
 
-def test_a_part_that_was_damaged_is_made_again(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+def test_a_damaged_part_is_computed_again(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, question, source = tmp_path / "r.csv", Question(predictor, 2), inputs.find([str(photos)])
     with pytest.raises(Stop):
         write(question, source, out, engine=stopping, part=4)
@@ -801,26 +761,26 @@ def test_a_part_that_was_damaged_is_made_again(predictor: Predictor, photos: Pat
     assert (summary.images, summary.resumed) == (7, 0)
 
 
-def test_parts_of_another_job_are_refused(predictor: Predictor, weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.csv", inputs.find([str(photos)])
     with pytest.raises(Stop):
         write(Question(predictor, 2), source, out, engine=stopping, part=4)
-    with pytest.raises(ValueError, match=r"1 finished parts of another job \(not the same: top\)"):
+    with pytest.raises(ValueError, match="different: top"):
         write(Question(predictor, 3), source, out, part=4)
     other = Predictor(weights, device="cpu", batch=4)
     other.model.head.bias.data += 1
-    with pytest.raises(ValueError, match=r"not the same: model\)"):
+    with pytest.raises(ValueError, match="different: model"):
         write(Question(other, 2), source, out, part=4)
     plant(photos, {"7.png": png(7)})
     more = inputs.find([str(photos)])
-    with pytest.raises(ValueError, match=r"not the same: inputs, images"):
+    with pytest.raises(ValueError, match="different: inputs, images"):
         write(Question(predictor, 2), more, out, part=4)
     summary, _ = write(Question(predictor, 2), more, out, part=4, force=True)
     assert (summary.images, summary.resumed) == (8, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv"]
 
 
-def test_a_job_continues_with_another_batch_that_divides_its_parts(
+def test_a_job_resumes_with_a_batch_size_that_divides_its_parts(
     predictor: Predictor, weights: Path, photos: Path, tmp_path: Path
 ) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
@@ -859,11 +819,11 @@ def test_the_same_weights_in_another_model_are_another_job(predictor: Predictor,
     other, source, out = Predictor(model, device="cpu", batch=4), inputs.find([str(photos)]), tmp_path / "r.csv"
     with pytest.raises(Stop):
         write(Question(predictor, 2), source, out, engine=stopping, part=4)
-    with pytest.raises(ValueError, match=r"not the same: config\)"):
+    with pytest.raises(ValueError, match="different: config"):
         write(Question(other, 2), source, out, part=4)
 
 
-def test_a_job_of_a_timm_model_goes_on(photos: Path, tmp_path: Path) -> None:
+def test_a_job_of_a_timm_model_is_resumed(photos: Path, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7)
     save_file(model.state_dict(), tmp_path / "w.safetensors")
@@ -876,70 +836,54 @@ def test_a_job_of_a_timm_model_goes_on(photos: Path, tmp_path: Path) -> None:
     assert (summary.images, summary.resumed) == (7, 4)
 
 
-def test_parts_of_images_that_have_changed_are_refused(predictor: Predictor, tmp_path: Path) -> None:
-    path, out, question = tmp_path / "set" / "test-00000-of-00001.parquet", tmp_path / "r.csv", Question(predictor, 2)
-    write_parquet(path, [png(seed) for seed in range(9)], [0] * 9)
-    with pytest.raises(Stop):
-        write(question, inputs.find([str(path.parent)]), out, engine=stopping, part=4)
-    write_parquet(path, [png(seed) for seed in range(50, 59)], [0] * 9)
-    with pytest.raises(ValueError, match=r"not the same: inputs\)"):
-        write(question, inputs.find([str(path.parent)]), out, part=4)
+def fails(*_: Any) -> Answered:
+    raise Stop
+    yield
 
 
-def killed(question: Question, source: Source, out: Path, *, force: bool = False) -> None:
-    """Before its first part, with nothing put away."""
-
-    def fails(*_: Any) -> Answered:
-        raise Stop
-        yield
-
+def kill_early(question: Question, source: Source, out: Path, *, force: bool = False) -> None:
+    """Stops before the first part, without cleaning up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "close", lambda self: self._lock.close())
         with pytest.raises(Stop):
             write(question, source, out, engine=fails, force=force)
 
 
-def test_only_a_job_that_was_given_leave_replaces_a_finished_file(
-    predictor: Predictor, photos: Path, tmp_path: Path
-) -> None:
+def test_only_a_job_started_with_force_replaces_a_file(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
     write(Question(predictor, 1), source, out)
     first = out.read_bytes()
-    killed(Question(predictor, 2), source, out, force=True)
+    kill_early(Question(predictor, 2), source, out, force=True)
     for top in (1, 3):
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="--force"):
             write(Question(predictor, top), source, out)
     assert out.read_bytes() == first
-    write(Question(predictor, 2), source, out)  # goes on, as it was begun with force
+    write(Question(predictor, 2), source, out)  # resumes the job that was started with force
     assert {len(json.loads(line)["guesses"]) for line in out.read_text().splitlines()} == {0, 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.jsonl"]
 
 
-def test_a_file_that_came_while_the_job_was_away_is_not_replaced(
-    predictor: Predictor, photos: Path, tmp_path: Path
-) -> None:
+def test_a_file_written_by_others_is_not_replaced(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, source, question = tmp_path / "r.jsonl", inputs.find([str(photos)]), Question(predictor, 1)
-    killed(question, source, out)
+    kill_early(question, source, out)
     out.write_text("another's")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="--force"):
         write(question, source, out)
     assert out.read_text() == "another's"
 
 
-def test_killed_after_the_parts_are_removed(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+def test_a_kill_during_cleanup_keeps_the_output(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
     write(Question(predictor, 1), source, out)
     plant(tmp_path, {"r.jsonl.parts/.lock": b""})
     first = out.read_bytes()
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="--force"):
         write(Question(predictor, 2), source, out)
     assert out.read_bytes() == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.jsonl"]
 
 
-def test_what_a_job_left_that_was_killed_while_it_finished_is_removed(
-    predictor: Predictor, photos: Path, tmp_path: Path
-) -> None:
+def test_temporary_files_of_a_killed_job_are_deleted(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     plant(tmp_path, {".r[1].csv.0123abcd.tmp": b"half", ".r[1].csv.notes.tmp": b"", ".r1.csv.0123abcd.tmp": b""})
     write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r[1].csv")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -947,53 +891,7 @@ def test_what_a_job_left_that_was_killed_while_it_finished_is_removed(
     ]
 
 
-def test_a_job_that_finished_nothing_leaves_nothing(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    def fails(*_: Any) -> Answered:
-        raise Stop
-        yield
-
+def test_a_job_without_a_finished_part_leaves_no_files(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r.csv", engine=fails)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
-
-
-@pytest.mark.slow
-def test_ten_thousand_images_by_the_command_killed_three_times(weights: Path, tmp_path: Path) -> None:
-    """CIFAR-10's test images in a zip; each time the command and its workers are killed after some more parts."""
-    table = pq.read_table(real_data() / "cifar10" / "test-00.parquet", columns=["image"])
-    with zipfile.ZipFile(tmp_path / "cifar.zip", "w") as file:
-        for at, cell in enumerate(table["image"].to_pylist()):
-            file.writestr(f"{at:05d}.jpg", cell["bytes"])
-    out, calm = tmp_path / "r.jsonl", tmp_path / "calm.jsonl"
-    line = [str(COMMAND), "predict", str(weights), str(tmp_path / "cifar.zip"), "--device", "cpu", "--out"]
-    for _ in range(3):
-        before = finished(out)
-        child = subprocess.Popen([*line, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
-        while finished(out) < before + 2 and child.poll() is None:
-            time.sleep(0.002)
-        assert child.poll() is None, "it ended before it could be killed"
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        assert not out.exists()
-    assert 6 <= finished(out) < 10
-    subprocess.run([*line, str(out)], check=True, capture_output=True)
-    subprocess.run([*line, str(calm)], check=True, capture_output=True)
-    found = [json.loads(text)["name"] for text in out.read_text().splitlines()]
-    assert found == [f"{tmp_path}/cifar.zip/{at:05d}.jpg" for at in range(10_000)]
-    assert out.read_bytes() == calm.read_bytes()
-    assert not out.with_name("r.jsonl.parts").exists()
-
-
-def test_lines_are_those_of_the_json_module() -> None:
-    """Quotes, line ends, foreign letters and small numbers; rows without guesses; a slice of a table."""
-    kind = pa.list_(pa.struct([("label", pa.string()), ("probability", pa.float64())]))
-    rows = [
-        {"name": 'a"\n\\é\u2028.jpg', "guesses": [{"label": "ca\tt", "probability": 1e-9}], "error": None},
-        {"name": "b", "guesses": [], "error": "no “picture”"},
-        {"name": "", "guesses": [{"label": "x", "probability": 1.0}, {"label": "", "probability": 0.1}], "error": None},
-    ]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    table = pa.table({**columns, "guesses": pa.array(columns["guesses"], kind)})
-    expected = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    assert list(_json_lines(table)) == expected
-    assert list(_json_lines(table.slice(1))) == expected[1:]

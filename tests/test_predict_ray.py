@@ -67,7 +67,7 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_machines_give_the_rows_of_one(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_two_machines_give_the_same_rows(weights: Path, photos: Path, tmp_path: Path) -> None:
     line = [COMMAND, "predict", weights, photos, "--batch", 16, "--device", "cpu"]
     run(*line, "--out", tmp_path / "local.jsonl")
     told = run(
@@ -83,11 +83,11 @@ def test_two_machines_give_the_rows_of_one(weights: Path, photos: Path, tmp_path
         for a, b in zip(one["guesses"], other["guesses"], strict=True):
             assert a["probability"] == pytest.approx(b["probability"], rel=1e-5)
     assert [row["name"] for row in ray if row["error"]] == [str(photos / "077.jpg")]
-    assert "asks nobody for a token" not in told.stderr
+    assert "requires no token" not in told.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["local.jsonl", "photos", "ray.jsonl"]
 
 
-def test_features_and_a_cluster_that_asks_nobody(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_features_on_a_cluster_without_a_token(weights: Path, photos: Path, tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -99,7 +99,7 @@ def test_features_and_a_cluster_that_asks_nobody(weights: Path, photos: Path, tm
     local, ray = (load_file(tmp_path / f"{name}.safetensors") for name in ("local", "ray"))
     assert bytes(local["names"]) == bytes(ray["names"])
     np.testing.assert_allclose(local["features"], ray["features"], atol=1e-6)
-    assert told.stderr.count("asks nobody for a token") == 1
+    assert told.stderr.count("requires no token") == 1
 
 
 # Joins as predict does, then looks at the cluster from outside
@@ -125,7 +125,7 @@ print(json.dumps({"tried": [b"in" in one for one in tried], "ports": ports, "lef
 """
 
 
-def test_a_cluster_of_its_own_lets_nobody_in_and_stays_at_home(tmp_path: Path) -> None:
+def test_a_local_cluster_needs_a_token_and_listens_on_loopback(tmp_path: Path) -> None:
     del tmp_path
     done = run(sys.executable, "-c", LOOK)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -135,7 +135,7 @@ def test_a_cluster_of_its_own_lets_nobody_in_and_stays_at_home(tmp_path: Path) -
         assert "127.0.0.1" in port
 
 
-def test_a_cluster_of_its_own_gives_the_same_rows(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_a_local_cluster_gives_the_same_rows(weights: Path, photos: Path, tmp_path: Path) -> None:
     line = [COMMAND, "predict", weights, photos, "--batch", 16, "--device", "cpu"]
     run(*line, "--out", tmp_path / "local.jsonl")
     run(*line, "--out", tmp_path / "ray.jsonl", "--engine", "ray")
@@ -145,7 +145,7 @@ def test_a_cluster_of_its_own_gives_the_same_rows(weights: Path, photos: Path, t
     ]
 
 
-def test_what_a_machine_cannot_see_is_one_line(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_files_missing_on_a_machine_are_one_line(weights: Path, photos: Path, tmp_path: Path) -> None:
     """The pictures vanish when the job has been sent: as for a machine without that disk."""
     code = """
 import shutil, sys
@@ -169,7 +169,7 @@ with cluster.joined(None, "cpu") as there:
     done = run(sys.executable, "-c", code, weights, photos, tmp_path / "r.csv")
     said = done.stdout.splitlines()[-1]
     assert said.startswith("DataError ")
-    assert f"does not see {photos}" in said
+    assert f"has no file {photos}" in said
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "r.csv.parts").exists()
 
@@ -180,7 +180,7 @@ def asked(*words: object, names: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, input=names, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
-def test_what_is_absent_is_a_row_and_nothing_but_rows_is_printed(weights: Path, photos: Path) -> None:
+def test_an_absent_file_is_a_row_and_only_rows_are_printed(weights: Path, photos: Path) -> None:
     line = ["predict", weights, "-", "--json", "--device", "cpu"]
     names = f"{photos}/none.png\n{photos}/000.png\n{photos}/077.jpg\n"
     local, ray = asked(*line, names=names), asked(*line, "--engine", "ray", names=names)
@@ -191,7 +191,7 @@ def test_what_is_absent_is_a_row_and_nothing_but_rows_is_printed(weights: Path, 
     assert [len(row["guesses"]) for row in theirs] == [0, 5, 0]
 
 
-def test_an_answer_that_is_not_finite_is_a_row_with_that_error(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_a_non_finite_result_is_a_row_with_an_error(weights: Path, photos: Path, tmp_path: Path) -> None:
     model: Any = plainvit.load(weights)
     model.norm.weight.data.fill_(3e38)
     over = plainvit.save(model, tmp_path / "over.safetensors")
@@ -201,7 +201,7 @@ def test_an_answer_that_is_not_finite_is_a_row_with_that_error(weights: Path, ph
     assert done.stderr == f"plainvit: {photos}/000.png: the model's answer is not finite\n"
 
 
-def test_pictures_that_tasks_decode_for_the_models(weights: Path, photos: Path) -> None:
+def test_images_decoded_by_tasks(weights: Path, photos: Path) -> None:
     """As on GPUs, of which this cluster claims one; the model itself runs on the CPU. Then a source that fails."""
     code = """
 import sys, ray
@@ -222,7 +222,7 @@ with cluster.joined(None) as there:
     source = inputs.find([sys.argv[2]])
     assert list(rows(question, source, engine=there)) == list(rows(question, source))
     for error in (RuntimeError("no such thing"), ValueError("of its own")):
-        failing = Failing(list(zip(source.before, source.sources)))
+        failing = Failing(list(zip(source.prefixes, source.sources)))
         failing.error = error
         try:
             list(rows(question, failing, engine=there))
@@ -234,10 +234,10 @@ with cluster.joined(None) as there:
     assert said == ["the Ray job failed: RuntimeError: no such thing", "of its own"]
 
 
-def test_an_address_where_nothing_answers(weights: Path, photos: Path) -> None:
+def test_an_unreachable_address_is_an_error(weights: Path, photos: Path) -> None:
     words = [COMMAND, "predict", weights, photos, "--engine", "ray", "--address", "127.0.0.1:9"]
     done = subprocess.run(
         list(map(str, words)), capture_output=True, text=True, env=environment(), timeout=120, check=False
     )
     assert done.returncode == 2
-    assert "no Ray cluster answers at 127.0.0.1:9" in done.stderr
+    assert "--address 127.0.0.1:9" in done.stderr

@@ -1,5 +1,5 @@
-"""Frozen features: least squares against float64 NumPy and big_vision's formulas, k-NN and logistic regression against
-scikit-learn, the cache against the model itself, and the verb as a user meets it."""
+"""Probes: least squares against NumPy and big_vision's formulas, k-NN and logistic regression against scikit-learn;
+the feature cache; the command."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from pictures import encode, plant, plant_classes, write_parquet
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
@@ -30,7 +30,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def clusters(count: int, width: int, classes: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor]:
-    """Overlapping clusters in correlated features of unlike scales, off the origin; every class is there."""
+    """Overlapping clusters in correlated features of different scales; every class occurs."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     labels = torch.cat((torch.arange(classes), torch.randint(classes, (count - classes,), generator=generator)))
@@ -67,9 +67,8 @@ def by_big_vision(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: float)
     return b @ ((lhs / (values + l2)) @ rhs)
 
 
-@pytest.mark.parametrize("count", [9, 30, 48, 49, 50, 400], ids=lambda count: f"{count} images of 48 features")
-@pytest.mark.parametrize("l2", [2.0**-10, 1.0, 2.0**10, 2.0**19])
-def test_least_squares_are_numpys_and_big_visions(count: int, l2: float) -> None:
+@pytest.mark.parametrize(("count", "l2"), [(9, 1.0), (30, 2.0**10), (48, 2.0**-10), (49, 2.0**19), (400, 2.0**10)])
+def test_least_squares_equal_numpys_and_big_visions(count: int, l2: float) -> None:
     x, y = clusters(count, 48, 9)
     others, _ = clusters(300, 48, 9, seed=1)
     solved = probe.solve(x, y, 9)
@@ -80,7 +79,7 @@ def test_least_squares_are_numpys_and_big_visions(count: int, l2: float) -> None
         assert solved.predict(others, l2).tolist() == expected.argmax(1).tolist()
 
 
-def test_the_whole_sweep_is_that_of_each_l2() -> None:
+def test_a_sweep_equals_each_l2_alone() -> None:
     x, y = clusters(500, 40, 20)
     others, _ = clusters(3000, 40, 20, seed=1)
     solved = probe.solve(x, y, 20)
@@ -91,25 +90,7 @@ def test_the_whole_sweep_is_that_of_each_l2() -> None:
     assert len({tuple(guesses.tolist()) for guesses in found.values()}) > 10
 
 
-def test_predictions_are_float64s_where_float32_cannot_tell() -> None:
-    """Pairs of nearly equal classes: float32 alone gets many of these images wrong."""
-    x, y = clusters(600, 40, 10, spread=0.5)
-    twins = torch.cat((y[:300], y[300:] + 10))  # each class twice, of the same cluster
-    x[300:] = x[:300] * (1 + 1e-7 * torch.randn(300, 40))
-    twins[300:] = y[:300] + 10
-    others, _ = clusters(2000, 40, 10, seed=3, spread=0.5)
-    solved = probe.solve(x, twins, 20)
-    wrong = 0
-    for l2, guesses in solved.sweep(others).items():
-        weights, bias = solved.weights(l2)
-        scores = probe.standardised(others, solved.mean, solved.std) @ weights + bias
-        assert torch.equal(guesses, scores.argmax(1))
-        quick = probe.standardised(others, solved.mean, solved.std).float() @ weights.float() + bias.float()
-        wrong += int((quick.argmax(1) != guesses).sum())
-    assert wrong > 100
-
-
-def test_a_constant_feature_and_a_class_without_images_do_no_harm() -> None:
+def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
     x, y = clusters(60, 12, 5)
     x[:, 3] = 4.0
     others, _ = clusters(50, 12, 5, seed=1)
@@ -125,7 +106,7 @@ def test_one_class_and_one_image() -> None:
     assert probe.solve(x, y, 1).predict(torch.randn(4, 6)).tolist() == [0] * 4
 
 
-def test_draws_are_nested_balanced_and_big_visions() -> None:
+def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
     labels = np.array([0, 1, 2] * 40 + [1] * 5)
     drawn = probe.draw_shots(labels, 3, (1, 5, 25, 1000), seed=4)
     assert set(drawn[1]) < set(drawn[5]) < set(drawn[25]) < set(drawn[1000])
@@ -138,8 +119,8 @@ def test_draws_are_nested_balanced_and_big_visions() -> None:
     assert set(probe.draw_shots(labels, 3, (5,), seed=5)[5]) != set(drawn[5])
 
 
-def test_l2_is_chosen_on_the_other_sets() -> None:
-    """By hand: a ranks them 0 1 2, b 2 0 1; their mean is best for the third, which c itself holds for the worst."""
+def test_l2_is_chosen_on_the_other_datasets() -> None:
+    """By hand: a ranks them 0 1 2, b 2 0 1; their mean is best for the third, which is the worst of c itself."""
     tops = {
         "a": {1.0: 0.1, 2.0: 0.2, 4.0: 0.3},
         "b": {1.0: 0.9, 2.0: 0.1, 4.0: 0.5},
@@ -150,27 +131,11 @@ def test_l2_is_chosen_on_the_other_sets() -> None:
     assert probe.choose_l2({"a": tops["a"], "b": {1.0: 0.5, 2.0: 0.5, 4.0: 0.1}})["a"] == 1.0  # of equals the smallest
 
 
-@pytest.mark.slow
-def test_at_the_size_of_imagenet() -> None:
-    """50,000 images, 768 features, 1,000 classes against scikit-learn's Ridge in float64."""
-    x, y = clusters(50_000, 768, 1000, spread=3.0)
-    others, _ = clusters(2_000, 768, 1000, seed=1, spread=3.0)
-    solved = probe.solve(x, y, 1000)
-    a, b = x.double().numpy(), others.double().numpy()
-    mean, std = a.mean(0), a.std(0) + 1e-5
-    a, b = (np.c_[(z - mean) / std, np.full(len(z), 100.0)] for z in (a, b))
-    targets = -np.ones((len(a), 1000))
-    targets[np.arange(len(a)), y.numpy()] = 1
-    expected = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky").fit(a, targets).predict(b)
-    np.testing.assert_allclose(solved.scores(others, 1024.0).numpy(), expected, atol=1e-6)
-    assert solved.predict(others).tolist() == expected.argmax(1).tolist()
-
-
 # Nearest neighbours ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 10, 20, 200])
-def test_neighbours_are_scikit_learns(k: int) -> None:
+@pytest.mark.parametrize("k", [1, 2, 20, 200])
+def test_neighbours_equal_scikit_learns(k: int) -> None:
     x, y = clusters(700, 24, 8)
     others, _ = clusters(2500, 24, 8, seed=1)
     x, others = x.double(), others.double()
@@ -195,24 +160,23 @@ def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
     assert found.weighted[2][0] == 2
 
 
-def test_neighbours_of_nothing() -> None:
-    """Zeros have no direction: they are as far from all."""
+def test_a_zero_vector_is_equally_far_from_all() -> None:
     x, y = torch.eye(3), torch.tensor([2, 1, 0])
     assert probe.neighbours(x, y, 3, torch.zeros(1, 3), (1,)).majority[1].tolist() == [2]
 
 
 @pytest.mark.parametrize("ks", [(), (0,), (1, 11), (-3,)])
-def test_a_wrong_k_is_refused(ks: tuple[int, ...]) -> None:
+def test_an_invalid_k_is_an_error(ks: tuple[int, ...]) -> None:
     x, y = clusters(10, 4, 2)
-    with pytest.raises(ValueError, match="k is between 1 and the 10 training images"):
+    with pytest.raises(ValueError, match="k must"):
         probe.neighbours(x, y, 2, x, ks)
 
 
-def test_a_temperature_or_an_l2_out_of_range_is_refused() -> None:
+def test_an_invalid_temperature_or_l2_is_an_error() -> None:
     x, y = clusters(10, 4, 2)
-    with pytest.raises(ValueError, match="the temperature is above 0, got 0"):
+    with pytest.raises(ValueError, match="temperature"):
         probe.neighbours(x, y, 2, x, (1,), temperature=0.0)
-    with pytest.raises(ValueError, match="l2 is at least 0, got -1"):
+    with pytest.raises(ValueError, match="l2"):
         probe.logistic(x, y, 2, -1.0)
 
 
@@ -221,12 +185,12 @@ def test_a_temperature_or_an_l2_out_of_range_is_refused() -> None:
     [
         (lambda x, y: (x[:, 0], y), "N, D"),
         (lambda x, y: (x[:0], y[:0]), "N, D"),
-        (lambda x, y: (x, y + 1), "labels are from 0 to 1"),
-        (lambda x, y: (x, y - 1), "labels are from 0 to 1"),
+        (lambda x, y: (x, y + 1), "labels"),
+        (lambda x, y: (x, y - 1), "labels"),
         (lambda x, y: (x.index_fill(0, torch.tensor([3]), float("nan")), y), "NaN or Inf"),
     ],
 )
-def test_what_is_no_set_of_features_is_refused(spoil: Any, words: str) -> None:
+def test_invalid_features_are_an_error(spoil: Any, words: str) -> None:
     x, y = spoil(*clusters(10, 4, 2))
     with pytest.raises(ValueError, match=words):
         probe.solve(x, y, 2)
@@ -236,7 +200,7 @@ def test_what_is_no_set_of_features_is_refused(spoil: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "l2"), [(60, 1e-2), (400, 1e-3), (2000, 1e-2), (400, 1.0)])
-def test_the_linear_probe_is_scikit_learns(count: int, l2: float) -> None:
+def test_the_linear_probe_equals_scikit_learns(count: int, l2: float) -> None:
     """The same objective; softmax has one bias too many, so biases are compared without their mean."""
     x, y = clusters(count, 16, 5)
     found = probe.logistic(x, y, 5, l2, tolerance=1e-8)
@@ -251,7 +215,7 @@ def test_the_linear_probe_is_scikit_learns(count: int, l2: float) -> None:
     assert found.predict(others).tolist() == peer.predict(((others.double() - mean) / (std + 1e-5)).numpy()).tolist()
 
 
-def test_its_objective_is_what_it_says() -> None:
+def test_the_linear_probe_reports_its_objective() -> None:
     x, y = clusters(200, 8, 3)
     found = probe.logistic(x, y, 3, 0.05)
     loss = torch.nn.functional.cross_entropy(found.scores(x), y) + 0.05 / 2 * found.weights.square().sum()
@@ -273,7 +237,7 @@ def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
     assert sorted((*inside.tolist(), *outside.tolist())) == list(range(300))
     expected = torch.bincount(y) * 0.2
     assert (torch.bincount(y[outside]) - expected).abs().max() <= 0.5
-    with pytest.raises(ValueError, match="no class has two"):
+    with pytest.raises(ValueError, match="--linear-l2"):
         probe.search_logistic(x[:4], torch.arange(4), 4)
 
 
@@ -294,8 +258,8 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-@pytest.mark.parametrize("batch", [1, 4, 15, 64])
-def test_features_are_the_models_for_any_batch(weights: Path, photos: Path, batch: int) -> None:
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_features_equal_the_models_for_any_batch(weights: Path, photos: Path, batch: int) -> None:
     source = open_source(str(photos))
     found = extract(Predictor(weights, batch=batch, device="cpu"), source, quiet=True)
     assert found.index.tolist() == list(range(15))
@@ -317,14 +281,14 @@ def test_features_are_computed_once(weights: Path, photos: Path, tmp_path: Path)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [f"{first.key}.safetensors"]
 
 
-def test_data_that_only_moved_keeps_its_features(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_moved_data_keeps_its_cache_key(weights: Path, photos: Path, tmp_path: Path) -> None:
     predictor, here = Predictor(weights, device="cpu"), open_source(str(photos))
     before = kept.features_key(predictor, here, "w")
     photos.rename(tmp_path / "elsewhere")
     assert kept.features_key(predictor, open_source(str(tmp_path / "elsewhere")), "w") == before
 
 
-def test_every_part_of_the_name_counts(weights: Path, photos: Path) -> None:
+def test_every_setting_changes_the_cache_key(weights: Path, photos: Path) -> None:
     predictor = Predictor(weights, device="cpu")
     source = open_source(str(photos))
     keys = [kept.features_key(predictor, source, predictor.weights_hash)]
@@ -346,8 +310,8 @@ def test_every_part_of_the_name_counts(weights: Path, photos: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", ["folder", "parquet", "subset"])
-def test_an_image_that_changed_is_noticed(photos: Path, tmp_path: Path, storage: str) -> None:
-    """Another picture under the same name: the fingerprint of names and labels alone would not see it."""
+def test_a_changed_file_changes_the_content_stamp(photos: Path, tmp_path: Path, storage: str) -> None:
+    """The fingerprint of names and labels stays the same."""
     if storage == "parquet":
         images = [encode(np.full((4, 4, 3), i, np.uint8)) for i in range(200)]
         write_parquet(tmp_path / "set" / "train-00.parquet", images, [i % 3 for i in range(200)])
@@ -370,8 +334,8 @@ def test_an_image_that_changed_is_noticed(photos: Path, tmp_path: Path, storage:
     assert after[1] != before[1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "empty", "other"])
-def test_a_damaged_file_is_made_anew(
+@pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "other"])
+def test_a_damaged_cache_file_is_computed_again(
     weights: Path, photos: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     predictor, source = Predictor(weights, device="cpu"), open_source(str(photos))
@@ -385,17 +349,17 @@ def test_a_damaged_file_is_made_anew(
         data[-10] ^= 4
         path.write_bytes(data)
     else:
-        path.write_bytes({"cut": data[:-9], "garbage": b"\xff" * 500, "empty": b""}[damage])
+        path.write_bytes({"cut": data[:-9], "garbage": b"\xff" * 500}[damage])
     with caplog.at_level(logging.WARNING, "plainvit"):
         again = extract(predictor, source, cache=tmp_path / "cache", quiet=True)
     assert not again.cached
-    assert "computed again" in caplog.text
+    assert path.name in caplog.text
     assert torch.equal(first.features, again.features)
     assert extract(predictor, source, cache=tmp_path / "cache", quiet=True).cached
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_images_that_cannot_be_read_are_left_out_and_counted(weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_and_counted(weights: Path, photos: Path, tmp_path: Path) -> None:
     (photos / "train" / "cat" / "2.png").write_bytes(b"not an image")
     predictor, source = Predictor(weights, device="cpu", batch=1), open_source(str(photos))
     for _ in range(2):  # and the same from the cache
@@ -406,11 +370,11 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(weights: Path, phot
     assert found.cached
     for path in photos.glob("test/*/*.png"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no image of the test split"):
+    with pytest.raises(DataError, match="test split"):
         extract(predictor, open_source(str(photos), "test"), quiet=True)
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def planted_pair(classes: int = 4) -> frozen.Pair:
@@ -419,8 +383,8 @@ def planted_pair(classes: int = 4) -> frozen.Pair:
     return frozen.Pair(made[0], made[1], classes)
 
 
-def test_the_numbers_of_the_table() -> None:
-    """Mean and sample deviation over the seeds, each from a support drawn and solved here by NumPy."""
+def test_few_shot_results_equal_numpys() -> None:
+    """Mean and sample standard deviation over the seeds, each solved here by NumPy."""
     pair = planted_pair()
     found = frozen.few_shot(pair, frozen.Settings(shots=(2, 500), seeds=3, l2=8.0, sweep=True))
     labels = pair.train.labels.numpy()
@@ -431,19 +395,19 @@ def test_the_numbers_of_the_table() -> None:
             x, y = pair.train.features[chosen], pair.train.labels[chosen]
             guesses = by_normal_equations(x, y, pair.test.features, 4, 8.0).argmax(1)
             tops.append((guesses == pair.test.labels.numpy()).mean())
-        told = found[str(shots)]
-        assert told["seeds"] == pytest.approx(tops)
-        assert told["top1"] == pytest.approx(np.mean(tops))
-        assert told["sd"] == pytest.approx(np.std(tops, ddof=1), abs=1e-12)
-        assert told["sweep"]["8.0"]["seeds"] == told["seeds"]
-        assert len(told["sweep"]) == 30
+        result = found[str(shots)]
+        assert result["seeds"] == pytest.approx(tops)
+        assert result["top1"] == pytest.approx(np.mean(tops))
+        assert result["sd"] == pytest.approx(np.std(tops, ddof=1), abs=1e-12)
+        assert result["sweep"]["8.0"]["seeds"] == result["seeds"]
+        assert len(result["sweep"]) == 30
     assert found["2"]["support"] == 8
     assert found["2"]["classes_with_fewer"] == 0
     assert found["500"]["support"] == 200
     assert found["500"]["classes_with_fewer"] == 4
 
 
-def test_every_l2_is_tried_only_where_that_is_asked_for() -> None:
+def test_every_l2_is_tried_only_with_sweep() -> None:
     pair, asked = planted_pair(), {"shots": (2,), "seeds": 2, "l2": 8.0}
     plain = frozen.few_shot(pair, frozen.Settings(**asked))["2"]
     swept = frozen.few_shot(pair, frozen.Settings(**asked, sweep=True))["2"]
@@ -467,7 +431,7 @@ def refused(capsys: Capture, code: int, *words: str) -> str:
     return lines[0]
 
 
-def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_writes_a_card_and_a_table(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     words = (str(weights), "--data", str(photos), "--device", "cpu", "--cache", str(tmp_path / "cache"))
     methods = ("--method", "fewshot", "knn", "linear", "--shots", "1", "3")
     (card,) = json.loads(said(capsys, *words, *methods, "--json", "--out", str(tmp_path / "cards.json")))
@@ -480,8 +444,8 @@ def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) 
     assert list(card["results"]["knn"]["weighted"]) == ["1", "5", "10"]  # of 15 training images
     assert not card["cached"]
     table = said(capsys, *words, *methods)
-    told = card["results"]["fewshot"]["3"]
-    assert f"{100 * told['top1']:.2f} ± {100 * told['sd']:.2f}" in table
+    result = card["results"]["fewshot"]["3"]
+    assert f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}" in table
     assert f"{100 * card['results']['linear']['top1']:.2f}" in table
     for votes, by_k in card["results"]["knn"].items():
         (line,) = (line for line in table.splitlines() if votes in line.split())
@@ -489,7 +453,7 @@ def test_the_verb(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) 
     assert json.loads(said(capsys, *words, "--json"))[0]["cached"]
 
 
-def test_several_sets_choose_l2_for_each_other(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_datasets_choose_l2_for_each_other(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     for split in ("train", "test"):
         plant_classes(tmp_path / "others" / split, {"x": 5, "y": 5}, 300)
     data = ("--data", str(photos), str(tmp_path / "others"), "--sweep", "--shots", "2", "--device", "cpu")
@@ -497,15 +461,15 @@ def test_several_sets_choose_l2_for_each_other(weights: Path, photos: Path, tmp_
     tops = [{float(l2): one["top1"] for l2, one in card["results"]["fewshot"]["2"]["sweep"].items()} for card in cards]
     chosen = [card["results"]["fewshot"]["2"]["chosen"]["l2"] for card in cards]
     assert chosen == [max(tops[1], key=lambda l2: (tops[1][l2], -l2)), max(tops[0], key=lambda l2: (tops[0][l2], -l2))]
-    assert "chosen on the others" in said(capsys, str(weights), *data, "--no-cache")
+    assert "chosen on the other" in said(capsys, str(weights), *data, "--no-cache")
 
 
-def test_fewer_training_images_of_each_class(weights: Path, photos: Path, capsys: Capture) -> None:
+def test_per_class_limits_the_training_images(weights: Path, photos: Path, capsys: Capture) -> None:
     words = (str(weights), "--data", str(photos), "--per-class", "2", "--no-cache", "--device", "cpu", "--json")
     assert json.loads(said(capsys, *words))[0]["train"]["n"] == 6
 
 
-def test_classes_that_lack_images_for_the_shots_are_told_of(weights: Path, photos: Path, capsys: Capture) -> None:
+def test_classes_with_fewer_images_than_shots_are_counted(weights: Path, photos: Path, capsys: Capture) -> None:
     """The classes have six, five and four training images."""
     words = (str(weights), "--data", str(photos), "--no-cache", "--device", "cpu", "--shots")
     (line,) = (line for line in said(capsys, *words, "4", "6").splitlines() if "classes with fewer" in line)
@@ -516,44 +480,44 @@ def test_classes_that_lack_images_for_the_shots_are_told_of(weights: Path, photo
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("--method", "knn", "--k", "16"), 2, "16 of 15"),
-        (("--k", "0"), 2, "k must be"),
+        (("--method", "knn", "--k", "16"), 2, "--k 16"),
+        (("--k", "0"), 2, "k"),
         (("--shots", "0"), 2, "shots"),
-        (("--l2", "0"), 2, "above 0"),
+        (("--l2", "0"), 2, "--l2"),
         (("--split", "val"), 3, "val split"),
         (("--batch", "0"), 2, "--batch"),
-        (("--cache", "x", "--no-cache"), 2, "--no-cache"),
+        (("--cache", "x", "--no-cache"), 2, "--cache"),
         (("--shots",), 2, "shots"),
         (("--out", "/no/such/folder/x.json"), 2, "/no/such/folder"),
         (("--cache", "/proc/version"), 5, "--no-cache"),
     ],
 )
-def test_wrong_words(
+def test_invalid_arguments_are_one_line(
     weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, told: str
 ) -> None:
     cache = () if "--cache" in words else ("--no-cache",)
     assert told in refused(capsys, code, str(weights), "--data", str(photos), *cache, *words)
 
 
-def test_wrong_data(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_data_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
     def told(code: int, *specs: str) -> str:
         return refused(capsys, code, str(weights), "--no-cache", "--data", *specs)
 
     assert "once" in told(2, str(photos), str(photos))
-    assert "neither a folder" in told(2, "nothing-like-it")
+    assert "nothing-like-it" in told(2, "nothing-like-it")
     for path in (photos / "train" / "emu").iterdir():
         path.unlink()
-    assert "no training image of the class 'emu'" in told(3, str(photos))
+    assert "'emu'" in told(3, str(photos))
     (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
-    assert "no images in its train split" in told(3, str(tmp_path / "empty"))
+    assert "no images" in told(3, str(tmp_path / "empty"))
     write_parquet(tmp_path / "bare" / "train-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
     write_parquet(tmp_path / "bare" / "test-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
     assert "without a label" in told(3, str(tmp_path / "bare"))
-    assert "no file" in refused(capsys, 2, "/no/such/weights", "--data", str(photos)) or True
+    assert "/no/such/weights" in refused(capsys, 2, "/no/such/weights", "--data", str(photos))
 
 
-def test_an_edited_file_of_a_joined_set_is_noticed(tmp_path: Path) -> None:
-    """vtab1000/ joins two parts: files beyond the sample are watched too."""
+def test_an_edited_file_of_a_joined_dataset_changes_the_content_stamp(tmp_path: Path) -> None:
+    """vtab1000/ joins two parts."""
     home = tmp_path / "svhn"
     for name, count in {"train800.txt": 800, "val200.txt": 200, "test.txt": 3}.items():
         files = {f"images/{name}-{i}.png": encode(np.full((2, 2, 3), i % 256, np.uint8)) for i in range(count)}

@@ -1,4 +1,4 @@
-"""Run folders edited by hand or written by another version: used, or refused in one line; never a traceback."""
+"""Edited or damaged run folders: used or reported in one line, never a traceback."""
 
 import contextlib
 import copy
@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key down to the third level; of a list the first entry stands for all."""
+    """Every key down to the third level, and the first entry of each list."""
     inner = list(value) if isinstance(value, dict) else [0] if isinstance(value, list) and value else []
     for key in inner if len(place) < 3 else ():
         yield (*place, key)
@@ -65,7 +65,7 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def edits(value: Any) -> Iterator[Any]:
-    """Each place deleted, and with each of the values."""
+    """The value with each key deleted or replaced."""
     for *above, last in places(value):
         for new in (KeyError, *VALUES):
             edited = copy.deepcopy(value)
@@ -80,7 +80,7 @@ def edits(value: Any) -> Iterator[Any]:
 
 
 def texts(file: Path) -> list[str]:
-    """What may be found in a file in place of what was written; a checkpoint's state has its hash made anew."""
+    """Damaged contents of a file; the state of a checkpoint has a matching hash."""
     text = file.read_text()
     if file.suffix == ".jsonl":
         first, *rest = text.splitlines(keepends=True)
@@ -99,7 +99,7 @@ def copied(home: Path, name: str, out: Path) -> Path:
 
 
 def exit_code(*words: object) -> int:
-    """Of a command; any exception but those that it turns into one line passes through, and fails the test."""
+    """Exit code of a command; an unexpected exception fails the test."""
     try:
         main([str(word) for word in words])
     except SystemExit as ended:
@@ -107,13 +107,13 @@ def exit_code(*words: object) -> int:
     return 0
 
 
-def go_on(home: Path, out: Path) -> int:
+def resume(home: Path, out: Path) -> int:
     return exit_code("train", f"{home / 'mine.py'}:recipe", "--out", out)
 
 
 @pytest.fixture
 def no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a run, which reads none of the files."""
+    """Skips the end of a run, which reads none of the files."""
     runs.without_figures(monkeypatch)
     monkeypatch.setattr("plainvit.train.run.finalize", lambda run, *_, **__: (run.objective.model, {}))
 
@@ -124,18 +124,17 @@ FILES = ("environment.json", "status.json", "metrics.jsonl", "data.json", f"chec
 @pytest.mark.usefixtures("no_evaluation")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
-def test_a_run_goes_on_from_an_edited_folder_or_says_why_not(home: Path, tmp_path: Path, name: str, part: int) -> None:
+def test_a_run_resumes_from_an_edited_folder_or_exits_cleanly(home: Path, tmp_path: Path, name: str, part: int) -> None:
     edited = texts(home / "stopped" / name)
     random.Random(0).shuffle(edited)
     for text in edited[8 * part : 8 * part + 8] if part < 7 else edited[56:]:
         out = copied(home, "stopped", tmp_path / "run")
         (out / name).write_text(text, encoding="utf-8")
-        assert go_on(home, out) in (0, 2, 3), text
+        assert resume(home, out) in (0, 2, 3), text
 
 
 @pytest.mark.parametrize("name", ["results.json", "card.json", "environment.json", "config.json", "status.json"])
-def test_readers_of_an_edited_finished_run(home: Path, tmp_path: Path, name: str) -> None:
-    """compare, the numbers of studies and of predict, and what a report is made of."""
+def test_an_edited_finished_run_is_read_or_exits_cleanly(home: Path, tmp_path: Path, name: str) -> None:
     out, edited = copied(home, "done", tmp_path / "run"), texts(home / "done" / name)
     random.Random(0).shuffle(edited)
     readers: tuple[Callable[[Path], object], ...] = (read_results, run_seconds, trust, read_run)
@@ -148,23 +147,23 @@ def test_readers_of_an_edited_finished_run(home: Path, tmp_path: Path, name: str
 
 
 @pytest.mark.usefixtures("no_evaluation")
-def test_results_of_a_finished_run_are_checked_before_they_are_printed(home: Path, tmp_path: Path) -> None:
+def test_invalid_results_of_a_finished_run_are_an_error(home: Path, tmp_path: Path) -> None:
     out, file = copied(home, "done", tmp_path / "run"), tmp_path / "run" / "results.json"
     sound = json.loads(file.read_text())
     for change in ({"top1": None}, {"top1": "x"}, {"top1": 1.5}, {"images": 0}, {"images": 10**400}, {"nll": -1}):
         file.write_text(json.dumps(sound | {"test": sound["test"] | change}))
-        assert go_on(home, out) == 2, change
+        assert resume(home, out) == 2, change
     file.write_text(json.dumps(sound | {"val": 3}))
-    assert go_on(home, out) == 2
+    assert resume(home, out) == 2
     file.write_text(json.dumps(sound))
-    assert go_on(home, out) == 0
+    assert resume(home, out) == 0
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def write_again(out: Path, tensors: dict[str, Tensor], change: Change = lambda _: None) -> None:
-    """The newest checkpoint with other tensors or another state, and with hashes that say it is whole."""
+    """Replaces the newest checkpoint, with matching hashes."""
     folder = out / "checkpoints" / f"step-{LAST:08d}"
     safetensors.torch.save_file(tensors, folder / TENSORS)
     state = json.loads((folder / STATE).read_text())
@@ -198,20 +197,20 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 
 @pytest.mark.usefixtures("no_evaluation")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_with_other_tensors_than_the_run_has_is_refused(home: Path, tmp_path: Path, damage: str) -> None:
+def test_a_checkpoint_with_wrong_tensors_is_an_error(home: Path, tmp_path: Path, damage: str) -> None:
     out = copied(home, "stopped", tmp_path / "run")
     tensors, _ = Checkpoints(out / "checkpoints", 9).read(LAST)
     changed = DAMAGES[damage](tensors)
     assert changed.keys() != tensors.keys() or any(changed[name] is not tensors[name] for name in tensors)
     write_again(out, changed)
-    assert go_on(home, out) == 2
+    assert resume(home, out) == 2
     assert runs.status(out)["exit_code"] == 2
     write_again(out, tensors)
-    assert go_on(home, out) == 0
+    assert resume(home, out) == 0
 
 
-def test_a_checkpoint_without_tensors_that_were_written_is_passed_over(home: Path, tmp_path: Path) -> None:
-    """All of what the optimiser keeps for one weight: a weight without gradients has none, so the state names them."""
+def test_a_checkpoint_with_missing_tensors_is_skipped(home: Path, tmp_path: Path) -> None:
+    """All optimizer tensors of one weight: only the list in the state shows that they are missing."""
     out = copied(home, "stopped", tmp_path / "run")
     kept = Checkpoints(out / "checkpoints", 9)
     tensors, state = kept.read(LAST)
@@ -240,24 +239,22 @@ def test_a_checkpoint_without_tensors_that_were_written_is_passed_over(home: Pat
         {"of_a_later_version": 1},
     ],
 )
-def test_a_checkpoint_whose_progress_cannot_be_is_refused(home: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_checkpoint_with_invalid_progress_is_an_error(home: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     out = copied(home, "stopped", tmp_path / "run")
     tensors, _ = Checkpoints(out / "checkpoints", 9).read(LAST)
     write_again(out, tensors, lambda state: state["progress"].update(change))
-    assert go_on(home, out) == 2
+    assert resume(home, out) == 2
     assert exit_code("replay", out, "--step", LAST + 1) == (2 if "micro_batch" in change else 0)
 
 
 @pytest.mark.usefixtures("no_evaluation")
 @pytest.mark.parametrize("change", [{"seconds": "x"}, {"seconds": -1}, {"seconds": math.nan}, {"running_since": [1]}])
-def test_times_that_cannot_be_are_refused_before_the_run_begins(
-    home: Path, tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_invalid_times_are_an_error_before_the_run_starts(home: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     out = copied(home, "stopped", tmp_path / "run")
     file = out / "environment.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     before = runs.status(out)
-    assert go_on(home, out) == 2
+    assert resume(home, out) == 2
     assert runs.status(out) == before
     file.unlink()
-    assert go_on(home, out) == 0
+    assert resume(home, out) == 0

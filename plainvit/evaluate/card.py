@@ -1,12 +1,12 @@
-"""A card: one evaluation with all that is needed to trust it, to repeat it and to compare it.
+"""Cards: the results of one evaluation with everything needed to repeat and compare it.
 
     card = make_card(predictor, labels, result, world)
-    write_card(card, Path("evaluations/pets"), labels, result)     card.json, and a row for each image
+    write_card(card, Path("evaluations/pets"), labels, result)     card.json and images.parquet
     read_card(Path("evaluations/pets"))
 
     plainvit compare evaluations/pets evaluations/bit
 
-Cards of other versions are refused: a number must not change its meaning on the way.
+Cards of another version are an error: the meaning of a number may have changed.
 """
 
 import contextlib
@@ -39,9 +39,8 @@ from plainvit.runtime.folder import environment, finite
 
 VERSION = 1
 CARD, IMAGES = "card.json", "images.parquet"
-LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or, for a peer, compute
-# What a card must say, and of what type: a file that does not is no card
-NEEDED: dict[str, type] = {
+LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or compute
+REQUIRED: dict[str, type] = {
     "metrics": dict,
     "counts": dict,
     "intervals": dict,
@@ -60,7 +59,7 @@ class Card:
     """One evaluation of one model on one split."""
 
     metrics: dict[str, float]  # top1, top5, nll, ece; precision, recall and f1 as means over the classes
-    counts: dict[str, int]  # images that are right: top1, top5
+    counts: dict[str, int]  # correct images: top1, top5
     intervals: dict[str, list[float]]  # 95 %: Wilson's for top1 and top5, 1.96 standard errors for nll
     images: int  # scored
     unreadable: int
@@ -73,41 +72,46 @@ class Card:
 
     @property
     def name(self) -> str:
-        """Of the model, for a table."""
+        """Name of the model for a table."""
         return str(self.model.get("source") or self.model.get("family") or "model")
 
     def identity(self) -> str:
-        """The same for the same weights on the same images in the same way."""
-        said = [self.model["weights"], self.model["config"], self.data, self.preprocess["hash"], self.precision]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        """Hash of weights, data, preprocessing and precision."""
+        values = [self.model["weights"], self.model["config"], self.data, self.preprocess["hash"], self.precision]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def make_card(predictor: Predictor, labels: Labels, result: Result, world: World) -> Card:
-    """What was measured, on what, by what."""
+    """The card of an evaluation."""
     return Card(
-        metrics=_metrics(result, labels),
+        metrics=_compute_metrics(result, labels),
         counts={"top1": int(result.right.sum()), "top5": int(result.hits.any(1).sum())},
         intervals={name: list(ends) for name, ends in result.intervals.items()},
         images=len(result.labels),
         unreadable=result.unreadable,
-        data=_data(labels),
-        model=_model(predictor),
-        preprocess=_preprocess(predictor),
+        data=_describe_data(labels),
+        model=_describe_model(predictor),
+        preprocess=_describe_preprocess(predictor),
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
-        environment=environment(world.device) | {"processes": world.size, "libraries": _versions()},
+        environment=environment(world.device) | {"processes": world.size, "libraries": _read_versions()},
     )
 
 
-def _metrics(result: Result, labels: Labels) -> dict[str, float]:
-    found = {"top1": result.top1, "top5": result.top5, "nll": float(result.nll.mean()), "ece": result.calibration_error}
+def _compute_metrics(result: Result, labels: Labels) -> dict[str, float]:
+    metrics = {
+        "top1": result.top1,
+        "top5": result.top5,
+        "nll": float(result.nll.mean()),
+        "ece": result.calibration_error,
+    }
     if not labels.single:
-        return found
+        return metrics
     table = result.by_class()
-    seen = table["images"] + table["guessed"] > 0  # scikit-learn's macro mean: over classes that occur at all
-    return found | {name: float(table[name][seen].mean()) for name in ("precision", "recall", "f1")}
+    occurs = table["images"] + table["guessed"] > 0  # as scikit-learn's macro mean: over classes that occur
+    return metrics | {name: float(table[name][occurs].mean()) for name in ("precision", "recall", "f1")}
 
 
-def _data(labels: Labels) -> dict[str, Any]:
+def _describe_data(labels: Labels) -> dict[str, Any]:
     source = labels.source
     return {
         "spec": source.spec,
@@ -121,7 +125,7 @@ def _data(labels: Labels) -> dict[str, Any]:
     }
 
 
-def _model(predictor: Predictor) -> dict[str, Any]:
+def _describe_model(predictor: Predictor) -> dict[str, Any]:
     model = predictor.model
     config = to_json(model.config) if isinstance(model.config, Checked) else dataclasses.asdict(model.config)
     return {
@@ -133,32 +137,31 @@ def _model(predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def _preprocess(predictor: Predictor) -> dict[str, Any]:
-    """The hash is of all that decides which pixels the model sees; a crop that is not made is no part of it."""
+def _describe_preprocess(predictor: Predictor) -> dict[str, Any]:
+    """Settings and their hash; without the crop where none is made."""
     settings, config = asdict(predictor.preprocess), predictor.model.config
     if settings["resize"] == "squash":
         del settings["crop"]
-    colours = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
-    seen = {"settings": settings, "image_size": list(predictor.size), **colours}
-    return seen | {"hash": hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]}
+    statistics = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
+    described = {"settings": settings, "image_size": list(predictor.size), **statistics}
+    return described | {"hash": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+def _read_versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
 def write_card(card: Card, folder: Path, labels: Labels | None = None, result: Result | None = None) -> None:
-    """card.json, and where the result is given images.parquet; together, so that they never contradict each other."""
+    """Writes card.json and, with a result, images.parquet; together, so that they always agree."""
     make_folder(folder)
-    said = {"card": card.card, **asdict(card)}
-    text = json.dumps(finite(said), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(finite({"card": card.card, **asdict(card)}), indent=1, ensure_ascii=False) + "\n"
     writers: dict[Path, Any] = {}
     if result is not None:
         assert labels is not None
@@ -169,13 +172,13 @@ def write_card(card: Card, folder: Path, labels: Labels | None = None, result: R
 
 
 def _write_rows(rows: pa.Table, path: Path) -> None:
-    """To an open file: pyarrow takes a path such as lr:3e-4/images.parquet for a URI."""
+    """Writes to an open file: pyarrow reads a path such as lr:3e-4/images.parquet as a URI."""
     with path.open("wb") as file:
         pq.write_table(rows, file, compression="zstd")
 
 
 def per_image(labels: Labels, result: Result) -> pa.Table:
-    """A row for each image that was scored. Classes are numbers: names need not be unique, and are in the metadata."""
+    """One row per scored image. Classes are numbers; their names, which may repeat, are in the metadata."""
     names = [labels.source.name(int(index)) for index in result.index]
     columns = {
         "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
@@ -186,47 +189,46 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
         "right": pa.array(result.right),
         "right5": pa.array(result.hits.any(1)),
     }
-    meaning = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
-    about = {key: json.dumps(value) for key, value in meaning.items()}
-    return pa.table(columns).replace_schema_metadata(about)
+    names_of = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
+    return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in names_of.items()})
 
 
 def read_card(path: Path) -> Card:
-    """A card by its file, or by the folder that holds it."""
+    """Reads a card from its file or from the folder that contains it."""
     path = path / CARD if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"there is no card {path}: `plainvit evaluate` writes them")
+        raise DataError(f"there is no card {path}: run `plainvit evaluate` to write one")
     try:
-        said = read_json(path)
+        stored = read_json(path)
     except ValueError as error:
         raise DataError(str(error).splitlines()[0]) from error
-    if said.get("card") != VERSION:
-        version = said.get("card", "no version at all")
-        raise DataError(f"{path} is a card of version {version}, this plainvit reads {VERSION}: evaluate again")
-    fault = _fault(said)
+    if stored.get("card") != VERSION:
+        version = stored.get("card", "unknown")
+        raise DataError(f"{path} has card version {version}, but {VERSION} is required: run `plainvit evaluate` again")
+    fault = _find_fault(stored)
     if fault:
-        raise DataError(f"{path} is not a whole card: {fault}")
-    return Card(**{field.name: said[field.name] for field in dataclasses.fields(Card)})
+        raise DataError(f"{path} is not a valid card: {fault}")
+    return Card(**{field.name: stored[field.name] for field in dataclasses.fields(Card)})
 
 
 def settings_of(path: Path, card: Card) -> dict[str, Any]:
-    """Of the run in whose folder a card lies, or whose weights were evaluated; {} where there is none."""
+    """Settings of the run that the card or its weights belong to; {} if there is none."""
     return run_settings(path) or run_settings(card.name)
 
 
-def _fault(said: dict[str, Any]) -> str:
-    for name, kind in NEEDED.items():
-        if not isinstance(said.get(name), kind):
-            return f"{name} is missing or of another type"
-    if said["images"] < 1:
-        return "it has no images"
+def _find_fault(card: dict[str, Any]) -> str:
+    for name, kind in REQUIRED.items():
+        if not isinstance(card.get(name), kind):
+            return f"{name} is missing or not of type {kind.__name__}"
+    if card["images"] < 1:
+        return "images is below 1"
     for name in ("top1", "top5"):
-        share, count = said["metrics"].get(name), said["counts"].get(name)
+        share, count = card["metrics"].get(name), card["counts"].get(name)
         if not isinstance(count, int) or not isinstance(share, int | float) or not math.isfinite(share):
             return f"{name} is missing"
-        if not math.isclose(share, count / said["images"], rel_tol=1e-9):
-            return f"{name} is {share}, but {count} of {said['images']} images are right"
-    for name, value in said["metrics"].items():
+        if not math.isclose(share, count / card["images"], rel_tol=1e-9):
+            return f"{name} is {share}, but counts has {count} of {card['images']} images"
+    for name, value in card["metrics"].items():
         if value is not None and (type(value) not in (int, float) or not abs(value) < 1e300):
             return f"metrics.{name} is not a number"
     for part, keys in {
@@ -235,14 +237,14 @@ def _fault(said: dict[str, Any]) -> str:
         "preprocess": ("hash",),
     }.items():
         for key in keys:
-            if not isinstance(said[part].get(key), str):
+            if not isinstance(card[part].get(key), str):
                 return f"{part}.{key} is missing"
     return ""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What two models must share to be compared image by image, and what each said."""
+    """Results per image, for paired comparisons."""
 
     names: list[str]
     right: np.ndarray
@@ -251,7 +253,7 @@ class Rows:
 
 
 def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
-    """The results beside a card; None where there are none, an error where they are not the card's."""
+    """Reads images.parquet next to a card; None if there is none. Raises DataError if it contradicts the card."""
     file = (path if path.is_dir() else path.parent) / IMAGES
     if not file.is_file():
         return None
@@ -262,7 +264,7 @@ def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
         raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
     if len(table) != images:
         raise DataError(f"{file} has {len(table):,} rows, but its card has {images:,} images")
-    for name, mine in (("top1", right), ("top5", right5)):
-        if int(mine.sum()) != counts[name]:
-            raise DataError(f"{file} is of another evaluation than its card: {name} {int(mine.sum())}, {counts[name]}")
+    for name, correct in (("top1", right), ("top5", right5)):
+        if (count := int(correct.sum())) != counts[name]:
+            raise DataError(f"{file} is from another evaluation: {name} is {count}, but {counts[name]} in its card")
     return Rows(table["name"].to_pylist(), right, right5, nll)

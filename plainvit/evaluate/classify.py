@@ -1,11 +1,11 @@
-"""How often a classifier is right: every image of a set once, with the model's own preprocessing.
+"""Classification accuracy: every image of a set once, with the model's own preprocessing.
 
     result = classify(Predictor(model), Prepared(source, model.config.image_size, preprocess))
     result.top1, result.interval, result.calibration_error, result.confusion
 
     plainvit evaluate runs/photos --data photos/
 
-The last batch is smaller, never dropped or padded; images that cannot be read are counted, not scored.
+The last batch is smaller, never dropped or padded. Unreadable images are counted, not scored.
 """
 
 import math
@@ -27,23 +27,23 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite, eval_mode
 from plainvit.runtime.distributed import World
 
-MOST_CONFUSED = 1000  # classes up to which a confusion matrix is kept
-CACHE_BYTES = 2 * 10**9  # prepared images of a validation set that are kept between evaluations
+MOST_CONFUSED = 1000  # largest number of classes with a stored confusion matrix
+CACHE_BYTES = 2 * 10**9  # largest validation set that is kept prepared between evaluations
 BINS = 15  # of the calibration error
 
 
 @dataclass
 class Result:
-    """What the model said of each image, in the order of the source."""
+    """Predictions for each image, in the order of the source."""
 
     labels: np.ndarray  # [N]
     guesses: np.ndarray  # [N, up to 5], the most probable first
     probabilities: np.ndarray  # [N], of the first guess
-    nll: np.ndarray  # [N], negative log of the probability that right answers were given
-    index: np.ndarray  # [N], places in the source
+    nll: np.ndarray  # [N], negative log-probability of the correct classes
+    index: np.ndarray  # [N], positions in the source
     classes: int
     unreadable: int = 0
-    hits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # [N, up to 5], which guesses are right
+    hits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # [N, up to 5], which are correct
 
     def __post_init__(self) -> None:
         if not self.hits.size:
@@ -51,7 +51,7 @@ class Result:
 
     @property
     def right(self) -> np.ndarray:
-        """[N], whether the first guess is right."""
+        """[N], whether the top-1 prediction is correct."""
         return self.hits[:, 0]
 
     @property
@@ -64,52 +64,52 @@ class Result:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of top-1, by Wilson's formula."""
+        """95 % interval of top-1 (Wilson)."""
         return wilson(int(self.right.sum()), len(self.labels))
 
     @property
     def guessing(self) -> float | None:
-        """What naming the most frequent class each time would get; None where more than the label counts as right."""
-        plain = np.array_equal(self.hits, self.guesses == self.labels[:, None])
-        return float(np.bincount(self.labels).max() / len(self.labels)) if plain else None
+        """Accuracy of always predicting the most frequent class; None if an image has several correct classes."""
+        single = np.array_equal(self.hits, self.guesses == self.labels[:, None])
+        return float(np.bincount(self.labels).max() / len(self.labels)) if single else None
 
     @property
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """95 % of what has one."""
+        """95 % intervals of top1, top5 and nll."""
         top5 = wilson(int(self.hits.any(1).sum()), len(self.labels))
         return {"top1": self.interval, "top5": top5, "nll": mean_interval(self.nll)}
 
     @property
     def confusion(self) -> np.ndarray:
-        """[K, K] counts: rows are the truth, columns the guess."""
+        """[K, K] counts: rows are labels, columns are predictions."""
         pairs = self.labels.astype(np.int64) * self.classes + self.guesses[:, 0]
         return np.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
 
     def bins(self) -> np.ndarray:
-        """[BINS, 3]: images, mean probability and share of right guesses, by the probability of the first guess.
+        """[BINS, 3]: images, mean confidence and accuracy, by the probability of the top-1 prediction.
 
         Bins are equally wide and include their upper ends.
         """
         edges = np.linspace(0, 1, BINS + 1)
-        place = np.searchsorted(edges[1:-1], self.probabilities)
-        images = np.bincount(place, minlength=BINS)
-        sums = [np.bincount(place, weights=values, minlength=BINS) for values in (self.probabilities, self.right)]
+        bin_of = np.searchsorted(edges[1:-1], self.probabilities)
+        images = np.bincount(bin_of, minlength=BINS)
+        sums = [np.bincount(bin_of, weights=values, minlength=BINS) for values in (self.probabilities, self.right)]
         means = [np.divide(total, images, out=np.zeros(BINS), where=images > 0) for total in sums]
         return np.stack([images, *means], 1)
 
     @property
     def sureness(self) -> str:
-        """The mean probability of the guesses beside how often they are right, in words."""
+        """A sentence that compares mean confidence with accuracy."""
         return sureness(float(self.probabilities.mean()), int(self.right.sum()), len(self.labels))
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error: by how much probability and accuracy differ, averaged over the images."""
+        """Expected calibration error: mean distance of confidence and accuracy over the images."""
         images, probability, accuracy = self.bins().T
         return float((images * np.abs(accuracy - probability)).sum() / images.sum())
 
     def by_class(self) -> dict[str, np.ndarray]:
-        """[K] each: images, guesses, precision, recall and F1; 0 where there is nothing to divide by."""
+        """[K] each: images, predictions, precision, recall and F1; 0 where undefined."""
         right, labels, guesses = self.right, self.labels, self.guesses[:, 0]
         images, guessed = (np.bincount(values, minlength=self.classes) for values in (labels, guesses))
         hits = np.bincount(labels[right], minlength=self.classes)
@@ -121,12 +121,12 @@ class Result:
         return {"images": images, "guessed": guessed, **divided}
 
     def numbers(self) -> dict[str, float]:
-        """What is worth a line while training."""
+        """The metrics of one line while training."""
         top5 = {"top5": self.top5} if self.classes > FEW else {}
         return {"top1": self.top1, **top5, "nll": float(self.nll.mean())}
 
     def summary(self) -> dict[str, Any]:
-        """As JSON for results.json."""
+        """The entry of results.json."""
         return {
             "images": len(self.labels),
             **self.numbers(),
@@ -140,7 +140,7 @@ class Result:
 
 
 class Prepared:
-    """A source as its model evaluates it; prepared once where it is small enough to keep, and worth keeping."""
+    """A source with its model's preprocessing; `keep` stores the prepared batches if they are small enough."""
 
     def __init__(
         self,
@@ -154,21 +154,21 @@ class Prepared:
         keep: bool = True,
     ) -> None:
         self.source, self.size, self.world, self.batch = source, size, world or World(), batch
-        self._how: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
+        self._options: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
         self._small = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
         self._kept: list[Batch] | None = None
 
     @property
     def rounds(self) -> int:
-        """Batches of the process that has the most: the others join in with empty ones, as sharded models need."""
+        """The largest number of batches of any process: sharded models need equally many forwards in all."""
         return math.ceil(math.ceil(len(self.source) / self.world.size) / self.batch)
 
     def batches(self) -> Iterable[Batch]:
-        """This process's part of the images."""
+        """The batches of this process."""
         if self._kept is not None:
             return self._kept
         world = self.world
-        made = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._how)
+        made = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._options)
         if self._small:
             self._kept = list(made)
             return self._kept
@@ -182,18 +182,24 @@ def classify(
     labels: Labels | None = None,
     tell: Callable[[Batch], object] | None = None,
 ) -> Result:
-    """Runs the model over every image, shared by all processes; it is put back into the mode it was in.
+    """Evaluates the model on every image, split over all processes, and restores its train or eval mode.
 
-    Logits that are NaN or Inf, be it of one image, are a NonFiniteError. Right is the image's label, or what `labels`
-    say. `tell` hears of each batch of this process when it is done.
+    Args:
+        predictor: The model with its device and precision.
+        prepared: The images.
+        labels: Which predictions are correct; the labels of the source by default.
+        tell: Called with each batch of this process when it is done.
+
+    Raises:
+        NonFiniteError: Logits of any image are NaN or Inf.
     """
     world, model = prepared.world, predictor.model
     check_labels(prepared.source)
-    marks = _Marks(labels, prepared.source, predictor.classes)
-    rows, unreadable, rounds = [marks.nothing], 0, 0
+    scorer = _Scorer(labels, prepared.source, predictor.classes)
+    rows, unreadable, rounds = [scorer.no_rows], 0, 0
     with eval_mode(model):
         for batch in prepared.batches():
-            rows.append(marks.scored(predictor.logits(batch.images), batch))
+            rows.append(scorer.score(predictor.logits(batch.images), batch))
             unreadable, rounds = unreadable + len(batch.bad), rounds + 1
             if tell:
                 tell(batch)
@@ -205,32 +211,31 @@ def classify(
         raise DataError(f"no image of the {prepared.source.split} split can be read")
     found = found[np.argsort(found[:, 0])]
     check_finite(torch.from_numpy(found[:, 4:COLUMNS]), lambda at: prepared.source.name(int(found[at, 0])))
-    return _result(found, len(prepared.source.classes), unreadable)
+    return _make_result(found, len(prepared.source.classes), unreadable)
 
 
-def _result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
-    """The rows of all processes, in the order of the source."""
+def _make_result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
     index, truth, several = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
     guesses, hits = np.split(several, 2, axis=1)
     return Result(truth, guesses, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
-# Of a row: place in the source, label, probability of the first guess, nll, sum of all logits, which is NaN or Inf
-# where one of them is; guesses and hits follow
+# Columns of a row: position in the source, label, top-1 probability, nll, sum of the logits, which is NaN or Inf if any
+# of them is; then up to 5 predictions and whether each is correct
 COLUMNS = 5
 
 
-class _Marks:
-    """Logits -> a row for each image that could be read."""
+class _Scorer:
+    """Logits -> one row per readable image."""
 
     def __init__(self, labels: Labels | None, source: Source, classes: int) -> None:
         self.right = torch.from_numpy(source.labels[:, None].astype(np.int64) if labels is None else labels.right)
         self.columns = None if labels is None or labels.columns is None else torch.from_numpy(labels.columns)
         self.classes = classes if self.columns is None else len(self.columns)
-        self.nothing = torch.zeros(0, COLUMNS + 2 * min(5, self.classes), dtype=torch.float64)  # rows of no image
+        self.no_rows = torch.zeros(0, COLUMNS + 2 * min(5, self.classes), dtype=torch.float64)
 
-    def scored(self, logits: Tensor, batch: Batch) -> Tensor:
-        total = logits.double().sum(-1)  # [B]; finite in float64 where all logits are finite in fp32
+    def score(self, logits: Tensor, batch: Batch) -> Tensor:
+        total = logits.double().sum(-1)  # [B]; cannot overflow: the logits are fp32
         if self.columns is not None:
             logits = logits[:, self.columns.to(logits.device)]
         log_probability = logits.double().log_softmax(-1)  # [B, K]
@@ -241,5 +246,5 @@ class _Marks:
         index = torch.from_numpy(batch.index).to(logits.device)
         columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
         row = torch.cat((torch.stack([one.double() for one in columns], 1), best.indices.double(), hits.double()), 1)
-        good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
-        return row.cpu()[good]
+        readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+        return row.cpu()[readable]

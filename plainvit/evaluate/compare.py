@@ -1,11 +1,11 @@
-"""Cards side by side: the difference from the first, how much of it may be chance, and the published number beside it.
+"""Compare cards: differences from the first with intervals and p-values, and published results.
 
     plainvit compare evaluations/vit evaluations/bit
 
-Image by image where both have results of the same images (McNemar's exact test, a paired bootstrap interval), else as
-two samples (Newcombe's interval, the z-test). Cards of other images, splits or rules are refused: it says what differs.
-Where the runs of the cards are there, the settings that differ are named, and runs that differ in the seed alone are
-compared as groups (seeds.py), not with each other.
+Paired if both cards have results of the same images (McNemar's exact test, a paired bootstrap interval), else as two
+samples (Newcombe's interval, the z-test). Cards of different images, splits or rules are an error without --force.
+If the runs of the cards exist, their different settings are listed, and runs that differ only in the seed are compared
+as groups (seeds.py).
 """
 
 import math
@@ -24,20 +24,20 @@ from plainvit.evaluate import chance, paper, seeds
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows, settings_of
 from plainvit.weights.published import PUBLISHED
 
-UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of shares
+UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
 TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
-# What must be alike, and how to speak of it
-ALIKE = {
+# What must be equal, and its name in messages
+MUST_MATCH = {
     "fingerprint": "the images",
     "content": "the pixels of the images",
     "split": "the split",
-    "rule": "what counts as right",
-    "labels": "the right answers",
+    "rule": "the rule of what is correct",
+    "labels": "the correct classes",
 }
 
-UNTOLD = Config.OPERATIONAL | {"recipe"}  # settings that change no result
-MOST = 12  # settings that are named before the rest is counted
+IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
+MAX_SETTINGS = 12  # printed; --json has all
 
 PRETRAINED = ("ImageNet", "ImageNet-21k", "JFT-300M")
 OBJECTNET = {"ViT-H/14 (JFT-300M)": 61.7}  # D.9
@@ -45,12 +45,12 @@ SHAPES = {(768, 12): "B", (1024, 24): "L", (1280, 32): "H"}  # (width, depth)
 
 
 class UnlikeError(ValueError):
-    """Cards that say nothing about each other."""
+    """Cards that cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A card with the results beside it."""
+    """A card with its results per image, if any."""
 
     path: Path
     card: Card
@@ -58,32 +58,31 @@ class Read:
 
 
 def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
-    """Every card, and for each after the first its difference from it."""
+    """All cards, with the difference of each from the first."""
     if len(paths) < 2:
-        raise ValueError("compare takes two cards or more: plainvit compare CARD CARD")
+        raise ValueError("compare needs at least two cards: plainvit compare CARD CARD")
     cards = [_read(path) for path in paths]
-    first, names = cards[0], _names(cards)
+    first, names = cards[0], _name_cards(cards)
     faults = [f"{names[at]}: {fault}" for at, one in enumerate(cards) if (fault := unlike(first.card, one.card))]
     if faults and not force:
-        raise UnlikeError(f"these cards cannot be compared: {faults[0]}; --force compares them all the same")
-    rows = [_row(name, one) for name, one in zip(names, cards, strict=True)]
+        raise UnlikeError(f"the cards cannot be compared: {faults[0]}; use --force to compare them anyway")
+    rows = [_describe(name, one) for name, one in zip(names, cards, strict=True)]
     for row, one in zip(rows[1:], cards[1:], strict=True):
         row["difference"] = difference(first, one)
         row["settings"] = settings_apart(first, one)
         row["remarks"] = remarks(first.card, one.card)
-    told = {"data": first.card.data, "images": first.card.images, "unlike": faults, "cards": rows}
-    return told | {
-        "groups": seeds.groups([run for name, one in zip(names, cards, strict=True) for run in _run(name, one)])
-    }
+    runs = [run for name, one in zip(names, cards, strict=True) for run in _find_run(name, one)]
+    shared = {"data": first.card.data, "images": first.card.images, "unlike": faults}
+    return shared | {"cards": rows, "groups": seeds.groups(runs)}
 
 
-def _run(name: str, one: Read) -> list[seeds.Run]:
-    """One, where the run's settings are known; how its images were prepared counts among them."""
-    own = _flat(settings_of(one.path, one.card))
-    settings = {key: value for key, value in own.items() if key.partition(".")[0] not in UNTOLD}
-    prepared = {"preprocess": one.card.preprocess["hash"], "precision": one.card.precision}
+def _find_run(name: str, one: Read) -> list[seeds.Run]:
+    """The run of a card, if its settings are known; preprocessing and precision count as settings."""
+    stored = _flatten(settings_of(one.path, one.card))
+    settings = {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
+    inputs = {"preprocess": one.card.preprocess["hash"], "precision": one.card.precision}
     metrics = {metric: _number(one.card.metrics.get(metric)) for metric in seeds.METRICS}
-    return [seeds.Run(name, settings | prepared, metrics)] if settings else []
+    return [seeds.Run(name, settings | inputs, metrics)] if settings else []
 
 
 def _read(path: Path) -> Read:
@@ -91,7 +90,7 @@ def _read(path: Path) -> Read:
     return Read(path, card, read_rows(path, card.images, card.counts))
 
 
-def _row(name: str, one: Read) -> dict[str, Any]:
+def _describe(name: str, one: Read) -> dict[str, Any]:
     card = one.card
     return {
         "name": name,
@@ -106,32 +105,31 @@ def _row(name: str, one: Read) -> dict[str, Any]:
     }
 
 
-def _names(cards: Sequence[Read]) -> list[str]:
-    """The models' where they differ, else the paths."""
+def _name_cards(cards: Sequence[Read]) -> list[str]:
+    """Names of the models if they differ, else the paths."""
     models = [Path(one.card.name).name or one.card.name for one in cards]
     return models if len(set(models)) == len(models) else [str(one.path) for one in cards]
 
 
 def unlike(a: Card, b: Card) -> str:
-    """What keeps two cards from being compared, in words; nothing where they can be."""
-    for key, words in ALIKE.items():
+    """Why two cards cannot be compared; "" if they can."""
+    for key, words in MUST_MATCH.items():
         if a.data[key] != b.data[key]:
             where = f"of {b.data['spec']} " if key == "fingerprint" and a.data["spec"] != b.data["spec"] else ""
             return f"{words} {where}differ ({a.data[key]} and {b.data[key]})"
     if a.images != b.images:
-        return (
-            f"{b.images:,} images were scored, {a.images:,} in the first ({b.unreadable} and {a.unreadable} unreadable)"
-        )
+        unreadable = f"{b.unreadable} and {a.unreadable} unreadable"
+        return f"it has {b.images:,} images, the first has {a.images:,} ({unreadable})"
     return ""
 
 
 def remarks(a: Card, b: Card) -> list[str]:
-    """What differs besides the weights, and may be part of the difference."""
+    """Differences besides the weights that may affect the result."""
     found: list[str] = []
     if a.model["weights"] == b.model["weights"]:
         found.append("the weights are the same")
     if a.preprocess["hash"] != b.preprocess["hash"]:
-        found.append(f"preprocessing differs: {_seen(a)}, and {_seen(b)}")
+        found.append(f"preprocessing differs: {_describe_preprocess(a)}, and {_describe_preprocess(b)}")
     if a.precision != b.precision:
         found.append(f"precision differs: {a.precision} and {b.precision}")
     versions = [card.environment.get("plainvit") for card in (a, b)]
@@ -141,23 +139,23 @@ def remarks(a: Card, b: Card) -> list[str]:
 
 
 def settings_apart(a: Read, b: Read) -> dict[str, list[Any]]:
-    """{"model.posemb": ["1d", "none"]}: of the runs where both are there, else of the models alone."""
+    """{"model.posemb": ["1d", "none"]}: different settings of the runs or, if one is unknown, of the models."""
     runs = [settings_of(one.path, one.card) for one in (a, b)]
     both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
-    ours, theirs = (_flat(settings) for settings in both)
-    told = [key for key in ours | theirs if key.partition(".")[0] not in UNTOLD]
-    return {key: [ours.get(key), theirs.get(key)] for key in told if ours.get(key) != theirs.get(key)}
+    ours, theirs = (_flatten(settings) for settings in both)
+    keys = [key for key in ours | theirs if key.partition(".")[0] not in IGNORED]
+    return {key: [ours.get(key), theirs.get(key)] for key in keys if ours.get(key) != theirs.get(key)}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.001}} as {"optim.lr": 0.001}, the names that the flags have."""
-    found: dict[str, Any] = {}
+def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 0.001}} -> {"optim.lr": 0.001}, as the flags are named."""
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
-def _seen(card: Card) -> str:
+def _describe_preprocess(card: Card) -> str:
     size = "x".join(map(str, card.preprocess.get("image_size", ())))
     settings = card.preprocess.get("settings", {})
     crop = f" {settings.get('crop')}" if settings.get("resize") == "crop" else ""
@@ -168,13 +166,13 @@ def _seen(card: Card) -> str:
 
 
 def difference(a: Read, b: Read) -> dict[str, Any]:
-    """b - a of each number that has an interval, by the images' pairs where there are any."""
+    """b - a of top1, top5 and nll with interval and p-value; paired by image where possible."""
     if a.rows and b.rows and a.rows.names == b.rows.names:
-        return _paired(a.rows, b.rows)
-    return _unpaired(a.card, b.card)
+        return _compare_paired(a.rows, b.rows)
+    return _compare_unpaired(a.card, b.card)
 
 
-def _paired(a: Rows, b: Rows) -> dict[str, Any]:
+def _compare_paired(a: Rows, b: Rows) -> dict[str, Any]:
     found: dict[str, Any] = {"paired": True}
     for name, left, right in (("top1", a.right, b.right), ("top5", a.right5, b.right5)):
         only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
@@ -185,11 +183,11 @@ def _paired(a: Rows, b: Rows) -> dict[str, Any]:
             "only_first": only_a,
             "only_this": only_b,
         }
-    apart = b.nll - a.nll
-    return found | {"nll": _of_means(float(apart.mean()), list(chance.mean_interval(apart)))}
+    nll = b.nll - a.nll
+    return found | {"nll": _test_mean(float(nll.mean()), list(chance.mean_interval(nll)))}
 
 
-def _unpaired(a: Card, b: Card) -> dict[str, Any]:
+def _compare_unpaired(a: Card, b: Card) -> dict[str, Any]:
     found: dict[str, Any] = {"paired": False}
     for name in ("top1", "top5"):
         counts = a.counts[name], a.images, b.counts[name], b.images
@@ -198,13 +196,13 @@ def _unpaired(a: Card, b: Card) -> dict[str, Any]:
             "interval": list(chance.newcombe(*counts)),
             "p": chance.two_proportions(*counts),
         }
-    halves = [_half(card.intervals.get("nll")) for card in (a, b)]
+    halves = [_half_width(card.intervals.get("nll")) for card in (a, b)]
     centre = _number(b.metrics.get("nll")) - _number(a.metrics.get("nll"))
     half = math.hypot(*halves)
-    return found | {"nll": _of_means(centre, [centre - half, centre + half])}
+    return found | {"nll": _test_mean(centre, [centre - half, centre + half])}
 
 
-def _half(ends: Any) -> float:
+def _half_width(ends: Any) -> float:
     return (_number(ends[1]) - _number(ends[0])) / 2 if isinstance(ends, list) and len(ends) == 2 else math.nan
 
 
@@ -212,8 +210,8 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
-def _of_means(centre: float, ends: list[float]) -> dict[str, Any]:
-    """With the p-value of the normal distribution."""
+def _test_mean(centre: float, ends: list[float]) -> dict[str, Any]:
+    """A mean difference with its interval and the p-value of a z-test."""
     error = (ends[1] - ends[0]) / 2 / chance.Z
     p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
     return {"difference": centre, "interval": ends, "p": p}
@@ -223,7 +221,7 @@ def _of_means(centre: float, ends: list[float]) -> dict[str, Any]:
 
 
 def published(card: Card) -> list[dict[str, Any]]:
-    """What others report of these weights, and what the paper reports of this architecture: top-1 as a share."""
+    """Published top-1, as a fraction: of these weights by timm, of this architecture in the paper."""
     spec = card.data["spec"]
     field = {"imagenet": "top1", "imagenet-real": "real"}.get(spec, "")
     found = [
@@ -236,15 +234,15 @@ def published(card: Card) -> list[dict[str, Any]]:
     tested = card.data["split"] in ("test", official_split(spec, "test"))
     where = "the paper" if spec == "objectnet" else "the paper's Table 5, 384 px"
     for data in PRETRAINED if tested else ():
-        value = _in_paper(spec, f"ViT-{shape(card)} ({data})")
+        value = _read_paper(spec, f"ViT-{shape(card)} ({data})")
         if value is not None:
             source = f"{where}, for a model of this shape: ViT-{shape(card)} pre-trained on {data}"
             found.append({"top1": value / 100, "source": source})
     return found
 
 
-def _in_paper(spec: str, model: str) -> float | None:
-    """Of Table 5 in per cent, where it has the set and the model."""
+def _read_paper(spec: str, model: str) -> float | None:
+    """Top-1 in percent from Table 5; None if it has no such dataset or model."""
     if spec == "objectnet":
         return OBJECTNET.get(model)
     table5 = paper.table(5)
@@ -254,9 +252,9 @@ def _in_paper(spec: str, model: str) -> float | None:
 
 
 def shape(card: Card) -> str:
-    """B/16 and the like where the model is one of the paper's, else nothing."""
+    """Name of the paper's model, such as B/16; "" if it is none of them."""
     config = card.model.get("config")
-    config = config if isinstance(config, dict) else {}  # of another library, or of a card that was edited
+    config = config if isinstance(config, dict) else {}  # another library's model, or an edited card
     patch = config.get("patch")
     size = next((name for sides, name in SHAPES.items() if sides == (config.get("width"), config.get("depth"))), "")
     square = isinstance(patch, list) and len(patch) == 2 and patch[0] == patch[1]
@@ -264,32 +262,30 @@ def shape(card: Card) -> str:
     return f"{size}/{patch[0]}" if size and plain else ""
 
 
-# For people -----------------------------------------------------------------------------------------------------------
+# Printing -------------------------------------------------------------------------------------------------------------
 
 
 def table(found: dict[str, Any]) -> Group:
-    """Groups of seeds where there are any, a column for each card, and differences and published numbers in words."""
+    """Groups of seeds, a column per card, differences and published results."""
     rows, data = found["cards"], found["data"]
-    lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), right is {data['rule']}", style="bold")]
+    lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if found["groups"]:
         lines += [seeds.table(found["groups"]), *map(Text, seeds.words(found["groups"])), Text("")]
-    for shown in _columns(rows):
+    for shown in _make_tables(rows):
         lines += [shown, Text("")]
     lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
-    pairs = _pairs(rows, found["groups"])
+    pairs = _select_pairs(rows, found["groups"])
     for row in pairs:
-        lines += _words(row, rows[0]["name"])
+        lines += _describe_difference(row, rows[0]["name"])
     if len(pairs) < len(rows) - 1:
-        lines.append(
-            Text("The other runs differ from these in the seed: as groups, above; by pairs, --json.", style="dim")
-        )
+        lines.append(Text("Runs that differ only in the seed are compared as groups; --json has all.", style="dim"))
     for row in rows:
         lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
     return Group(*lines)
 
 
-def _pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cards to hold against the first: none of its own group, and of another group one, of its seed if there is."""
+def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cards to compare with the first: one of each other group, with the same seed if there is one."""
     member = {name: at for at, group in enumerate(groups) for name in group["runs"]}
     chosen: dict[int | str, dict[str, Any]] = {}
     for row in sorted(rows[1:], key=lambda row: "seed" in row["settings"]):
@@ -299,65 +295,63 @@ def _pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> 
     return [row for row in rows if any(row is one for one in chosen.values())]
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """As many side by side as a narrow terminal has room for, so that no number is cut."""
+def _make_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """Tables with as many columns as fit in 80 characters."""
     titles = {name: f"{title}, {UNITS[name]}" if name in UNITS else title for name, title in TITLES.items()}
-    widest = min(max(6, *(len(row["name"]) for row in rows)), 24)
-    room = max((80 - max(map(len, titles.values()))) // (widest + 2), 1)
-    each = math.ceil(len(rows) / math.ceil(len(rows) / room))
+    width = min(max(6, *(len(row["name"]) for row in rows)), 24)
+    most = max((80 - max(map(len, titles.values()))) // (width + 2), 1)
+    columns = math.ceil(len(rows) / math.ceil(len(rows) / most))
     named = {titles[name]: name for name in TITLES if any(name in row["metrics"] for row in rows)}
-    return [_some_columns(rows[at : at + each], named) for at in range(0, len(rows), each)]
+    return [_make_table(rows[at : at + columns], named) for at in range(0, len(rows), columns)]
 
 
-def _some_columns(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Table:
+def _make_table(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("", style="dim", no_wrap=True)
     for row in rows:
         shown.add_column(Text(row["name"]), justify="right", overflow="fold", min_width=6)
     for title, name in named.items():
-        shown.add_row(title, *(_bare(name, row["metrics"].get(name)) for row in rows))
+        shown.add_row(title, *(_format(name, row["metrics"].get(name)) for row in rows))
     shown.add_row("images", *(f"{row['images']:,}" for row in rows))
     return shown
 
 
 def in_unit(name: str, value: float) -> str:
-    """A metric as it is printed: per cent, or points of it, where it is a share."""
-    return f"{_bare(name, value)} {UNITS[name]}" if name in UNITS else _bare(name, value)
+    """A metric with its unit: fractions in percent or percentage points."""
+    return f"{_format(name, value)} {UNITS[name]}" if name in UNITS else _format(name, value)
 
 
-def _bare(name: str, value: Any) -> str:
+def _format(name: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{100 * value:.2f}" if name in UNITS else f"{value:.4f}"
 
 
-def _words(row: dict[str, Any], first: str) -> list[Text]:
-    apart = row["difference"]
-    how = "on the same images" if apart["paired"] else "as two samples"
-    lines = [Text(f"{row['name']} - {first}, {how}:")]
+def _describe_difference(row: dict[str, Any], first: str) -> list[Text]:
+    paired = row["difference"]["paired"]
+    lines = [Text(f"{row['name']} - {first}, {'on the same images' if paired else 'as two samples'}:")]
     for name in ("top1", "top5", "nll"):
-        one = apart[name]
-        scale, unit = (100, " points") if name != "nll" else (1, "")
-        digits = 2 if name != "nll" else 4
+        one = row["difference"][name]
+        scale, unit, digits = (100, " points", 2) if name != "nll" else (1, "", 4)
         low, high = (f"{scale * end:+.{digits}f}" for end in one["interval"])
         words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
-        lines.append(Text(f"{words}{_chance(one['p'])}"))
+        lines.append(Text(f"{words}{_describe_p(one['p'])}"))
         if "only_this" in one:
-            alone = f"right in {row['name']} alone: {one['only_this']}, in {first} alone: {one['only_first']}"
-            lines.append(Text(f"    {alone}"))
-    told = [f"{key} {_setting(a)} -> {_setting(b)}" for key, (a, b) in row["settings"].items()]
-    if told:
-        more = f", and {len(told) - MOST} more (--json)" if len(told) > MOST else ""
-        lines.append(Text(f"  settings that differ: {', '.join(told[:MOST])}{more}"))
+            counts = f"correct only in {row['name']}: {one['only_this']}, only in {first}: {one['only_first']}"
+            lines.append(Text(f"    {counts}"))
+    changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
+    if changes:
+        more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
+        lines.append(Text(f"  settings that differ: {', '.join(changes[:MAX_SETTINGS])}{more}"))
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
 
 
-def _setting(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else "none" if value in (None, "") else str(value)
 
 
-def _chance(p: float) -> str:
+def _describe_p(p: float) -> str:
     if math.isnan(p):
         return "p unknown"
-    verdict = "hardly chance" if p < 0.05 else "may be chance"
+    verdict = "significant" if p < 0.05 else "not significant"
     return f"p {p:.2g}: {verdict}" if p >= 1e-4 else f"p < 0.0001: {verdict}"

@@ -1,4 +1,4 @@
-"""What a weights file holds and means, and where each statement comes from; and the table of published weights.
+"""Describe a weights file: settings and where each was found; tables for the terminal.
 
 plainvit inspect B_16.npz          plainvit weights
 """
@@ -19,13 +19,13 @@ from plainvit.weights.reading import look
 
 
 def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
-    """By the headers alone, but for the head, which is read to see whether it was ever trained."""
+    """Describes a file from its headers; only the head is read, to see whether it was trained."""
     found, tensors = look(source, **hints)
     settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
     if isinstance(found.config, ViTConfig) and found.config.stem:
         settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
     unprotected = "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata
-    notes = found.notes + ["it has no checksum, so damage to it would not be noticed"] * unprotected
+    notes = found.notes + ["the file has no checksum, so damage cannot be detected"] * unprotected
     head = locate(found.layout, "head.weight")
     name = head.names[0] if head and head.names[0] in tensors.shapes else None
     sources = {key: found.sources.get(key, found.default) for key in settings}
@@ -52,12 +52,12 @@ def _preprocess_source(found: Found) -> str:
 
 
 def table(described: dict[str, Any]) -> Group:
-    """The description for people."""
+    """The description as a table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for title, style in (("setting", "cyan"), ("value", ""), ("learned from", "dim")):
         shown.add_column(title, style=style)
     for key, value in described["settings"].items():
-        shown.add_row(key, _plain(value, key), described["sources"][key])
+        shown.add_row(key, _format(value, key), described["sources"][key])
     prepared = ", ".join(f"{key} {value}" for key, value in described["preprocess"].items())
     shown.add_row("preprocess", prepared, described["sources"]["preprocess"])
     names = described["class_names"]
@@ -67,10 +67,10 @@ def table(described: dict[str, Any]) -> Group:
     return Group(heading, shown, *(f"note: {note}" for note in described["notes"]))
 
 
-def _plain(value: object, key: str = "") -> str:
-    """Sizes with a cross; what has a value for each channel says so, or that they are equal."""
+def _format(value: object, key: str = "") -> str:
+    """Sizes as 224 x 224; mean and std with their channels."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(inner, name)}" for name, inner in value.items())
+        return ", ".join(f"{name} {_format(inner, name)}" for name, inner in value.items())
     if key in ("mean", "std") and isinstance(value, list):
         same = len(set(value)) == 1
         return f"{value[0]} of each channel" if same else f"{', '.join(map(str, value))} of red, green, blue"
@@ -78,7 +78,7 @@ def _plain(value: object, key: str = "") -> str:
 
 
 def recipes_table(rows: list[dict[str, str]]) -> Table:
-    """What each recipe's docstring says."""
+    """A table of recipes from their docstrings."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("recipe", style="cyan", no_wrap=True)
     for title in ("what it trains", "expected", "cost"):

@@ -1,12 +1,11 @@
-"""A source's features by a Predictor, computed once: kept on disk under a name made of all that decides them.
+"""Features of a source, computed once and cached on disk.
 
     found = extract(Predictor("runs/photos"), open_source("photos/", "train"))
     found.features, found.labels, found.index
 
-The name is a hash of the weights, the model's config, the preprocessing, the size, the precision and the data: the
-names, labels and classes of its images, the size and time of change of every file they lie in, and the bytes of 64 of
-them. A file that is edited is therefore noticed, unless its size and its time stay the same, as with make or rsync.
-The files are safetensors with a checksum; a damaged one is made anew.
+The cache key is a hash of weights, config, preprocessing, image size, precision and data: names, labels and classes,
+size and modification time of every file, and the bytes of 64 images. Like make and rsync it misses an edit that keeps
+size and time. The files are safetensors with a checksum; damaged ones are computed again.
 """
 
 import hashlib
@@ -35,16 +34,16 @@ from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display
 
 log = logging.getLogger("plainvit")
-SCHEMA = 1  # of the files
+SCHEMA = 1  # version of the files
 
 
 @dataclass
 class Features:
-    """What the model's last layer reads of each image that could be read, in the order of the source."""
+    """Input of the model's last layer for each readable image, in the order of the source."""
 
     features: Tensor  # [N, D] fp32
     labels: Tensor  # [N]
-    index: Tensor  # [N], places in the source
+    index: Tensor  # [N], positions in the source
     unreadable: int
     key: str
     cached: bool = False  # read from disk, not computed
@@ -57,15 +56,15 @@ def default_cache() -> Path:
 def extract(
     predictor: Predictor, source: Source, *, cache: Path | None = None, workers: int = 0, quiet: bool = False
 ) -> Features:
-    """The features of every image; from the folder `cache` where they are in it, and kept in it otherwise."""
-    if cache:  # before the work, not after it
+    """Features of every image, read from or written to the folder `cache`, if given."""
+    if cache:
         _make_folder(cache)
     key = features_key(predictor, source, predictor.weights_hash)
     path = cache / f"{key}.safetensors" if cache else None
-    kept = _read(path, key) if path else None
-    found = kept or _compute(predictor, source, key, workers, quiet)
+    cached = _read(path, key) if path else None
+    found = cached or _compute(predictor, source, key, workers, quiet)
     check_finite(found.features, lambda at: source.name(int(found.index[at])), "features")
-    if path and not kept:
+    if path and not cached:
         _write(path, found)
     return found
 
@@ -74,13 +73,13 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DiskError(f"features cannot be kept in {path}: {error.strerror}; --cache DIR or --no-cache") from error
+        raise DiskError(f"cannot cache features in {path} ({error.strerror}): use --cache DIR or --no-cache") from error
 
 
 def features_key(predictor: Predictor, source: Source, weights: str) -> str:
-    """Equal only where the features would be."""
+    """Cache key: equal only for equal features."""
     config = predictor.model.config
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "schema": SCHEMA,
         "weights": weights,
         "model": to_json(config) if isinstance(config, Checked) else str(config),
@@ -91,7 +90,7 @@ def features_key(predictor: Predictor, source: Source, weights: str) -> str:
         "size": list(predictor.size),
         "precision": str(predictor.dtype),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet: bool) -> Features:
@@ -102,11 +101,11 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet
     )
     with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
         for batch in batches:
-            good = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
-            features = predictor.features(batch.images[good]).cpu() if bool(good.any()) else torch.zeros(0, 0)
-            if len(features):
-                parts.append((features, batch.labels[good], torch.from_numpy(batch.index)[good]))
-            unreadable, done = unreadable + len(batch.bad), done + len(good)
+            readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+            if bool(readable.any()):
+                features = predictor.features(batch.images[readable]).cpu()
+                parts.append((features, batch.labels[readable], torch.from_numpy(batch.index)[readable]))
+            unreadable, done = unreadable + len(batch.bad), done + len(readable)
             display.advance(done, "images")
     if not parts:
         raise DataError(f"no image of the {source.split} split of {source.spec} can be read")
@@ -117,11 +116,11 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet
 def _write(path: Path, found: Features) -> None:
     tensors = {"features": found.features, "labels": found.labels, "index": found.index}
     about = {"plainvit": json.dumps({"key": found.key, "unreadable": found.unreadable, "hash": tensor_hash(tensors)})}
-    write_atomically(path, lambda beside: safetensors.torch.save_file(tensors, beside, about))
+    write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, about))
 
 
 def _read(path: Path, key: str) -> Features | None:
-    """None where there is no such file, or a damaged one."""
+    """Cached features; None if the file is absent or damaged."""
     if not path.is_file():
         return None
     try:
@@ -133,5 +132,5 @@ def _read(path: Path, key: str) -> Features | None:
         return Features(**tensors, unreadable=int(about["unreadable"]), key=key, cached=True)
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        log.warning("%s is damaged (%s): its features are computed again", path, reason)
+        log.warning("%s is damaged (%s): features are computed again", path, reason)
         return None

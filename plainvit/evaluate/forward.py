@@ -1,4 +1,4 @@
-"""One real forward pass, told by its named intermediates.
+"""Trace one forward pass: shape, mean and standard deviation of each intermediate.
 
 plainvit inspect ViT-B/16 --image photo.jpg
 """
@@ -20,7 +20,7 @@ from plainvit.models import Trace, create
 
 
 def report(name: str, image: Path | None = None, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
-    """The settings of a named model and, for one image, shape, mean and spread of all it computes on the way."""
+    """Settings of a named model, and shape, mean and std of each intermediate for one image."""
     model = create(name, image_size=image_size, seed=seed).eval()
     pixels = read(image, image_size) if image else gradient(image_size)
     trace = Trace("*")
@@ -38,7 +38,7 @@ def report(name: str, image: Path | None = None, image_size: int = 224, seed: in
 
 
 def tables(found: dict[str, Any]) -> Group:
-    """The report for people; blocks after the first are alike in shape and left to --json."""
+    """The report as a table; blocks after the first, which have the same shapes, are only in --json."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("intermediate", style="cyan")
     for title in ("shape", "mean", "std"):
@@ -58,7 +58,7 @@ def tables(found: dict[str, Any]) -> Group:
 
 
 def gradient(size: int) -> Tensor:
-    """A picture that needs no file: red grows to the right, green downwards, blue towards the corner."""
+    """A test image: red grows to the right, green downwards, blue along the diagonal."""
     ramp = torch.linspace(0, 255, size)
     x, y = ramp.expand(size, size), ramp.unsqueeze(1).expand(size, size)
     return torch.stack((x, y, (x + y) / 2)).to(torch.uint8).unsqueeze(0)  # [1, 3, size, size]

@@ -1,14 +1,15 @@
-"""Which of a model's classes count as right for an image: the label itself, or what a set's authors say.
+"""Which of a model's classes are correct for an image: its label, or the rule of the dataset's authors.
 
     labels = align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
-ImageNet-ReaL        right if the guess is in the image's list; images with empty lists are left out (arXiv 2006.07159)
-ImageNet-V2, Sketch  folders are classes of ImageNet, by number or by WordNet id
-ImageNet-A, -R       the guess is the best of the set's 200 classes, as in their authors' evaluation
-ObjectNet            the guess is the best of all 1,000; right if it is one of the object's ImageNet classes, as its
-                     authors and BiT do; objects that ImageNet lacks are left out
+ImageNet-ReaL        correct if the prediction is in the image's list; without a list an image is not scored
+                     (arXiv 2006.07159)
+ImageNet-V2, Sketch  folders are classes of ImageNet, by number or WordNet id
+ImageNet-A, -R       the prediction is the best of the set's 200 classes, as in the authors' evaluation
+ObjectNet            the prediction is the best of all 1,000 classes; correct if it is one of the object's ImageNet
+                     classes, as in the authors' evaluation and BiT's; objects outside ImageNet are not scored
 
-imagenet.json holds the lists and names their sources.
+imagenet.json holds the lists and their sources.
 """
 
 import functools
@@ -33,24 +34,24 @@ IMAGENET = 1000
 
 @dataclass(frozen=True)
 class Labels:
-    """The images that are scored, what is guessed among, and what is right."""
+    """The scored images, the classes to predict, and which are correct."""
 
-    source: Source  # only images that are scored
+    source: Source  # scored images only
     rule: str  # in words; results under different rules are not comparable
-    right: np.ndarray  # [N, M] guesses that count as right, -1 where there are fewer than M
-    guess_names: tuple[str, ...]  # of what is guessed among
-    columns: np.ndarray | None = None  # the model's class for each class that is guessed among; None: all, in order
-    single: bool = True  # guesses are classes of the source, and one of them is right
-    left_out: int = 0  # images that the rule does not score
+    right: np.ndarray  # [N, M] correct predictions, padded with -1
+    guess_names: tuple[str, ...]  # names of the classes to predict
+    columns: np.ndarray | None = None  # the model's class of each class to predict; None: all, in order
+    single: bool = True  # predictions are classes of the source, exactly one is correct
+    left_out: int = 0  # images that are not scored
 
     def fingerprint(self) -> str:
-        """Of the rule and of every right answer."""
+        """Hash of the rule and of all correct classes."""
         digest = hashlib.sha256(self.rule.encode())
         digest.update(np.ascontiguousarray(self.right, np.int32).tobytes())
         return digest.hexdigest()[:16]
 
     def truth(self, place: int) -> str:
-        """What is right for an image, in words."""
+        """The names of the correct classes of an image."""
         if len(self.guess_names) != len(self.source.classes):  # ObjectNet's objects are not ImageNet's classes
             return self.source.classes[self.source.labels[place]]
         return " or ".join(self.guess_names[one] for one in self.right[place] if one >= 0)
@@ -58,106 +59,105 @@ class Labels:
 
 @functools.cache
 def imagenet() -> dict[str, Any]:
-    """WordNet ids and the classes of the sets that are parts of ImageNet."""
-    found = json.loads(Path(__file__).with_name("imagenet.json").read_text(encoding="utf-8"))
-    return found | {"wnids": found["wnids"].split()}
+    """WordNet ids, and the classes of the sets derived from ImageNet."""
+    stored = json.loads(Path(__file__).with_name("imagenet.json").read_text(encoding="utf-8"))
+    return stored | {"wnids": stored["wnids"].split()}
 
 
 def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root: str | Path | None = None) -> Labels:
-    """What is right for each image of a source, for a model of so many classes with these names, if it has any."""
+    """The correct classes of each image for a model with `classes` classes and these names, if it has any."""
     check_labels(source)
     spec = source.spec
-    special = {"imagenet-real": _real, "objectnet": _objectnet} | dict.fromkeys(SUBSETS, _subset)
+    special = {"imagenet-real": _align_real, "objectnet": _align_objectnet} | dict.fromkeys(SUBSETS, _align_subset)
     if spec not in special or (classes != IMAGENET and classes == len(source.classes)):
-        return _plain(source, classes, tuple(names))
+        return _align_labels(source, classes, tuple(names))
     if classes != IMAGENET:
-        raise DataError(f"{spec} is scored by ImageNet's 1,000 classes, but the model has {classes:,}")
+        raise DataError(f"{spec} needs a model of ImageNet's 1,000 classes, but the model has {classes:,}")
     return special[spec](source, tuple(names), spec, Path(data_root or "."))
 
 
 def check_labels(source: Source) -> None:
-    """Every image has a label, and it is one of the source's classes."""
+    """Raises DataError unless every image has a label among the source's classes."""
     where = f"{source.spec or 'the data'} ({source.split or 'all'})"
     missing, count = int((source.labels < 0).sum()), len(source)
     if missing:
-        raise DataError(f"{missing:,} of {count:,} images of {where} have no label: nothing can be scored by them")
+        raise DataError(f"{missing:,} of {count:,} images of {where} have no label, so they cannot be scored")
     top = int(source.labels.max(initial=-1))
     if top >= len(source.classes):
         raise DataError(f"{where} has the label {top}, but only {len(source.classes)} classes")
 
 
-# A label each ---------------------------------------------------------------------------------------------------------
+# One label per image --------------------------------------------------------------------------------------------------
 
 
-def _plain(source: Source, classes: int, names: tuple[str, ...]) -> Labels:
+def _align_labels(source: Source, classes: int, names: tuple[str, ...]) -> Labels:
     if classes != len(source.classes):
         raise DataError(
             f"the model has {classes:,} classes, but {source.spec or 'the data'} has {len(source.classes):,}: "
-            "evaluate it on data of its own classes, or fine-tune it"
+            "use data with the model's classes, or fine-tune the model"
         )
-    columns = _by_name(source, names)
-    return _single(source, "the label", columns)
+    return _use_labels(source, "the label", _match_names(source, names))
 
 
-def _single(source: Source, rule: str, columns: np.ndarray | None) -> Labels:
-    """Guesses are the source's own classes, each of which is one of the model's."""
+def _use_labels(source: Source, rule: str, columns: np.ndarray | None) -> Labels:
+    """Predictions are the source's own classes, and its labels are correct."""
     return Labels(source, rule, source.labels[:, None].astype(np.int64), source.classes, columns)
 
 
-def _by_name(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
-    """The model's class for each of the source's; None where they are in the same order, or have no names in common."""
+def _match_names(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
+    """The model's class of each class of the source; None to match by order: same order, or no common names."""
     theirs = source.classes
     wnids = tuple(imagenet()["wnids"])
     if not names and theirs != wnids:
-        _tell_order(source)
-    if not names or names == theirs or (theirs == wnids and not set(names) <= set(wnids)):  # whose order is everybody's
+        _warn_order(source)
+    if not names or names == theirs or (theirs == wnids and not set(names) <= set(wnids)):  # ImageNet's order is fixed
         return None
-    place = {name: at for at, name in enumerate(names)}
-    shared = [name for name in theirs if name in place]
-    if len(place) == len(set(theirs)) == len(shared) == len(names):
-        log.warning("the model's classes are in another order than those of %s: taken by their names", source.spec)
-        return np.array([place[name] for name in theirs])
-    elsewhere = [name for at, name in enumerate(theirs) if name in place and names[at] != name]
-    if elsewhere and len(place) == len(names):
+    position = {name: at for at, name in enumerate(names)}
+    shared = [name for name in theirs if name in position]
+    if len(position) == len(set(theirs)) == len(shared) == len(names):
+        log.warning("the model's classes are in another order than those of %s: matched by name", source.spec)
+        return np.array([position[name] for name in theirs])
+    moved = [name for at, name in enumerate(theirs) if name in position and names[at] != name]
+    if moved and len(position) == len(names):
         raise DataError(
-            f"the model and {source.spec} share {len(shared)} of {len(names)} class names, but {elsewhere[0]!r} is at "
-            "another place: name the classes alike, or give other data"
+            f"the model and {source.spec} share {len(shared)} of {len(names)} class names, but {moved[0]!r} has "
+            "another index: rename the classes, or use other data"
         )
-    differ = next(at for at, name in enumerate(theirs) if name != names[at])
-    apart = names[differ], theirs[differ], source.spec
-    log.warning("class names differ (%r in the model, %r in %s): taken by their order", *apart)
+    at = next(at for at, name in enumerate(theirs) if name != names[at])
+    log.warning("class names differ (%r in the model, %r in %s): matched by order", names[at], theirs[at], source.spec)
     return None
 
 
-def _tell_order(source: Source) -> None:
-    """A model without class names goes by the order of the data's classes: it may have learned them in another."""
+def _warn_order(source: Source) -> None:
+    """A model without class names is matched by the order of the data's classes, which may be wrong."""
     names, last = source.classes, len(source.classes) - 1
     numbered = names == tuple(map(str, range(len(names))))
-    if numbered and list(names) == sorted(names):  # 0 to 9 are in one order as numbers and as text
+    if numbered and list(names) == sorted(names):  # 0 to 9 have one order as numbers and as text
         return
-    order = "by their numbers" if numbered else f"in their order, from 0 = {names[0]!r} to {last} = {names[-1]!r}"
-    log.warning("the model has no class names: the classes of %s are taken %s", source.spec or "the data", order)
+    order = "number" if numbered else f"order, from 0 = {names[0]!r} to {last} = {names[-1]!r}"
+    log.warning("the model has no class names: the classes of %s are matched by %s", source.spec or "the data", order)
 
 
-# Parts of ImageNet ----------------------------------------------------------------------------------------------------
+# Subsets of ImageNet --------------------------------------------------------------------------------------------------
 
 SUBSETS = ("imagenet-v2", "imagenet-sketch", "imagenet-a", "imagenet-r")
 
 
-def _subset(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
-    """Each folder is a class of ImageNet; the guess is the best of those that the set has."""
-    columns = np.array([_number(name, spec) for name in source.classes])
-    meant = imagenet().get(spec, range(IMAGENET))
-    strangers = sorted(set(columns.tolist()).symmetric_difference(meant))
-    if strangers:
-        raise DataError(f"the folders of {spec} are not its {len(meant)} classes: {imagenet()['wnids'][strangers[0]]}")
-    rule = "the label" if len(meant) == IMAGENET else f"the label, guessed among the {len(meant)} classes of {spec}"
-    labels = _single(source, rule, columns)
+def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
+    """Each folder is a class of ImageNet; the prediction is the best of the set's classes."""
+    columns = np.array([_parse_class(name, spec) for name in source.classes])
+    expected = imagenet().get(spec, range(IMAGENET))
+    differing = sorted(set(columns.tolist()).symmetric_difference(expected))
+    if differing:
+        wnid = imagenet()["wnids"][differing[0]]
+        raise DataError(f"the folders of {spec} are not its {len(expected)} classes: {wnid} is missing or unexpected")
+    among = "" if len(expected) == IMAGENET else f", guessed among the {len(expected)} classes of {spec}"
+    labels = _use_labels(source, f"the label{among}", columns)
     return replace(labels, guess_names=tuple(names[at] for at in columns)) if names else labels
 
 
-def _number(name: str, spec: str) -> int:
-    """A class of ImageNet by its number or its WordNet id."""
+def _parse_class(name: str, spec: str) -> int:
+    """The number of an ImageNet class given as a number or WordNet id."""
     wnids = imagenet()["wnids"]
     if name in wnids:
         return wnids.index(name)
@@ -166,58 +166,51 @@ def _number(name: str, spec: str) -> int:
     raise DataError(f"{spec} has the class {name!r}, which is neither a WordNet id of ImageNet nor a number below 1000")
 
 
-# Several right answers ------------------------------------------------------------------------------------------------
+# Several correct classes ----------------------------------------------------------------------------------------------
 
 
-def _real(source: Source, names: tuple[str, ...], spec: str, data_root: Path) -> Labels:
-    """By the number in ILSVRC2012_val_00000001.JPEG, whatever the order of the files."""
+def _align_real(source: Source, names: tuple[str, ...], spec: str, data_root: Path) -> Labels:
+    """Lists are found by the number in ILSVRC2012_val_00000001.JPEG, in any order of files."""
     lists = real_labels(data_root)
-    numbers = [_validation_number(source.name(index), source.spec) for index in range(len(source))]
+    numbers = [_parse_number(source.name(index), source.spec) for index in range(len(source))]
     if len(set(numbers)) < len(numbers):
         raise DataError(f"{spec}: two images have the same number in their names")
-    answers = [lists[number - 1] for number in numbers]
-    keep = np.array([at for at, answer in enumerate(answers) if answer], int)
+    correct = [lists[number - 1] for number in numbers]
+    keep = np.array([at for at, classes in enumerate(correct) if classes], int)
     if not len(keep):
         raise DataError(f"{spec}: no image has a label in ReaL's lists")
     scored = Subset(source, keep)
-    right = padded([answers[at] for at in keep])
+    right = _pad([correct[at] for at in keep])
     rule = "any label of the image's ReaL list"
     return Labels(scored, rule, right, names or source.classes, None, single=False, left_out=len(source) - len(keep))
 
 
-def _validation_number(name: str, spec: str) -> int:
-    found = re.search(r"ILSVRC2012_val_(\d{8})", name)
-    if not found or not 1 <= int(found[1]) <= 50_000:
-        raise DataError(
-            f"ReaL's lists go by the number in ILSVRC2012_val_00000001.JPEG, which {name!r} of {spec} lacks"
-        )
-    return int(found[1])
+def _parse_number(name: str, spec: str) -> int:
+    match = re.search(r"ILSVRC2012_val_(\d{8})", name)
+    if not match or not 1 <= int(match[1]) <= 50_000:
+        raise DataError(f"{spec}: the file {name!r} is not named like ILSVRC2012_val_00000001.JPEG")
+    return int(match[1])
 
 
-def _objectnet(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
+def _align_objectnet(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
     objects: dict[str, list[int]] = imagenet()["objectnet"]
-    spelt = {name: _folder_name(name) for name in source.classes}
-    absent = sorted(set(objects).difference(spelt.values()))
+    folders = {name: name.strip().lower().replace(" ", "_") for name in source.classes}  # as ObjectNet spells them
+    absent = sorted(set(objects).difference(folders.values()))
     if absent:
-        raise DataError(f"{spec} lacks the folder {absent[0]!r}, one of the 113 objects that are classes of ImageNet")
-    wanted = np.array([spelt[name] in objects for name in source.classes])
-    keep = np.flatnonzero(wanted[source.labels])
+        raise DataError(f"{spec} has no folder {absent[0]!r}, one of the 113 objects that are classes of ImageNet")
+    in_imagenet = np.array([folders[name] in objects for name in source.classes])
+    keep = np.flatnonzero(in_imagenet[source.labels])
     if not len(keep):
         raise DataError(f"{spec} has no image of the 113 objects that are classes of ImageNet")
-    right = padded([objects[spelt[source.classes[label]]] for label in source.labels[keep]])
+    right = _pad([objects[folders[source.classes[label]]] for label in source.labels[keep]])
     rule = "any of the object's ImageNet classes, guessed among all 1,000"
     wnids = tuple(imagenet()["wnids"])
     left_out = len(source) - len(keep)
     return Labels(Subset(source, keep), rule, right, names or wnids, None, single=False, left_out=left_out)
 
 
-def _folder_name(name: str) -> str:
-    """ObjectNet's folders are words in lower case joined by underscores."""
-    return name.strip().lower().replace(" ", "_")
-
-
-def padded(lists: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N, M] of lists of up to M numbers, filled up with -1."""
+def _pad(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """[N, M] array of lists of up to M numbers, padded with -1."""
     table = np.full((len(lists), max(map(len, lists))), -1, np.int64)
     for row, numbers in enumerate(lists):
         table[row, : len(numbers)] = numbers

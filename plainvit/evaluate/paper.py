@@ -1,4 +1,4 @@
-"""Tables 2 and 5 to 9 of the ViT paper as data, and your evaluations as further rows.
+"""Tables 2 and 5 to 9 of the ViT paper as data, with your evaluations as additional rows.
 
     plainvit paper 5 runs/cifar evaluations/pets
     table(5).value("ViT-B/16 (ImageNet-21k)", "CIFAR-10")       98.95
@@ -41,7 +41,7 @@ class PaperTable:
         cells = dict(reversed(self.rows))
         for name, known in ((row, cells), (column, self.columns)):
             if name not in known:
-                raise ValueError(f"Table {self.number} has no {name!r}; {nearest(name, known)}")
+                raise ValueError(f"Table {self.number} has no row or column {name!r}; {nearest(name, known)}")
         cell = cells[row][list(self.columns).index(column)]
         return cell[0] if isinstance(cell, list) else float(cell.split("/")[0]) if isinstance(cell, str) else cell
 
@@ -60,7 +60,7 @@ def table(number: int) -> PaperTable:
 
 
 def add_cards(one: PaperTable, paths: Sequence[Path]) -> PaperTable:
-    """Appends your results: one row for each model that runs were fine-tuned from, the mean of several runs per set."""
+    """Appends your results: one row per pre-trained model, with the mean over its runs for each dataset."""
     found: dict[str, dict[str, list[float]]] = {}
     for path in dict.fromkeys(paths):
         card = read_card(path)
@@ -70,20 +70,20 @@ def add_cards(one: PaperTable, paths: Sequence[Path]) -> PaperTable:
                 f"{path}: Table {one.number} has no column for {spec or 'a folder'}, it has {', '.join(one.columns)}"
             )
         if card.data["split"] not in ("test", official_split(spec, "test")):
-            raise ValueError(f"{path} is of the split {card.data['split']}: the paper reports test images")
+            raise ValueError(f"{path} is on the {card.data['split']} split, but the paper reports the test split")
         name = f"yours: {Path(settings_of(path, card).get('init') or card.name).name}"
         found.setdefault(name, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
-    rows = [(name, [_mean(sets.get(spec, [])) for spec in one.columns.values()]) for name, sets in found.items()]
+    rows = [(name, [_summarise(sets.get(spec, [])) for spec in one.columns.values()]) for name, sets in found.items()]
     return replace(one, rows=[*one.rows, *rows])
 
 
-def _mean(values: list[float]) -> Cell:
+def _summarise(values: list[float]) -> Cell:
     return [statistics.fmean(values), statistics.stdev(values)] if len(values) > 1 else values[0] if values else None
 
 
 def render(one: PaperTable) -> Group:
     """The table for a terminal, transposed where it has more columns than rows."""
-    grid = [["", *one.columns], *([name, *_texts(one, cells)] for name, cells in one.rows)]
+    grid = [["", *one.columns], *([name, *_format_row(one, cells)] for name, cells in one.rows)]
     grid = list(zip(*grid, strict=True)) if len(one.columns) > len(one.rows) else grid
     shown = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     for at, title in enumerate(grid[0]):
@@ -94,12 +94,12 @@ def render(one: PaperTable) -> Group:
     return Group(Text(f"Table {one.number}: {one.title}", style="bold"), Text(f"{one.caption}\n"), shown, *notes)
 
 
-def _texts(one: PaperTable, cells: Sequence[Cell]) -> list[str]:
+def _format_row(one: PaperTable, cells: Sequence[Cell]) -> list[str]:
     places = [one.digits if spec else 0 for spec in one.columns.values()]
-    return [_text(cell, digits) for cell, digits in zip(cells, places, strict=True)]
+    return [_format_cell(cell, digits) for cell, digits in zip(cells, places, strict=True)]
 
 
-def _text(cell: Cell, digits: int) -> str:
+def _format_cell(cell: Cell, digits: int) -> str:
     match cell:
         case [mean, spread]:
             return f"{mean:,.{digits}f}±{spread:.{digits}f}"

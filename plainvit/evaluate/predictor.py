@@ -1,4 +1,4 @@
-"""A model as it answers: images in, classes or features out. Training, evaluation, prediction and serving share it.
+"""Predictor: images -> classes or features. Training, evaluation, prediction and serving share it.
 
 predictor = plainvit.Predictor("runs/photos")       a run, weights of any library, hf:org/name, timm:NAME, a model
 predictor(["a.jpg", "b.jpg"])[0]                    [Guess("cat", 0.93), Guess("dog", 0.05), ...]
@@ -27,23 +27,33 @@ from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
 from plainvit.weights.pixels import Pixels
 
-Picture = str | Path | bytes | np.ndarray | Image.Image  # a file, its bytes, or pixels [height, width, 3]
+Picture = str | Path | bytes | np.ndarray | Image.Image  # path, file contents, or pixels [height, width, 3]
 
 
 class Guess(NamedTuple):
-    """A class and how probable the model holds it."""
+    """A class and its predicted probability."""
 
     label: str
     probability: float
 
 
 class Predictor:
-    """One model on one device in one precision, with its own preprocessing unless told otherwise.
+    """A model on one device in one precision, with its preprocessing.
 
-    A model that is given as an object stays the caller's. It is used on the device it is on. It is in eval mode only
-    while a call lasts; afterwards every module is back in the mode it was in. Weights that change are seen.
+    Args:
+        model: A run, a weights file of any library, hf:org/name, timm:NAME, or a model. A model object is not copied
+            or moved; each call switches it to eval mode and restores its mode afterwards.
+        device: cpu, cuda, cuda:N, or auto.
+        precision: fp32, bf16, or auto.
+        preprocess: Replaces the model's own preprocessing.
+        image_size: Side of the input images; the positions are resampled.
+        batch: Images per forward pass.
+        **pixels: mean, std, resize, crop and interpolation that a weights file does not contain, as in
+            `plainvit.load`.
 
-    mean, std, resize, crop and interpolation say what a weights file does not, as in `plainvit.load`.
+    Example:
+        >>> Predictor("runs/photos")(["a.jpg"], k=1)
+        [[Guess(label='cat', probability=0.93)]]
     """
 
     def __init__(
@@ -60,11 +70,11 @@ class Predictor:
         self.source = model if isinstance(model, str | Path) else ""
         if isinstance(model, str | Path):
             self.device = choose_device(device)
-            self.model: Any = _loaded(model, image_size, pixels).to(self.device).eval()
+            self.model: Any = _load_model(model, image_size, pixels).to(self.device).eval()
         elif any(value is not None for value in pixels.values()):
-            raise ValueError(f"{', '.join(pixels)} can be given for a weights file, not for a model that has its own")
+            raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a model object")
         else:
-            self.device, self.model = _device_of(model, device), model
+            self.device, self.model = _find_device(model, device), model
         self._lock, self._calls, self._training_modules = threading.Lock(), 0, []
         self.dtype = choose_precision(precision, self.device)
         self.size: tuple[int, int] = self.model.config.image_size
@@ -77,16 +87,16 @@ class Predictor:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The model's own; numbers where it has none."""
+        """Class names of the model; numbers if it has none."""
         return self.model.about.class_names or tuple(map(str, range(self.classes)))
 
     @functools.cached_property
     def weights_hash(self) -> str:
-        """Of the weights as they were when it was first asked for: half a second for ViT-B."""
+        """Hash of the weights at the first access, which takes half a second for ViT-B."""
         return tensor_hash(self.model.state_dict())[:16]
 
     def prepare(self, picture: Picture) -> Tensor:
-        """One picture as the model sees it: uint8 [3, H, W]. A broken one is an ImageError."""
+        """Preprocesses one image to uint8 [3, H, W]. Raises ImageError if it cannot be read."""
         if isinstance(picture, str | Path):
             picture = Path(picture).read_bytes()
         elif isinstance(picture, Image.Image):
@@ -94,12 +104,12 @@ class Predictor:
         elif isinstance(picture, np.ndarray) and (
             picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8
         ):
-            said = f"{picture.dtype} of shape {picture.shape}"
-            raise ValueError(f"pixels are uint8 of shape [height, width, 3], got {said}")
+            got = f"{picture.dtype} {picture.shape}"
+            raise ValueError(f"pixels must be uint8 of shape [height, width, 3], got {got}")
         return prepare(picture, self.preprocess, self.size)
 
     def stack(self, pictures: Iterable[Picture]) -> Tensor:
-        """Pictures of any sizes as one batch [B, 3, H, W]."""
+        """Preprocesses images of any sizes into one batch [B, 3, H, W]."""
         return torch.stack([self.prepare(picture) for picture in pictures])
 
     @torch.no_grad()
@@ -110,26 +120,26 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, D] in fp32: what the last layer reads."""
+        """[B, 3, H, W] -> [B, D] in fp32: the input of the last layer."""
         with self._eval_mode(), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
     def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Guess]]:
-        """The k most probable classes of each picture, in their order."""
+        """The k most probable classes of each image, in descending order."""
         if not 1 <= k <= self.classes:
-            raise ValueError(f"k is {k}, the model has {self.classes} classes")
+            raise ValueError(f"k must be between 1 and the model's {self.classes} classes, got {k}")
         found: list[list[Guess]] = []
         for some in _batches(pictures, self.batch):
             logits = self.logits(self.stack(some))
             check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
             best = logits.softmax(-1).topk(k)
-            for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                found.append([Guess(self.class_names[at], value) for value, at in zip(values, places, strict=True)])
+            for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                found.append([Guess(self.class_names[at], value) for value, at in zip(values, classes, strict=True)])
         return found
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Threads share the model: the first call that begins switches it, the last one that ends switches it back."""
+        """Threads share the model: the first call switches to eval mode, the last one restores the modes."""
         with self._lock:
             self._calls += 1
             if self._calls == 1:
@@ -149,21 +159,23 @@ class Predictor:
         return torch.autocast(self.device.split(":")[0], self.dtype, enabled=self.dtype is not torch.float32)
 
 
-def _device_of(model: nn.Module, asked: str) -> str:
-    """The device that the model is on; asking for another one is an error."""
-    first = next(model.parameters(), None)
-    if first is None:
-        return choose_device(asked)
-    wanted = first.device if asked == "auto" else torch.device(choose_device(asked))
-    if wanted.type != first.device.type or wanted.index not in (None, first.device.index):
-        raise ValueError(f"device is {asked!r}, but the model is on {first.device}: call model.to({asked!r}) first")
-    return str(first.device)
+def _find_device(model: nn.Module, device: str) -> str:
+    """The device of the model. Raises ValueError if another one is requested."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return choose_device(device)
+    requested = parameter.device if device == "auto" else torch.device(choose_device(device))
+    if requested.type != parameter.device.type or requested.index not in (None, parameter.device.index):
+        raise ValueError(
+            f"device is {device!r}, but the model is on {parameter.device}: call model.to({device!r}) first"
+        )
+    return str(parameter.device)
 
 
-def _loaded(source: str | Path, image_size: int | None, pixels: Pixels) -> nn.Module:
-    if any(value is not None for value in pixels.values()) and str(source).startswith("timm:"):
-        raise ValueError(f"{', '.join(pixels)} can be given for a weights file, not for a model that has its own")
+def _load_model(source: str | Path, image_size: int | None, pixels: Pixels) -> nn.Module:
     if str(source).startswith("timm:"):
+        if any(value is not None for value in pixels.values()):
+            raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a timm model")
         from plainvit.evaluate.timm_models import load_timm
 
         return load_timm(str(source).removeprefix("timm:"), image_size)

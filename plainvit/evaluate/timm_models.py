@@ -1,10 +1,10 @@
-"""Other libraries' models through the same eyes: timm:NAME is evaluated by the same code on the same pixels.
+"""Evaluate timm's models with the same code: timm:NAME.
 
     plainvit evaluate timm:tf_efficientnet_b7.ns_jft_in1k --data imagenet --data-root DIR
     plainvit evaluate timm:resnetv2_50x1_bit@weights.safetensors --data photos/
 
-NAME is timm's, with a tag or without; NAME@FILE takes the weights from a file of its own. The preprocessing is that
-of timm's entry for the model. timm is loaded here alone, and only when it is asked for.
+NAME is timm's, with or without a tag; NAME@FILE loads the weights from a file. The preprocessing is timm's for the
+model. timm is imported only here, on use.
 """
 
 import difflib
@@ -29,7 +29,7 @@ HUB_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """What evaluation must know of a model that is not ours."""
+    """The settings of a timm model that evaluation needs."""
 
     name: str
     classes: int
@@ -39,7 +39,7 @@ class PeerConfig:
 
 
 class Peer(nn.Module):
-    """A model of timm as ours are: images in uint8 or [0, 1], normalised inside."""
+    """A timm model that takes images in uint8 or [0, 1] and normalises them itself, as ours do."""
 
     mean: Tensor
     std: Tensor
@@ -53,27 +53,27 @@ class Peer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K]"""
-        return self.model(self._normalised(images))
+        return self.model(self._normalise(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, D]: what the classifier reads."""
-        found = self.model.forward_features(self._normalised(images))
+        """[B, 3, H, W] -> [B, D]: the input of the classifier."""
+        found = self.model.forward_features(self._normalise(images))
         return self.model.forward_head(found, pre_logits=True).flatten(1)
 
-    def _normalised(self, images: Tensor) -> Tensor:
+    def _normalise(self, images: Tensor) -> Tensor:
         return (as_floats(images) - self.mean) / self.std
 
 
 def load_timm(name: str, image_size: int | None = None) -> Peer:
-    """timm's NAME with its published weights, or NAME@FILE with those of a file."""
-    timm = _library()
+    """Loads timm's NAME with its published weights, or NAME@FILE with those of a file."""
+    timm = _import_timm()
     name, _, file = name.partition("@")
     _check_name(timm, name)
     config = timm.get_pretrained_cfg(name)
-    path = Path(file) if file else _published(name, config)
-    state, own = _state(path), tuple(config.input_size[1:])
+    path = Path(file) if file else _download(name, config)
+    state, own = _read_state(path), tuple(config.input_size[1:])
     size = own if image_size is None else pair(image_size)
-    options: dict[str, Any] = _classes(state, config.classifier)
+    options: dict[str, Any] = _find_classes(state, config.classifier)
     if config.fixed_input_size and size != own:
         options["img_size"] = size
     try:
@@ -81,15 +81,15 @@ def load_timm(name: str, image_size: int | None = None) -> Peer:
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"timm cannot make {name} at {size[0]} x {size[1]} px: {reason}") from error
-    _fill(model, state, path)
-    made = PeerConfig(name, model.num_classes, (size[0], size[1]), tuple(config.mean), tuple(config.std))
-    return Peer(model, made, About(family="timm", preprocess=_preprocess(name, config))).eval()
+    _load_state(model, state, path)
+    peer = PeerConfig(name, model.num_classes, (size[0], size[1]), tuple(config.mean), tuple(config.std))
+    return Peer(model, peer, About(family="timm", preprocess=_read_preprocess(name, config))).eval()
 
 
-def _published(name: str, config: Any) -> Path:
-    """The safetensors file of timm's hub entry: downloaded, or found in the hub's cache. Never a pickle."""
+def _download(name: str, config: Any) -> Path:
+    """The safetensors file of timm's hub entry, from the hub or its cache. Never a pickle."""
     if not config.hf_hub_id:
-        raise ValueError(f"timm has no weights for {name} on the hub: timm:{name}@FILE takes them from a file")
+        raise ValueError(f"timm has no weights for {name} on the hub: use timm:{name}@FILE")
     try:
         folder = hub.fetch(config.hf_hub_id, [HUB_FILE])
     except ValueError as error:
@@ -97,7 +97,7 @@ def _published(name: str, config: Any) -> Path:
     return folder / HUB_FILE
 
 
-def _library() -> Any:
+def _import_timm() -> Any:
     try:
         import timm
     except ImportError as error:
@@ -118,8 +118,8 @@ def _check_name(timm: Any, name: str) -> None:
         raise ValueError(f"timm has no weights {tag!r} for {base}; it has: {', '.join(filter(None, tags)) or 'none'}")
 
 
-def _preprocess(name: str, config: Any) -> Preprocess:
-    """timm's crop_pct, crop_mode and interpolation in our words; what they cannot say is told of."""
+def _read_preprocess(name: str, config: Any) -> Preprocess:
+    """Converts timm's crop_pct, crop_mode and interpolation; warns where there is no equivalent."""
     if config.crop_mode == "border":
         log.warning("timm:%s pads to the size (crop_mode 'border'); plainvit crops instead", name)
     squash = "squash" if config.crop_pct == 1 else "squash-crop"
@@ -130,25 +130,25 @@ def _preprocess(name: str, config: Any) -> Preprocess:
     )
 
 
-def _classes(state: dict[str, Tensor], classifier: object) -> dict[str, Any]:
-    """A file that was fine-tuned has classes of its own: as many as its head has rows."""
+def _find_classes(state: dict[str, Tensor], classifier: object) -> dict[str, Any]:
+    """The number of classes of a fine-tuned file: the rows of its head."""
     name = classifier[0] if isinstance(classifier, tuple | list) else classifier
     head = state.get(f"{name}.weight")
     return {} if head is None else {"num_classes": len(head)}
 
 
-def _fill(model: Any, state: dict[str, Tensor], path: Path) -> None:
-    """The weights of a file, every one of them; positions are resampled by timm's own rule for the model."""
-    change = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+def _load_state(model: Any, state: dict[str, Tensor], path: Path) -> None:
+    """Loads all weights of a file, with timm's own conversion for the model."""
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
-        model.load_state_dict(change(state, model) if change else state)
+        model.load_state_dict(convert(state, model) if convert else state)
     except (RuntimeError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} does not hold the weights of this timm model: {reason}") from error
+        raise ValueError(f"the weights in {path} do not fit this timm model: {reason}") from error
 
 
-def _state(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, from a weights file of any kind; nothing in it is executed."""
+def _read_state(path: Path) -> dict[str, Tensor]:
+    """Tensors by name, from a weights file of any format; nothing in it is executed."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     tensors = open_file(path)

@@ -1,4 +1,4 @@
-"""What a person sees of a long job: a live line in a terminal, a plain line now and then elsewhere."""
+"""Progress of a long job: a live bar in a terminal, a plain line every ten seconds elsewhere."""
 
 import errno
 import os
@@ -13,28 +13,28 @@ from rich.table import Column
 
 from plainvit.config import visible
 
-EVERY = 10.0  # seconds between plain lines
-WIDEST = 40  # characters of a bar, where the words leave so many
+LINE_INTERVAL = 10.0  # seconds between plain lines
+BAR_WIDTH = 40  # characters, at most
 
 
 class StandardError:
-    """While somebody reads it: work goes on when a pipe or a terminal is closed, and says no more."""
+    """sys.stderr that stays usable after its reader is gone: the work continues without output."""
 
     def __init__(self) -> None:
         self._file = sys.stderr
 
     def write(self, text: str) -> int:
-        self._unless_closed(lambda: self._file.write(text))
+        self._ignore_closed(lambda: self._file.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._unless_closed(self._file.flush)
+        self._ignore_closed(self._file.flush)
 
-    def _unless_closed(self, do: Callable[[], object]) -> None:
+    def _ignore_closed(self, action: Callable[[], object]) -> None:
         try:
-            do()
+            action()
         except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO):  # for good: what is printed later, by whomever, is dropped too
+            if error.errno in (errno.EPIPE, errno.EIO):  # redirect for good: later prints of others go nowhere too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     def __getattr__(self, name: str) -> Any:
@@ -42,7 +42,7 @@ class StandardError:
 
 
 class Display:
-    """Progress of one job; `tell` adds a line that stays."""
+    """Progress of one job; `tell` prints a permanent line above the bar."""
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
         file = cast(IO[str], StandardError())
@@ -51,13 +51,13 @@ class Display:
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
-            self._line, left = BarColumn(WIDEST), TimeRemainingColumn(elapsed_when_finished=True)
+            self._column = BarColumn(BAR_WIDTH)
             words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True), markup=False)
             columns = (
                 TextColumn("{task.description}", "bold", markup=False),
-                self._line,
+                self._column,
                 TaskProgressColumn(),
-                left,
+                TimeRemainingColumn(elapsed_when_finished=True),
                 words,
             )
             self._bar = Progress(*columns, console=self.console, expand=True)
@@ -76,9 +76,9 @@ class Display:
         self.done = done
         if self._bar:
             room = self.console.width - len(f"{self.title}  100% 0:00:00  {words}")
-            self._line.bar_width = min(max(room, 1), WIDEST)
+            self._column.bar_width = min(max(room, 1), BAR_WIDTH)
             self._bar.update(self._task, completed=done, total=self.total, words=visible(words))
-        elif time.monotonic() - self._last > EVERY or done == self.total:
+        elif time.monotonic() - self._last > LINE_INTERVAL or done == self.total:
             self._last = time.monotonic()
             self.tell(f"{self.title} {done}/{self.total}  {words}  {self.left()}")
 
@@ -86,7 +86,7 @@ class Display:
         self.console.print(visible(words))
 
     def left(self) -> str:
-        """Time left at the pace so far."""
+        """Estimated time left, such as "1m25s left"; empty before the first progress."""
         if self.done <= self._first:
             return ""
         seconds = (time.monotonic() - self._start) / (self.done - self._first) * (self.total - self.done)
@@ -94,7 +94,7 @@ class Display:
 
 
 def readable(seconds: float) -> str:
-    """85 -> 1m25s."""
+    """A duration: 85 -> 1m25s."""
     if seconds < 60:
         return f"{seconds:.0f}s"
     minutes, hours = int(seconds // 60), int(seconds // 3600)

@@ -1,15 +1,15 @@
-"""Many processes as one: who this process is, sums and strings over all, and whom it lost.
+"""Processes of one run: rank and device, collectives, agreement on errors, detection of lost peers.
 
     torchrun --nproc-per-node 8 -m plainvit train vit-b16-i1k ...
     plainvit train vit-b16-i1k --devices 8
 
-torchrun starts the processes, joins them and restarts them; without it there is one, and everything here is a no-op.
+torchrun starts and restarts the processes. Without it there is one process, and every collective is a no-op.
 """
 
 import contextlib
+import itertools
 import logging
 import os
-import re
 import secrets
 import signal
 import threading
@@ -29,25 +29,26 @@ from plainvit.disk import exit_code_of
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
-GRACE = 60.0  # seconds to save a run in, once nobody waits for it any more
+GRACE = 60.0  # seconds to save a checkpoint after the parent process is gone
+RESUME_HINT = "run the same command to resume from the last checkpoint"
 
 
 class DisagreementError(ValueError):
-    """What one process found wrong, raised in all: the first tells of it."""
+    """An error of one process, raised in all of them; only rank 0 prints it."""
 
-    def __init__(self, words: str, exit_code: int) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
         self.exit_code, self.agreed = exit_code, True
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of a run."""
+    """Rank, device and collectives of this process."""
 
     rank: int = 0
     size: int = 1
     device: str = "cpu"
-    launch: str = ""  # the same word in all processes of one start, another in the next
+    launch: str = ""  # random token, equal in all processes of one start
 
     @property
     def first(self) -> bool:
@@ -63,30 +64,29 @@ class World:
             self.sum(torch.zeros(1, device=self.device))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, which may have different numbers of them, one process after the other."""
+        """Concatenates the rows of all processes in rank order; their numbers of rows may differ."""
         if self.size == 1:
             return rows
         counts = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.size)]
         dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
-        most = int(max(counts))
-        padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
+        padded = torch.zeros((int(max(counts)), *rows.shape[1:]), dtype=rows.dtype, device=self.device)
         padded[: len(rows)] = rows
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded)
-        return torch.cat([part[: int(count)] for part, count in zip(found, counts, strict=True)])
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        return torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)])
 
     def gather_words(self, words: str) -> list[str]:
-        """A string from each process, in their order."""
+        """Gathers one string from each process, in rank order."""
         if self.size == 1:
             return [words]
-        mine = torch.tensor(list(words.encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.gather_rows(torch.tensor([len(mine)], device=self.device)).tolist()
-        everyone = bytes(self.gather_rows(mine).tolist())
-        ends = [sum(sizes[: at + 1]) for at in range(self.size)]
-        return [everyone[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
+        encoded = torch.tensor(list(words.encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.gather_rows(torch.tensor([len(encoded)], device=self.device)).tolist()
+        gathered = bytes(self.gather_rows(encoded).tolist())
+        ends = itertools.accumulate(sizes)
+        return [gathered[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
 
     def agree(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
-        """`make()` in every process; an error in one is raised in all, and so is a result that is not the same."""
+        """Calls `make()` in every process. Raises in all of them if it fails in one or if `same(result)` differs."""
         made, error = None, ""
         try:
             made = make()
@@ -94,13 +94,13 @@ class World:
             if self.size == 1:
                 raise
             error = f"{exit_code_of(failure)} {str(failure).splitlines()[0]}"
-        for rank, found in enumerate(self.gather_words(error)):
-            if found:
-                code, _, words = found.partition(" ")
-                raise DisagreementError(f"rank {rank}: {words}" if rank else words, int(code))
+        for rank, reported in enumerate(self.gather_words(error)):
+            if reported:
+                code, _, message = reported.partition(" ")
+                raise DisagreementError(f"rank {rank}: {message}" if rank else message, int(code))
         assert made is not None
         if self.size > 1 and same and len(set(self.gather_words(same(made)))) > 1:
-            raise DisagreementError("the processes of this run differ in their config or data: start all alike", 2)
+            raise DisagreementError("the processes have different configs or data: start all with the same command", 2)
         return made
 
     def leave(self) -> None:
@@ -109,52 +109,59 @@ class World:
 
 
 def join(device: str, timeout: float) -> World:
-    """The processes that torchrun started, met; or a process by itself."""
+    """Joins the processes that torchrun started; without torchrun, a World of one."""
     if "RANK" not in os.environ:
         return World(device=choose_device(device))
     try:
-        rank, size, local, beside = (
+        rank, size, local_rank, local_size = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         )
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"the environment of torchrun is not whole: {error}; start with torchrun or --devices"
+            f"RANK is set but torchrun's other variables are not valid ({error}): start with torchrun or --devices"
         ) from error
-    device = choose_device(device, local, beside)
+    device = choose_device(device, local_rank, local_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_agent()
+        _end_with_parent()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store = _store(rank, size, timedelta(seconds=timeout))
-        late = timedelta(seconds=2 * timeout + 20)  # the watchdog, which knows more, speaks before a collective does
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=late)
+        store = _connect_store(rank, size, timedelta(seconds=timeout))
+        limit = timedelta(seconds=2 * timeout + 20)  # later than the watchdog, whose message says more
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (RuntimeError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"rank {rank} cannot meet the others at {where}: {reason}") from error
-    word = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
-    return World(rank, size, device, word)
+        raise ValueError(f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {reason}") from error
+    _report_restart(rank)
+    token = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
+    return World(rank, size, device, token)
 
 
-def _end_with_agent() -> None:
-    agent = os.getppid()
+def _report_restart(rank: int) -> None:
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if rank == 0 and count != "0":
+        log.warning("a process failed: restart %s of %s from the last checkpoint", count, limit)
 
-    def gone() -> None:
-        while os.getppid() == agent:
-            time.sleep(0.05)  # all of them at about the same time
 
-    end_after(gone)
+def _end_with_parent() -> None:
+    parent = os.getppid()
+
+    def wait_for_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.05)  # short, so that all ranks end at about the same time
+
+    end_after(wait_for_parent)
 
 
 def end_after(gone: Callable[[], object]) -> None:
-    """Ends this process once `gone` returns: who is killed cannot stop what it began, which would hold the device."""
-    name = "ends with its parent"
+    """Ends this process once `gone` returns; without it, children of a killed process would keep the device busy."""
+    name = "end with parent"
 
     def watch() -> None:
         gone()
-        os.kill(os.getpid(), signal.SIGTERM)  # the loop saves and ends
+        os.kill(os.getpid(), signal.SIGTERM)  # the training loop saves a checkpoint and exits
         time.sleep(GRACE)
         os._exit(128 + signal.SIGTERM)
 
@@ -162,46 +169,39 @@ def end_after(gone: Callable[[], object]) -> None:
         threading.Thread(target=watch, name=name, daemon=True).start()
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> PrefixStore:
-    """Where the processes meet. Each restart has keys of its own: torchrun's store still holds those of the last."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _connect_store(rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """Connects to the key-value store. Keys have a prefix per restart: torchrun's store keeps the previous ones."""
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, size, is_master=rank == 0 and not served, timeout=timeout)
+    store = TCPStore(host, port, size, is_master=rank == 0 and not agent_serves, timeout=timeout)
     return PrefixStore(f"plainvit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 class LostError(ValueError):
-    """Another process of the run is gone, or does not answer; the command ends with exit code 5."""
+    """Another process of the run died or does not respond; the command ends with exit code 5."""
 
     exit_code = 5
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether an error of the backend says that a peer is gone; there is no type for it."""
-    words = ("connection reset", "connection closed", "timed out", "broken pipe", "connection refused", "nccl")
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+    """Whether a backend error means that a peer is gone. Gloo has no exception type for it."""
+    phrases = ("connection reset", "connection closed", "timed out", "broken pipe", "connection refused", "nccl")
+    return isinstance(error, dist.DistError) or any(phrase in str(error).lower() for phrase in phrases)
 
 
 @contextlib.contextmanager
 def losses_told(world: World) -> Iterator[None]:
-    """The backend's error at the death of a peer as a line for people, without the place in PyTorch's source."""
+    """Raises LostError in place of the backend's error when a peer is gone."""
     try:
         yield
     except RuntimeError as error:
         if world.size == 1 or not is_lost(error):
             raise
-        reason = re.sub(r"\[?/\S+:\d+\]?,? *", "", str(error).splitlines()[0])
-        made, allowed = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-        follows = what_follows(made + 1, allowed)
-        raise LostError(f"rank {world.rank} lost another process of the run: {reason}; {follows}") from error
-
-
-def what_follows(restart: int, allowed: int) -> str:
-    again = f"all start again from the last checkpoint, restart {restart} of {allowed}"
-    return again if restart <= allowed else "the same command goes on from the last checkpoint"
+        reason = str(error).splitlines()[0]
+        raise LostError(f"rank {world.rank} lost another process ({reason}); {RESUME_HINT}") from error
 
 
 def let_the_agent_speak() -> None:
-    """It knows who died, if that was on this machine, and ends this process, which knows less, in this time."""
+    """Gives torchrun's agent time to end this process and report the rank that died, which only the agent knows."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(1)

@@ -3,8 +3,8 @@
     runs/NAME/{config.json, data.json, metrics.jsonl, checkpoints/, captures/, model.safetensors, results.json,
                environment.json, status.json, figures/, report.html}
 
-One process owns it at a time. Each file is written whole; metrics grow by a line a step, and a resumed run drops the
-lines beyond its checkpoint, so that no step is missing or doubled.
+One process owns it at a time. Files are replaced atomically. metrics.jsonl grows by one line per step; a resumed run
+drops the lines after its checkpoint, so that no step is missing or repeated.
 """
 
 import contextlib
@@ -26,19 +26,21 @@ from typing import Any, Self
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
-NOTE = "PLAINVIT_FOLDERS"  # names a file into which run folders are noted, for the launcher of the process
+NOTE = "PLAINVIT_FOLDERS"  # environment variable: a file in which a process lists its run folders for the launcher
 
 
 class Folder:
-    """One run's folder, locked while it is open. Of several processes only the first writes into it."""
+    """One run's folder, locked while it is open. Only the main process writes into it."""
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self.writes = path, writes
         self._metrics, self._lock = None, None
         if writes:
-            self._own()
+            self._acquire_lock()
+            self._list_for_launcher()
+            self._delete_temporary_files()
 
-    def _own(self) -> None:
+    def _acquire_lock(self) -> None:
         path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -46,9 +48,8 @@ class Folder:
         except OSError as error:
             raise DiskError(f"cannot write into {path}: {error.strerror}") from error
         try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # not inherited by data workers, which may outlive us
+            # lockf, not flock: data workers, which may outlive this process, must not inherit the lock
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.seek(0)
             holder = self._lock.read(200).strip() or "another process"
@@ -56,27 +57,33 @@ class Folder:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
             raise ValueError(f"{holder} is training in {path}: wait for it, or give another --out") from error
-        with contextlib.suppress(OSError):  # of a full disk whatever follows will tell
+        with contextlib.suppress(OSError):  # the first write that matters reports a full disk
             self._lock.truncate(0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
-            if note := os.environ.get(NOTE):
-                with Path(note).open("a") as file:
-                    file.write(f"{path.resolve()}\n")
-        for litter in (*path.glob(".*.tmp"), *path.glob("figures/.*.tmp"), *path.glob("captures/.tmp-*")):
-            shutil.rmtree(litter) if litter.is_dir() else litter.unlink(missing_ok=True)  # of a process that was killed
+
+    def _list_for_launcher(self) -> None:
+        if note := os.environ.get(NOTE):
+            with contextlib.suppress(OSError), Path(note).open("a") as file:
+                file.write(f"{self.path.resolve()}\n")
+
+    def _delete_temporary_files(self) -> None:
+        """Of a process that was killed."""
+        for pattern in (".*.tmp", "figures/.*.tmp", "captures/.tmp-*"):
+            for path in self.path.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in (self._metrics, self._lock):
-            with contextlib.suppress(OSError):  # a full disk has been told of where it was met
+            with contextlib.suppress(OSError):  # a full disk was reported where it was met
                 if file:
-                    file.close()  # of the lock: lets go of it
+                    file.close()  # closing the lock file releases the lock
         if self.writes and not self.path.is_dir():
             raise DiskError(f"the run folder {self.path} was deleted while it was in use")
         if self.writes and {entry.name for entry in self.path.iterdir()} == {".lock"}:
-            shutil.rmtree(self.path, ignore_errors=True)  # nothing was begun in it
+            shutil.rmtree(self.path, ignore_errors=True)  # nothing was written
 
     def write(self, name: str, value: Any) -> None:
         if not self.writes:
@@ -88,13 +95,13 @@ class Folder:
         return read_json(self.path / name)
 
     def say(self, state: str, step: int, steps: int, reason: str = "", exit_code: int = 0) -> None:
-        """status.json: running, done, interrupted, diverged or failed; what runs has no exit code yet."""
+        """Writes status.json. The state is running, done, interrupted, diverged or failed."""
         code = None if state == "running" else exit_code
-        said = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
-        self.write("status.json", said | _here())
+        status = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
+        self.write("status.json", status | _describe_process())
 
     def begin_part(self) -> float:
-        """The seconds of the run's earlier parts; of one that was killed, up to its last line of metrics."""
+        """Starts the clock and returns the seconds spent before; a killed process counts to its last metrics line."""
         known, spent = self.read("environment.json"), run_seconds(self.path)
         if known.get("running_since") is not None:
             last = max((line["time"] for line in _lines(self.path) if _is_time(line.get("time"))), default=0.0)
@@ -103,13 +110,13 @@ class Folder:
         return spent
 
     def end_part(self, seconds: float) -> None:
-        """Of all parts together."""
+        """Stops the clock at `seconds`, counted over all starts of the run."""
         known = self.read("environment.json")
         known.pop("running_since", None)
         self.write("environment.json", known | {"seconds": round(seconds, 1)})
 
     def record(self, line: dict[str, Any]) -> None:
-        """One line of metrics, and when. It is in the system's hands at once: killing the process cannot lose it."""
+        """Appends a line to metrics.jsonl and flushes it, so that killing the process does not lose it."""
         if not self.writes:
             return
         try:
@@ -121,7 +128,7 @@ class Folder:
             raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
 
     def rewind(self, step: int) -> None:
-        """Drops the metrics of steps after this one, and a line that was cut off."""
+        """Drops the metrics after this step, and an incomplete last line."""
         if not self.writes:
             return
         kept = [json.dumps(line) for line in _lines(self.path) if line["step"] <= step]
@@ -129,39 +136,40 @@ class Folder:
         write_text(self.path / "metrics.jsonl", text)
 
 
-def _here() -> dict[str, Any]:
+def _describe_process() -> dict[str, Any]:
     return {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def say_instead(path: Path, state: str, reason: str, exit_code: int, unsaid: tuple[str, ...] = ("running",)) -> None:
-    """How a run ended, told by another process than its first, which is gone or stands still and has not told it."""
-    said = read_json(path / "status.json")
-    if said.get("state") in unsaid:
+    """Writes how a run ended for a main process that died or hangs; only over the states in `unsaid`."""
+    status = read_json(path / "status.json")
+    if status.get("state") in unsaid:
         ended = {"state": state, "reason": reason, "exit_code": exit_code}
-        write_text(path / "status.json", _json(said | ended | _here()) + "\n")
+        write_text(path / "status.json", _json(status | ended | _describe_process()) + "\n")
 
 
 def run_seconds(path: Path) -> float:
-    """What environment.json says that the run in this folder took so far; its times are checked."""
+    """Seconds spent on the run so far, from environment.json. Raises ValueError if its times are invalid."""
     known = read_json(path / "environment.json")
     for name in ("seconds", "running_since"):
         if known.get(name) is not None and not _is_time(known[name]):
             file = path / "environment.json"
-            raise ValueError(f"{file}: {name} is {short(known[name])}, not a time in seconds: correct it, or delete it")
+            raise ValueError(f"{file}: {name} is {short(known[name])}, not a time in seconds: correct or delete it")
     return float(known.get("seconds") or 0.0)
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """results.json of a finished run, its numbers checked."""
-    found, file = read_json(path / "results.json"), path / "results.json"
+    """results.json of a finished run. Raises ValueError if its numbers are invalid."""
+    file = path / "results.json"
+    results = read_json(file)
     for split in ("val", "test"):
-        fault = _results_fault(found.get(split, {}))
+        fault = _find_fault(results.get(split, {}))
         if fault:
-            raise ValueError(f"{file}: {split}{fault}: delete it, and the run's command makes it again")
-    return found
+            raise ValueError(f"{file}: {split}{fault}: delete the file and run the run's command again")
+    return results
 
 
-def _results_fault(numbers: Any) -> str:
+def _find_fault(numbers: Any) -> str:
     if not isinstance(numbers, dict):
         return f" is {short(numbers)}, not an object"
     if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):
@@ -179,13 +187,13 @@ def _is_time(value: object) -> bool:
 
 
 def short(value: object) -> str:
-    """For a line of an error."""
+    """repr(value), shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics, in order: steps and validations, not the events between them."""
+    """The lines of metrics.jsonl in order: steps and validations, without events."""
     return (line for line in _lines(path) if "event" not in line)
 
 
@@ -197,25 +205,25 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 value = json.loads(line)
-            except (ValueError, RecursionError):  # the last line of a killed process
+            except (ValueError, RecursionError):  # the incomplete last line of a killed process
                 continue
             if isinstance(value, dict) and isinstance(value.get("step"), int):
                 yield value
 
 
 def _json(value: dict[str, Any]) -> str:
-    """A line for each entry of the object, and no more: a confusion matrix would have a million."""
+    """One line per key: indented JSON would give a confusion matrix a million lines."""
     lines = [f" {json.dumps(key)}: {json.dumps(inner, ensure_ascii=False)}" for key, inner in value.items()]
     text = "{\n" + ",\n".join(lines) + "\n}"
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a character, which only an escape can hold
+    except UnicodeEncodeError:  # a lone surrogate, which must be escaped
         return json.dumps(value)
     return text
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replaces NaN and Inf by None: JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -224,7 +232,7 @@ def finite(value: Any) -> Any:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a run was made with: enough to run it again."""
+    """Versions, device, commit and command of a run."""
     import torch
 
     from plainvit import __version__
@@ -246,20 +254,20 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def command() -> str:
-    """That of this process, also where it was started as `python -m plainvit`, as several are; "" within a program."""
+    """The command line of this process as `plainvit ...`; "" where plainvit is used from another program."""
     path = Path(sys.argv[0])
     ours = path.name == "plainvit" or path.parts[-2:] == ("plainvit", "__main__.py")
     return shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""
 
 
 def other_bits(begun: dict[str, Any], now: dict[str, Any]) -> str:
-    """In what the machine differs from that of a run's first step, where sums are added up in another order."""
+    """Changes of machine or torch since a run's first step, which change the last bits of results."""
     names = [name for name in ("torch", "device", "processes") if name in begun and begun[name] != now[name]]
     return ", ".join(f"{name} {begun[name]} -> {now[name]}" for name in names)
 
 
 def _commit(folder: Path) -> str | None:
-    """Of the checkout that the package runs from, if it is one; "+" where files of the package differ from it."""
+    """Commit of the checkout that the package runs from, with "+" for uncommitted changes; None without one."""
     git = ["git", "-C", str(folder)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""One model over many devices: copies of it (DDP), or a part on each (FSDP2); and tensors to and from their parts."""
+"""A model on several devices: replicated (DDP) or sharded (FSDP2); full tensors from shards and back."""
 
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def shard(model: "ViT | ResNet", world: World) -> None:
-    """FSDP2, in place: each block is gathered just before it is needed, the rest stays together.
+    """Applies FSDP2 in place, one unit per block.
 
-    Weights travel in fp32 and autocast rounds them where they are used, as on one device: the two compute the same.
+    Weights are gathered in fp32 and autocast rounds them on use, as on one device, so that results agree.
     """
     mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
     for unit in model.body.stages if hasattr(model, "body") else model.blocks:  # pyright: ignore
@@ -28,18 +28,18 @@ def shard(model: "ViT | ResNet", world: World) -> None:
 
 
 def replicate(objective: nn.Module, world: World) -> nn.Module:
-    """DDP: gradients are averaged while the backward pass still runs."""
+    """Wraps in DDP, which averages gradients during the backward pass."""
     cuda = world.device.startswith("cuda")
     return DistributedDataParallel(objective, device_ids=[torch.device(world.device)] if cuda else None)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, gathered from its parts where it has any: all processes must call this."""
+    """The full tensor, gathered from its shards. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This process's rows, and the number of the first."""
+    """The local rows of a tensor, and the index of the first."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -47,7 +47,7 @@ def part(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def like(full: Tensor, example: Tensor) -> Tensor:
-    """A full tensor laid out as another one is; nothing is sent, every process has it whole."""
+    """Shards a full tensor as `example` is sharded. Nothing is sent: every process has the full tensor."""
     full = full.to(example.device)
     if not isinstance(example, DTensor) or full.shape != example.shape:
         return full

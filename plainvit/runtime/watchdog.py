@@ -1,4 +1,4 @@
-"""A run that stands still is ended, with a word on who is missing, instead of waiting for ever."""
+"""End a run of several processes that makes no progress, and name the ranks it waits for."""
 
 import contextlib
 import faulthandler
@@ -18,15 +18,15 @@ from plainvit.runtime.folder import say_instead
 
 
 class Watchdog:
-    """Ends a process whose run stands still, and says which rank is behind, instead of waiting for ever.
+    """Exits with code 5 if this process makes no step for `timeout` seconds.
 
-    Each process tells the others, through torchrun's store, which step it is at. One that makes no step for `timeout`
-    seconds writes its stacks beside the run, names the ranks that are furthest behind or silent, and exits.
+    Each process publishes its step and a heartbeat in torchrun's store. Before it exits, the watchdog writes all
+    stacks into the run folder and names the ranks without a heartbeat or, if all have one, those furthest behind.
     """
 
     def __init__(self, world: World, timeout: float, folder: Path) -> None:
         self.world, self.timeout, self.folder = world, timeout, folder
-        self.step, self._moved, self._over = -1, time.monotonic(), threading.Event()
+        self.step, self._last_step_time, self._stop = -1, time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -35,65 +35,61 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop.set()
         if self.world.size > 1:
-            self._thread.join(10)  # a thread inside the store while the process ends would abort it
+            self._thread.join(10)  # a thread that is in a store call at exit would abort the process
 
     def at(self, step: int) -> None:
-        self.step, self._moved = step, time.monotonic()
+        self.step, self._last_step_time = step, time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A validation may take longer than any step."""
-        self._moved = math.inf
+        """No limit in this block: a validation may take longer than any step."""
+        self._last_step_time = math.inf
         try:
             yield
         finally:
-            self._moved = time.monotonic()
+            self._last_step_time = time.monotonic()
 
     def _watch(self) -> None:
         store = PrefixStore(f"plainvit/{self.world.launch}", dist.distributed_c10d._get_default_store())
-        beat = 0
-        while not self._over.wait(min(1.0, self.timeout / 4)):
-            beat += 1
+        heartbeat = 0
+        while not self._stop.wait(min(1.0, self.timeout / 4)):
+            heartbeat += 1
             try:
-                store.set(str(self.world.rank), f"{self.step} {beat}")
-                if time.monotonic() - self._moved > self.timeout:
-                    self._give_up(store)
-            except RuntimeError:  # the store is gone: torchrun is ending everything
+                store.set(str(self.world.rank), f"{self.step} {heartbeat}")
+                if time.monotonic() - self._last_step_time > self.timeout:
+                    self._exit_stalled(store)
+            except RuntimeError:  # the store is gone: torchrun is ending all processes
                 return
 
-    def _give_up(self, store: PrefixStore) -> None:
-        before = self._seen(store)
+    def _exit_stalled(self, store: PrefixStore) -> None:
+        earlier = self._read_heartbeats(store)
         time.sleep(3)
-        words = f"rank {self.world.rank} made no step for {self.timeout:.0f} s after step {self.step}; "
-        words += _who_is_missing(self.world.rank, before, self._seen(store))
+        now = self._read_heartbeats(store)
+        waiting = ", ".join(
+            f"rank {rank} (last at step {now[rank][0]})" for rank in find_missing(self.world.rank, earlier, now)
+        )
+        reason = f"rank {self.world.rank} made no step for {self.timeout:.0f} s (--timeout) after step {self.step}"
+        reason += f"; waiting for {waiting}"
         try:
             with (self.folder / f"stalled-rank-{self.world.rank}.txt").open("w") as file:
-                print(words, file=file, flush=True)
+                print(reason, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
-            print(f"plainvit: {words}; stacks in {file.name}", file=sys.stderr, flush=True)
-            say_instead(self.folder, "failed", words, LostError.exit_code)
+            print(f"plainvit: {reason}; stacks in {file.name}", file=sys.stderr, flush=True)
+            say_instead(self.folder, "failed", reason, LostError.exit_code)
         finally:
             os._exit(LostError.exit_code)
 
-    def _seen(self, store: PrefixStore) -> list[tuple[int, int]]:
-        """(step, heartbeats) of each rank; (-1, 0) of one that never spoke."""
-        keys = [str(rank) for rank in range(self.world.size)]
-        there = [key if store.check([key]) else "" for key in keys]
-        found = [store.get(key).decode().split() if key else ("-1", "0") for key in there]
-        return [(int(step), int(beat)) for step, beat in found]
+    def _read_heartbeats(self, store: PrefixStore) -> list[tuple[int, int]]:
+        """(step, heartbeats) of each rank; (-1, 0) of a rank that has published none."""
+        keys = map(str, range(self.world.size))
+        values = [store.get(key).decode().split() if store.check([key]) else ("-1", "0") for key in keys]
+        return [(int(step), int(heartbeat)) for step, heartbeat in values]
 
 
-def _who_is_missing(rank: int, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> str:
-    """The ranks whose heart stands still; where all beat, those that are furthest behind."""
-    steps = [step for step, _ in after]
-    silent = [other for other in range(len(after)) if other != rank and before[other] == after[other]]
-    if silent:
-        heard = ("last heard of at step {}" if steps[other] >= 0 else "not heard of at any step" for other in silent)
-        return ", ".join(
-            f"rank {other} {words.format(steps[other])}" for other, words in zip(silent, heard, strict=True)
-        )
-    return ", ".join(
-        f"rank {other} is behind, at step {step}" for other, step in enumerate(steps) if step == min(steps)
-    )
+def find_missing(own_rank: int, earlier: list[tuple[int, int]], now: list[tuple[int, int]]) -> list[int]:
+    """The other ranks without a new heartbeat; if all have one, the ranks furthest behind."""
+    silent = [rank for rank in range(len(now)) if rank != own_rank and earlier[rank] == now[rank]]
+    slowest = min(step for step, _ in now)
+    return silent or [rank for rank, (step, _) in enumerate(now) if step == slowest]
