@@ -257,7 +257,7 @@ def test_threads_sleep_where_other_work_is_on_the_cores(
 import functools, os, pathlib
 os.getloadavg = lambda: ({load}, 0.0, 0.0)
 from plainvit import device
-device.crowded = functools.partial(device.crowded, pathlib.Path({str(tmp_path / "loadavg")!r}))
+device.is_busy = functools.partial(device.is_busy, pathlib.Path({str(tmp_path / "loadavg")!r}))
 device.prepare()
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
