@@ -189,7 +189,7 @@ def test_check_finds_nothing_wrong(tmp_path: Path, capsys: Capture) -> None:
     assert found_in(capsys, root) == []
     code, out, _ = run(capsys, "check", root)
     assert code == 0
-    assert "nothing wrong" in out
+    assert "no problems" in out
 
 
 def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None:

@@ -224,7 +224,7 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(vtab.AbsentTask, match="no folder"):
         open_source("vtab/kitti-distance", "train", data_root=tmp_path)
     write_set(tmp_path / "dsprites-location", {"train": 1000}, 16)
-    with pytest.raises(DataError, match="some to test on"):
+    with pytest.raises(DataError, match="1,000 training images"):
         open_source("vtab/dsprites-location", "test", data_root=tmp_path)
 
 
