@@ -25,7 +25,7 @@ from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, map_
 
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
 LOST = {  # reasons why a member has no data, by its negative length
-    -1: "it is a link, but not to an earlier image of the archive",
+    -1: "it is a link to what is no image before it in the archive",
     -2: "it is a sparse file",
     -3: "it is a pipe or a device, not a file",
 }
