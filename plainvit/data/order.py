@@ -45,8 +45,8 @@ class Order:
     positions as samples.
     """
 
-    def __init__(self, count: int, seed: int, *, repeats: int = 1, shuffle: bool = True) -> None:
-        self.count, self.seed, self.repeats, self.shuffle = count, seed, repeats, shuffle
+    def __init__(self, count: int, seed: int, *, repeats: int = 1) -> None:
+        self.count, self.seed, self.repeats = count, seed, repeats
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def epoch(self, position: np.ndarray) -> np.ndarray:
@@ -62,8 +62,6 @@ class Order:
         return out
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(self.seed, epoch, self.count)
         return self._order

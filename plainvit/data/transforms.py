@@ -118,9 +118,7 @@ def resized_box(
         return _sample_box(pixels, box, out, interpolation)
     top, left, bottom, right = box
     inside = (max(left, 0), max(top, 0), min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
-    method = Image.Resampling[interpolation.upper()]
-    found = Image.fromarray(pixels).resize((out[1], out[0]), method, box=inside)
-    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+    return _resize_with_pillow(pixels, out, interpolation, inside)
 
 
 def _sample_box(pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str) -> Tensor:
@@ -166,10 +164,11 @@ def resized(
     return F.interpolate(image, out, mode=interpolation, antialias=smooth)[0].contiguous()
 
 
-def _resize_with_pillow(pixels: np.ndarray, out: tuple[int, int], interpolation: str) -> Tensor:
-    method = Image.Resampling[interpolation.upper()]
-    found = Image.fromarray(pixels).resize((out[1], out[0]), method)
-    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+def _resize_with_pillow(
+    pixels: np.ndarray, out: tuple[int, int], interpolation: str, box: tuple[float, float, float, float] | None = None
+) -> Tensor:
+    image = Image.fromarray(pixels).resize((out[1], out[0]), Image.Resampling[interpolation.upper()], box)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
