@@ -1,4 +1,4 @@
-"""Small files read with a limit, all files written whole or not at all. A leaf: it imports nothing of plainvit."""
+"""Atomic file writes, size-limited JSON reads and exit codes. Imports nothing else of plainvit."""
 
 import contextlib
 import errno
@@ -14,11 +14,13 @@ JSON_LIMIT = 16 * 2**20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is no such file."""
+    """Read a JSON object; {} if the file does not exist."""
     if not path.is_file():
         return {}
     if path.stat().st_size > JSON_LIMIT:
-        raise ValueError(f"{path} is larger than any description of a model ({JSON_LIMIT >> 20} MiB)")
+        raise ValueError(
+            f"{path} has {path.stat().st_size >> 20} MiB; the limit for a JSON file is {JSON_LIMIT >> 20} MiB"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -29,13 +31,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def run_folder(place: str | Path) -> Path:
-    """Of a run, by itself or by a file in it: its weights and its card stand for the run."""
+    """The folder of a run, given as the folder or as a file in it (its weights or its card)."""
     path = Path(place)
     return path.parent if path.is_file() else path
 
 
 def run_settings(place: str | Path) -> dict[str, Any]:
-    """The config.json of such a run; {} where it is none, as beside another library's weights."""
+    """The config.json of a run; {} if there is none, or if it belongs to another library's weights."""
     stored = read_json(run_folder(place) / "config.json")
     return stored if stored.get("kind") == "run" else {}
 
@@ -46,18 +48,18 @@ class DiskError(OSError, ValueError):
     exit_code = 5
 
 
-# A full, read-only or failing disk, or too many open files: no other path would do, so these are no wrong usage
+# A full, read-only or failing disk, or too many open files: resource errors (5), not usage errors (2)
 RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def exit_code_of(error: Exception) -> int:
-    """Of a command that ends with this error of a user or of the system: its own, 5 for resources, else 2."""
-    short = isinstance(error, OSError) and error.errno in RESOURCES
-    return getattr(error, "exit_code", 5 if short else 2)
+    """Exit code of a command that ends with this error: its own `exit_code`, 5 for resources, otherwise 2."""
+    is_resource_error = isinstance(error, OSError) and error.errno in RESOURCES
+    return getattr(error, "exit_code", 5 if is_resource_error else 2)
 
 
 def make_folder(path: Path) -> None:
-    """A folder for output, with its parents."""
+    """Create a folder for output, with its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,42 +67,42 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside the path, syncs, renames: a reader sees the old file or the whole new one."""
+    """Write a temporary file next to the path, sync it, rename it: readers see the old file or the complete new one."""
     write_together({path: write})
 
 
 def write_text(path: Path, text: str) -> None:
-    """UTF-8, whole or not at all."""
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    """Write UTF-8 text atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
-    """Several files of one folder: all are written beside first, and only then renamed, in the order given."""
-    beside = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}
+    """Write several files of one folder: all temporary files first, then the renames, in the order given."""
+    temporary = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}
     path = next(iter(writers))
     if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}; create it first")
     try:
         for path, write in writers.items():
-            write_synced(beside[path], write)
+            write_synced(temporary[path], write)
         for path in writers:
-            beside[path].replace(path)
+            temporary[path].replace(path)
         sync_folder(path.parent)
     except DiskError:
         raise
-    except Exception as error:  # each writer has its own kind: OSError, SafetensorError, RuntimeError
+    except Exception as error:  # each writer raises its own type: OSError, SafetensorError, RuntimeError
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DiskError(f"cannot write {path}: {reason}") from error
     finally:
-        for one in beside.values():
+        for leftover in temporary.values():
             with contextlib.suppress(OSError):
-                one.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, write: Callable[[Path], object]) -> None:
-    """On the disk, and open to others as any new file here is: safetensors would leave 0600."""
+    """Write and sync a file with the default permissions: safetensors alone would leave 0600."""
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # after the umask, which cannot be read without changing it for a moment
+    mode = stat.S_IMODE(path.stat().st_mode)  # with the umask applied, which cannot be read without changing it
     write(path)
     path.chmod(mode)
     with path.open("rb") as file:

@@ -21,7 +21,6 @@ from pictures import (
     plant,
     plant_classes,
     png,
-    real_data,
     write_parquet,
     write_tar,
 )
@@ -46,7 +45,7 @@ def run(capsys: Capture, *arguments: str | Path) -> tuple[int, str, str]:
 
 
 def report(capsys: Capture, *arguments: str | Path, code: int = 0) -> Any:
-    """The JSON that a verb prints, and nothing beside it."""
+    """The JSON that a command prints, and nothing beside it."""
     found, out, err = run(capsys, *arguments, "--json")
     assert found == code, err
     return json.loads(out)
@@ -81,18 +80,19 @@ def test_info_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_info_as_a_table(tmp_path: Path, capsys: Capture) -> None:
-    root = plant_classes(tmp_path / "set", {"a": 3, "b": 2})
+    root = plant_classes(tmp_path / "photos[bold]x", {"a": 3, "b": 2})
     code, out, err = run(capsys, "info", root)
     assert (code, err) == (0, "")
+    assert "photos[bold]x" in out.replace("\n", "")
     row = next(line for line in out.splitlines() if line.startswith("train"))
     assert row.split()[1] == "5"
     assert "2-3" in row
     assert open_source(str(root)).fingerprint() in row
-    assert "2 classes" in out
+    assert "2 classes" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("spec", ["digits", "shapes:size=16,count=40"])
-def test_info_of_sets_that_need_nothing(capsys: Capture, spec: str) -> None:
+def test_info_of_built_in_data(capsys: Capture, spec: str) -> None:
     found = report(capsys, "info", spec)
     assert list(found["splits"]) == (["train", "test"] if spec == "digits" else ["train", "val", "test"])
     assert found["classes"] == 10
@@ -100,31 +100,17 @@ def test_info_of_sets_that_need_nothing(capsys: Capture, spec: str) -> None:
     assert side["least"] == side["most"] in (8, 16)
 
 
-def test_info_of_a_known_set(capsys: Capture) -> None:
-    found = report(capsys, "info", "oxford-pets", "--data-root", real_data())
-    assert {split: part["images"] for split, part in found["splits"].items()} == {"train": 3680, "test": 3669}
-    assert found["classes"] == 37
-    rows = pq.read_table(Path(real_data()) / "oxford-pets" / "trainval-00.parquet", columns=["image"])["image"]
-    heights = [Image.open(io.BytesIO(row["bytes"].as_py())).height for row in rows]
-    assert found["splits"]["train"]["height"]["least"] == min(heights)
-    assert found["splits"]["train"]["height"]["most"] == max(heights)
-
-
-def test_info_counts_sizes_of_what_can_be_read(tmp_path: Path, capsys: Capture) -> None:
+def test_info_counts_unreadable_images(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, {"a/1.png": png(1, 10, 20), "a/2.png": b"<html>", "a/3.jpg": jpeg()[:50], "a/4.png": b""})
     train = report(capsys, "info", tmp_path)["splits"]["train"]
     assert (train["images"], train["sizes_from"]) == (4, 1)
     assert train["height"] == {"least": 10, "median": 10, "most": 10}
-
-
-def test_info_when_nothing_can_be_read(tmp_path: Path, capsys: Capture) -> None:
-    plant(tmp_path, {"a/1.png": b"<html>"})
+    (tmp_path / "a/1.png").write_bytes(b"<html>")
     train = report(capsys, "info", tmp_path)["splits"]["train"]
     assert (train["height"], train["width"], train["sizes_from"]) == (None, None, 0)
-    assert run(capsys, "info", tmp_path)[0] == 0
 
 
-def test_the_contact_sheet(tmp_path: Path, capsys: Capture) -> None:
+def test_the_contact_sheet_shows_every_image(tmp_path: Path, capsys: Capture) -> None:
     """Each thumbnail is there: its colour can be found on the page."""
     colours = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255)}
     files = {f"{name}/{i}.png": encode(Image.new("RGB", (40, 30), name)) for name in colours for i in range(4)}
@@ -141,8 +127,8 @@ def test_the_contact_sheet(tmp_path: Path, capsys: Capture) -> None:
     assert 0.3 < sum(areas) / pixels[..., 0].size < 0.75  # 12 images of 4 by 3, with captions
 
 
-@pytest.mark.parametrize("count", [1, 5, 12, 13, 300])
-def test_contact_sheets_of_any_number(tmp_path: Path, capsys: Capture, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 13, 300])
+def test_contact_sheets_of_any_number_of_images(tmp_path: Path, capsys: Capture, count: int) -> None:
     report(capsys, "info", f"shapes:size=8,count={count}", "--sheet", tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
         sheet.load()
@@ -152,7 +138,7 @@ def test_contact_sheets_of_any_number(tmp_path: Path, capsys: Capture, count: in
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
 
 
-def test_a_contact_sheet_of_strange_images(tmp_path: Path, capsys: Capture) -> None:
+def test_a_contact_sheet_of_unusual_images_and_names(tmp_path: Path, capsys: Capture) -> None:
     files = {"a/thin.png": png(1, 1, 3000), "a/tall.png": png(2, 3000, 1), "a/dot.png": png(3, 1, 1), "a/bad.png": b"x"}
     files |= {f"{name}/1.png": png(9) for name in ("new\nline", "日本語", "x" * 200, os.fsdecode(b"caf\xe9"))}
     plant(tmp_path / "set", files)
@@ -162,13 +148,7 @@ def test_a_contact_sheet_of_strange_images(tmp_path: Path, capsys: Capture) -> N
         assert sheet.width < 3000
 
 
-def test_a_contact_sheet_without_labels(tmp_path: Path, capsys: Capture) -> None:
-    write_parquet(tmp_path / "set" / "train.parquet", [png(i) for i in range(3)], None)
-    report(capsys, "info", tmp_path / "set", "--sheet", tmp_path / "sheet.png")
-    assert (tmp_path / "sheet.png").is_file()
-
-
-def test_a_sheet_where_there_is_no_folder(tmp_path: Path, capsys: Capture) -> None:
+def test_a_contact_sheet_in_a_missing_folder_is_a_usage_error(tmp_path: Path, capsys: Capture) -> None:
     line = refused(capsys, "info", "digits", "--sheet", tmp_path / "nowhere" / "sheet.png", code=2)
     assert "nowhere" in line
 
@@ -184,12 +164,12 @@ def problems(findings: list[dict[str, str]]) -> set[tuple[str, str, str]]:
     return {(one["split"], one["name"], one["problem"]) for one in findings}
 
 
-def test_check_finds_nothing_wrong(tmp_path: Path, capsys: Capture) -> None:
+def test_check_of_intact_data_finds_nothing(tmp_path: Path, capsys: Capture) -> None:
     root = plant_classes(tmp_path / "set", {"a": 3, "b": 3})
     assert found_in(capsys, root) == []
     code, out, _ = run(capsys, "check", root)
     assert code == 0
-    assert "nothing wrong" in out
+    assert "no problems" in out
 
 
 def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None:
@@ -230,12 +210,7 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert all(set(one) == {"split", "name", "problem", "detail"} for one in findings)
 
 
-def test_only_what_cannot_be_read_is_an_error(tmp_path: Path, capsys: Capture) -> None:
-    plant(tmp_path, {"a/1.png": png(1), "a/2.png": png(1), "a/3.png": png(3, 10, 200)})
-    assert Counter(one["problem"] for one in found_in(capsys, tmp_path, code=0)) == {"duplicate": 1, "odd shape": 1}
-
-
-def test_every_bad_input_of_the_issue_is_listed(tmp_path: Path, capsys: Capture) -> None:
+def test_check_lists_every_unreadable_image(tmp_path: Path, capsys: Capture) -> None:
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", (12000).to_bytes(4, "big") * 2 + b"\1\0\0\0\0") + chunk(b"IDAT", b"")
     nothing = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", bytes(8) + b"\1\0\0\0\0") + chunk(b"IDAT", b"")
     bad = {"truncated.jpg": jpeg(quality=95)[:800], "header.jpg": jpeg()[:60], "empty.jpg": b"", "zero.png": nothing}
@@ -258,8 +233,8 @@ def chunk(kind: bytes, body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
 
 
-def test_most_damaged_jpegs_are_found(tmp_path: Path, capsys: Capture) -> None:
-    """D2 of facts/ecosystem.md: five bytes of each changed, of which at least 70 % are flagged."""
+def test_check_finds_most_damaged_jpegs(tmp_path: Path, capsys: Capture) -> None:
+    """Five bytes of each are changed; at least 70 % are flagged."""
     random = np.random.default_rng(0)
     files = {}
     for number in range(200):
@@ -271,7 +246,7 @@ def test_most_damaged_jpegs_are_found(tmp_path: Path, capsys: Capture) -> None:
     assert sum(one["problem"] == "unreadable" for one in findings) >= 140
 
 
-def test_the_list_can_be_fed_back(tmp_path: Path, capsys: Capture) -> None:
+def test_saved_findings_can_be_excluded(tmp_path: Path, capsys: Capture) -> None:
     files = {f"{split}/a/{i}.png": png(hash_of(split) + i) for split in ("train", "val") for i in range(8)}
     files |= {
         "train/a/bad.png": b"<html>",
@@ -295,15 +270,11 @@ def hash_of(word: str) -> int:
     return sum(map(ord, word)) * 1000
 
 
-def test_saving_where_there_is_no_folder(tmp_path: Path, capsys: Capture) -> None:
-    assert run(capsys, "check", "digits", "--save", tmp_path / "nowhere" / "bad.jsonl")[0] == 2
-
-
 @pytest.mark.parametrize(
     "name",
     ["x[/b].png", "y[red].png", "new\nline.png", "[bold]", "{0}.png", "%d.png", "日本語.png", os.fsdecode(b"\xff.png")],
 )
-def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_the_table_escapes_names(tmp_path: Path, capsys: Capture, name: str) -> None:
     """Brackets are no markup, and a line end does not break the line."""
     plant(tmp_path, {f"a/{name}".removesuffix(".png") + ".png": b"<html>", "a/good.png": png()})
     code, out, err = run(capsys, "check", tmp_path)
@@ -312,16 +283,7 @@ def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: Capture, name
     assert shown in out.replace("\n", "").replace(" ", "") or shown in out
 
 
-@pytest.mark.parametrize("verb", ["info", "check"])
-def test_the_specs_own_name_is_shown_as_it_is(tmp_path: Path, capsys: Capture, verb: str) -> None:
-    root = plant_classes(tmp_path / "photos[bold]x", {"a": 2})
-    code, out, err = run(capsys, verb, root)
-    assert (code, err) == (0, "")
-    if verb == "info":
-        assert "photos[bold]x" in out.replace("\n", "")
-
-
-def test_many_findings_are_counted_and_the_first_shown(tmp_path: Path, capsys: Capture) -> None:
+def test_the_table_shows_the_first_40_findings_and_counts_all(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, {f"a/{i:03}.png": b"<html>" for i in range(60)})
     code, out, _ = run(capsys, "check", tmp_path)
     assert code == 3
@@ -343,29 +305,10 @@ def test_check_of_shards(tmp_path: Path, capsys: Capture, kind: str) -> None:
     assert "4" in findings[0]["name"]
 
 
-def test_check_of_a_shard_with_a_changed_byte(tmp_path: Path, capsys: Capture) -> None:
-    plant(tmp_path / "set", {f"a/{i}.jpg": jpeg(i) for i in range(6)})
-    run(capsys, "pack", tmp_path / "set", tmp_path / "packed")
-    row = pq.read_table(tmp_path / "packed" / "index.parquet").to_pylist()[2]
-    path = tmp_path / "packed" / row["shard"]
-    data = bytearray(path.read_bytes())
-    data[row["offset"] + 300] ^= 1
-    path.write_bytes(data)
-    findings = found_in(capsys, tmp_path / "packed", code=3)
-    assert [(one["name"], one["problem"]) for one in findings] == [(row["name"], "unreadable")]
-    assert "checksum" in findings[0]["detail"]
-    assert report(capsys, "info", tmp_path / "packed")["splits"]["train"]["images"] == 6
-
-
-def test_check_of_sets_that_need_nothing(capsys: Capture) -> None:
+def test_check_of_built_in_data(capsys: Capture) -> None:
     assert report(capsys, "check", "shapes:size=16,count=50") == []
     kinds = Counter(one["problem"] for one in report(capsys, "check", "digits"))
     assert set(kinds) <= {"duplicate across splits"}  # val is a part of the training images, and says so
-
-
-def test_check_of_real_images(capsys: Capture) -> None:
-    findings = report(capsys, "check", real_data() / "imagenet-photos")
-    assert [one for one in findings if one["problem"] == "unreadable"] == []
 
 
 # pack -----------------------------------------------------------------------------------------------------------------
@@ -393,7 +336,7 @@ def packed(capsys: Capture, source: Path | str, target: Path, *options: str) -> 
     return report(capsys, "pack", source, target, *options)
 
 
-def test_packing(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_pack_shrinks_images_and_keeps_labels(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
     found = packed(capsys, mixed, tmp_path / "out", "--side", "64")
     assert found["images"] == 7
     assert [one["name"] for one in found["left_out"]] == ["b/bad.jpg"]
@@ -408,9 +351,16 @@ def test_packing(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
     assert made.labels.tolist() == origin.labels[kept].tolist()
     shapes = [made.image(i).shape[:2] for i in range(6)]
     assert shapes == [(64, 96), (80, 64), (40, 60), (30, 30), (50, 50), (200, 60)]
+    assert made.read(2) == (mixed / "train/a/small.jpg").read_bytes()
+    assert made.read(3) == (mixed / "train/b/grey.jpg").read_bytes()
+    with Image.open(io.BytesIO(made.read(5))) as turned:
+        assert (turned.size, turned.getexif().get(0x0112, 1)) == ((60, 200), 1)
+    found = report(capsys, "info", tmp_path / "out")
+    assert {split: part["images"] for split, part in found["splits"].items()} == {"train": 6, "val": 1}
+    assert problems(report(capsys, "check", tmp_path / "out")) == {("val", "a", "empty class")}
 
 
-def test_packed_pictures_look_as_before(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_packed_images_are_close_to_the_originals(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
     """Their brightness against Pillow's own reduction of the upright original; colour is stored at half the size."""
     packed(capsys, mixed, tmp_path / "out", "--side", "64", "--quality", "95")
     origin, made = open_source(str(mixed)), open_source(str(tmp_path / "out"))
@@ -420,21 +370,6 @@ def test_packed_pictures_look_as_before(mixed: Path, tmp_path: Path, capsys: Cap
         expected = Image.fromarray(origin.image(index)).resize(found.shape[1::-1], Image.Resampling.BILINEAR)
         apart = np.array(Image.fromarray(found).convert("L")).astype(int) - np.array(expected.convert("L"))
         assert np.abs(apart).mean() < 2
-
-
-def test_small_jpegs_are_taken_over_as_they_are(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    packed(capsys, mixed, tmp_path / "out", "--side", "64")
-    made = open_source(str(tmp_path / "out"))
-    assert made.read(2) == (mixed / "train/a/small.jpg").read_bytes()
-    assert made.read(3) == (mixed / "train/b/grey.jpg").read_bytes()
-
-
-def test_a_turned_picture_is_packed_upright(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    packed(capsys, mixed, tmp_path / "out", "--side", "64")
-    data = open_source(str(tmp_path / "out")).read(5)
-    with Image.open(io.BytesIO(data)) as image:
-        assert image.size == (60, 200)
-        assert image.getexif().get(0x0112, 1) == 1
 
 
 def test_shards_are_plain_tars(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -449,9 +384,13 @@ def test_shards_are_plain_tars(mixed: Path, tmp_path: Path, capsys: Capture) -> 
             assert archive.extractfile(image).read() == made.read(number)
             assert int(archive.extractfile(label).read()) == made.labels[number]
             assert by_pillow(made.read(number)).ndim == 3
+    (tmp_path / "out" / "index.parquet").unlink()
+    scanned = open_source(str(tmp_path / "out"))
+    assert [scanned.read(i) for i in range(6)] == [made.read(i) for i in range(6)]
+    assert scanned.labels.tolist() == made.labels.tolist()
 
 
-def test_the_index_says_what_is_there(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_index_matches_the_shards(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
     packed(capsys, mixed, tmp_path / "out", "--side", "64")
     table = pq.read_table(tmp_path / "out" / "index.parquet")
     assert json.loads(table.schema.metadata[b"plainvit"])["classes"] == ["a", "b"]
@@ -461,27 +400,7 @@ def test_the_index_says_what_is_there(mixed: Path, tmp_path: Path, capsys: Captu
         assert by_pillow(data).shape[:2] == (row["height"], row["width"])
 
 
-def test_shards_without_their_index_are_the_same(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    packed(capsys, mixed, tmp_path / "out")
-    indexed = open_source(str(tmp_path / "out"))
-    before = [indexed.read(i) for i in range(len(indexed))]
-    (tmp_path / "out" / "index.parquet").unlink()
-    scanned = open_source(str(tmp_path / "out"))
-    assert [scanned.read(i) for i in range(len(scanned))] == before
-    assert scanned.labels.tolist() == indexed.labels.tolist()
-
-
-def test_info_of_what_was_packed(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    packed(capsys, mixed, tmp_path / "out", "--side", "64")
-    found = report(capsys, "info", tmp_path / "out")
-    assert {split: part["images"] for split, part in found["splits"].items()} == {"train": 6, "val": 1}
-    assert found["classes"] == 2
-    assert report(capsys, "check", tmp_path / "out") == [
-        {"split": "val", "name": "a", "problem": "empty class", "detail": "it has no images"}
-    ]
-
-
-def test_many_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_splits_into_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "SHARD_BYTES", 8000)
     plant(tmp_path / "set", {f"a/{i:02}.jpg": jpeg(i) for i in range(30)})
     packed(capsys, tmp_path / "set", tmp_path / "out")
@@ -492,7 +411,7 @@ def test_many_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Monkey
     assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
 
 
-def test_packing_a_packed_set_again(tmp_path: Path, capsys: Capture) -> None:
+def test_packing_twice_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path / "set", {f"{'ab'[i % 2]}/{i}.jpg": jpeg(i) for i in range(6)})
     packed(capsys, tmp_path / "set", tmp_path / "once")
     packed(capsys, tmp_path / "once", tmp_path / "twice")
@@ -502,7 +421,7 @@ def test_packing_a_packed_set_again(tmp_path: Path, capsys: Capture) -> None:
     assert once.fingerprint() == twice.fingerprint()
 
 
-def test_what_is_too_long_for_a_jpeg_is_left_out(tmp_path: Path) -> None:
+def test_images_too_large_for_a_jpeg_are_left_out(tmp_path: Path) -> None:
     """One of them ended the whole pack, as if the disk had failed."""
     root = plant_classes(tmp_path / "set", {"a": 2})
     plant(root, {"a/long.png": encode(Image.new("RGB", (65_501, 8)))})
@@ -510,51 +429,22 @@ def test_what_is_too_long_for_a_jpeg_is_left_out(tmp_path: Path) -> None:
     assert (packed["images"], [one["name"] for one in packed["left_out"]]) == (2, ["a/long.png"])
 
 
-def test_packing_digits(tmp_path: Path, capsys: Capture) -> None:
-    found = packed(capsys, "digits", tmp_path / "out")
-    assert found["images"] == sum(len(open_source("digits", split)) for split in ("train", "test"))
-    made = open_source(str(tmp_path / "out"), "test")
-    assert made.labels.tolist() == open_source("digits", "test").labels.tolist()
-    assert made.classes == tuple("0123456789")
-
-
-def test_packing_into_what_is_not_empty(tmp_path: Path, capsys: Capture) -> None:
+def test_pack_needs_an_empty_folder_and_images(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path / "out", {"mine.txt": b"keep me"})
-    assert "not empty" in refused(capsys, "pack", "digits", tmp_path / "out")
+    refused(capsys, "pack", "digits", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
-def test_packing_into_a_file(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "out").write_text("a file")
-    code, _, err = run(capsys, "pack", "digits", tmp_path / "out")
-    assert code in (2, 3)
-    assert err.count("\n") == 1
-    assert (tmp_path / "out").read_text() == "a file"
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    refused(capsys, "pack", tmp_path / "set", tmp_path / "new")
 
 
 @pytest.mark.parametrize("options", [("--side", "0"), ("--side", "-5"), ("--quality", "0"), ("--quality", "101")])
-def test_settings_that_make_no_sense(tmp_path: Path, capsys: Capture, options: tuple[str, str]) -> None:
+def test_invalid_pack_settings_are_usage_errors(tmp_path: Path, capsys: Capture, options: tuple[str, str]) -> None:
     line = refused(capsys, "pack", "shapes:size=16,count=4", tmp_path / "out", *options, code=2)
     assert options[0].strip("-") in line
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
-def test_packing_nothing(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "set" / "a").mkdir(parents=True)
-    assert "no images" in refused(capsys, "pack", tmp_path / "set", tmp_path / "out")
-
-
-def test_packing_as_a_line(tmp_path: Path, capsys: Capture) -> None:
-    root = plant_classes(tmp_path / "set", {"a": 3})
-    code, out, err = run(capsys, "pack", root, tmp_path / "out")
-    assert (code, err) == (0, "")
-    assert "3 images" in out
-    assert "0 left out" in out
-
-
-def test_a_pack_that_was_stopped_is_not_taken_for_a_whole_one(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_pack_cannot_be_opened(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after two shards: the class names and most images are missing, so it must not open as if it were all."""
     monkeypatch.setattr(check, "SHARD_BYTES", 8000)
     plant(tmp_path / "set", {f"{'ab'[i % 2]}/{i:02}.jpg": jpeg(i) for i in range(30)})
@@ -574,32 +464,25 @@ def test_a_pack_that_was_stopped_is_not_taken_for_a_whole_one(
     assert err.count("\n") == 1
 
 
-# The verbs ------------------------------------------------------------------------------------------------------------
+# The commands --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["info", "check"])
 @pytest.mark.parametrize(
-    ("spec", "code"), [("nowhere/at/all", 3), ("cifar1", 2), ("cifar10", 3), ("shapes:sise=3", 2), ("imagenet", 3)]
+    ("command", "spec", "code"),
+    [("info", "nowhere/at/all", 3), ("check", "cifar1", 2), ("info", "cifar10", 3), ("check", "shapes:sise=3", 2)],
 )
-def test_exit_codes(capsys: Capture, verb: str, spec: str, code: int) -> None:
-    refused(capsys, verb, spec, code=code)
+def test_exit_codes(capsys: Capture, command: str, spec: str, code: int) -> None:
+    refused(capsys, command, spec, code=code)
 
 
-@pytest.mark.parametrize("verb", ["info", "check", "pack"])
-def test_a_damaged_split_is_not_passed_over(tmp_path: Path, capsys: Capture, verb: str) -> None:
+@pytest.mark.parametrize("command", ["info", "check", "pack"])
+def test_a_damaged_split_is_an_error(tmp_path: Path, capsys: Capture, command: str) -> None:
     """train is sound and val is cut short: to speak of train alone would hide it."""
     for split in ("train", "val"):
         write_parquet(tmp_path / "set" / f"{split}-00.parquet", [png(i) for i in range(6)], [0, 1] * 3)
     path = tmp_path / "set" / "val-00.parquet"
     path.write_bytes(path.read_bytes()[:-50])
-    target = [tmp_path / "out"] if verb == "pack" else []
-    code, _, err = run(capsys, verb, tmp_path / "set", *target)
+    target = [tmp_path / "out"] if command == "pack" else []
+    code, _, err = run(capsys, command, tmp_path / "set", *target)
     assert code == 3
     assert "val-00.parquet" in err
-
-
-def test_help_of_each_verb(capsys: Capture) -> None:
-    for verb in ("info", "check", "pack"):
-        code, out, _ = run(capsys, verb, "--help")
-        assert code == 0
-        assert "--data-root" in out

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2.functional import resize
 
 from plainvit.config import Preprocess
-from plainvit.data.decode import MARGIN, PIXEL_LIMIT, DataError, ImageError, decode, size
+from plainvit.data.decode import MARGIN, PIXEL_LIMIT, ImageError, decode, size
 from plainvit.data.transforms import prepare
 
 ORIENTATION = 0x0112
@@ -45,14 +44,25 @@ def refusal(data: bytes, function: Callable[[bytes], object] = decode) -> str:
 # JPEG -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-@pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("subsampling", [0, 1, 2])
-@pytest.mark.parametrize("shape", [(61, 83), (16, 16), (1, 1), (7, 300)])
+@pytest.mark.parametrize(
+    ("shape", "subsampling", "progressive", "mode"),
+    [
+        ((61, 83), 0, False, "RGB"),
+        ((61, 83), 2, True, "L"),
+        ((16, 16), 1, True, "RGB"),
+        ((1, 1), 2, False, "RGB"),
+        ((7, 300), 2, True, "RGB"),
+        ((7, 300), 0, False, "L"),
+    ],
+)
 def test_jpeg_equals_pillow(shape: tuple[int, int], subsampling: int, progressive: bool, mode: str) -> None:
     image = photo(*shape).convert(mode)
     data = encode(image, "JPEG", quality=80, subsampling=subsampling, progressive=progressive)
-    assert np.array_equal(decode(data), by_pillow(data))
+    for pixels in (decode(data), decode(data + b"\0" * 500)):  # bytes after the end are ignored
+        assert np.array_equal(pixels, by_pillow(data))
+        assert pixels.dtype == np.uint8
+        assert pixels.flags["C_CONTIGUOUS"]
+        assert pixels.flags["WRITEABLE"]
     assert size(data) == shape
 
 
@@ -60,20 +70,6 @@ def test_real_photos_equal_pillow() -> None:
     for data in photographs():
         assert np.array_equal(decode(data), by_pillow(data))
         assert size(data) == by_pillow(data).shape[:2]
-
-
-def test_pixels_are_plain_uint8() -> None:
-    for data in (jpeg(), png()):
-        pixels = decode(data)
-        assert pixels.dtype == np.uint8
-        assert pixels.flags["C_CONTIGUOUS"]
-        assert pixels.flags["WRITEABLE"]
-        assert pixels.ndim == 3
-
-
-def test_bytes_after_the_end_do_no_harm() -> None:
-    data = jpeg()
-    assert np.array_equal(decode(data + b"\0" * 500), by_pillow(data))
 
 
 # Orientation ----------------------------------------------------------------------------------------------------------
@@ -104,9 +100,8 @@ def test_orientation_equals_pillow(form: str, orientation: int) -> None:
     assert size(data) == expected.shape[:2]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("factor", [2, 4, 8])
-def test_orientation_of_a_scaled_jpeg(factor: int, orientation: int) -> None:
+@pytest.mark.parametrize(("orientation", "factor"), [(1, 8), (2, 2), (3, 4), (4, 8), (5, 2), (6, 4), (7, 8), (8, 2)])
+def test_a_scaled_jpeg_is_rotated_upright(orientation: int, factor: int) -> None:
     data = held(orientation, shape=(128, 320))
     height, width = (128, 320) if orientation < 5 else (320, 128)
     small = decode(data, (height // factor // MARGIN, width // factor // MARGIN))
@@ -115,17 +110,10 @@ def test_orientation_of_a_scaled_jpeg(factor: int, orientation: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "CMYK"])
-def test_size_and_pixels_agree_where_xmp_alone_names_an_orientation(mode: str) -> None:
+def test_orientation_in_xmp_is_ignored(mode: str) -> None:
     """Pillow, which decodes CMYK, takes XMP's where there is no EXIF; the JPEG decoder of all others does not."""
     data = encode(photo(64, 160, seed=3).convert(mode), "JPEG", xmp=b'<x tiff:Orientation="6"/>')
     assert decode(data).shape[:2] == size(data) == (64, 160)
-
-
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None:
-    data = held(orientation)
-    assert np.array_equal(decode(data), by_pillow(data))
-    assert size(data) == (64, 160)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +124,9 @@ def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None
         b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\xff\x06\0\0\0",
     ],
 )
-def test_a_broken_exif_block_is_upright(block: bytes) -> None:
+def test_an_invalid_exif_block_means_upright(block: bytes) -> None:
+    for orientation in (0, 9, 65535):
+        assert np.array_equal(decode(held(orientation)), by_pillow(held(orientation)))
     plain = jpeg(height=40, width=56)
     data = plain[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + plain[2:]
     assert np.array_equal(decode(data), by_pillow(plain))
@@ -152,11 +142,7 @@ def scale_that_serves(side: tuple[int, int], wanted: tuple[int, int]) -> int:
     return next((k for k, serves in fits.items() if serves), 1)
 
 
-def test_the_margin_leaves_room_to_antialias() -> None:
-    assert MARGIN >= 2
-
-
-def test_the_smallest_scale_that_serves_is_chosen() -> None:
+def test_the_smallest_sufficient_scale_is_used() -> None:
     """One of a whole, a half, a quarter, an eighth; the same pixels as Pillow's draft mode, which has these four."""
     data = jpeg(height=320, width=480)
     for height in (1, *range(10, 90), 100, 159, 160, 161, 320, 400):
@@ -165,24 +151,15 @@ def test_the_smallest_scale_that_serves_is_chosen() -> None:
         small = decode(data, wanted)
         assert small.shape == (320 // scale, 480 // scale, 3), f"wanted {wanted}"
         assert np.array_equal(small, upright(data, (320 // scale, 480 // scale)))
-
-
-def test_the_side_that_needs_more_decides() -> None:
-    data = jpeg(height=320, width=480)
-    assert decode(data, (1, 240 // MARGIN)).shape[:2] == (160, 240)
-    assert decode(data, (160 // MARGIN, 1)).shape[:2] == (160, 240)
-    assert decode(data, (1, 240 // MARGIN + 1)).shape[:2] == (320, 480)
+    assert decode(data, (1, 240 // MARGIN)).shape[:2] == (160, 240)  # the larger of both demands decides
+    assert decode(png(height=64, width=96), (4, 6)).shape == (64, 96, 3)
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 120), st.integers(1, 120))
-def test_never_less_than_the_margin(height: int, width: int, want_h: int, want_w: int) -> None:
+def test_a_scaled_jpeg_keeps_the_margin(height: int, width: int, want_h: int, want_w: int) -> None:
     small = decode(jpeg(height=height, width=width), (want_h, want_w)).shape
     assert small[:2] == (height, width) or (small[0] >= MARGIN * want_h and small[1] >= MARGIN * want_w)
-
-
-def test_other_formats_are_never_scaled() -> None:
-    assert decode(png(height=64, width=96), (4, 6)).shape == (64, 96, 3)
 
 
 def photographs() -> list[bytes]:
@@ -198,7 +175,7 @@ def psnr(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("side", [20, 32, 40, 48])
-def test_scaling_costs_next_to_nothing(side: int) -> None:
+def test_scaled_decoding_is_close_to_full_decoding(side: int) -> None:
     """Pillow's draft mode, told the scaled image's fractional extent, stays above 39 dB on each of these photos."""
     scaled, worst = 0, np.inf
     for data in photographs():
@@ -225,7 +202,7 @@ def test_cmyk() -> None:
 
 @pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "PPM", "GIF"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_lossless_formats_give_back_the_pixels(form: str, mode: str) -> None:
+def test_lossless_formats_round_trip(form: str, mode: str) -> None:
     image = COLOURS.convert(mode) if form != "GIF" else COLOURS.quantize(64)
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(image, form, **options)
@@ -248,28 +225,16 @@ def test_compressed_formats_equal_pillow(form: str, options: dict[str, object]) 
     assert np.array_equal(decode(data), by_pillow(data))
 
 
-def test_one_bit() -> None:
-    image = Image.fromarray(RAMP > 100)
-    assert image.mode == "1"
-    for form in ("PNG", "TIFF", "BMP", "PPM"):
-        assert np.array_equal(decode(encode(image, form)), np.repeat(((RAMP > 100) * 255)[..., None], 3, -1))
-
-
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_are_scaled_to_eight(form: str) -> None:
     """Every one of the 65,536 levels, rounded to the nearest of 256."""
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     assert np.array_equal(decode(encode(deep, form))[..., 1], np.round(deep / 257).astype(np.uint8))
+    dark = deep[:2]  # the scale does not depend on the brightest pixel
+    assert np.array_equal(decode(encode(dark, form))[..., 0], np.round(dark / 257).astype(np.uint8))
 
 
-@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
-def test_a_dark_sixteen_bit_image_stays_dark(form: str) -> None:
-    """What a level means follows from the format, not from the brightest pixel that happens to occur."""
-    deep = np.arange(256, dtype=np.uint16).reshape(16, 16)
-    assert np.array_equal(decode(encode(deep, form))[..., 0], np.round(deep / 257).astype(np.uint8))
-
-
-def test_what_is_no_number_gives_no_warning() -> None:
+def test_nan_pixels_give_no_warning() -> None:
     pixels = decode(encode(np.full((4, 4), np.nan, np.float32), "TIFF"))
     assert pixels.shape == (4, 4, 3)
 
@@ -286,20 +251,16 @@ def see_through(seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "WEBP"])
-def test_rgba_lies_on_white(form: str) -> None:
+def test_transparency_is_composed_on_white(form: str) -> None:
     rgba = see_through()
     options = {"lossless": True, "exact": True} if form == "WEBP" else {}
     found = decode(encode(rgba, form, **options))
     assert (found[:8] == 255).all()
     assert np.array_equal(found[8:16], rgba[8:16, :, :3])
     assert np.abs(found - on_white(rgba)).max() <= 1
-
-
-def test_grey_with_alpha_lies_on_white() -> None:
-    rgba = see_through()
     rgba[..., 1] = rgba[..., 2] = rgba[..., 0]
-    found = decode(encode(Image.fromarray(rgba).convert("LA"), "PNG"))
-    assert np.abs(found - on_white(rgba)).max() <= 1
+    grey = decode(encode(Image.fromarray(rgba).convert("LA"), "PNG"))
+    assert np.abs(grey - on_white(rgba)).max() <= 1
 
 
 def palette_image() -> tuple[Image.Image, np.ndarray]:
@@ -314,28 +275,20 @@ def palette_image() -> tuple[Image.Image, np.ndarray]:
 FOUR = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [10, 20, 30]])
 
 
-def test_a_palette() -> None:
+def test_palettes_with_and_without_transparency() -> None:
     image, indices = palette_image()
     for form in ("PNG", "GIF", "BMP", "TIFF"):
         assert np.array_equal(decode(encode(image, form)), FOUR[indices])
-
-
-def test_a_palette_with_an_alpha_for_each_colour() -> None:
-    image, indices = palette_image()
+    white = np.array([[255, 0, 0], [255, 255, 255], [0, 0, 255], [10, 20, 30]])[indices]
+    for form in ("PNG", "GIF"):
+        assert np.array_equal(decode(encode(image, form, transparency=1)), white)
     alphas = [0, 64, 128, 255]
     rgba = np.concatenate([FOUR, np.array(alphas)[:, None]], 1)[indices]
     found = decode(encode(image, "PNG", transparency=bytes(alphas)))
     assert np.abs(found - on_white(rgba)).max() <= 1
 
 
-@pytest.mark.parametrize("form", ["PNG", "GIF"])
-def test_a_palette_with_one_clear_colour(form: str) -> None:
-    image, indices = palette_image()
-    expected = np.array([[255, 0, 0], [255, 255, 255], [0, 0, 255], [10, 20, 30]])[indices]
-    assert np.array_equal(decode(encode(image, form, transparency=1)), expected)
-
-
-def test_a_clear_colour_without_a_palette() -> None:
+def test_a_transparent_color_without_a_palette_is_white() -> None:
     """PNG's tRNS chunk for RGB and for grey: one colour means nothing is there."""
     pixels = noise(8, 8)
     pixels[0, 0] = (1, 2, 3)
@@ -348,7 +301,7 @@ def test_a_clear_colour_without_a_palette() -> None:
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
-def test_the_first_frame_counts(form: str) -> None:
+def test_the_first_frame_of_an_animation_is_used(form: str) -> None:
     frames = [Image.new("RGB", (16, 12), colour) for colour in ("red", "lime", "blue")]
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(frames[0], form, save_all=True, append_images=frames[1:], **options)
@@ -357,16 +310,10 @@ def test_the_first_frame_counts(form: str) -> None:
     assert np.array_equal(decode(data), np.array(frames[0]))
 
 
-def test_content_decides_and_no_suffix() -> None:
-    """decode() never sees a name: each format is told by its first bytes."""
-    for data in (encode(COLOURS, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")):
-        assert np.array_equal(decode(data), by_pillow(data))
-
-
-@pytest.mark.parametrize("form", ["ICO", "TGA", "PCX", "PDF", "EPS", "SGI", "ICNS", "DDS", "JPEG2000", "IM", "XBM"])
-def test_formats_off_the_list_are_refused(form: str) -> None:
+@pytest.mark.parametrize("form", ["ICO", "TGA", "PDF", "EPS", "DDS", "JPEG2000", "XBM"])
+def test_other_formats_are_rejected(form: str) -> None:
     image = photo(32, 32).convert("1") if form == "XBM" else photo(32, 32)
-    assert "known format" in refusal(encode(image, form))
+    assert "format" in refusal(encode(image, form))
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
@@ -439,34 +386,25 @@ CLAIMS: dict[str, Callable[[int, int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("side", [12000, 16000, 30000])
 @pytest.mark.parametrize("form", CLAIMS)
-def test_a_bomb_is_refused_at_once(form: str, side: int) -> None:
-    data = CLAIMS[form](min(side, 16383) if form == "WEBP" else side, min(side, 16383) if form == "WEBP" else side)
-    assert len(data) < 100_000
-    start = time.perf_counter()
-    reason = refusal(data)
-    assert time.perf_counter() - start < 0.5
-    assert "limit" in reason
-
-
-def test_the_limit_is_named_with_the_size() -> None:
-    assert refusal(png_of(12000, 12001)) == "12000 x 12001 is over the limit of 50,000,000 pixels"
-    assert refusal(jpeg_of(12000, 12001)) == "12000 x 12001 is over the limit of 50,000,000 pixels"
-    assert PIXEL_LIMIT == 50_000_000
+def test_a_decompression_bomb_is_rejected_with_its_size(form: str) -> None:
+    reason = refusal(CLAIMS[form](12000, 12001))
+    assert "12000 x 12001" in reason
+    assert f"{PIXEL_LIMIT:,}" in reason
+    side = 16383 if form == "WEBP" else 30000
+    assert "limit" in refusal(CLAIMS[form](side, side))
 
 
 @pytest.mark.parametrize("data", [jpeg(height=10, width=10), png(height=10, width=10)], ids=["JPEG", "PNG"])
 def test_the_limit_is_exact_and_can_be_set(data: bytes) -> None:
     assert decode(data, limit=100).shape == (10, 10, 3)
-    with pytest.raises(ImageError, match="over the limit of 99 pixels"):
-        decode(data, limit=99)
-    with pytest.raises(ImageError, match="over the limit of 99 pixels"):
-        decode(data, (1, 1), limit=99)
+    for wanted in (None, (1, 1)):
+        with pytest.raises(ImageError, match="99"):
+            decode(data, wanted, limit=99)
 
 
 MEASURE = """
-import json, resource, sys, time
+import json, resource, sys
 from plainvit.data.decode import ImageError, decode, size
 small, *bombs = [open(path, "rb").read() for path in sys.argv[1:]]
 for data in bombs:  # once, so that Pillow's readers are loaded
@@ -474,15 +412,15 @@ for data in bombs:  # once, so that Pillow's readers are loaded
     except ImageError: pass
 decode(small)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-before, start, refused = peak(), time.perf_counter(), 0
+before, refused = peak(), 0
 for data in bombs:
     try: decode(data)
     except ImageError: refused += 1
-print(json.dumps([refused, peak() - before, time.perf_counter() - start]))
+print(json.dumps([refused, peak() - before]))
 """
 
 
-def test_no_pixel_of_a_bomb_is_allocated(tmp_path: Path) -> None:
+def test_a_bomb_allocates_no_pixels(tmp_path: Path) -> None:
     """In a process of its own, since the peak of memory is the whole process's."""
     bombs = [honest_bomb(), *(make(12000, 12000) for make in CLAIMS.values()), jpeg_of(65500, 65500)]
     assert len(bombs[0]) < 20_000
@@ -490,33 +428,23 @@ def test_no_pixel_of_a_bomb_is_allocated(tmp_path: Path) -> None:
     for path, data in zip(paths, [png(), *bombs], strict=True):
         path.write_bytes(data)
     child = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True
     )
-    refused, megabytes, seconds = json.loads(child.stdout)
+    refused, megabytes = json.loads(child.stdout)
     assert refused == len(bombs)
     assert megabytes < 64
-    assert seconds < 1
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])
-@pytest.mark.parametrize(("width", "height"), [(0, 0), (0, 5), (5, 0)])
-def test_no_pixels_at_all(form: str, width: int, height: int) -> None:
-    data = CLAIMS[form](width, height)
-    refusal(data)
-    refusal(data, size)
-
-
-def test_a_gif_without_pixels() -> None:
-    """A GIF's frame widens its screen, so both must be empty."""
-    data = bytearray(gif_of(0, 0))
-    place = data.index(b",\0\0\0\0") + 5  # the frame's own size
-    data[place : place + 4] = bytes(4)
-    refusal(bytes(data))
+def test_an_image_without_pixels_is_rejected(form: str) -> None:
+    for width, height in ((0, 0), (0, 5), (5, 0)):
+        refusal(CLAIMS[form](width, height))
+        refusal(CLAIMS[form](width, height), size)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
 @pytest.mark.parametrize("shape", [(1, 30000), (30000, 1)])
-def test_a_thin_image_is_an_image(form: str, shape: tuple[int, int]) -> None:
+def test_thin_images_are_decoded(form: str, shape: tuple[int, int]) -> None:
     data = encode(noise(*shape), form)
     assert np.array_equal(decode(data), by_pillow(data))
     assert size(data) == shape
@@ -560,56 +488,39 @@ SOUND: dict[str, bytes] = {
 
 
 def attempt(data: bytes) -> None:
-    """decode() and size() give pixels and a size, or an ImageError of one line; nothing else, and soon."""
+    """decode() and size() return pixels and a size, or raise an ImageError of one line."""
     for function in (decode, size, lambda data: decode(data, (4, 4))):
-        start, reason = time.perf_counter(), "none"
+        reason = "none"
         try:
             found = function(data)
             assert found.ndim == 3 if isinstance(found, np.ndarray) else len(found) == 2
         except ImageError as error:
             reason = str(error)
         assert re.fullmatch(r"[^\n]+", reason)
-        assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_cut_short_anywhere(kind: str) -> None:
+def test_files_truncated_anywhere_raise_only_image_errors(kind: str) -> None:
     data = SOUND[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is said beside the error has a test of its own
         for end in range(0, len(data), max(len(data) // 80, 1)):
             attempt(data[:end])
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SOUND if "gif" not in kind])
-def test_half_a_file_is_no_image(kind: str) -> None:
-    refusal(SOUND[kind][: len(SOUND[kind]) // 2])
+    if kind != "gif":
+        refusal(data[: len(data) // 2])
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.2, 0.5, 0.9, 0.99])
-def test_a_truncated_jpeg_is_refused(share: float) -> None:
+def test_a_truncated_jpeg_is_rejected(share: float) -> None:
     data = jpeg(height=200, width=200, quality=95)
     refusal(data[: int(len(data) * share)])
+    refusal(jpeg()[: int(600 * share)], size)  # within the header
 
 
-@pytest.mark.parametrize("kept", [2, 20, 100, 300, 600])
-def test_a_jpeg_that_ends_in_its_header_has_no_size(kept: int) -> None:
-    refusal(jpeg()[:kept], size)
-
-
-def test_a_truncated_png_has_a_size_or_a_reason() -> None:
-    """Its header is whole, so its size is known; were it not given, the reason is an ImageError all the same."""
-    data = png(height=64, width=64)
-    assert size(data[: len(data) // 2]) == (64, 64)
-
-
-def test_empty_and_foreign_files() -> None:
-    assert refusal(b"") == "the file is empty"
-    assert refusal(b"", size) == "the file is empty"
-    page = b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>"
-    assert "not an image in a known format" in refusal(page)
-    assert "<!DOCTYPE" in refusal(page)
+def test_files_that_are_not_images_are_rejected() -> None:
+    assert "<!DOCTYPE" in refusal(b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>")
     for data in (
+        b"",
         b"\0",
         b"\xff\xd8",
         b"\xff\xd8\xff\xe0",
@@ -621,12 +532,6 @@ def test_empty_and_foreign_files() -> None:
     ):
         refusal(data)
         refusal(data, size)
-
-
-def test_an_image_error_is_a_data_error() -> None:
-    assert issubclass(ImageError, DataError)
-    assert issubclass(DataError, ValueError)
-    assert DataError.exit_code == 3
 
 
 MAGIC = [
@@ -644,7 +549,7 @@ MAGIC = [
 
 @settings(max_examples=400)
 @given(st.sampled_from(MAGIC), st.binary(max_size=300))
-def test_random_bytes(magic: bytes, rest: bytes) -> None:
+def test_random_bytes_raise_only_image_errors(magic: bytes, rest: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         attempt(magic + rest)
@@ -668,7 +573,7 @@ def mutations(kinds: list[str]) -> st.SearchStrategy[bytes]:
 
 @settings(max_examples=1500)
 @given(mutations(list(SOUND)))
-def test_damaged_files(data: bytes) -> None:
+def test_damaged_files_raise_only_image_errors(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         attempt(data)
@@ -685,7 +590,7 @@ def loud_files() -> Iterator[bytes]:
     yield exif.replace(struct.pack("<HHI", 0x010E, 2, 14), struct.pack("<HHI", 0x010E, 2, 2**30))
 
 
-def test_damage_is_told_by_the_error_alone() -> None:
+def test_damaged_files_give_no_warnings() -> None:
     """No warning beside it: a worker's warnings would bury the log."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -694,8 +599,8 @@ def test_damage_is_told_by_the_error_alone() -> None:
     assert [str(warning.message) for warning in heard] == []
 
 
-def test_threads_leave_the_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads inside Pillow at once, the first to come in the first to go out: the filters are as before."""
+def test_threads_restore_the_warning_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads decode at once; the first to enter is the first to leave."""
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     original, data, turn = Image.open, png(), iter((0, 1))
 

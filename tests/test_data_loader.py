@@ -7,6 +7,7 @@ held to torchvision in test_data_transforms.py.
 import hashlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -132,7 +133,7 @@ def refused(call: Callable[[], object]) -> str:
 # The same stream, however it is made ----------------------------------------------------------------------------------
 
 
-def test_what_a_batch_is(photos: Source) -> None:
+def test_batches_have_shapes_dtypes_and_labels(photos: Source) -> None:
     for one in stream(photos, augment=Augment()):
         assert one.images.shape == (12, 3, 32, 32)
         assert one.images.dtype is torch.uint8
@@ -141,46 +142,33 @@ def test_what_a_batch_is(photos: Source) -> None:
         assert one.bad == []
 
 
-def test_the_order_is_that_of_the_permutations(photos: Source) -> None:
+def test_order_is_that_of_the_permutations(photos: Source) -> None:
     expected = np.concatenate([permutation(11, epoch, 37) for epoch in range(3)])
     assert samples(stream(photos, stop=9))[2] == expected[: 9 * 12].tolist()
+    far = 37 * 10**6  # the step at which epoch 12 * 10**6 starts
+    assert samples(stream(photos, far, far + 1))[2] == permutation(11, 12 * 10**6, 37)[:12].tolist()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_any_number_of_workers(photos: Source, workers: int) -> None:
-    assert_same(stream(photos, workers=workers), stream(photos))
+@pytest.mark.parametrize(
+    ("start", "workers", "world", "mode"),
+    [(0, 1, 1, "streamed"), (3, 3, 1, "streamed"), (5, 2, 2, "streamed"), (1, 0, 4, "streamed"), (0, 0, 4, "resident")],
+)
+def test_stream_does_not_depend_on_start_workers_or_processes(
+    photos: Source, start: int, workers: int, world: int, mode: str
+) -> None:
+    for augment in (EVERYTHING, Augment(repeats=3)):
+        found = stream(photos, start, 6, world=world, mode=mode, workers=workers, augment=augment)
+        assert_same(found, stream(photos, mode=mode, augment=augment)[start:])
 
 
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_number_of_processes(photos: Source, world: int, mode: str) -> None:
-    assert_same(stream(photos, world=world, mode=mode), stream(photos, mode=mode))
-
-
-@pytest.mark.parametrize("start", [1, 3, 5])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_going_on_in_the_middle(photos: Source, start: int, workers: int) -> None:
-    assert_same(stream(photos, start, 6, workers=workers), stream(photos)[start:])
-
-
-def test_going_on_after_a_long_time(photos: Source) -> None:
-    far = 10**7
-    assert_same(stream(photos, far, far + 2, workers=2), stream(photos, far, far + 2))
-    place = far * 12 % 37
-    assert (
-        samples(stream(photos, far, far + 1))[2][: 37 - place]
-        == permutation(11, far * 12 // 37, 37)[place : place + 12].tolist()
-    )
-
-
-def test_a_change_of_workers_and_processes_in_mid_epoch(photos: Source) -> None:
+def test_workers_and_processes_may_change_within_an_epoch(photos: Source) -> None:
     parts = stream(photos, 0, 2, workers=3) + stream(photos, 2, 3, world=4) + stream(photos, 3, 6, world=2, workers=2)
     assert_same(parts, stream(photos))
 
 
 @pytest.mark.parametrize("augment", [Augment(erase=0.3, colour=0.2), Augment(crop="pad", randaugment=(2, 10))])
 @pytest.mark.parametrize(("start", "world"), [(0, 1), (1, 1), (2, 2), (4, 1)])
-def test_steps_made_together(
+def test_making_several_steps_at_once_gives_the_same_batches(
     photos: Source, monkeypatch: pytest.MonkeyPatch, augment: Augment, start: int, world: int
 ) -> None:
     """As on a GPU: in threes, from the middle of three, and ending there."""
@@ -189,20 +177,15 @@ def test_steps_made_together(
     assert_same(stream(photos, start, 5, augment=augment, mode="resident", world=world), apart)
 
 
-def test_a_gpu_makes_a_few_hundred_megabytes_at_once() -> None:
+def test_steps_at_once_depends_on_batch_and_device() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [steps_at_once(512, (side, side), gpu) for side in (32, 64, 224)] == [21, 5, 1]
     assert steps_at_once(8, (32, 32), gpu) == 32
     assert steps_at_once(8, (32, 32), cpu) == 1
 
 
-def test_another_seed_is_another_stream(photos: Source) -> None:
-    first, second = samples(stream(photos)), samples(stream(photos, seed=12))
-    assert first[2] != second[2]
-
-
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_a_sample_does_not_know_its_batch(photos: Source, mode: str) -> None:
+def test_samples_do_not_depend_on_the_batch_size(photos: Source, mode: str) -> None:
     """Another batch size: at the same position the same sample with the same pixels."""
     expected = samples(stream(photos, stop=5, batch=12, mode=mode))
     for batch in (1, 4, 30):
@@ -212,7 +195,7 @@ def test_a_sample_does_not_know_its_batch(photos: Source, mode: str) -> None:
         assert found[2] == expected[2]
 
 
-def test_the_global_generator_decides_nothing_and_is_left_alone(photos: Source) -> None:
+def test_the_global_generator_is_neither_used_nor_changed(photos: Source) -> None:
     """Dropout draws from it: were it moved by a loader, a resumed run would not equal one that was never stopped."""
     expected = stream(photos, stop=2)
     with torch.random.fork_rng(devices=[]):
@@ -238,46 +221,44 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source]:
     return folders | made
 
 
-def test_every_kind_of_source_can_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_can_read_every_kind_of_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in kinds(tmp_path, monkeypatch).values():
         source.image(3)  # so that a file is open before the workers are
         expected = stream(source, stop=4, side=16, augment=Augment())
         assert_same(stream(source, stop=4, side=16, augment=Augment(), workers=2), expected)
 
 
-def test_without_a_stop_there_is_no_end(photos: Source) -> None:
+def test_batches_are_endless_without_a_stop(photos: Source) -> None:
     loader = Loader(photos, batch=30, size=(8, 8), augment=Augment(), seed=11, workers=2, mode="streamed")
     found = list(itertools.islice(loader.batches(), 10))
     assert_same(found, stream(photos, stop=10, batch=30, side=8, augment=Augment()))
 
 
-def test_no_process_is_left_behind(photos: Source) -> None:
+def wait_for_children() -> None:
+    """Returns once all worker processes have ended; `nothing_hangs` fails a test that waits for ever."""
+    while multiprocessing.active_children():
+        time.sleep(0.02)
+
+
+def test_closing_the_loader_ends_its_workers(photos: Source) -> None:
     loader = Loader(photos, batch=4, size=(8, 8), augment=Augment(), workers=2, mode="streamed")
     batches = loader.batches()
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     batches.close()
-    deadline = time.monotonic() + 10
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert multiprocessing.active_children() == []
+    wait_for_children()
 
 
-def test_an_epoch_ends_within_a_batch() -> None:
+@pytest.mark.parametrize("batch", [8, 25])
+def test_an_epoch_may_end_within_a_batch(batch: int) -> None:
     source = open_source("shapes:size=8,count=10")
-    index = samples(stream(source, stop=5, batch=8, side=8, augment=Augment()))[2]
+    index = samples(stream(source, stop=5, batch=batch, side=8, augment=Augment()))[2]
     for epoch in range(4):
         assert sorted(index[10 * epoch : 10 * (epoch + 1)]) == list(range(10))
 
 
-def test_a_batch_larger_than_the_set() -> None:
-    source = open_source("shapes:size=8,count=3")
-    index = samples(stream(source, stop=2, batch=10, side=8, augment=Augment()))[2]
-    assert [sorted(index[i : i + 3]) for i in range(0, 18, 3)] == [[0, 1, 2]] * 6
-
-
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_repeats_are_the_same_image_in_other_crops(mode: str) -> None:
+def test_repeated_augmentation_gives_other_crops_of_one_image(mode: str) -> None:
     source = open_source("shapes:size=32,count=24")
     images, _, index = samples(stream(source, stop=2, augment=Augment(repeats=3), mode=mode))
     thrice = np.array(index).reshape(-1, 3)
@@ -288,15 +269,8 @@ def test_repeats_are_the_same_image_in_other_crops(mode: str) -> None:
         assert not torch.equal(second, third)
 
 
-def test_repeats_with_any_number_of_processes_and_workers(photos: Source) -> None:
-    augment = Augment(repeats=3)
-    expected = stream(photos, augment=augment)
-    assert_same(stream(photos, augment=augment, world=4), expected)
-    assert_same(stream(photos, augment=augment, workers=2), expected)
-
-
-def test_a_batch_that_cannot_be_shared_is_refused(photos: Source) -> None:
-    with pytest.raises(ValueError, match="10 cannot be shared equally by 4"):
+def test_a_batch_that_is_no_multiple_of_the_processes_is_rejected(photos: Source) -> None:
+    with pytest.raises(ValueError, match=r"--batch 10 .* 4 processes"):
         stream(photos, batch=10, world=4)
 
 
@@ -365,45 +339,18 @@ def killed_stream(source: Source, workers: int, at: tuple[int, ...], count: int,
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.0], ids=["waiting", "computing"])
-def test_a_killed_worker_changes_nothing(photos: Source, pause: float) -> None:
-    """While the loop waits for a batch, and while it is busy with one: a training step must not be struck by it."""
+def test_killing_a_worker_does_not_change_the_stream(photos: Source, pause: float) -> None:
+    """While the loop waits for a batch, and while it computes."""
     assert killed_stream(photos, 2, (5,), 1, pause) == digest(stream(photos, stop=30))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (3, 1), (3, 3)])
 @pytest.mark.parametrize("pause", [0.02, 1.0])
-def test_workers_killed_again_and_again(photos: Source, pause: float, workers: int, count: int) -> None:
+def test_killing_workers_repeatedly_does_not_change_the_stream(
+    photos: Source, pause: float, workers: int, count: int
+) -> None:
     assert killed_stream(photos, workers, (0, 5, 6, 18), count, pause) == digest(stream(photos, stop=30))
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_told_of(photos: Source) -> None:
-    def work() -> str:
-        told: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
-        logging.getLogger("plainvit").addHandler(handler)
-        struck(
-            Loader(photos, batch=12, size=(8, 8), augment=Augment(), workers=2, mode="streamed").batches(0, 60),
-            (2,),
-            1,
-            0.0,
-        )
-        return "\n".join(told)
-
-    told = in_a_child(work)
-    assert told.count("\n") == 0
-    assert "worker died" in told
-
-
-@pytest.mark.slow
-def test_evaluation_survives_a_killed_worker(photos: Source) -> None:
-    def work() -> str:
-        options = {"size": (24, 24), "preprocess": Preprocess(resize="crop", crop=0.9), "workers": 2}
-        return struck(evaluation_batches(photos, batch=3, **options), (2,), 1, 0)
-
-    assert in_a_child(work) == digest(evaluated(photos, 3)[0])
 
 
 class Trap(Pixels):
@@ -420,7 +367,7 @@ class Trap(Pixels):
 
 
 @pytest.mark.slow
-def test_an_image_that_kills_every_worker_ends_the_run() -> None:
+def test_three_worker_deaths_at_one_step_are_a_data_error() -> None:
     """Three deaths at one step are no accident; without a limit the loop would never end."""
 
     def work() -> str:
@@ -432,7 +379,7 @@ def test_an_image_that_kills_every_worker_ends_the_run() -> None:
     assert "died" in ending
 
 
-def test_an_error_in_a_worker_is_not_a_death() -> None:
+def test_an_exception_in_a_worker_is_raised_unchanged() -> None:
     def strike() -> None:
         raise RuntimeError("a fault of the program")
 
@@ -440,16 +387,13 @@ def test_an_error_in_a_worker_is_not_a_death() -> None:
         stream(Trap(strike), stop=10, batch=4, side=8, augment=Augment(), workers=2)
 
 
-def test_an_error_takes_the_workers_along(tmp_path: Path) -> None:
-    """While the error is still being told; left to the garbage collector, each worker costs five seconds at the end."""
+def test_an_error_ends_the_workers(tmp_path: Path) -> None:
+    """Also while the exception, and with it the traceback, is still alive."""
     source = flawed_set(tmp_path, 300, dict.fromkeys(range(0, 300, 10), b"<html>"))
     with pytest.raises(DataError) as caught:
         stream(source, stop=100, batch=50, side=8, augment=Augment(), workers=2)
-    deadline = time.monotonic() + 3
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert multiprocessing.active_children() == []
-    assert "cannot be decoded" in str(caught.value)
+    wait_for_children()
+    assert caught.value.exit_code == 3
 
 
 class Stuck(Pixels):
@@ -521,13 +465,19 @@ SETS: dict[str, Callable[[], Source]] = {
 
 @pytest.mark.parametrize(
     "augment",
-    [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5)],
-    ids=["torchvision", "tensorflow", "erasing"],
+    [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5), Augment(colour=0.4)],
+    ids=["torchvision", "tensorflow", "erasing", "color"],
 )
 @pytest.mark.parametrize("name", SETS)
 def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None:
-    """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to grey levels."""
-    assert difference(SETS[name](), augment, 64).max() <= LEVEL
+    """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to grey levels.
+
+    Brightness, contrast and saturation may each enlarge the rounding by 1.4. Crops that are reduced differ by a level
+    on average.
+    """
+    source = SETS[name]()
+    assert difference(source, augment, 64).max() <= (1 + augment.colour) ** 3 * LEVEL
+    assert difference(source, Augment(crop="random", resize=80), 64).mean() <= LEVEL
 
 
 @pytest.mark.parametrize(
@@ -536,16 +486,12 @@ def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None
     ids=["pad", "none", "colour"],
 )
 @pytest.mark.parametrize("name", SETS)
-def test_what_is_not_resampled_is_the_same(name: str, augment: Augment) -> None:
-    assert difference(SETS[name](), augment, 64).max() == 0
-
-
-@pytest.mark.parametrize("crop", ["pad", "none"])
-def test_what_is_not_resampled_stays_bytes(crop: str) -> None:
-    source = SETS["shapes"]()
-    for mode in ("streamed", "resident"):
-        one = stream(source, stop=1, side=64, augment=Augment(crop=crop), mode=mode)[0]
-        assert one.images.dtype is torch.uint8
+def test_crops_without_resizing_are_equal_in_both_modes(name: str, augment: Augment) -> None:
+    source = SETS[name]()
+    assert difference(source, augment, 64).max() == 0
+    if not augment.colour:
+        batches = [stream(source, stop=1, side=64, augment=augment, mode=mode)[0] for mode in ("streamed", "resident")]
+        assert all(batch.images.dtype is torch.uint8 for batch in batches)
 
 
 class Sizes(Source):
@@ -562,15 +508,16 @@ class Sizes(Source):
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(24, 24)] * 40, [(24, 24), (16, 32), (32, 20), (9, 30)] * 10], ids=["one", "mixed"]
+    ("shapes", "crop", "side"),
+    [
+        ([(24, 24)] * 40, "pad", 32),
+        ([(24, 24)] * 40, "none", 48),
+        ([(24, 24), (16, 32), (32, 20), (9, 30)] * 10, "pad", 48),
+        ([(24, 24), (16, 32), (32, 20), (9, 30)] * 10, "none", 32),
+    ],
 )
-@pytest.mark.parametrize("crop", ["pad", "none"])
-@pytest.mark.parametrize("side", [32, 48])
-def test_images_of_other_sizes_than_the_models(shapes: list[tuple[int, int]], crop: str, side: int) -> None:
-    """A border of `pad` of the image's own pixels, a crop of its own size, resized: as torchvision does it, either way.
-
-    The largest of the mixed ones fill a canvas of the model's size, which the others must not be left in.
-    """
+def test_images_of_other_sizes_equal_torchvision(shapes: list[tuple[int, int]], crop: str, side: int) -> None:
+    """Pad by `pad` pixels of the image, crop its own size, resize to the model's."""
     source, augment = Sizes(shapes), Augment(crop=crop, pad=4, flip=0.0)
     assert difference(source, augment, side).max() <= LEVEL
     one = stream(source, stop=1, batch=40, side=side, augment=augment)[0]
@@ -583,28 +530,15 @@ def test_images_of_other_sizes_than_the_models(shapes: list[tuple[int, int]], cr
         assert (image - VF.resize(whole, [side, side], antialias=True)).abs().max() <= 1.001
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_colours_are_the_same_either_way(name: str) -> None:
-    """Up to 1.4 brighter, 1.4 times the contrast and the saturation: a rounded level may grow to 1.4 cubed."""
-    assert difference(SETS[name](), Augment(colour=0.4), 64).max() <= 1.4**3 * LEVEL
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_bits_crop_is_the_same_either_way(name: str) -> None:
-    """Resized to a square of 80 and cut to 64: within a grey level on average, as crops of other kinds are."""
-    assert difference(SETS[name](), Augment(crop="random", resize=80), 64).mean() <= LEVEL
-
-
-@pytest.mark.parametrize("crop", ["inception", "none"])
-@pytest.mark.parametrize("side", [64, 128])
-def test_mixed_sizes_in_resident_memory(side: int, crop: str) -> None:
-    """Photos of many sizes, each in the corner of a canvas; read from disk, they are rounded twice while resized."""
+@pytest.mark.parametrize(("side", "crop"), [(64, "inception"), (128, "none")])
+def test_resident_photos_of_many_sizes_equal_streamed_ones(side: int, crop: str) -> None:
+    """Each is padded to the largest; streamed photos are rounded twice while resized."""
     source = Subset(open_source("oxford-pets", "test", data_root=real_data()), np.arange(96))
     assert len({source.image(i).shape for i in range(96)}) > 10
     assert difference(source, Augment(crop=crop), side, steps=3).max() <= 2 * LEVEL
 
 
-def test_the_canvas_around_a_small_image_never_shows() -> None:
+def test_padding_of_resident_images_is_never_visible() -> None:
     """White images of many sizes on a black canvas stay white, whatever is cut from them."""
     white = {f"a/{i}.png": encode(np.full((8 + i, 40 - i, 3), 255, np.uint8)) for i in range(30)}
 
@@ -622,7 +556,7 @@ def test_the_canvas_around_a_small_image_never_shows() -> None:
             assert floats(one.images).min() > 0.999
 
 
-def test_decoding_all_equals_pillow(photos: Source) -> None:
+def test_decode_all_equals_pillow(photos: Source) -> None:
     bad: dict[int, str] = {}
     images, sizes = decode_all(photos, bad, threads=3)
     assert bad == {}
@@ -634,20 +568,20 @@ def test_decoding_all_equals_pillow(photos: Source) -> None:
         assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
 
 
-def test_a_long_reading_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_decode_all_logs_its_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Such as of shapes, which are drawn."""
     source = open_source("shapes:size=8,count=600", "train")
     with caplog.at_level(logging.WARNING, "plainvit"):
+        monkeypatch.setattr(resident, "LOG_INTERVAL", math.inf)
         decode_all(source, {})
-        assert not caplog.messages, "it took a moment"
-        monkeypatch.setattr(resident, "EVERY", 0.0)
+        assert not caplog.messages
+        monkeypatch.setattr(resident, "LOG_INTERVAL", 0.0)
         decode_all(source, {})
-    assert "the sizes of 600 images are read: 50 %" in caplog.messages
-    assert caplog.messages[-3:] == [f"600 images are read: {share} %" for share in (33, 66, 100)]
+    assert any("sizes" in message and message.endswith("50 %") for message in caplog.messages)
+    assert [message.split()[-2] for message in caplog.messages[-3:]] == ["33", "66", "100"]
 
 
-@pytest.mark.parametrize("out", [(64, 64), (24, 50), (224, 160)])
-@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])
 def test_boxes_are_resized_as_torchvision_resizes_a_crop(out: tuple[int, int], pad: int) -> None:
     """Smaller and larger, within 0.01 grey levels; a padded box reaches into zeros around the image."""
     generator = torch.Generator().manual_seed(0)
@@ -665,7 +599,7 @@ def test_a_resized_image_does_not_depend_on_the_rest_of_the_batch() -> None:
     assert torch.equal(resize_boxes(images, boxes, (24, 24))[:7], resize_boxes(images[:7], boxes[:7], (24, 24)))
 
 
-def test_the_way_is_chosen_by_size(photos: Source) -> None:
+def test_mode_is_chosen_by_image_size(photos: Source) -> None:
     def chosen(source: Source, augment: Augment | None = None, **options: Any) -> bool:
         options = {"workers": 0, **options}
         made = Loader(source, batch=2, size=(32, 32), augment=augment or Augment(), **options)
@@ -677,6 +611,7 @@ def test_the_way_is_chosen_by_size(photos: Source) -> None:
     assert not chosen(open_source("shapes:size=400,count=4"))
     assert chosen(open_source("shapes:size=400,count=4"), mode="resident")
     assert chosen(photos, EVERYTHING)
+    assert not chosen(Sizes([(600, 600) if i == 3 else (16, 16) for i in range(400)]))  # one large image among small
 
 
 class Counted(Pixels):
@@ -692,29 +627,11 @@ class Counted(Pixels):
 
 
 @pytest.mark.parametrize(("mode", "reads"), [("streamed", 0), ("resident", 400), ("auto", 464)])
-def test_nothing_is_read_without_need(mode: str, reads: int) -> None:
+def test_each_mode_reads_images_as_rarely_as_possible(mode: str, reads: int) -> None:
     """Its header and its pixels, once each; 64 more headers where the way is to be chosen; none to stream."""
     source = Counted()
     Loader(source, batch=2, size=(8, 8), augment=Augment(), workers=0, mode=mode)
     assert source.reads == reads
-
-
-class OneLarge(Source):
-    """400 images of 16 x 16, and one among them of 600 x 600."""
-
-    labels, classes = np.zeros(400, np.int32), ("a",)
-
-    def read(self, index: int) -> np.ndarray:
-        return np.zeros((600, 600, 3) if index == 3 else (16, 16, 3), np.uint8)
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-
-def test_one_large_image_does_not_make_a_large_canvas_for_all() -> None:
-    """A canvas of its size for each would be 432 MB for 0.3 MB of small images; with a million of them, a petabyte."""
-    loader = Loader(OneLarge(), batch=2, size=(16, 16), augment=Augment(), workers=0)
-    assert loader.resident is None or loader.resident.images.nbytes < 50e6
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
@@ -723,7 +640,7 @@ def test_one_large_image_does_not_make_a_large_canvas_for_all() -> None:
 @pytest.mark.parametrize(
     ("cores", "processes", "expected"), [(16, None, 8), (16, "4", 4), (2, "8", 1), (None, None, 1), (16, "", 8)]
 )
-def test_processes_of_one_machine_share_its_cores(
+def test_default_workers_divide_the_cores_among_processes(
     monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int | None, processes: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -735,7 +652,7 @@ def test_processes_of_one_machine_share_its_cores(
 
 
 @pytest.mark.parametrize(("setting", "batch", "expected"), [(-1, 4, 3), (-1, 60, 0), (-1, 30, 2), (0, 4, 0), (2, 4, 2)])
-def test_validation_in_training_takes_the_workers_that_training_does(
+def test_validation_uses_the_workers_of_training(
     monkeypatch: pytest.MonkeyPatch, photos: Source, setting: int, batch: int, expected: int
 ) -> None:
     """-1 are as many as training has, but none for a single batch."""
@@ -745,7 +662,7 @@ def test_validation_in_training_takes_the_workers_that_training_does(
         started.append(workers)
         yield from ()
 
-    monkeypatch.setattr("plainvit.data.loader.in_order", no_batches)
+    monkeypatch.setattr("plainvit.data.loader.run_workers", no_batches)
     monkeypatch.setattr("plainvit.data.loader.default_workers", lambda: 3)
     model = ViTConfig(width=8, depth=1, heads=1, mlp_dim=8, patch=(4, 4), image_size=(8, 8), classes=0)
     config = Config(model=model, batch=batch, workers=setting, preprocess=Preprocess())
@@ -765,8 +682,7 @@ def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize(("batch", "world"), [(1, 3), (7, 2), (64, 1), (7, 40)])
 def test_every_image_is_evaluated_once(photos: Source, batch: int, world: int) -> None:
     ranks = evaluated(photos, batch, world)
     index = [one for batches in ranks for made in batches for one in made.index.tolist()]
@@ -781,20 +697,14 @@ def test_every_image_is_evaluated_once(photos: Source, batch: int, world: int) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_prepares_each_image(photos: Source, workers: int) -> None:
+def test_evaluation_batches_are_preprocessed(photos: Source, workers: int) -> None:
     preprocess = Preprocess(resize="crop", crop=0.9)
     for made in evaluated(photos, 10, workers=workers)[0]:
         for image, one in zip(made.images, made.index, strict=True):
             assert torch.equal(image, prepare(photos.read(int(one)), preprocess, (24, 24)))
 
 
-def test_more_processes_than_images() -> None:
-    source = open_source("shapes:size=16,count=3")
-    ranks = evaluated(source, 4, world=5)
-    assert [sum(len(made.images) for made in batches) for batches in ranks] == [1, 1, 1, 0, 0]
-
-
-def test_a_bad_image_is_counted_in_evaluation(tmp_path: Path) -> None:
+def test_evaluation_reports_bad_images(tmp_path: Path) -> None:
     """n is the size of the set all the same: a set must not get easier by its bad images."""
     plant(tmp_path, {f"a/{i}.png": png(i) for i in range(9)} | {"a/5.png": b"<html>"})
     for workers in (0, 2):
@@ -830,7 +740,7 @@ def flawed_set(root: Path, count: int, flaws: dict[int, bytes | None]) -> Source
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 @pytest.mark.parametrize("flaw", mostly_slow(FLAWS, 3))
-def test_below_one_per_cent_training_goes_on(
+def test_a_bad_image_is_replaced_and_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, flaw: str, mode: str
 ) -> None:
     """The next image stands in with its own label; the flaw is counted once and told once, with its file and reason."""
@@ -849,7 +759,7 @@ def test_below_one_per_cent_training_goes_on(
 
 
 @pytest.mark.parametrize("flaw", mostly_slow(["cut in the pixels", "html"], 2))
-def test_stand_ins_are_the_same_for_all(tmp_path: Path, flaw: str) -> None:
+def test_replacements_do_not_depend_on_workers_or_processes(tmp_path: Path, flaw: str) -> None:
     """Neighbours that are bad too, and the last image, whose next is the first."""
     source = flawed_set(tmp_path, 500, {20: FLAWS[flaw], 21: FLAWS[flaw], 499: FLAWS[flaw]})
     options = {"stop": 10, "batch": 52, "side": 8, "augment": Augment()}
@@ -864,29 +774,17 @@ def test_stand_ins_are_the_same_for_all(tmp_path: Path, flaw: str) -> None:
     assert samples(resident)[2] == samples(expected)[2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("bad", "goes_on"), [(3, True), (4, False)])
-def test_the_limit_is_one_per_cent(tmp_path: Path, bad: int, goes_on: bool, workers: int) -> None:
-    source = flawed_set(tmp_path, 300, {10 * i: b"<html>" for i in range(bad)})
-
-    def run() -> Stream:
-        return stream(source, stop=6, batch=50, side=8, augment=Augment(), workers=workers)
-
-    if goes_on:
-        assert len(run()) == 6
-        return
-    message = refused(run)
-    assert "4 of 300" in message
-    assert "1%" in message
+@pytest.mark.parametrize(("workers", "mode"), [(0, "streamed"), (2, "streamed"), (0, "resident")])
+def test_over_one_percent_of_bad_images_end_training(tmp_path: Path, workers: int, mode: str) -> None:
+    flaw = FLAWS["cut in the pixels"]
+    options = {"stop": 6, "batch": 50, "side": 8, "augment": Augment(), "workers": workers, "mode": mode}
+    source = flawed_set(tmp_path, 300, {10 * i: flaw for i in range(3)})
+    assert len(stream(source, **options)) == 6
+    (tmp_path / source.name(30)).write_bytes(flaw or b"")
+    assert "4 of 300" in refused(lambda: stream(source, **options))
 
 
-def test_the_limit_holds_for_a_resident_set(tmp_path: Path) -> None:
-    source = flawed_set(tmp_path, 300, {10 * i: FLAWS["cut in the pixels"] for i in range(4)})
-    message = refused(lambda: stream(source, stop=1, side=8, augment=Augment(), mode="resident"))
-    assert "4 of 300" in message
-
-
-def test_a_changed_byte_in_a_shard_is_one_bad_image(tmp_path: Path) -> None:
+def test_a_checksum_error_is_a_bad_image(tmp_path: Path) -> None:
     """A checksum that does not match is no worse than a file that does not decode: counted, and training goes on."""
     plant(tmp_path / "set", {f"a/{i:03}.jpg": jpeg(i) for i in range(200)})
     pack(str(tmp_path / "set"), tmp_path / "packed")
@@ -903,31 +801,26 @@ def test_a_changed_byte_in_a_shard_is_one_bad_image(tmp_path: Path) -> None:
         assert "checksum" in loader.bad[17]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mode", ["auto", "streamed", "resident"])
-@pytest.mark.parametrize("flaw", mostly_slow(["cut in the pixels", "html", "cut in the header"], 3))
-def test_a_set_that_is_all_broken(tmp_path: Path, flaw: str, mode: str, workers: int) -> None:
-    """One line, the same with and without workers, and soon."""
+@pytest.mark.parametrize(
+    ("flaw", "mode", "workers"),
+    [("cut in the pixels", "streamed", 2), ("html", "auto", 0), ("cut in the header", "resident", 0)],
+)
+def test_a_set_without_readable_images_is_a_data_error(tmp_path: Path, flaw: str, mode: str, workers: int) -> None:
     source = flawed_set(tmp_path, 60, dict.fromkeys(range(60), FLAWS[flaw]))
-    start = time.monotonic()
-    message = refused(lambda: stream(source, batch=4, side=8, augment=Augment(), mode=mode, workers=workers))
-    assert "image" in message
-    assert time.monotonic() - start < 20
+    refused(lambda: stream(source, batch=4, side=8, augment=Augment(), mode=mode, workers=workers))
 
 
 @pytest.mark.parametrize("crop", ["inception", "inception-tf", "random", "pad", "none"])
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
-def test_thin_and_single_pixels_are_trained_on(tmp_path: Path, crop: str, mode: str) -> None:
-    shapes = [(1, 300), (300, 1), (1, 1), (2, 2), (1, 2), (20, 20)]
-    plant(tmp_path, {f"a/{i}.png": png(i, *shape) for i, shape in enumerate(shapes)})
-    source = open_source(str(tmp_path))
+def test_images_of_one_pixel_width_can_be_trained_on(crop: str, mode: str) -> None:
+    source = Sizes([(1, 300), (300, 1), (1, 1), (2, 2), (1, 2), (20, 20)])
     loader = Loader(source, batch=6, size=(16, 16), augment=Augment(crop=crop, resize=20), workers=0, mode=mode)
     for one in loader.batches(0, 20):
         assert one.images.shape == (6, 3, 16, 16)
     assert loader.bad == {}
 
 
-def test_two_loaders_at_once(photos: Source) -> None:
+def test_training_and_evaluation_loaders_run_at_the_same_time(photos: Source) -> None:
     """Training and evaluation side by side, each with workers of its own."""
     first = Loader(photos, batch=12, size=(32, 32), augment=EVERYTHING, seed=11, workers=2, mode="streamed").batches(
         0, 6
@@ -940,16 +833,16 @@ def test_two_loaders_at_once(photos: Source) -> None:
     assert_same([one for _, one in pairs], evaluated(photos, 7)[0])
 
 
-def test_a_loader_may_be_read_in_a_thread(photos: Source) -> None:
+def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:
     """As a prefetching loop does; signals are no help there."""
     found: Stream = []
     thread = threading.Thread(target=lambda: found.extend(stream(photos, workers=2)))
     thread.start()
-    thread.join(60)
+    thread.join()
     assert_same(found, stream(photos))
 
 
-def test_upright_photos_are_trained_on(tmp_path: Path) -> None:
+def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     plant(tmp_path, {"a/turned.jpg": jpeg(3, 30, 60, exif=exif)})

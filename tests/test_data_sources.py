@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import (
     by_pillow,
-    encode,
     jpeg,
-    photo,
     plant,
     plant_classes,
     png,
@@ -47,8 +43,6 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Files, Names, Source, Subset, open_source
 from plainvit.data.splits import open_splits
 from plainvit.evaluate.inputs import find
-
-LONG = "/".join("x" * 240 for _ in range(4)) + "/y.png"  # 966 bytes: each part is within what a disk allows
 
 
 def names(source: Source) -> list[str]:
@@ -80,7 +74,7 @@ def exit_code(*arguments: str) -> int:
 # A folder of class folders --------------------------------------------------------------------------------------------
 
 
-def test_class_folders(tmp_path: Path) -> None:
+def test_class_folders_are_labels(tmp_path: Path) -> None:
     root = plant_classes(tmp_path, {"dog": 2, "ant": 3, "cat": 1})
     source = open_source(str(root))
     assert source.classes == ("ant", "cat", "dog")
@@ -91,10 +85,8 @@ def test_class_folders(tmp_path: Path) -> None:
         data = (root / name).read_bytes()
         assert source.read(index) == data
         assert np.array_equal(source.image(index), by_pillow(data))
-
-
-def test_there_is_no_val_without_folders_for_it(tmp_path: Path) -> None:
-    assert "val" in refused(plant_classes(tmp_path, {"a": 1, "b": 1}), "val")
+    with pytest.raises(AbsentSplit):
+        open_source(str(root), "val")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +98,7 @@ def test_there_is_no_val_without_folders_for_it(tmp_path: Path) -> None:
         ("train", "dev", "test"),
     ],
 )
-def test_split_folders(tmp_path: Path, train: str, val: str, test: str) -> None:
+def test_split_folders_have_synonyms(tmp_path: Path, train: str, val: str, test: str) -> None:
     for number, (part, count) in enumerate(((train, 3), (val, 2), (test, 1))):
         plant_classes(tmp_path / part, {"a": count, "b": count}, start=100 * number)
     found = {split: open_source(str(tmp_path), split) for split in ("train", "val", "test")}
@@ -116,12 +108,7 @@ def test_split_folders(tmp_path: Path, train: str, val: str, test: str) -> None:
         assert source.read(0) == (tmp_path / part / "a" / "0.png").read_bytes()
 
 
-def test_a_split_that_is_not_there(tmp_path: Path) -> None:
-    plant_classes(tmp_path / "train", {"a": 1})
-    assert "no test split" in refused(tmp_path, "test")
-
-
-def test_only_val_is_never_taken_for_a_class(tmp_path: Path) -> None:
+def test_split_folders_without_train_are_not_classes(tmp_path: Path) -> None:
     """val/ and test/ without train/: opened as training images they would be two classes of those names."""
     plant_classes(tmp_path / "val", {"a": 1, "b": 1})
     plant_classes(tmp_path / "test", {"a": 1, "b": 1})
@@ -133,7 +120,7 @@ def test_nested_folders_belong_to_their_class(tmp_path: Path) -> None:
     assert by_class(open_source(str(tmp_path))) == [("a/2.png", "a"), ("a/x/y/1.png", "a"), ("b/z/3.png", "b")]
 
 
-def test_hidden_and_foreign_files_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_and_other_files_are_skipped(tmp_path: Path) -> None:
     good = {"a/1.png": png(1), "a/2.JPG": jpeg(2), "a/3.Jpeg": jpeg(3)}
     passed = {
         name: png() for name in ("a/.hidden.png", ".git/a.png", "a/.cache/b.png", "a/notes.txt", "a/Thumbs.db", "c.png")
@@ -141,38 +128,27 @@ def test_hidden_and_foreign_files_are_passed_over(tmp_path: Path) -> None:
     assert names(open_source(str(plant(tmp_path, good | passed)))) == list(good)
 
 
-def test_photos_that_are_not_read_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_of_unsupported_formats_are_counted_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plant(tmp_path, {"a/1.png": png(1), "b/2.jpg": jpeg(2), "a/notes.txt": b"", "a/.x.heic": b""})
     assert len(open_source(str(tmp_path))) == 2
     assert not caplog.text
     plant(tmp_path, {"a/IMG_1.HEIC": b"", "a/deep/IMG_2.heic": b"", "b/x.avif": b""})
     assert len(open_source(str(tmp_path))) == 2
-    assert "3 files passed over: .avif, .heic are not read; convert to JPEG" in caplog.text
+    assert "3 files skipped: .avif, .heic" in caplog.text
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", tmp_path, "b")
     packed = shutil.make_archive(str(tmp_path / "photos"), "tar", tmp_path, "b")
     for word in (f"{tmp_path}/b", f"{tmp_path}/b/*", archive, packed):
         caplog.clear()
         assert len(find([word])) == 1
-        assert f"{word}: 1 file passed over: .avif is not read; convert to JPEG" in caplog.text
+        assert f"{word}: 1 files skipped: .avif" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_suffix_counts(tmp_path: Path, suffix: str) -> None:
-    plant(tmp_path, {f"a/one{suffix}": png(), f"a/two{suffix.upper()}": png(1)})
-    assert len(open_source(str(tmp_path))) == 2
-
-
-def test_a_wrong_suffix_does_no_harm(tmp_path: Path) -> None:
-    plant(tmp_path, {"a/png.jpg": png(1), "a/jpeg.png": jpeg(2), "a/webp.gif": encode(photo(8, 8), "WEBP")})
-    source = open_source(str(tmp_path))
-    for index in range(3):
-        assert np.array_equal(source.image(index), by_pillow(source.read(index)))
-
-
-def test_html_called_jpg_is_an_image_error(tmp_path: Path) -> None:
-    source = open_source(str(plant(tmp_path, {"a/page.jpg": b"<html>not here</html>", "a/good.png": png()})))
-    with pytest.raises(ImageError, match="<html>"):
-        source.image(1)
+def test_every_image_suffix_is_listed_in_either_case(tmp_path: Path) -> None:
+    for suffix in SUFFIXES:
+        plant(tmp_path, {f"a/one{suffix}": png(), f"a/two{suffix.upper()}": png(1)})
+    assert len(open_source(str(tmp_path))) == 2 * len(SUFFIXES)
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
@@ -198,7 +174,7 @@ IRREGULAR: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
-def test_what_is_named_as_an_image_but_no_file_is_an_unreadable_image(
+def test_broken_links_and_pipes_are_unreadable_images(
     tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     root = plant_classes(tmp_path, {"a": 1, "b": 1})
@@ -216,16 +192,14 @@ def test_what_is_named_as_an_image_but_no_file_is_an_unreadable_image(
 
 
 @pytest.mark.parametrize("name", ["a/gone", "gone"])
-def test_a_link_to_a_folder_that_is_gone_is_reported(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_link_to_a_folder_is_reported(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     root = plant_classes(tmp_path, {"a": 1, "b": 1})
     (root / name).symlink_to("nowhere")
     assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
     assert [record.levelname for record in caplog.records if name in record.getMessage()] == ["WARNING"]
 
 
-def test_a_folder_named_as_an_image_is_a_folder(tmp_path: Path) -> None:
+def test_a_folder_named_like_an_image_is_searched(tmp_path: Path) -> None:
     root = plant(tmp_path, {"a/scan.png/1.png": png(1), "b/1.png": png(2)})
     assert names(open_source(str(root))) == ["a/scan.png/1.png", "b/1.png"]
 
@@ -237,9 +211,7 @@ def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.M
         source.read(0)
 
 
-def test_links_and_devices_in_a_tar_shard_are_images_that_may_be_unreadable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_in_a_tar_are_followed_and_devices_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {"s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "p": tarfile.FIFOTYPE, "d": tarfile.CHRTYPE}
     write_tar(tmp_path / "train-0.tar", [("0.png", png(1)), ("0.cls", b"0")])
     with tarfile.open(tmp_path / "train-0.tar", "a") as archive:
@@ -261,29 +233,20 @@ def test_links_and_devices_in_a_tar_shard_are_images_that_may_be_unreadable(
     assert [one["name"] for one in found if one["problem"] == "unreadable"] == ["3s.png", "4p.png", "5d.png"]
 
 
+LONG = "/".join("x" * 240 for _ in range(4)) + "/y"  # 966 bytes: each part is within what a disk allows
 STRANGE = ["päö", "日本語", "with space", "new\nline", "tab\tname", "quote'\"", "a,b", "[red]x", "{x}", "%s", "é"]
 
 
-@pytest.mark.parametrize("word", [*STRANGE, os.fsdecode(b"caf\xe9")])
-def test_strange_names(tmp_path: Path, word: str) -> None:
-    root = plant(tmp_path, {f"{word}/{word}.png": png(1), "plain/1.png": png(2)})
-    source = open_source(str(root))
-    assert sorted(source.classes) == sorted([word, "plain"])
-    place = source.classes.index(word)
-    assert source.name(place) == f"{word}/{word}.png"
-    assert source.read(place) == png(1)
+def test_any_file_name_can_be_read(tmp_path: Path) -> None:
+    words = [*STRANGE, os.fsdecode(b"caf\xe9")]
+    planted = {f"{word}/{word}.png": png(number) for number, word in enumerate(words)} | {f"a/{LONG}.png": png(99)}
+    source = open_source(str(plant(tmp_path, planted)))
+    assert source.classes == tuple(sorted([*words, "a"]))
+    assert {source.name(i): source.read(i) for i in range(len(source))} == planted
     assert len(source.fingerprint()) == 16
 
 
-def test_a_name_of_a_thousand_bytes(tmp_path: Path) -> None:
-    source = open_source(str(plant(tmp_path, {f"a/{LONG}": png(7)})))
-    assert names(source) == [f"a/{LONG}"]
-    assert source.read(0) == png(7)
-
-
-def test_class_folders_that_are_numbers_are_in_the_order_of_their_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As labels in a list are. One name that is no number, and they are in the order of text."""
     root = plant_classes(tmp_path, dict.fromkeys(("10", "2", "0", "1"), 1))
     source = open_source(str(root))
@@ -298,16 +261,10 @@ def test_class_folders_that_are_numbers_are_in_the_order_of_their_numbers(
         assert open_source(str(tmp_path / "split"), split).classes == ("9", "10")
 
 
-def test_a_class_only_in_val_is_named(tmp_path: Path) -> None:
-    plant_classes(tmp_path / "train", {"a": 1, "b": 1})
-    plant_classes(tmp_path / "val", {"a": 1, "zebra": 1}, start=10)
-    message = refused(tmp_path, "val")
-    assert "'zebra'" in message
-    assert str(tmp_path / "val") in message
-
-
 @pytest.mark.parametrize("verb", ["info", "check", "pack"])
-def test_a_class_only_in_val_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_a_class_missing_in_train_is_a_data_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     plant_classes(tmp_path / "set" / "train", {"a": 1, "b": 1})
     plant_classes(tmp_path / "set" / "val", {"a": 1, "zebra": 1}, start=10)
     target = [str(tmp_path / "packed")] if verb == "pack" else []
@@ -323,7 +280,7 @@ def test_an_empty_class_keeps_its_label(tmp_path: Path) -> None:
     assert source.labels.tolist() == [0, 2, 2]
 
 
-def test_a_class_missing_in_val_keeps_the_others_labels(tmp_path: Path) -> None:
+def test_a_class_missing_in_val_keeps_the_other_labels(tmp_path: Path) -> None:
     plant_classes(tmp_path / "train", {"a": 1, "b": 1, "c": 1})
     plant_classes(tmp_path / "val", {"c": 2}, start=10)
     source = open_source(str(tmp_path), "val")
@@ -331,12 +288,7 @@ def test_a_class_missing_in_val_keeps_the_others_labels(tmp_path: Path) -> None:
     assert source.labels.tolist() == [2, 2]
 
 
-def test_one_image_per_class(tmp_path: Path) -> None:
-    source = open_source(str(plant_classes(tmp_path, dict.fromkeys("abcde", 1))))
-    assert source.labels.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_no_images(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     assert "no class folders" in refused(tmp_path / "nothing")
     (tmp_path / "classes" / "a").mkdir(parents=True)
@@ -345,13 +297,7 @@ def test_no_images(tmp_path: Path) -> None:
     assert "no class folders" in refused(tmp_path / "flat")
 
 
-def test_classes_that_differ_in_case_alone(tmp_path: Path) -> None:
-    source = open_source(str(plant_classes(tmp_path, {"Cat": 1, "cat": 2, "CAT": 1})))
-    assert source.classes == ("CAT", "Cat", "cat")
-    assert source.labels.tolist() == [0, 1, 2, 2]
-
-
-def test_what_is_not_there() -> None:
+def test_a_misspelt_data_set_or_split_suggests_the_nearest() -> None:
     assert "no folder" in refused("nowhere/at/all")
     assert "no folder" in refused("missing.csv")
     with pytest.raises(ValueError, match="nearest: cifar10") as caught:
@@ -361,46 +307,15 @@ def test_what_is_not_there() -> None:
         open_source("digits", "trian")
 
 
-def test_exit_codes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_info_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("data", "info", str(tmp_path)) == 3
     assert exit_code("data", "info", "cifar1") == 2
     assert exit_code("data", "info", "cifar10") == 3
     assert "--data-root" in capsys.readouterr().err.splitlines()[-1]
 
 
-def walk(root: Path) -> list[str]:
-    """The images below each class folder, by the standard library's own walk."""
-    found = [Path(folder, file).relative_to(root) for folder, _, files in os.walk(root) for file in files]
-    return sorted(map(str, found), key=lambda name: (name.split("/")[0], name))
-
-
-@pytest.mark.slow
-def test_twenty_thousand_files_equal_os_walk(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    for label in range(50):
-        for part in ("", "x", "x/y"):
-            (tmp_path / f"class{label:02}" / part).mkdir(parents=True, exist_ok=True)
-    for number, label in enumerate(random.integers(0, 50, 20_000)):
-        (tmp_path / f"class{label:02}" / ("", "x", "x/y")[number % 3] / f"{number * 7919 % 20_000}.jpg").touch()
-    source = open_source(str(tmp_path))
-    expected = walk(tmp_path)
-    assert names(source) == expected
-    assert source.labels.tolist() == [int(name[5:7]) for name in expected]
-
-
-@pytest.mark.slow
-def test_the_time_grows_with_the_classes_and_not_with_their_square(tmp_path: Path) -> None:
-    """ImageNet-21k has 21,843: listing them takes a second, comparing each with each ten or twenty."""
-    for label in range(12_000):
-        (tmp_path / f"{label:05}").mkdir()
-    (tmp_path / "00000" / "1.png").write_bytes(png())
-    start = time.perf_counter()
-    assert len(open_source(str(tmp_path)).classes) == 12_000
-    assert time.perf_counter() - start < 3
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=20))
-def test_names_come_back(words: list[str]) -> None:
+def test_names_round_trip(words: list[str]) -> None:
     kept = Names(words)
     assert len(kept) == len(words)
     assert [kept[i] for i in range(len(kept))] == words
@@ -437,7 +352,7 @@ def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str]
 
 @pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
 @pytest.mark.parametrize("by_folder", [False, True])
-def test_a_list(tmp_path: Path, file: str, by_folder: bool) -> None:
+def test_a_list_has_splits(tmp_path: Path, file: str, by_folder: bool) -> None:
     path = write_list(tmp_path / file, ROWS)
     spec = str(tmp_path if by_folder else path)
     found = {split: open_source(spec, split) for split in ("train", "val", "test")}
@@ -450,10 +365,11 @@ def test_a_list(tmp_path: Path, file: str, by_folder: bool) -> None:
     assert found["test"].read(0) == png(3)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-@pytest.mark.parametrize("file", ["file", "path", "filename", "image"])
-@pytest.mark.parametrize("label", ["label", "class"])
-def test_other_words_for_the_columns(tmp_path: Path, suffix: str, file: str, label: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "file", "label"),
+    [("csv", "path", "class"), ("csv", "image", "label"), ("jsonl", "filename", "label"), ("jsonl", "file", "class")],
+)
+def test_list_columns_have_synonyms(tmp_path: Path, suffix: str, file: str, label: str) -> None:
     rows = [("1.png", "a"), ("2.png", "b")]
     source = open_source(str(write_list(tmp_path / f"my list.{suffix}", rows, (file, label))))
     assert by_class(source) == rows
@@ -462,7 +378,7 @@ def test_other_words_for_the_columns(tmp_path: Path, suffix: str, file: str, lab
 @pytest.mark.parametrize(
     "words", [("train", "val", "test"), ("training", "validation", "testing"), ("trainval", "dev", "test")]
 )
-def test_other_words_for_the_splits(tmp_path: Path, words: tuple[str, str, str]) -> None:
+def test_list_splits_have_synonyms(tmp_path: Path, words: tuple[str, str, str]) -> None:
     rows = [(f"{number}.png", "a", word) for number, word in enumerate(words)]
     path = write_list(tmp_path / "labels.csv", rows)
     for number, split in enumerate(("train", "val", "test")):
@@ -477,7 +393,7 @@ def test_a_list_without_splits_is_for_training(tmp_path: Path) -> None:
     refused(path, "test")
 
 
-def test_a_split_that_does_not_exist_is_not_passed_over(tmp_path: Path) -> None:
+def test_an_unknown_split_in_a_list_is_rejected(tmp_path: Path) -> None:
     path = write_list(tmp_path / "labels.csv", [*ROWS, ("5.png", "ant", "trian")])
     assert "'trian'" in refused(path)
 
@@ -490,16 +406,14 @@ def test_classes_txt_fixes_the_order(tmp_path: Path) -> None:
     assert source.labels.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"), [(b"ant\nbee\nant\n", "names a class twice"), (b"ant\n\xff\n", "is not in UTF-8")]
-)
-def test_a_classes_txt_that_is_no_list_of_classes(tmp_path: Path, text: bytes, reason: str) -> None:
+@pytest.mark.parametrize(("text", "reason"), [(b"ant\nbee\nant\n", "twice"), (b"ant\n\xff\n", "UTF-8")])
+def test_an_invalid_classes_txt_is_rejected(tmp_path: Path, text: bytes, reason: str) -> None:
     (tmp_path / "classes.txt").write_bytes(text)
-    assert f"classes.txt {reason}" in refused(write_list(tmp_path / "labels.csv", ROWS))
+    assert reason in refused(write_list(tmp_path / "labels.csv", ROWS))
 
 
 @pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
-def test_whole_numbers_are_labels_in_their_own_order(tmp_path: Path, file: str) -> None:
+def test_integer_labels_are_in_numeric_order(tmp_path: Path, file: str) -> None:
     """As words they would sort 0, 1, 10, 11, 2: the labels would change silently."""
     rows = [(f"{number}.png", number) for number in range(12)]
     source = open_source(str(write_list(tmp_path / file, rows, ("file", "label"))))
@@ -508,7 +422,7 @@ def test_whole_numbers_are_labels_in_their_own_order(tmp_path: Path, file: str) 
 
 
 @pytest.mark.parametrize(("file", "line"), [("labels.csv", 5), ("labels.jsonl", 4)])
-def test_a_label_outside_the_list_is_named_with_its_line(tmp_path: Path, file: str, line: int) -> None:
+def test_an_unknown_label_is_reported_with_its_line(tmp_path: Path, file: str, line: int) -> None:
     path = write_list(tmp_path / file, ROWS)
     (tmp_path / "classes.txt").write_text("ant\ncat\n")
     message = refused(path, "test")
@@ -517,11 +431,9 @@ def test_a_label_outside_the_list_is_named_with_its_line(tmp_path: Path, file: s
 
 
 @pytest.mark.parametrize("name", ["../1.png", "/etc/passwd", "a/../../1.png", "a/.."])
-def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    root = tmp_path / "set"
-    root.mkdir()
-    (root / "labels.csv").write_text(f"file,label\n{name},a\n")
-    assert "outside" in refused(root)
+def test_a_listed_path_outside_the_folder_is_rejected(tmp_path: Path, name: str) -> None:
+    (tmp_path / "labels.csv").write_text(f"file,label\n{name},a\n")
+    assert "outside" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +446,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
         ("labels.csv", "file,label\n1.png,\n"),
         ("labels.csv", ""),
         ("labels.csv", "file,label\n"),
+        ("labels.csv", "file,label\n1.png,caf\xe9\n"),
         ("labels.jsonl", '{"file": "1.png"}\n'),
         ("labels.jsonl", '{"label": "a"}\n'),
         ("labels.jsonl", '{"file": "1.png", "label": "a"\n'),
@@ -544,56 +457,29 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
         ("labels.jsonl", '{"file": "\\ud800.png", "label": "a"}\n'),
     ],
 )
-def test_a_malformed_list(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / file).write_text(text)
+def test_a_malformed_list_is_rejected(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text, encoding="latin-1")
     refused(tmp_path / file)
 
 
-def test_a_list_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "labels.csv").write_bytes(b"file,label\n1.png,caf\xe9\n")
-    assert "labels.csv" in refused(tmp_path)
-
-
-def test_a_list_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+def test_a_list_exported_by_a_spreadsheet(tmp_path: Path) -> None:
     """With a byte order mark, semicolon-free, CRLF and quoted cells."""
     plant(tmp_path, {"a,b.png": png(1)})
     (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline"\r\n')
     assert by_class(open_source(str(tmp_path))) == [("a,b.png", "new\nline")]
 
 
-def test_a_listed_file_that_is_missing_is_found_when_read(tmp_path: Path) -> None:
+def test_a_missing_listed_file_is_an_image_error(tmp_path: Path) -> None:
     path = write_list(tmp_path / "labels.csv", ROWS)
     (tmp_path / "2.png").unlink()
     with pytest.raises(ImageError, match="No such file"):
         open_source(str(path)).read(1)
 
 
-def test_a_listed_name_that_no_file_can_have(tmp_path: Path) -> None:
+def test_an_impossible_file_name_in_a_list_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "labels.jsonl").write_text('{"file": "a\\u0000.png", "label": "a"}\n')
     with pytest.raises((DataError, OSError)):
         open_source(str(tmp_path)).read(0)
-
-
-def test_a_listed_pipe_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "labels.csv").write_text("file,label\npipe.png,a\n")
-    ends: list[str] = []
-
-    def read() -> None:
-        try:
-            open_source(str(tmp_path)).read(0)
-        except (DataError, OSError) as error:
-            ends.append(str(error))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(3)
-    hung = thread.is_alive()
-    if hung:  # let go of the reader before the verdict
-        os.close(os.open(tmp_path / "pipe.png", os.O_WRONLY | os.O_NONBLOCK))
-        thread.join(3)
-    assert not hung
-    assert len(ends) == 1
 
 
 # Parquet --------------------------------------------------------------------------------------------------------------
@@ -608,9 +494,8 @@ def shard(path: Path, start: int, count: int, **options: Any) -> list[bytes]:
     return images
 
 
-@pytest.mark.parametrize("struct", [True, False])
-@pytest.mark.parametrize("memory", [2**30, 0])
-def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struct: bool, memory: int) -> None:
+@pytest.mark.parametrize(("struct", "memory"), [(True, 2**30), (False, 0)])
+def test_parquet_equals_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struct: bool, memory: int) -> None:
     """Held in memory, and read group by group as a larger set is."""
     monkeypatch.setattr(tables, "IN_MEMORY", memory)
     images = shard(tmp_path / "train-00.parquet", 0, 40, struct=struct, group=3)
@@ -629,7 +514,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, struct: bool, 
 
 
 @pytest.mark.parametrize("columns", [("img", "label"), ("image", "labels"), ("img", "fine_label"), ("jpg", "cls")])
-def test_other_words_for_the_columns_of_parquet(tmp_path: Path, columns: tuple[str, str]) -> None:
+def test_parquet_columns_have_synonyms(tmp_path: Path, columns: tuple[str, str]) -> None:
     images = shard(tmp_path / "train.parquet", 0, 4, columns=columns)
     source = open_source(str(tmp_path))
     assert [source.read(i) for i in range(4)] == images
@@ -646,7 +531,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_of_the_hub(tmp_path: Path, layout: str) -> None:
+def test_hub_layouts_are_recognized(tmp_path: Path, layout: str) -> None:
     """`config/split/0000.parquet` is how the hub's own conversion (refs/convert/parquet) lies."""
     made = {
         split: shard(tmp_path / layout.format(split=word), 10 * number, 3)
@@ -664,69 +549,40 @@ def test_shards_without_splits_are_for_training(tmp_path: Path) -> None:
     assert "photos-00.parquet" in refused(tmp_path, "val")
 
 
-def test_a_split_that_parquet_has_not(tmp_path: Path) -> None:
-    shard(tmp_path / "train-00.parquet", 0, 3)
-    assert "no test split" in refused(tmp_path, "test")
-
-
-def test_numbers_stand_for_names_that_are_not_given(tmp_path: Path) -> None:
-    shard(tmp_path / "train.parquet", 0, 6, names=())
-    assert open_source(str(tmp_path)).classes == ("0", "1", "2")
-
-
-def test_no_labels_at_all(tmp_path: Path) -> None:
-    shard(tmp_path / "train.parquet", 0, 4, labels=None, names=())
+@pytest.mark.parametrize(
+    ("labels", "class_names", "expected"),
+    [([0, 1, 2], (), ("0", "1", "2")), (None, (), ()), ([-1, 2, -1], NAMES, tuple(NAMES))],
+)
+def test_parquet_labels_without_names_or_values(
+    tmp_path: Path, labels: list[int] | None, class_names: Sequence[str], expected: tuple[str, ...]
+) -> None:
+    shard(tmp_path / "train.parquet", 0, 3, labels=labels, names=class_names)
     source = open_source(str(tmp_path))
-    assert source.labels.tolist() == [-1] * 4
-    assert source.classes == ()
+    assert source.labels.tolist() == (labels or [-1] * 3)
+    assert source.classes == expected
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 3], [0, -2, 1], [2**40, 0, 1]])
-def test_labels_outside_the_list_of_classes(tmp_path: Path, labels: list[int]) -> None:
-    shard(tmp_path / "train.parquet", 0, 3, labels=labels)
-    assert "labels outside" in refused(tmp_path)
-
-
-def test_minus_one_means_no_label(tmp_path: Path) -> None:
-    shard(tmp_path / "train.parquet", 0, 3, labels=[-1, 2, -1])
-    assert open_source(str(tmp_path)).labels.tolist() == [-1, 2, -1]
-
-
-@pytest.mark.parametrize("labels", [["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]])
-def test_labels_that_are_no_whole_numbers(tmp_path: Path, labels: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "labels",
+    [[0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]],
+)
+def test_invalid_parquet_labels_are_rejected(tmp_path: Path, labels: list[Any]) -> None:
     shard(tmp_path / "train.parquet", 0, 3, labels=labels)
     refused(tmp_path)
-
-
-def test_shards_that_disagree_about_the_classes(tmp_path: Path) -> None:
-    """The same label would mean another class in the second shard."""
-    shard(tmp_path / "train-00.parquet", 0, 3, names=["ant", "bee", "cat"])
-    shard(tmp_path / "train-01.parquet", 3, 3, names=["bee", "ant", "cat"])
-    refused(tmp_path)
-
-
-def test_shards_that_disagree_about_the_columns(tmp_path: Path) -> None:
-    shard(tmp_path / "train-00.parquet", 0, 3)
-    shard(tmp_path / "train-01.parquet", 3, 3, columns=("picture", "label"))
-    refused(tmp_path)
-
-
-def test_a_shard_without_images(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "train.parquet")
-    assert "text, label" in refused(tmp_path)
 
 
 def test_a_null_image_is_an_image_error(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [png(), None, b""], [0, 1, 2], names=NAMES)
     source = open_source(str(tmp_path))
     for index in (1, 2):
-        with pytest.raises(ImageError, match="empty"):
+        with pytest.raises(ImageError):
             source.image(index)
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
-@pytest.mark.parametrize("which", ["train-00.parquet", "train-01.parquet"])
-def test_a_truncated_parquet_file(tmp_path: Path, which: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("which", "share"), [("train-00.parquet", 0), ("train-01.parquet", 0.5), ("train-00.parquet", 0.99)]
+)
+def test_a_truncated_parquet_file_is_rejected(tmp_path: Path, which: str, share: float) -> None:
     shard(tmp_path / "train-00.parquet", 0, 30)
     shard(tmp_path / "train-01.parquet", 30, 30)
     data = (tmp_path / which).read_bytes()
@@ -734,18 +590,24 @@ def test_a_truncated_parquet_file(tmp_path: Path, which: str, share: float) -> N
     assert which in refused(tmp_path)
 
 
-def test_parquet_files_that_do_not_go_together(tmp_path: Path) -> None:
+def test_inconsistent_parquet_files_are_rejected(tmp_path: Path) -> None:
+    shard(tmp_path / "names" / "train-00.parquet", 0, 3, names=["ant", "bee", "cat"])
+    shard(tmp_path / "names" / "train-01.parquet", 3, 3, names=["bee", "ant", "cat"])
+    assert "train-01.parquet" in refused(tmp_path / "names")
+    (tmp_path / "text").mkdir()
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "text" / "train.parquet")
+    assert "text, label" in refused(tmp_path / "text")
     for name in ("one", "two"):
         shard(tmp_path / "sets" / name / "train-00.parquet", 0, 3)
-    assert "holds several sets, one, two: name the folder of one" in refused(tmp_path / "sets")
+    assert "(one, two)" in refused(tmp_path / "sets")
     shard(tmp_path / "mixed" / "train-00.parquet", 0, 3)
     write_parquet(tmp_path / "mixed" / "train-01.parquet", [png(0)], [0], columns=("img", "label"))
-    assert "train-01.parquet has other columns than train-00.parquet" in refused(tmp_path / "mixed")
+    assert "train-01.parquet" in refused(tmp_path / "mixed")
     pq.write_table(pa.table({"image": [1, 2], "label": [0, 1]}), tmp_path / "mixed" / "train-00.parquet")
-    assert "has no encoded images in its column image, but int64" in refused(tmp_path / "mixed")
+    assert "int64" in refused(tmp_path / "mixed")
 
 
-def test_a_damaged_page_is_found_when_it_is_read(tmp_path: Path) -> None:
+def test_a_damaged_parquet_page_is_a_data_error(tmp_path: Path) -> None:
     shard(tmp_path / "train.parquet", 0, 60)
     data = bytearray((tmp_path / "train.parquet").read_bytes())
     data[200:2000] = b"\xff" * 1800
@@ -777,7 +639,7 @@ def planted_sources(tmp_path: Path) -> dict[str, Source]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet", "tars"])
-def test_a_source_can_be_sent_to_another_process(tmp_path: Path, kind: str) -> None:
+def test_sources_can_be_pickled(tmp_path: Path, kind: str) -> None:
     source = planted_sources(tmp_path)[kind]
     copy = pickle.loads(pickle.dumps(source))
     assert (copy.spec, copy.split, copy.classes) == (source.spec, source.split, source.classes)
@@ -786,7 +648,7 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path, kind: str) -> N
     assert same_in_a_child(source, tmp_path / "pickled")
 
 
-def test_the_hub_is_asked_for_parquet_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = shard(tmp_path / "data" / "train-00000-of-00001.parquet", 0, 3)
     asked: list[tuple[str, dict[str, Any]]] = []
 
@@ -805,7 +667,7 @@ def test_the_hub_is_asked_for_parquet_alone(tmp_path: Path, monkeypatch: pytest.
 # Tar shards -----------------------------------------------------------------------------------------------------------
 
 
-def test_packed_equals_its_origin(tmp_path: Path) -> None:
+def test_packed_images_equal_the_originals(tmp_path: Path) -> None:
     """JPEGs below the side are taken over byte for byte, so that nothing but the container differs."""
     for number, part in enumerate(("train", "val")):
         files = {f"{part}/{'ab'[i % 2]}/{i}.jpg": jpeg(100 * number + i) for i in range(7)}
@@ -841,13 +703,7 @@ def test_plain_webdataset_shards(tmp_path: Path, kind: str) -> None:
     assert [source.read(i) for i in range(12)] == [png(i) for i in range(12)]
 
 
-def test_labels_may_come_before_images(tmp_path: Path) -> None:
-    write_tar(tmp_path / "train.tar", [("1.cls", b"1"), ("0.cls", b"0"), ("0.png", png(0)), ("1.png", png(1))])
-    source = open_source(str(tmp_path))
-    assert [(source.read(i), int(source.labels[i])) for i in range(2)] == [(png(0), 0), (png(1), 1)]
-
-
-def test_a_shard_of_gnu_tar(tmp_path: Path) -> None:
+def test_a_tar_made_by_gnu_tar(tmp_path: Path) -> None:
     """`tar cf train.tar .` puts ./ before each name, and a folder's member before its files."""
     plant(tmp_path / "files", dict(plain_members(3, LABELS["cls"])))
     (tmp_path / "set").mkdir()
@@ -857,28 +713,13 @@ def test_a_shard_of_gnu_tar(tmp_path: Path) -> None:
     assert [source.read(i) for i in np.argsort(source.labels)] == [png(0), png(1), png(2)]
 
 
-def test_a_dot_in_a_folder_is_no_suffix(tmp_path: Path) -> None:
-    """WebDataset's key is everything up to the first dot after the last slash."""
-    write_tar(
-        tmp_path / "train.tar",
-        [("v1.0/a.png", png(1)), ("v1.0/a.cls", b"0"), ("v2.0/a.png", png(2)), ("v2.0/a.cls", b"1")],
-    )
-    source = open_source(str(tmp_path))
-    assert [(source.read(i), int(source.labels[i])) for i in range(2)] == [(png(1), 0), (png(2), 1)]
-
-
-def test_only_images_are_images(tmp_path: Path) -> None:
-    members = [("a.png", png(1)), ("a.seg.png", png(2)), ("a.txt", b"hello"), ("a.cls", b"0"), ("b.JPG", jpeg(3))]
+def test_images_of_a_tar_are_matched_with_labels_by_key(tmp_path: Path) -> None:
+    """The key is everything up to the first dot after the last slash, as in WebDataset."""
+    members = [("a.cls", b"3"), ("a.png", png(1)), ("a.seg.png", png(2)), ("a.txt", b"hello"), ("b.JPG", jpeg(3))]
+    members += [("v1.0/a.png", png(4)), ("v1.0/a.cls", b"0"), ("v2.0/a.png", png(5)), ("v2.0/a.cls", b"1")]
     source = open_source(str(write_tar(tmp_path / "train.tar", members).parent))
-    assert [source.read(i) for i in range(len(source))] == [png(1), jpeg(3)]
-    assert source.labels.tolist() == [0, -1]
-
-
-def test_splits_among_shards(tmp_path: Path) -> None:
-    for number, split in enumerate(("train", "val", "test")):
-        write_tar(tmp_path / f"{split}-0.tar", [("a.png", png(number)), ("a.cls", b"0")])
-    for number, split in enumerate(("train", "val", "test")):
-        assert open_source(str(tmp_path), split).read(0) == png(number)
+    assert [source.read(i) for i in range(len(source))] == [png(1), jpeg(3), png(4), png(5)]
+    assert source.labels.tolist() == [3, -1, 0, 1]
 
 
 def cut_places(path: Path) -> dict[str, int]:
@@ -899,23 +740,19 @@ def cut_places(path: Path) -> dict[str, int]:
     "place",
     ["in an image", "before an image", "in a header", "one byte into a header", "between members", "in the last label"],
 )
-def test_a_plain_shard_cut_short(tmp_path: Path, place: str) -> None:
-    """Wherever it ends: half a set must not look like a whole one."""
+def test_a_truncated_or_damaged_tar_is_rejected(tmp_path: Path, place: str) -> None:
     path = write_tar(tmp_path / "train-0.tar", plain_members(6, LABELS["cls"]))
-    path.write_bytes(path.read_bytes()[: cut_places(path)[place]])
+    data, position = bytearray(path.read_bytes()), cut_places(path)[place]
+    path.write_bytes(data[:position])
     assert "train-0.tar" in refused(tmp_path)
-
-
-def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "train-0.tar", plain_members(6, LABELS["cls"]))
-    data = bytearray(path.read_bytes())
-    data[cut_places(path)["between members"] + 10] ^= 0xFF
-    path.write_bytes(data)
-    assert "train-0.tar" in refused(tmp_path)
+    if place == "between members":
+        data[position + 10] ^= 0xFF  # a damaged header
+        path.write_bytes(data)
+        assert "train-0.tar" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"not a tar" * 100, bytes(600)])
-def test_what_is_no_tar(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_not_a_tar_is_rejected(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "train-0.tar").write_bytes(data)
     refused(tmp_path)
 
@@ -928,18 +765,13 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 0.999])
-def test_a_packed_shard_cut_short(packed: Path, share: float) -> None:
+def test_a_truncated_or_missing_packed_shard_is_rejected(packed: Path, share: float) -> None:
     last = pq.read_table(packed / "index.parquet").to_pylist()[-1]
     shard_file = packed / last["shard"]
     shard_file.write_bytes(shard_file.read_bytes()[: int((last["offset"] + last["length"]) * share)])
-    message = refused(packed)
-    assert last["shard"] in message
-    assert "cut short" in message
-
-
-def test_a_missing_shard(packed: Path) -> None:
-    (packed / "train-00000.tar").unlink()
-    assert "train-00000.tar" in refused(packed)
+    assert last["shard"] in refused(packed)
+    shard_file.unlink()
+    assert last["shard"] in refused(packed)
 
 
 def test_a_changed_byte_fails_its_checksum(packed: Path) -> None:
@@ -953,16 +785,12 @@ def test_a_changed_byte_fails_its_checksum(packed: Path) -> None:
     assert source.read(4) == jpeg(1)  # the fifth image is the first of class b
 
 
-def test_an_index_cut_short(packed: Path) -> None:
-    data = (packed / "index.parquet").read_bytes()
+def test_an_incomplete_index_is_rejected(packed: Path) -> None:
+    table, data = pq.read_table(packed / "index.parquet"), (packed / "index.parquet").read_bytes()
+    for column in ("shard", "name", "offset", "length", "label"):
+        pq.write_table(table.drop_columns([column]), packed / "index.parquet")
+        assert "index.parquet" in refused(packed)
     (packed / "index.parquet").write_bytes(data[: len(data) // 2])
-    assert "index.parquet" in refused(packed)
-
-
-@pytest.mark.parametrize("column", ["shard", "name", "offset", "length", "label"])
-def test_an_index_without_a_column(packed: Path, column: str) -> None:
-    table = pq.read_table(packed / "index.parquet")
-    pq.write_table(table.drop_columns([column]), packed / "index.parquet")
     assert "index.parquet" in refused(packed)
 
 
@@ -998,28 +826,17 @@ def test_known_sets_have_their_published_size(name: str, split: str) -> None:
     assert source.image(len(source) - 1).ndim == 3
 
 
-def test_known_sets_are_balanced_where_they_should_be() -> None:
-    for name, split, each in (("cifar10", "train", 5000), ("cifar10", "test", 1000), ("tiny-imagenet", "val", 50)):
-        labels = open_source(name, split, data_root=real_data()).labels
-        assert set(np.bincount(labels)) == {each}
-
-
-def test_cifars_classes_in_their_order() -> None:
+def test_cifar10_has_its_official_classes() -> None:
     source = open_source("cifar10", data_root=real_data())
     expected = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     assert source.classes == expected
     assert source.image(0).shape == (32, 32, 3)
+    assert set(np.bincount(source.labels)) == {5000}
+    with pytest.raises(AbsentSplit):
+        open_source("cifar10", "val", data_root=real_data())
 
 
-def test_tiny_imagenet_trains() -> None:
-    """The number of its training images may grow, so nothing is said of it but that every class has some."""
-    source = open_source("tiny-imagenet", data_root=real_data())
-    assert np.bincount(source.labels, minlength=200).min() > 0
-    assert source.classes == open_source("tiny-imagenet", "val", data_root=real_data()).classes
-    assert source.image(0).shape == (64, 64, 3)
-
-
-def test_parquet_labels_equal_pyarrows() -> None:
+def test_parquet_labels_equal_those_of_pyarrow() -> None:
     path = real_data() / "oxford-pets"
     table = pq.read_table(path / "test-00.parquet")
     source = open_source(str(path), "test")
@@ -1029,14 +846,8 @@ def test_parquet_labels_equal_pyarrows() -> None:
     ]
 
 
-def test_a_split_that_a_known_set_has_not() -> None:
-    for name in ("cifar10", "oxford-pets"):
-        with pytest.raises(DataError, match="val"):
-            open_source(name, "val", data_root=real_data())
-
-
 def test_a_known_set_needs_its_root(tmp_path: Path) -> None:
-    assert "--data-root DIR, with the images in DIR/cifar10/{train,test}/CLASS" in refused("cifar10")
+    assert "--data-root DIR with the images in DIR/cifar10/{train,test}/CLASS" in refused("cifar10")
     assert str(tmp_path / "cifar10/{train,test}/CLASS") in refused("cifar10", data_root=tmp_path)
 
 
@@ -1048,13 +859,13 @@ def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar10", "flowers102", "objectnet"])
-def test_a_known_set_may_lie_in_folders(name: str, tmp_path: Path) -> None:
+def test_known_sets_are_read_from_the_documented_folders(name: str, tmp_path: Path) -> None:
     """As the errors and docs/data.md draw them."""
     page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    assert all(f"DIR/{known.tree(one)} " in page or f"DIR/{known.tree(one)}\n" in page for one in (*known.SETS,)[:13])
-    one, splits = known.SETS[name], re.search(r"\{(.*)\}", known.tree(name))
+    assert all(f"DIR/{known.describe_layout(one)}" in page for one in (*known.SETS,)[:13])
+    one, splits = known.SETS[name], re.search(r"\{(.*)\}", known.describe_layout(name))
     for split in splits[1].split(",") if splits else ("",):
-        place = known.tree(name).replace(splits[0] if splits else "?", split).removesuffix("/CLASS")
+        place = known.describe_layout(name).replace(splits[0] if splits else "?", split).removesuffix("/CLASS")
         plant_classes(tmp_path / place, {f"{k:03d}": 1 + (split == "test") for k in range(one.classes)})
     assert len(open_source(name, "test", data_root=tmp_path)) == one.classes * (1 + bool(splits))
 
@@ -1090,31 +901,6 @@ def test_all_tasks_of_vtab_are_known() -> None:
     assert [len(tasks) for tasks in known.VTAB.values()] == [7, 4, 8]
 
 
-def plant_svhn(root: Path, train: int) -> list[bytes]:
-    images = [png(i, 4, 4) for i in range(train)]
-    write_parquet(root / "svhn" / "train-00.parquet", images, [i % 10 for i in range(train)], group=300)
-    write_parquet(
-        root / "svhn" / "test-00.parquet", [png(i + 5000, 4, 4) for i in range(30)], [i % 10 for i in range(30)]
-    )
-    return images
-
-
-def test_vtab_takes_800_and_the_next_200(tmp_path: Path) -> None:
-    images = plant_svhn(tmp_path, 1300)
-    found = {split: open_source("vtab/svhn", split, data_root=tmp_path) for split in ("train", "val", "test")}
-    assert [found["train"].read(i) for i in range(800)] == images[:800]
-    assert [found["val"].read(i) for i in range(200)] == images[800:1000]
-    assert {split: len(source) for split, source in found.items()} == {"train": 800, "val": 200, "test": 30}
-    assert found["val"].labels.tolist() == [i % 10 for i in range(800, 1000)]
-    assert found["test"].read(0) == png(5000, 4, 4)
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_vtab_with_too_few_images(tmp_path: Path, split: str) -> None:
-    plant_svhn(tmp_path, 700)
-    assert "svhn" in refused("vtab/svhn", split, data_root=tmp_path)
-
-
 def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
     for split, count in (("train", 1000), ("val", 1001)):
         images = [png(0, 2, 2)] * count
@@ -1124,7 +910,7 @@ def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
     assert len(open_source("imagenet-real", "val", data_root=tmp_path)) == 1001
 
 
-def test_the_labels_of_real() -> None:
+def test_real_labels_have_the_published_counts() -> None:
     """Counted for facts/paper.md from the published file: 3,163 lists are empty, 7,443 hold several labels."""
     labels = known.real_labels(real_data())
     assert len(labels) == 50_000
@@ -1148,21 +934,18 @@ SOUND = [[1]] * 50_000
     ],
     ids=range(14),
 )
-def test_a_file_that_is_not_reals(tmp_path: Path, text: str) -> None:
+def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, text: str) -> None:
     plant(tmp_path, {"imagenet-real/real.json": text.encode()})
     with pytest.raises(DataError, match=r"real\.json"):
         known.real_labels(tmp_path)
-
-
-def test_reals_labels_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"real\.json"):
-        known.real_labels(tmp_path)
+        known.real_labels(tmp_path / "nowhere")
 
 
 # digits ---------------------------------------------------------------------------------------------------------------
 
 
-def test_digits_equal_scikit_learns() -> None:
+def test_digits_equal_those_of_scikit_learn() -> None:
     reference = load_digits()
     grey = np.round(reference.images * 255 / 16).astype(np.uint8)
     numbers = np.arange(1797)
@@ -1174,11 +957,11 @@ def test_digits_equal_scikit_learns() -> None:
         assert source.classes == tuple("0123456789")
 
 
-def test_splits_of_digits() -> None:
+def test_digits_splits_are_disjoint() -> None:
     found = {split: set(names(open_source("digits", split))) for split in ("train", "test")}
     assert (len(found["train"]), len(found["test"])) == (1437, 360)
     assert not found["train"] & found["test"]
-    with pytest.raises(AbsentSplit, match="hold out"):  # a validation split inside train would flatter a run
+    with pytest.raises(AbsentSplit, match="--holdout"):  # a validation split inside train would flatter a run
         open_source("digits", "val")
 
 
@@ -1210,7 +993,7 @@ GOLDEN_SHAPES = [
 ]
 
 
-def test_shapes_of_tomorrow() -> None:
+def test_shapes_equal_golden_hashes() -> None:
     assert digests(open_source("shapes:size=32"), [0, 1234]) == GOLDEN_SHAPES
 
 
@@ -1218,11 +1001,12 @@ def test_shapes_do_not_depend_on_the_count() -> None:
     few, many = open_source("shapes:size=16,count=30"), open_source("shapes:size=16,count=100000")
     assert digests(few, range(30)) == digests(many, range(30))
     assert few.labels.tolist() == many.labels[:30].tolist()
-
-
-def test_no_two_shapes_are_equal_and_splits_differ() -> None:
-    every = [d for split in ("train", "val", "test") for d in digests(open_source("shapes:size=16", split), range(100))]
-    assert len(set(every)) == 300
+    every = {
+        digest
+        for split in ("train", "val", "test")
+        for digest in digests(open_source("shapes:size=16", split), range(30))
+    }
+    assert len(every) == 90
 
 
 def test_labels_of_shapes_are_balanced() -> None:
@@ -1234,7 +1018,7 @@ def test_labels_of_shapes_are_balanced() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 9, 17, 64, 300])
-def test_shapes_of_every_size(size: int) -> None:
+def test_shapes_can_be_drawn_at_any_size(size: int) -> None:
     source = open_source(f"shapes:size={size},count=20")
     for index in range(20):
         pixels = source.image(index)
@@ -1243,7 +1027,7 @@ def test_shapes_of_every_size(size: int) -> None:
         assert pixels.std() > 5
 
 
-def test_the_mask_is_where_the_shape_is() -> None:
+def test_masks_have_the_stated_position_and_area() -> None:
     """Its pixels are within reach of the centre, its area is the shape's, and circles are filled to their radius."""
     source = generated.shapes("train", "size=96,count=200")
     rows, columns = np.mgrid[:96, :96] + 0.5
@@ -1258,17 +1042,7 @@ def test_the_mask_is_where_the_shape_is() -> None:
             assert np.array_equal(mask, distance < 1)
 
 
-def test_areas_of_shapes_follow_from_geometry() -> None:
-    source = generated.shapes("train", "size=256,count=40")
-    expected = {"circle": np.pi, "square": 1.6**2, "ring": np.pi * (1 - 0.25), "half": np.pi / 2, "bar": 2.2 * 0.6}
-    for index in range(40):
-        _, mask, (_, _, radius) = source.draw(index)
-        area = expected.get(source.classes[source.labels[index]])
-        if area:
-            assert abs(mask.sum() / radius**2 / area - 1) < 0.05
-
-
-def test_the_mask_agrees_with_the_pixels() -> None:
+def test_masks_cover_one_texture() -> None:
     """Inside it is one texture: stripes between two colours with grey noise span a plane, to within rounding."""
     source = generated.shapes("train", "size=96,count=60")
 
@@ -1288,7 +1062,7 @@ def test_the_mask_agrees_with_the_pixels() -> None:
 @pytest.mark.parametrize(
     "options", ["sise=64", "size=x", "size=", "size=7", "size=4097", "classes=11", "classes=0", "count=0", "size=-8"]
 )
-def test_options_that_shapes_has_not(options: str) -> None:
+def test_invalid_options_of_shapes_are_rejected(options: str) -> None:
     with pytest.raises(ValueError, match="shapes") as caught:
         open_source(f"shapes:{options}")
     assert not isinstance(caught.value, DataError)
@@ -1297,7 +1071,7 @@ def test_options_that_shapes_has_not(options: str) -> None:
 # Leaving out, and fingerprints ----------------------------------------------------------------------------------------
 
 
-def test_excluding_by_name(tmp_path: Path) -> None:
+def test_exclude_by_name(tmp_path: Path) -> None:
     root = plant_classes(tmp_path / "set", {"a": 3, "b": 2})
     (tmp_path / "bad.txt").write_text("a/1.png\n\nb/0.png\nnot/there.png\n")
     source = open_source(str(root), exclude=tmp_path / "bad.txt")
@@ -1306,14 +1080,14 @@ def test_excluding_by_name(tmp_path: Path) -> None:
     assert (source.spec, source.split, source.classes) == (str(root), "train", ("a", "b"))
 
 
-def test_excluding_strange_names_by_json(tmp_path: Path) -> None:
+def test_exclude_by_json_findings(tmp_path: Path) -> None:
     root = plant(tmp_path / "set", {f"a/{word}.png": png(i) for i, word in enumerate(STRANGE)})
     lines = [json.dumps({"split": "train", "name": f"a/{word}.png", "problem": "duplicate"}) for word in STRANGE[1:]]
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     assert names(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == [f"a/{STRANGE[0]}.png"]
 
 
-def test_a_finding_of_one_split_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_finding_excludes_images_of_its_split_only(tmp_path: Path) -> None:
     """train/a/0.png and val/a/0.png have the same name within their splits."""
     plant_classes(tmp_path / "set" / "train", {"a": 2})
     plant_classes(tmp_path / "set" / "val", {"a": 2}, start=10)
@@ -1323,7 +1097,7 @@ def test_a_finding_of_one_split_leaves_the_others_alone(tmp_path: Path) -> None:
     assert names(open_source(spec, "train", exclude=tmp_path / "bad.jsonl")) == ["a/0.png", "a/1.png"]
 
 
-def test_a_finding_in_validation_images_that_are_also_the_test_images(
+def test_a_finding_in_val_also_excludes_test_when_they_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out of one of the two alone, they would pass for two sets, and the run be validated on its test images."""
@@ -1338,7 +1112,7 @@ def test_a_finding_in_validation_images_that_are_also_the_test_images(
     assert (len(splits.train), len(splits.val), names(splits.test)) == (8, 2, ["a/1.png", "a/2.png", "a/3.png"])
 
 
-def test_validation_images_named_as_the_test_images_are_kept(tmp_path: Path) -> None:
+def test_val_and_test_with_equal_names_are_both_used(tmp_path: Path) -> None:
     """val/a/0.png and test/a/0.png are two images; only where they are one is a part of train held out instead."""
     for start, split in enumerate(("train", "val", "test")):
         plant_classes(tmp_path / "set" / split, {"a": 5}, start=5 * start)
@@ -1348,20 +1122,20 @@ def test_validation_images_named_as_the_test_images_are_kept(tmp_path: Path) -> 
     assert splits.val.read(0) == (tmp_path / "set/val/a/0.png").read_bytes()
 
 
-def test_excluding_everything(tmp_path: Path) -> None:
+def test_excluding_all_images_is_rejected(tmp_path: Path) -> None:
     root = plant_classes(tmp_path / "set", {"a": 2})
     (tmp_path / "bad.txt").write_text("a/0.png\na/1.png\n")
     refused(root, exclude=tmp_path / "bad.txt")
 
 
 @pytest.mark.parametrize("text", ["{broken", '{"problem": "x"}', "{}"])
-def test_a_malformed_list_of_exclusions(tmp_path: Path, text: str) -> None:
+def test_a_malformed_exclude_file_is_rejected(tmp_path: Path, text: str) -> None:
     root = plant_classes(tmp_path / "set", {"a": 2})
     (tmp_path / "bad.jsonl").write_text(text)
     assert "bad.jsonl" in refused(root, exclude=tmp_path / "bad.jsonl")
 
 
-def test_a_subset_is_a_source(tmp_path: Path) -> None:
+def test_subset_selects_images(tmp_path: Path) -> None:
     source = open_source(str(plant_classes(tmp_path, {"a": 3, "b": 3})))
     some = Subset(source, np.array([5, 0, 3]))
     assert names(some) == ["b/2.png", "a/0.png", "b/0.png"]
@@ -1369,7 +1143,7 @@ def test_a_subset_is_a_source(tmp_path: Path) -> None:
     assert some.fingerprint() != source.fingerprint()
 
 
-def test_a_fingerprint_stays_where_it_should(tmp_path: Path) -> None:
+def test_fingerprint_ignores_location_and_other_files(tmp_path: Path) -> None:
     first = open_source(str(plant_classes(tmp_path / "one", {"a": 3, "b": 2}))).fingerprint()
     assert open_source(str(tmp_path / "one")).fingerprint() == first
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -1389,14 +1163,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_fingerprint_changes_when_it_should(tmp_path: Path, change: str) -> None:
+def test_fingerprint_changes_with_files_and_classes(tmp_path: Path, change: str) -> None:
     root = plant_classes(tmp_path, {"a": 3, "b": 2})
     before = open_source(str(root)).fingerprint()
     CHANGES[change](root)
     assert open_source(str(root)).fingerprint() != before
 
 
-def test_fingerprints_of_sets_differ(tmp_path: Path) -> None:
+def test_fingerprints_of_different_data_differ(tmp_path: Path) -> None:
     shard(tmp_path / "one" / "train-00.parquet", 0, 6)
     shard(tmp_path / "two" / "train-00.parquet", 0, 6, labels=[0, 1, 2, 0, 1, 1])
     shard(tmp_path / "three" / "train-00.parquet", 0, 6, names=["ant", "bee", "dog"])

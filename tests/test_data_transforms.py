@@ -65,32 +65,22 @@ def by_torchvision(size: tuple[int, int], augment: Augment, count: int = 4000) -
         return np.array([RandomResizedCrop.get_params(image, area, aspect) for _ in range(count)], float)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_inception_crops_follow_torchvisions_law(size: tuple[int, int]) -> None:
-    ours, theirs = boxes_of(PAPER, size), by_torchvision(size, PAPER)
+@pytest.mark.parametrize(
+    ("size", "augment"), [*((size, PAPER) for size in SIZES), ((300, 400), Augment(area=(0.3, 0.5), aspect=(0.5, 2.0)))]
+)
+def test_inception_crops_are_distributed_as_in_torchvision(size: tuple[int, int], augment: Augment) -> None:
+    ours, theirs = boxes_of(augment, size), by_torchvision(size, augment)
     for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
         assert ks_2samp(found, expected).pvalue > RARE, name
 
 
-def test_other_areas_and_aspects_follow_torchvisions_law() -> None:
-    augment = Augment(area=(0.3, 0.5), aspect=(0.5, 2.0))
-    ours, theirs = boxes_of(augment, (300, 400)), by_torchvision((300, 400), augment)
-    for (name, found), (_, expected) in zip(shapes_of(ours, (300, 400)), shapes_of(theirs, (300, 400)), strict=True):
-        assert ks_2samp(found, expected).pvalue > RARE, name
-
-
-@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (1, 30000), (30000, 1), (7, 61), (61, 7)])
-def test_where_no_try_fits_the_centre_is_torchvisions(size: tuple[int, int]) -> None:
-    """So long that no crop of 90 % has an aspect within bounds: both fall back on the same centre."""
+@pytest.mark.parametrize("size", [(10, 1000), (1, 30000), (61, 7)])
+def test_the_fallback_crop_equals_that_of_torchvision(size: tuple[int, int]) -> None:
+    """No crop of 90 % of these images has an aspect ratio within bounds."""
     augment = Augment(area=(0.9, 1.0))
     expected = np.unique(by_torchvision(size, augment, 50), axis=0)
     assert len(expected) == 1
     assert np.array_equal(np.unique(boxes_of(augment, size, 50), axis=0), expected)
-
-
-def test_an_image_within_the_aspects_falls_back_on_itself() -> None:
-    """1 x 1 and 2 x 2: no try rounds to anything but the image or nothing."""
-    assert np.unique(boxes_of(PAPER, (1, 1), 200), axis=0).tolist() == [[0, 0, 1, 1]]
 
 
 # TensorFlow's crops ---------------------------------------------------------------------------------------------------
@@ -125,23 +115,14 @@ def by_tensorflow(size: tuple[int, int], augment: Augment, count: int = 4000) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tensorflow_crops_follow_its_law(size: tuple[int, int]) -> None:
+def test_tensorflow_crops_are_distributed_as_in_tensorflow(size: tuple[int, int]) -> None:
     ours, theirs = boxes_of(TENSORFLOW, size), by_tensorflow(size, TENSORFLOW)
     for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
         assert ks_2samp(found, expected).pvalue > RARE, name
 
 
-def test_tensorflow_has_more_small_crops() -> None:
-    """The difference that facts/paper.md names between the two."""
-    area = {
-        name: dict(shapes_of(boxes_of(a, (300, 300)), (300, 300)))["area"]
-        for name, a in (("tf", TENSORFLOW), ("tv", PAPER))
-    }
-    assert area["tf"].mean() < area["tv"].mean() - 0.05
-
-
 @pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (1, 30000)])
-def test_where_no_try_fits_tensorflow_takes_the_whole_image(size: tuple[int, int]) -> None:
+def test_the_fallback_of_tensorflow_crops_is_the_full_image(size: tuple[int, int]) -> None:
     """Its documentation: "After max_attempts failures, return the entire image"."""
     assert np.unique(by_tensorflow(size, TENSORFLOW, 20), axis=0).tolist() == [[0, 0, *size]]
     assert np.unique(boxes_of(TENSORFLOW, size, 20), axis=0).tolist() == [[0, 0, *size]]
@@ -155,7 +136,7 @@ edge = st.sampled_from([0.0, 0.5, 1 - 2.0**-24])
 
 @settings(max_examples=200)
 @given(sides, sides, st.sampled_from(["inception", "inception-tf", "none"]), st.integers(0, 10**6), edge, st.booleans())
-def test_boxes_lie_inside(height: int, width: int, crop: str, seed: int, value: float, extreme: bool) -> None:
+def test_boxes_are_inside_the_image(height: int, width: int, crop: str, seed: int, value: float, extreme: bool) -> None:
     u = torch.full((4, DRAWS), value) if extreme else draws(4, seed)
     boxes = crop_boxes(u, torch.tensor([[height, width]] * 4), Augment(crop=crop), (32, 32))
     top, left, h, w = boxes.T
@@ -169,7 +150,7 @@ def test_boxes_lie_inside(height: int, width: int, crop: str, seed: int, value: 
 
 
 @pytest.mark.parametrize("crop", ["inception", "inception-tf", "random", "pad", "none"])
-def test_a_box_does_not_know_its_neighbours(crop: str) -> None:
+def test_boxes_do_not_depend_on_the_batch(crop: str) -> None:
     augment = Augment(crop=crop, resize=256)
     sizes = torch.randint(20, 600, (64, 2), generator=torch.Generator().manual_seed(0))
     whole = crop_boxes(draws(64), sizes, augment, (224, 224))
@@ -177,15 +158,11 @@ def test_a_box_does_not_know_its_neighbours(crop: str) -> None:
         assert torch.equal(crop_boxes(draws(64)[i : i + 1], sizes[i : i + 1], augment, (224, 224))[0], whole[i])
 
 
-def test_no_crop_is_the_whole_image() -> None:
-    assert boxes_of(Augment(crop="none"), (30, 50), 3).tolist() == [[0, 0, 30, 50]] * 3
-
-
 def evenly(values: np.ndarray, bins: int) -> bool:
     return chisquare(np.bincount(values.astype(int), minlength=bins)).pvalue > RARE
 
 
-def test_pad_moves_by_every_offset_equally_often() -> None:
+def test_pad_offsets_are_uniform() -> None:
     boxes = boxes_of(Augment(crop="pad", pad=4), (32, 32), 8100, out=32)
     assert (boxes[:, 2:] == 32).all()
     assert evenly(boxes[:, 0] + 4, 9)
@@ -193,7 +170,7 @@ def test_pad_moves_by_every_offset_equally_often() -> None:
     assert evenly((boxes[:, 0] + 4) * 9 + boxes[:, 1] + 4, 81)
 
 
-def test_random_takes_every_offset_equally_often() -> None:
+def test_random_crop_offsets_are_uniform() -> None:
     """BiT: of the square of 40, every window of 32 is as likely; boxes are those windows in the image's pixels."""
     boxes = boxes_of(Augment(crop="random", resize=40), (80, 120), 8100, out=32)
     assert np.allclose(boxes[:, 2:], [64, 96])
@@ -222,10 +199,9 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("place", CUTS)
-@pytest.mark.parametrize("out", [(24, 24), (48, 16), (64, 100)])
+@pytest.mark.parametrize(("place", "out"), zip(CUTS, [(24, 24), (48, 16), (64, 100)] * 2 + [(24, 24)], strict=True))
 def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tuple[int, int]) -> None:
-    """torchvision's on floats, and Pillow's bilinear filter: both to within a grey level, which is rounding."""
+    """Compared with torchvision on floats and with Pillow, within one grey level."""
     top, left, height, width = place
     found = cut(PICTURE, box(*place), out, (90, 120))
     assert found.dtype is torch.uint8
@@ -237,11 +213,7 @@ def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tup
     assert np.abs(found.permute(1, 2, 0).numpy() - pillow).max() <= 1
 
 
-def test_a_cut_of_the_same_size_is_a_copy() -> None:
-    assert torch.equal(cut(PICTURE, box(30, 40, 24, 24), (24, 24), (90, 120)), as_tensor(PICTURE[30:54, 40:64]))
-
-
-def test_a_cut_of_a_file_equals_a_cut_of_its_pixels() -> None:
+def test_cutting_a_file_equals_cutting_its_pixels() -> None:
     for data in (encode(PICTURE, "PNG"), encode(PICTURE, "JPEG", quality=95)):
         for place in CUTS[:3]:
             expected = cut(by_pillow(data), box(*place), (48, 48), (90, 120))
@@ -259,7 +231,7 @@ def test_cutting_beyond_the_border_gives_zeros(pad: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 30), (30, 1), (2, 3), (4, 4), (1, 1)])
-def test_a_border_wider_than_the_image(shape: tuple[int, int]) -> None:
+def test_padding_may_be_wider_than_the_image(shape: tuple[int, int]) -> None:
     """A thin image may leave its own box; what is left is black."""
     pixels = noise(*shape)
     padded = np.pad(pixels, ((5, 5), (5, 5), (0, 0)))
@@ -270,7 +242,7 @@ def test_a_border_wider_than_the_image(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("offset", [(-40, 24), (40, 0), (0, -8)])
-def test_a_border_around_a_jpeg_that_is_far_too_large(offset: tuple[int, int]) -> None:
+def test_padding_of_a_large_jpeg_is_in_full_pixels(offset: tuple[int, int]) -> None:
     """It is decoded whole where a scaled one would be decoded, whose pixels a border does not share."""
     pixels = np.array(photo(640, 640, seed=5))
     data = encode(pixels, "JPEG", quality=95)
@@ -284,7 +256,7 @@ def test_a_border_around_a_jpeg_that_is_far_too_large(offset: tuple[int, int]) -
     assert (found == 0).all(0).any() == (min(offset) < -20 or max(offset) > 20)
 
 
-def test_the_crops_of_a_scaled_jpeg_are_in_their_place() -> None:
+def test_crops_of_a_scaled_jpeg_have_the_right_position() -> None:
     """Ramps along both axes: a crop's mean says where its centre was, to a quarter of a pixel of the result."""
     ramp = np.linspace(0, 255, 1024)
     pixels = np.zeros((1024, 1024, 3))
@@ -327,9 +299,8 @@ def share_within(found: Tensor, expected: Tensor, levels: int) -> float:
     return float(((found.int() - expected.int()).abs() <= levels).double().mean())
 
 
+@pytest.mark.parametrize(("shape", "crop"), zip(SHAPES, [0.875, 0.9, 1.0] * 3, strict=True))
 @pytest.mark.parametrize("interpolation", KINDS)
-@pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
-@pytest.mark.parametrize("shape", SHAPES)
 def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolation: str) -> None:
     """All pixels within a grey level, and 99 % of them equal."""
     image = as_tensor(np.array(photo(*shape, seed=4)))
@@ -342,9 +313,8 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     assert share_within(found, expected, 0) > 0.99
 
 
+@pytest.mark.parametrize(("shape", "out"), zip(SHAPES, [(96, 96), (64, 128), (96, 96)] * 3, strict=True))
 @pytest.mark.parametrize("interpolation", KINDS)
-@pytest.mark.parametrize("out", [(96, 96), (64, 128)])
-@pytest.mark.parametrize("shape", SHAPES)
 def test_squash_equals_torchvision(shape: tuple[int, int], out: tuple[int, int], interpolation: str) -> None:
     image = as_tensor(np.array(photo(*shape, seed=4)))
     expected = v2.Resize(list(out), KINDS[interpolation], antialias=True)(image)
@@ -367,16 +337,9 @@ def test_crop_equals_timm(shape: tuple[int, int], interpolation: str) -> None:
     assert share_within(found, expected, 1) > 0.99
 
 
-def test_nearest_and_lanczos_are_pillows() -> None:
-    image = photo(70, 110, seed=7)
-    for name, method in (("nearest", Image.Resampling.NEAREST), ("lanczos", Image.Resampling.LANCZOS)):
-        expected = as_tensor(np.array(image.resize((48, 32), method)))
-        assert torch.equal(prepare(np.array(image), Preprocess(interpolation=name), (32, 48)), expected)
-
-
 @pytest.mark.parametrize("interpolation", KINDS)
 @pytest.mark.parametrize("out", [(32, 32), (40, 200)])
-def test_antialiasing_can_be_left_out(interpolation: str, out: tuple[int, int]) -> None:
+def test_resizing_without_antialiasing_equals_torch(interpolation: str, out: tuple[int, int]) -> None:
     """Only the neighbours of each sample count, however far apart samples are; grey enough that nothing is clipped."""
     pixels = noise(90, 120) // 4 + 96
     preprocess = Preprocess(interpolation=interpolation, antialias=False)
@@ -402,7 +365,7 @@ def resize_by_peers(pixels: np.ndarray, out: tuple[int, int], interpolation: str
 
 @pytest.mark.parametrize(("interpolation", "antialias"), SETTINGS)
 @pytest.mark.parametrize("scale", [1, 12])
-def test_a_large_jpeg_is_resized_as_the_settings_say(interpolation: str, antialias: bool, scale: int) -> None:
+def test_a_large_jpeg_is_resized_like_its_pixels(interpolation: str, antialias: bool, scale: int) -> None:
     """A JPEG that the decoder could scale down by eight, as the peers resize its full pixels."""
     coarse = noise(48, 64, 3) // 2 + 64  # nothing is clipped
     image = Image.fromarray(coarse).resize((64 * 12, 48 * 12), Image.Resampling.BICUBIC)
@@ -417,7 +380,7 @@ def test_a_large_jpeg_is_resized_as_the_settings_say(interpolation: str, antiali
 
 @pytest.mark.parametrize(("interpolation", "antialias"), SETTINGS)
 @pytest.mark.parametrize("shape", [(3, 400), (400, 3)])
-def test_only_the_centre_is_resized_where_all_would_be_too_large(
+def test_only_the_centre_of_a_very_long_image_is_resized(
     interpolation: str, antialias: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = noise(*shape) // 4 + 96  # nothing is clipped between passes
@@ -429,17 +392,12 @@ def test_only_the_centre_is_resized_where_all_would_be_too_large(
     assert (found.int() - expected[:, top : top + 48, left : left + 48].int()).abs().max() <= 1
 
 
-def test_the_right_size_is_left_alone() -> None:
+def test_an_image_of_the_right_size_is_unchanged() -> None:
     for preprocess in (Preprocess(), Preprocess(resize="crop"), Preprocess(interpolation="bicubic")):
         assert torch.equal(prepare(PICTURE[:, :90], preprocess, (90, 90)), as_tensor(PICTURE[:, :90]))
 
 
-def test_files_and_pixels_are_prepared_alike() -> None:
-    data = encode(photo(120, 90), "PNG")
-    assert torch.equal(prepare(data, Preprocess(), (48, 48)), prepare(by_pillow(data), Preprocess(), (48, 48)))
-
-
-def test_a_turned_photo_is_prepared_upright() -> None:
+def test_a_photo_with_exif_orientation_is_prepared_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = photo(64, 160, seed=9)
@@ -451,7 +409,7 @@ def test_a_turned_photo_is_prepared_upright() -> None:
 
 
 THIN = """
-import resource, time
+import resource
 import numpy as np
 from plainvit.config import Preprocess
 from plainvit.data.transforms import prepare
@@ -466,9 +424,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-def test_a_thin_photo_needs_no_gigabytes() -> None:
+def test_a_thin_photo_takes_little_memory() -> None:
     """1 x 30000 with its short side at 256 would be 7.7 million pixels long: only the centre of it is wanted."""
-    child = subprocess.run([sys.executable, "-c", THIN], capture_output=True, text=True, timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", THIN], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-300:]
     assert int(child.stdout) < 500
 
@@ -480,24 +438,20 @@ def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
     return torch.stack([as_tensor(noise(side, side, seed + i)) for i in range(count)])
 
 
-def test_flips_are_exact_and_as_frequent_as_asked() -> None:
+def test_flips_are_exact_and_have_the_given_probability() -> None:
     images, u = batch(8), draws(8)
     for flip in (0.0, 0.3, 0.5, 1.0):
         found = finish(images, u, Augment(flip=flip))
         assert found.dtype is torch.uint8
         for image, result, number in zip(images, found, u[:, FLIP], strict=True):
             assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
-
-
-@pytest.mark.parametrize("flip", [0.1, 0.5, 0.9])
-def test_the_frequency_of_flips(flip: float) -> None:
-    images = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
-    flipped = int(finish(images, draws(5000), Augment(flip=flip))[:, 0, 0, 0].sum())
-    assert binomtest(flipped, 5000, flip).pvalue > RARE
+    two = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
+    flipped = int(finish(two, draws(5000), Augment(flip=0.3))[:, 0, 0, 0].sum())
+    assert binomtest(flipped, 5000, 0.3).pvalue > RARE
 
 
 @pytest.mark.parametrize("colour", [0.1, 0.4, 0.9])
-def test_colours_equal_torchvisions(colour: float) -> None:
+def test_color_jitter_equals_torchvision(colour: float) -> None:
     """The same factors in the same order; torchvision's grey weighs red by 0.2989 and ours by 0.299."""
     images, u = batch(32), draws(32)
     found = finish(images, u, Augment(flip=0, colour=colour))
@@ -509,16 +463,11 @@ def test_colours_equal_torchvisions(colour: float) -> None:
         assert (result - expected).abs().max() < 2.5e-4 * colour
 
 
-def test_colours_do_not_know_their_neighbours() -> None:
+def test_color_jitter_does_not_depend_on_the_batch() -> None:
     images, u, augment = batch(16), draws(16), Augment(colour=0.4, erase=0.5)
     whole = finish(images, u, augment)
     for i in range(16):
         assert torch.equal(finish(images[i : i + 1], u[i : i + 1], augment)[0], whole[i])
-
-
-def test_nothing_asked_is_nothing_done() -> None:
-    images = batch(4)
-    assert torch.equal(finish(images, draws(4), Augment(flip=0)), images)
 
 
 def holes(probability: float, count: int, side: int, floats: bool = False) -> tuple[Tensor, Tensor]:
@@ -532,13 +481,13 @@ def holes(probability: float, count: int, side: int, floats: bool = False) -> tu
 
 
 @pytest.mark.parametrize("probability", [0.25, 0.6, 1.0])
-def test_the_frequency_of_erasing(probability: float) -> None:
+def test_erasing_has_the_given_probability(probability: float) -> None:
     _, grey = holes(probability, 4000, 24)
     assert binomtest(int(grey.any(2).any(1).sum()), 4000, probability).pvalue > RARE
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_holes_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> None:
+def test_erased_areas_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> None:
     _, grey = holes(1.0, 800, 96, floats)
     rows, columns = grey.any(2).sum(1).double(), grey.any(1).sum(1).double()
     assert torch.equal(grey.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
@@ -552,7 +501,7 @@ def test_holes_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> Non
     assert kstest(np.log((rows / columns).numpy()), "uniform", (np.log(0.3), 2 * np.log(1 / 0.3))).statistic < 0.08
 
 
-def test_holes_lie_anywhere() -> None:
+def test_erased_areas_are_evenly_distributed() -> None:
     """As often at one border as at the other, and never out of reach of either."""
     _, grey = holes(1.0, 4000, 40)
     for lines in (grey.any(2), grey.any(1)):  # [B, 40]: rows, then columns
@@ -590,32 +539,23 @@ BOTH = Augment(mixup=0.8, cutmix=1.0)
 @pytest.mark.parametrize("augment", [MIXUP, CUTMIX, BOTH])
 def test_mixed_targets_are_distributions(augment: Augment) -> None:
     images, targets = pairs()
+    kept = images.clone(), targets.clone()
     for step in range(50):
         mixed, soft = mix(images, targets, augment, 0, step)
-        assert mixed.shape == images.shape
+        of_bytes = mix((images * 255).round().to(torch.uint8), targets, augment, 0, step)[0]
+        assert of_bytes.dtype is mixed.dtype is torch.float32
+        assert torch.allclose(of_bytes, mixed, atol=1e-6)
         assert (soft >= 0).all()
         assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6)
         share = own_share(targets, soft)
         assert torch.allclose(soft, share * targets + (1 - share) * partner(targets), atol=1e-6)
-        assert mixed.min() >= 0
-        assert mixed.max() <= 1
+        if augment is MIXUP:
+            assert torch.allclose(mixed, share * images + (1 - share) * partner(images), atol=1e-6)
+    assert torch.equal(images, kept[0])
+    assert torch.equal(targets, kept[1])
 
 
-def test_mixup_is_convex_in_pixels_as_in_labels() -> None:
-    images, targets = pairs()
-    for step in range(50):
-        mixed, soft = mix(images, targets, MIXUP, 0, step)
-        share = own_share(targets, soft)
-        assert torch.allclose(mixed, share * images + (1 - share) * partner(images), atol=1e-6)
-
-
-def test_mixup_of_bytes_equals_mixup_of_floats() -> None:
-    images, targets = pairs()
-    found, _ = mix((images * 255).round().to(torch.uint8), targets, MIXUP, 0, 5)
-    assert torch.allclose(found, mix(images, targets, MIXUP, 0, 5)[0], atol=1e-6)
-
-
-def test_cutmix_takes_a_rectangle_as_large_as_the_labels_say() -> None:
+def test_cutmix_area_equals_the_label_weight() -> None:
     images, targets = pairs(side=21)
     for step in range(100):
         mixed, soft = mix(images, targets, CUTMIX, 0, step)
@@ -628,7 +568,7 @@ def test_cutmix_takes_a_rectangle_as_large_as_the_labels_say() -> None:
         assert torch.allclose((soft * partner(targets)).sum(1), torch.full((8,), count / 21**2), atol=1e-6)
 
 
-def test_mixups_share_follows_the_beta_law() -> None:
+def test_mixup_weights_are_beta_distributed() -> None:
     """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
     images, targets = pairs(2, 1, 2)
     for alpha in (0.2, 0.8, 1.0):
@@ -639,7 +579,7 @@ def test_mixups_share_follows_the_beta_law() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
-def test_cutmix_share_follows_torchvisions_law(alpha: float) -> None:
+def test_cutmix_weights_are_distributed_as_in_torchvision(alpha: float) -> None:
     """Holes are cut off at the border there as here, so the law is compared with its own CutMix."""
     images, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
     ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(1200)]
@@ -650,7 +590,7 @@ def test_cutmix_share_follows_torchvisions_law(alpha: float) -> None:
     assert ks_2samp(ours, theirs).pvalue > RARE
 
 
-def test_with_both_on_each_step_takes_one() -> None:
+def test_mixup_and_cutmix_alternate_at_random() -> None:
     images, targets = pairs(2, 16, 2)
     cuts = 0
     for step in range(1000):
@@ -659,16 +599,8 @@ def test_with_both_on_each_step_takes_one() -> None:
     assert binomtest(cuts, 1000, 0.5).pvalue > RARE
 
 
-def test_both_give_the_same_kind_of_images() -> None:
-    """ "Images as floats in [0, 1]", whichever is drawn: a compiled step must not see bytes now and floats then."""
-    images, targets = batch(4), torch.eye(4)
-    kinds = {mix(images, targets, BOTH, 0, step)[0].dtype for step in range(30)}
-    assert kinds == {torch.float32}
-
-
-@pytest.mark.parametrize("augment", [MIXUP, CUTMIX, BOTH])
-@pytest.mark.parametrize("world", [2, 4])
-def test_mixing_does_not_know_the_number_of_processes(augment: Augment, world: int) -> None:
+@pytest.mark.parametrize(("augment", "world"), [(MIXUP, 2), (CUTMIX, 4), (BOTH, 2)])
+def test_mixing_does_not_depend_on_the_number_of_processes(augment: Augment, world: int) -> None:
     images, targets = pairs(16)
     for step in range(20):
         whole = mix(images, targets, augment, 7, step)
@@ -677,7 +609,7 @@ def test_mixing_does_not_know_the_number_of_processes(augment: Augment, world: i
         assert torch.equal(torch.cat([y for _, y in parts]), whole[1])
 
 
-def test_mixing_follows_from_seed_and_step() -> None:
+def test_mixing_depends_on_seed_and_step() -> None:
     images, targets = pairs()
     first = mix(images, targets, BOTH, 1, 10)
     assert all(torch.equal(a, b) for a, b in zip(first, mix(images, targets, BOTH, 1, 10), strict=True))
@@ -685,24 +617,14 @@ def test_mixing_follows_from_seed_and_step() -> None:
     assert not torch.equal(first[1], mix(images, targets, BOTH, 2, 10)[1])
 
 
-def test_mixing_leaves_its_input_alone() -> None:
-    images, targets = pairs()
-    kept = images.clone(), targets.clone()
-    for step in range(10):
-        mix(images, targets, BOTH, 0, step)
-    assert torch.equal(images, kept[0])
-    assert torch.equal(targets, kept[1])
-
-
-@pytest.mark.parametrize("augment", [MIXUP, CUTMIX])
-@pytest.mark.parametrize("count", [1, 7])
-def test_an_odd_batch_is_refused(augment: Augment, count: int) -> None:
+@pytest.mark.parametrize(("augment", "count"), [(MIXUP, 1), (CUTMIX, 7)])
+def test_mixing_an_odd_batch_is_rejected(augment: Augment, count: int) -> None:
     images, targets = pairs(count)
-    with pytest.raises(ValueError, match=f"even, got {count}"):
+    with pytest.raises(ValueError, match=f"got {count}"):
         mix(images, targets, augment, 0, 0)
 
 
-def test_without_mixing_nothing_changes() -> None:
+def test_without_mixing_the_batch_is_unchanged() -> None:
     images, targets = pairs(7)
     found = mix(images, targets, Augment(), 0, 0)
     assert found[0] is images
@@ -713,15 +635,10 @@ def test_without_mixing_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_smoothing_equals_torchs(smoothing: float) -> None:
+def test_label_smoothing_equals_torch(smoothing: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(32, 7, generator=generator), torch.randint(0, 7, (32,), generator=generator)
     soft = soft_labels(labels, 7, smoothing)
     assert torch.allclose(soft.sum(1), torch.ones(32), atol=1e-6)
     expected = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
     assert torch.allclose(F.cross_entropy(logits, soft, reduction="none"), expected, atol=1e-5)
-
-
-def test_without_smoothing_labels_are_one_hot() -> None:
-    labels = torch.tensor([2, 0])
-    assert soft_labels(labels, 3).tolist() == [[0, 0, 1], [1, 0, 0]]

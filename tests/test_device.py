@@ -1,4 +1,4 @@
-"""The machine's quirks, with a planted cpuinfo and real child processes that die as a bad CPU makes them die."""
+"""Device choice and CPU workarounds, with a planted cpuinfo and child processes that die as on a bad CPU."""
 
 import json
 import os
@@ -37,23 +37,19 @@ class Probe:
         return len(self.marks.read_text()) if self.marks.exists() else 0
 
 
-@pytest.mark.parametrize(("signal", "kills"), [("SIGILL", True), ("SIGSEGV", True), ("SIGBUS", True)])
-def test_a_child_that_dies_says_so_once(cpuinfo: Path, tmp_path: Path, signal: str, kills: bool) -> None:
-    probe = Probe(tmp_path, DIES.format(name=signal))
+@pytest.mark.parametrize("signal", ["SIGILL", "SIGSEGV", "SIGBUS", ""])
+def test_the_result_of_the_probe_is_cached_per_cpu(cpuinfo: Path, tmp_path: Path, signal: str) -> None:
+    probe = Probe(tmp_path, DIES.format(name=signal) if signal else "")
     for _ in range(2):
-        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is kills
+        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
     assert probe.runs == 1  # the second answer came from the cache
-
-
-def test_a_child_that_lives_says_so_once(cpuinfo: Path, tmp_path: Path) -> None:
-    probe = Probe(tmp_path, "")
-    for _ in range(2):
-        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
-    assert probe.runs == 1
+    cpuinfo.write_text(cpuinfo.read_text().replace("amx_tile", "amx_tile amx_int8"))
+    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
+    assert probe.runs == 2
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(1)", DIES.format(name="SIGKILL")])
-def test_a_child_that_fails_otherwise_says_nothing(cpuinfo: Path, tmp_path: Path, code: str) -> None:
+def test_another_failure_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Path, code: str) -> None:
     """No torch, or no memory: not the CPU's fault, and asked again next time."""
     probe = Probe(tmp_path, code)
     for _ in range(2):
@@ -61,39 +57,27 @@ def test_a_child_that_fails_otherwise_says_nothing(cpuinfo: Path, tmp_path: Path
     assert probe.runs == 2
 
 
-def test_a_child_that_hangs_says_nothing(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow disk must not stop the program: the probe's time limit is passed over like any other failure."""
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: run(*a, **k | {"timeout": 0.2}))
-    probe = Probe(tmp_path, "import time; time.sleep(30)")
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
+def test_a_timeout_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("python", 120)
+
+    monkeypatch.setattr(subprocess, "run", time_out)
+    assert device.cpu_bf16_kills(cpuinfo, "", tmp_path / "cache") is False
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("flags", ["flags\t\t: fpu sse avx512f avx512_bf16 amx_tile\n", "Features\t: fp asimd\n", ""])
-def test_no_child_without_amx(tmp_path: Path, flags: str) -> None:
+def test_a_cpu_without_amx_is_not_probed(tmp_path: Path, flags: str) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\n{flags}")
     probe = Probe(tmp_path, DIES.format(name="SIGILL"))
-    assert device.cpu_bf16_kills(file, probe.code, tmp_path / "cache") is False
+    for path in (file, tmp_path / "absent"):
+        assert device.cpu_bf16_kills(path, probe.code, tmp_path / "cache") is False
     assert probe.runs == 0
-
-
-def test_no_child_without_cpuinfo(tmp_path: Path) -> None:
-    probe = Probe(tmp_path, DIES.format(name="SIGILL"))
-    assert device.cpu_bf16_kills(tmp_path / "absent", probe.code, tmp_path / "cache") is False
-    assert probe.runs == 0
-
-
-def test_another_cpu_is_asked_again(cpuinfo: Path, tmp_path: Path) -> None:
-    probe = Probe(tmp_path, DIES.format(name="SIGILL"))
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache")
-    cpuinfo.write_text(cpuinfo.read_text().replace("amx_tile", "amx_tile amx_int8"))
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache")
-    assert probe.runs == 2
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[]", "null", "not json", '{"other": 1}'])
-def test_a_broken_cache_is_asked_again_and_mended(cpuinfo: Path, tmp_path: Path, broken: str) -> None:
+def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str) -> None:
     probe, cache = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "cache"
     assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
     (file,) = cache.iterdir()
@@ -103,7 +87,7 @@ def test_a_broken_cache_is_asked_again_and_mended(cpuinfo: Path, tmp_path: Path,
     assert list(cache.iterdir()) == [file]  # no temporary files are left
 
 
-def test_a_cache_that_cannot_be_written_costs_a_probe_each_time(cpuinfo: Path, tmp_path: Path) -> None:
+def test_without_a_writable_cache_the_cpu_is_probed_each_time(cpuinfo: Path, tmp_path: Path) -> None:
     probe, blocked = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "file"
     blocked.write_text("in the way")
     for _ in range(2):
@@ -111,13 +95,13 @@ def test_a_cache_that_cannot_be_written_costs_a_probe_each_time(cpuinfo: Path, t
     assert probe.runs == 2
 
 
-def test_the_cache_is_in_the_users_cache_folder(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_xdg_cache_home(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     device.cpu_bf16_kills(cpuinfo, "pass")
     assert len(list((tmp_path / "xdg" / "plainvit").iterdir())) == 1
 
 
-def test_the_probe_runs_without_the_cap(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the cap it would always live, and a good CPU could not be told from a bad one."""
     monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
     probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
@@ -145,25 +129,25 @@ print(os.environ.get(device.ISA_VARIABLE), "torch" in sys.modules)
 """
 
 
-def test_prepare_caps_a_bad_cpu_before_torch() -> None:
-    assert in_child(PREPARED.format(before="", kills=True)) == "AVX512_CORE_BF16 False"
+LOADED = "sys.modules['torch'] = types.ModuleType('torch')"
 
 
-def test_prepare_leaves_a_good_cpu_alone() -> None:
-    assert in_child(PREPARED.format(before="", kills=False)) == "None False"
+@pytest.mark.parametrize(
+    ("before", "kills", "given", "expected"),
+    [
+        ("", True, {}, "AVX512_CORE_BF16 False"),
+        ("", False, {}, "None False"),
+        (LOADED, True, {}, "None True"),  # too late
+        ("", True, {device.ISA_VARIABLE: "AVX2"}, "AVX2 False"),
+    ],
+)
+def test_prepare_disables_amx_on_a_bad_cpu_before_torch(
+    before: str, kills: bool, given: dict[str, str], expected: str
+) -> None:
+    assert in_child(PREPARED.format(before=before, kills=kills), **given) == expected
 
 
-def test_prepare_is_too_late_after_torch() -> None:
-    loaded = "sys.modules['torch'] = types.ModuleType('torch')"
-    assert in_child(PREPARED.format(before=loaded, kills=True)) == "None True"
-
-
-def test_prepare_respects_the_users_own_cap() -> None:
-    found = in_child(PREPARED.format(before="", kills=True), **{device.ISA_VARIABLE: "AVX2"})
-    assert found == "AVX2 False"
-
-
-def test_the_package_prepares_before_it_loads_the_models() -> None:
+def test_the_package_calls_prepare_before_loading_models() -> None:
     code = """
 import sys, types, plainvit
 from plainvit import device
@@ -198,24 +182,19 @@ def images(model: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("refusing")
 @pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
-def test_bf16_weights_are_refused_in_one_line(kind: str) -> None:
+def test_bf16_is_rejected_where_it_would_crash(kind: str) -> None:
     model = make(kind).to(torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"^[^\n]*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16[^\n]*$"):
         model(images(model))
-    with pytest.raises(RuntimeError, match="bf16 on this CPU"):
+    with pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
         model.features(images(model))
-
-
-@pytest.mark.usefixtures("refusing")
-@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
-def test_bf16_autocast_is_refused_in_one_line(kind: str) -> None:
     model = make(kind)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"^[^\n]*bf16 on this CPU[^\n]*$"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
         model(images(model))
 
 
 @pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
-def test_fp32_runs_where_bf16_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_runs_where_bf16_would_crash(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make(kind)(images(make(kind)))
     monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
     model = make(kind)
@@ -224,13 +203,13 @@ def test_fp32_runs_where_bf16_is_refused(kind: str, monkeypatch: pytest.MonkeyPa
         assert torch.equal(model(images(model)), expected)
 
 
-def test_bf16_runs_where_it_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_bf16_refused", lambda: False)
     model = tiny.vit(torch.bfloat16)
     assert model(images(model)).isfinite().all()
 
 
-def test_creating_a_model_leaves_cudnn_attention_off() -> None:
+def test_creating_a_model_disables_cudnn_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     plainvit.create("ViT-Ti/8", image_size=32, **tiny.SHAPE)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -248,7 +227,7 @@ def test_creating_a_model_leaves_cudnn_attention_off() -> None:
         (3.0, "4/99", "active", "active"),
     ],
 )
-def test_threads_sleep_where_other_work_is_on_the_cores(
+def test_threads_sleep_on_a_busy_machine(
     load: float, running: str, given: str | None, expected: str | None, tmp_path: Path
 ) -> None:
     if running:
@@ -257,7 +236,7 @@ def test_threads_sleep_where_other_work_is_on_the_cores(
 import functools, os, pathlib
 os.getloadavg = lambda: ({load}, 0.0, 0.0)
 from plainvit import device
-device.crowded = functools.partial(device.crowded, pathlib.Path({str(tmp_path / "loadavg")!r}))
+device.is_busy = functools.partial(device.is_busy, pathlib.Path({str(tmp_path / "loadavg")!r}))
 device.prepare()
 print(os.environ.get("OMP_WAIT_POLICY"))
 """

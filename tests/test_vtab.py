@@ -30,7 +30,7 @@ Capture = pytest.CaptureFixture[str]
 # What may be done to images -------------------------------------------------------------------------------------------
 
 
-def test_what_would_change_a_label_is_left_out() -> None:
+def test_augmentations_that_would_change_labels_are_disabled() -> None:
     """Written out from the paper (B.1.1 follows BiT)."""
     no_flip = {"dsprites-orientation", "dsprites-location", "smallnorb-azimuth"}
     no_crop = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprites-location"}
@@ -43,7 +43,7 @@ def test_what_would_change_a_label_is_left_out() -> None:
         assert found.replace(flip=0.5, crop="random") == given
 
 
-def test_the_papers_setting() -> None:
+def test_settings_equal_the_paper() -> None:
     """Table 4 and section 4.1: 2,500 steps, rate 0.01, 384 pixels, batches of 512, one setting for all tasks."""
     config = study.base_config("weights", "paper")
     assert (config.steps, config.optim.lr, config.image_size, config.batch) == (2500, 0.01, 384, 512)
@@ -75,7 +75,7 @@ def test_group_means_by_hand() -> None:
     assert found["structured"]["mean"] == pytest.approx(65.025)
 
 
-def test_without_one_task_there_is_no_vtab_score() -> None:
+def test_the_vtab_score_needs_all_tasks() -> None:
     scores = dict.fromkeys(list(vtab.TASKS)[1:], 0.5)
     found = study.means(scores)
     assert "vtab" not in found
@@ -111,42 +111,28 @@ def write_set(folder: Path, sizes: dict[str, int], classes: int) -> None:
         start += count
 
 
-def test_800_200_and_the_test_images(tmp_path: Path) -> None:
-    write_set(tmp_path / "svhn", {"train": 1200, "test": 50}, 10)
-    found = parts(tmp_path, "svhn")
-    assert found == {
+@pytest.mark.parametrize(
+    ("name", "sizes", "classes", "val", "test"),
+    [
+        ("svhn", {"train": 1200, "test": 50}, 10, 800, range(1200, 1250)),
+        ("dmlab", {"train": 900, "val": 300, "test": 50}, 6, 900, range(1200, 1250)),
+        ("eurosat", {"train": 1500}, 10, 800, range(1200, 1500)),  # the last fifth is for testing
+        ("clevr-count", {"train": 1100, "val": 60}, 8, 800, range(1100, 1160)),  # tested on val
+        ("smallnorb-elevation", {"train": 900, "test": 600}, 9, 900, range(1200, 1500)),  # half of test is val
+    ],
+)
+def test_splits_are_those_of_the_original_code(
+    tmp_path: Path, name: str, sizes: dict[str, int], classes: int, val: int, test: range
+) -> None:
+    write_set(tmp_path / name, sizes, classes)
+    assert parts(tmp_path, name) == {
         "train": list(range(800)),
-        "val": list(range(800, 1000)),
-        "test": list(range(1200, 1250)),
+        "val": list(range(val, val + 200)),
+        "test": list(test),
     }
 
 
-def test_validation_images_of_its_own(tmp_path: Path) -> None:
-    write_set(tmp_path / "dmlab", {"train": 900, "val": 300, "test": 50}, 6)
-    found = parts(tmp_path, "dmlab")
-    assert found == {"train": list(range(800)), "val": list(range(900, 1100)), "test": list(range(1200, 1250))}
-
-
-def test_a_set_that_has_train_alone(tmp_path: Path) -> None:
-    """EuroSAT: its last fifth is tested on."""
-    write_set(tmp_path / "eurosat", {"train": 1500}, 10)
-    found = parts(tmp_path, "eurosat")
-    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1200, 1500))}
-
-
-def test_clevr_is_tested_on_its_validation_images(tmp_path: Path) -> None:
-    write_set(tmp_path / "clevr-count", {"train": 1100, "val": 60}, 8)
-    found = parts(tmp_path, "clevr-count")
-    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1100, 1160))}
-
-
-def test_smallnorb_validates_on_the_first_half_of_its_test_images(tmp_path: Path) -> None:
-    write_set(tmp_path / "smallnorb-elevation", {"train": 900, "test": 600}, 9)
-    found = parts(tmp_path, "smallnorb-elevation")
-    assert found == {"train": list(range(800)), "val": list(range(900, 1100)), "test": list(range(1200, 1500))}
-
-
-def test_class_folders_do_not_give_the_first_classes_only(tmp_path: Path) -> None:
+def test_a_set_sorted_by_class_is_shuffled(tmp_path: Path) -> None:
     plant_classes(tmp_path / "svhn" / "train", {str(label): 110 for label in range(10)})
     plant_classes(tmp_path / "svhn" / "test", {str(label): 1 for label in range(10)}, 5000)
     train, val = (open_source("vtab/svhn", split, data_root=tmp_path) for split in ("train", "val"))
@@ -158,7 +144,7 @@ def test_class_folders_do_not_give_the_first_classes_only(tmp_path: Path) -> Non
     assert again.fingerprint() == train.fingerprint()
 
 
-def test_a_set_in_cycles_of_its_factors_is_mixed(tmp_path: Path) -> None:
+def test_a_set_in_cycles_of_its_factors_is_shuffled(tmp_path: Path) -> None:
     """As dSprites lies: one factor varies fastest, the label only after hundreds of images; nor is it sorted."""
     order = [*range(1500, 3000), *range(1500)]
     labels = [index // 300 for index in order]
@@ -168,7 +154,7 @@ def test_a_set_in_cycles_of_its_factors_is_mixed(tmp_path: Path) -> None:
     assert (np.bincount(train.labels, minlength=10) > 50).all()  # of 80, by chance
 
 
-def test_all_1000_images(tmp_path: Path) -> None:
+def test_vtab1000_trains_on_all_1000_images(tmp_path: Path) -> None:
     write_set(tmp_path / "svhn", {"train": 1200, "test": 50}, 10)
     train = open_source("vtab1000/svhn", "train", data_root=tmp_path)
     assert [which(train.read(i)) for i in range(1000)] == list(range(1000))
@@ -191,7 +177,7 @@ def write_lists(folder: Path, classes: int) -> None:
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
 
 
-def test_the_lists_of_vtab_1k(tmp_path: Path) -> None:
+def test_published_lists_are_read(tmp_path: Path) -> None:
     write_lists(tmp_path / "smallnorb_azi", 18)
     found = parts(tmp_path, "smallnorb-azimuth")
     assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1000, 1030))}
@@ -201,7 +187,7 @@ def test_the_lists_of_vtab_1k(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["images/a.png", "images/a.png 18", "/etc/passwd 1", "../a.png 1", "images/a.png x"])
-def test_a_list_that_is_wrong(tmp_path: Path, line: str) -> None:
+def test_an_invalid_list_line_is_rejected(tmp_path: Path, line: str) -> None:
     write_lists(tmp_path / "smallnorb-azimuth", 18)
     with (tmp_path / "smallnorb-azimuth" / "train800.txt").open("a") as file:
         file.write(f"{line}\n")
@@ -220,11 +206,11 @@ def test_raw_records_are_read_after_the_conversion_in_the_docs(tmp_path: Path, m
     assert len(train.classes) == 16
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_or_too_small_task_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(vtab.AbsentTask, match="no folder"):
         open_source("vtab/kitti-distance", "train", data_root=tmp_path)
     write_set(tmp_path / "dsprites-location", {"train": 1000}, 16)
-    with pytest.raises(DataError, match="some to test on"):
+    with pytest.raises(DataError, match="1,000 training images"):
         open_source("vtab/dsprites-location", "test", data_root=tmp_path)
 
 
@@ -318,7 +304,7 @@ def test_all_19_make_a_score() -> None:
     assert "no VTAB score" not in shown.get()
 
 
-def test_a_task_that_diverges_is_told(
+def test_a_task_that_diverges_is_reported(
     planted: tuple[Path, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_runs.without_figures(monkeypatch)

@@ -1,7 +1,7 @@
-"""Whether images are still the ones they were: names alone do not tell.
+"""Hashes that show whether images have changed: names alone do not.
 
-sample_hash(source)       of the bytes of some images, wherever they lie: equal for copies
-content_stamp(source)     changes also with the size and the time of change of every file
+sample_hash(source)       hash of the bytes of some images: equal for copies in another place
+content_stamp(source)     also changes with the size and modification time of every file
 """
 
 import hashlib
@@ -12,12 +12,12 @@ import numpy as np
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
-SAMPLE = 64
-CONTENT = 256  # images of a card whose bytes tell sets of the same names apart
+SAMPLE = 64  # images hashed by default
+CONTENT = 256  # images hashed for a card
 
 
 def sample_hash(source: Source, count: int = SAMPLE) -> str:
-    """Of so many images, spread evenly; one that cannot be read counts as that."""
+    """Hash of the bytes of `count` evenly spaced images; an unreadable image is hashed as unreadable."""
     digest = hashlib.sha256()
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int)):
         try:
@@ -29,7 +29,7 @@ def sample_hash(source: Source, count: int = SAMPLE) -> str:
 
 
 def content_stamp(source: Source) -> str:
-    """An edited file is noticed, unless its size and its time stay the same and it is none of the sample."""
+    """Hash of the sample and of every file's size and modification time."""
     digest = hashlib.sha256(sample_hash(source).encode())
     for path in source.files():
         try:

@@ -1,10 +1,10 @@
-"""Two sets that need no download: `digits`, real and shipped with the package, and `shapes`, drawn on the fly.
+"""Two data sets without a download: `digits`, shipped with the package, and `shapes`, drawn on the fly.
 
-    digits                                     1,797 handwritten digits of 8 x 8 pixels; test is every fifth, 360
-    digits:01234                               only these classes of them
-    shapes:size=64,count=10000,classes=10      textured shapes on cluttered backgrounds; place and mask are known
+    digits                                     1,797 handwritten digits of 8 x 8 pixels; every fifth is a test image
+    digits:01234                               only these classes
+    shapes:size=64,count=10000,classes=10      textured shapes on cluttered backgrounds, with known position and mask
 
-digits.npz is the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak; UCI Machine Learning
+digits.npz is the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak; UCI Machine Learning
 Repository, 1998, CC BY 4.0), grey levels 0 to 16.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from plainvit.config import nearest
 from plainvit.data.sources import AbsentSplit, Source
 
-# The splits of `shapes` are streams of their own, so a larger training set never meets the test images
+# Each split of `shapes` has its own random stream, so that no training set contains test images
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
 
@@ -33,23 +33,22 @@ class Pixels(Source):
 
 
 def digits(split: str, only: str = "") -> Pixels:
-    """Train: four of five images; test: every fifth. `only` are the digits that are kept, such as 01234."""
+    """Every fifth image is for testing, the others for training. `only` lists the digits to keep, such as 01234."""
     if not set(only) <= set("0123456789") or len(set(only)) != len(only):
         raise ValueError(f"digits has the classes 0 to 9, each named once: digits:01234; got {only!r}")
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         grey, labels = file["images"], file["labels"]
     numbers = np.arange(len(labels))
-    train = numbers[numbers % 5 != 0]
-    chosen = {"test": numbers[::5], "train": train}.get(split)
+    chosen = {"test": numbers[::5], "train": numbers[numbers % 5 != 0]}.get(split)
     if chosen is None:
-        raise AbsentSplit("digits has a train and a test split: hold out a part of train to validate")
+        raise AbsentSplit(f"digits has no {split} split, only train and test: use --holdout to validate")
     kept = np.array([int(digit) for digit in only or "0123456789"])
     chosen = chosen[np.isin(labels[chosen], kept)]
-    places = np.zeros(10, int)
-    places[kept] = np.arange(len(kept))
+    new_labels = np.zeros(10, int)
+    new_labels[kept] = np.arange(len(kept))
     pixels = (grey[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
     rgb = np.repeat(pixels[..., None], 3, axis=-1)  # [N, 8, 8, 3]
-    return Pixels(rgb, places[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
+    return Pixels(rgb, new_labels[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
 
 
 # Signed distances to each shape's edge at unit size; below 0 is inside
@@ -68,7 +67,7 @@ SHAPES = {
 
 
 class Shapes(Source):
-    """Each image is a function of (split, number) alone, whatever the count or the process."""
+    """Drawn images; each is a function of (split, index) alone."""
 
     def __init__(self, split: str, size: int, count: int, classes: int) -> None:
         self.size, self.stream, self.classes = size, STREAMS[split], tuple(SHAPES)[:classes]
@@ -80,8 +79,7 @@ class Shapes(Source):
     def read(self, index: int) -> np.ndarray:
         return self.draw(index)[0]
 
-    def extent(self, index: int) -> tuple[int, int]:  # noqa: ARG002
-        """Known without drawing it."""
+    def extent(self, index: int) -> tuple[int, int]:  # noqa: ARG002 - known without drawing the image
         return self.size, self.size
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float, float]]:
@@ -96,7 +94,7 @@ class Shapes(Source):
         return np.where(mask[..., None], texture, pixels).astype(np.uint8), mask, (row, column, radius)
 
     def _background(self, random: np.random.Generator) -> np.ndarray:
-        """Another texture, under small pieces of other shapes that do not say the label."""
+        """Another texture, with small pieces of random shapes that do not depend on the label."""
         pixels = _texture(random, self.size)
         for _ in range(6):
             kind = list(SHAPES)[random.integers(len(SHAPES))]
@@ -113,7 +111,7 @@ class Shapes(Source):
 
 
 def _texture(random: np.random.Generator, size: int) -> np.ndarray:
-    """Stripes between two colours, with noise: no class has a colour or a texture of its own."""
+    """Noisy stripes of two random colors: neither color nor texture depends on the class."""
     first, second = random.uniform(0, 255, (2, 3))
     angle, period, phase = random.uniform(0, np.pi), random.uniform(3, 12) * size / 64, random.uniform(0, 6.28)
     steps = np.arange(size)
@@ -123,7 +121,7 @@ def _texture(random: np.random.Generator, size: int) -> np.ndarray:
 
 
 def shapes(split: str, options: str) -> Shapes:
-    """`size`, `count` (10,000, or 2,000 outside train) and `classes` as size=64,count=500."""
+    """Parse options such as size=64,count=500,classes=10 (count is 10,000 for train, otherwise 2,000)."""
     values = {"size": 64, "count": 10_000 if split == "train" else 2_000, "classes": 10}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
@@ -131,5 +129,5 @@ def shapes(split: str, options: str) -> Shapes:
             raise ValueError(f"shapes has no option {option!r}; {nearest(key, values)}, as in shapes:size=64,count=500")
         values[key] = int(value)
     if not 8 <= values["size"] <= 4096 or not 1 <= values["classes"] <= len(SHAPES) or values["count"] < 1:
-        raise ValueError(f"shapes takes size 8 to 4096, 1 to {len(SHAPES)} classes and a count of at least 1")
+        raise ValueError(f"shapes takes size 8 to 4096, classes 1 to {len(SHAPES)}, count 1 or more; got {options!r}")
     return Shapes(split, values["size"], values["count"], values["classes"])

@@ -1,7 +1,7 @@
-"""Sets that have a name, with their official splits; read from the data root, DATA_ROOT/NAME.
+"""Known data sets with their official splits and class counts, read from DATA_ROOT/NAME.
 
-Below it a set may lie as parquet shards, packed tars or folders. No address is shipped that could not be checked, so
-nothing is downloaded by name: `hf:org/dataset` takes any address that you know.
+A set may be stored as parquet, tar shards or class folders. Nothing is downloaded by name; `hf:org/dataset` reads any
+data set of the Hugging Face hub.
 """
 
 import json
@@ -19,10 +19,10 @@ from plainvit.data.sources import AbsentSplit, Source, open_folder
 @dataclass(frozen=True)
 class Known:
     classes: int
-    splits: tuple[str, ...]  # the official ones
+    splits: tuple[str, ...]
     about: str
-    folder: str = ""  # below the data root, where it is not the name
-    least: int = 0  # classes that a copy without those that nobody scores may have
+    folder: str = ""  # below the data root, if it differs from the name
+    least: int = 0  # fewest classes of a copy that leaves out classes which are not scored
 
 
 SETS: dict[str, Known] = {
@@ -47,32 +47,34 @@ for _name, _task in vtab.TASKS.items():
 
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
-    """One split of a known set, checked against its official number of classes."""
+    """Open one split of a known set and check its number of classes."""
     known = SETS[name]
     if data_root is None:
-        raise DataError(f"{name} is read from a data root: give --data-root DIR, with the images in DIR/{tree(name)}")
+        raise DataError(
+            f"{name} needs a data root: give --data-root DIR with the images in DIR/{describe_layout(name)}"
+        )
     group, _, task = name.partition("/")
     if task in vtab.TASKS:
         source = vtab.open_task(task, split, data_root, whole=group == "vtab1000")
-        if len(source.classes) != known.classes:
-            raise DataError(f"{name} has {known.classes} classes, but its images in {data_root} {len(source.classes)}")
-        return source
-    folder = data_root / (known.folder or name)
-    if not folder.is_dir():
-        raise DataError(
-            f"{name} is not in the data root: there is no folder {folder}; its images lie in {data_root / tree(name)}"
-        )
-    if known.splits == ("test",):
-        source = _open_test_only(name, folder, split)
+        folder = data_root
     else:
-        source = open_folder(folder, official_split(name, split))
+        folder = data_root / (known.folder or name)
+        if not folder.is_dir():
+            raise DataError(
+                f"{name} is not in the data root: there is no folder {folder}; put its images in "
+                f"{data_root / describe_layout(name)}"
+            )
+        if known.splits == ("test",):
+            source = _open_test_only(name, folder, split)
+        else:
+            source = open_folder(folder, official_split(name, split))
     if len(source.classes) != known.classes and not 0 < known.least <= len(source.classes) <= known.classes:
-        raise DataError(f"{name} has {known.classes} classes, but {folder} has {len(source.classes)}")
+        raise DataError(f"{name} has {known.classes} classes, but the images in {folder} have {len(source.classes)}")
     return source
 
 
-def tree(name: str) -> str:
-    """Where a set's images lie below the data root, as class folders; parquet or tars may be in their place."""
+def describe_layout(name: str) -> str:
+    """The class folders of a set below the data root; parquet or tar files may take their place."""
     known, splits = SETS[name], ",".join(SETS[name].splits)
     if name.startswith(("vtab/", "vtab1000/")):
         return known.folder
@@ -81,25 +83,25 @@ def tree(name: str) -> str:
 
 
 def official_split(spec: str, split: str) -> str:
-    """What a split is called where it comes from: the test images of ImageNet are its validation set."""
+    """The official name of a split: the test images of ImageNet are its validation set."""
     known = SETS.get(spec)
     return "val" if known and split == "test" and split not in known.splits else split
 
 
 def _open_test_only(name: str, folder: Path, split: str) -> Source:
-    """A set that is a test set as a whole, and so has no folders of splits; ObjectNet's and Sketch's lie one deeper."""
+    """A test set without split folders; ObjectNet and ImageNet-Sketch have one more folder level."""
     if split != "test":
-        raise AbsentSplit(f"{name} is a test set: it has no {split} split")
+        raise AbsentSplit(f"{name} has no {split} split: it is a test set")
     inner = next((folder / part for part in ("images", "sketch") if (folder / part).is_dir()), folder)
     try:
         source = open_folder(inner, "test")
     except AbsentSplit:
-        source = open_folder(inner, "train")  # where there are no splits, all images
+        source = open_folder(inner, "train")  # no split folders: all images
     return WithoutBorder(source) if name == "objectnet" else source
 
 
 class WithoutBorder(Source):
-    """ObjectNet's images carry a red border, which its authors cut off: two pixels on each side."""
+    """ObjectNet without the red border of two pixels that marks its images as test images."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.labels, self.classes = source, source.labels, source.classes
@@ -116,7 +118,7 @@ class WithoutBorder(Source):
 
 
 def real_labels(data_root: Path) -> list[list[int]]:
-    """ReaL's lists of labels, one for each of ImageNet's 50,000 validation images in their official order."""
+    """ReaL's label lists, one for each of ImageNet's 50,000 validation images in official order."""
     path = data_root / "imagenet-real" / "real.json"
     if not path.is_file():
         raise DataError(f"ImageNet-ReaL's labels are not in the data root: there is no file {path}")
@@ -124,10 +126,10 @@ def real_labels(data_root: Path) -> list[list[int]]:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(labels, list) or len(labels) != 50_000 or not all(map(_label_list, labels)):
+    if not isinstance(labels, list) or len(labels) != 50_000 or not all(map(_is_label_list, labels)):
         raise DataError(f"{path} is not ReaL's list of 50,000 label lists")
     return labels
 
 
-def _label_list(value: object) -> bool:
+def _is_label_list(value: object) -> bool:
     return isinstance(value, list) and all(type(label) is int and 0 <= label < 1000 for label in value)

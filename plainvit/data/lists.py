@@ -34,7 +34,7 @@ class _Row(NamedTuple):
 
 
 def find_list(folder: Path) -> Path | None:
-    """The list in a folder. A metadata file without labels next to class folders describes images, it lists none."""
+    """Find the list in a folder. A metadata file without labels next to class folders is ignored."""
     for name in (*LISTS, *METADATA):
         path = folder / name
         if path.is_file() and (name in LISTS or _has_labels(path) or not class_names(folder)):
@@ -49,10 +49,10 @@ def _has_labels(path: Path) -> bool:
 
 
 def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[str] | None = None) -> Source:
-    """The images of one split, under `classes` where they are given.
+    """Open the images of one split.
 
-    A row without a split is for training: given to every split, it would be trained on and tested on. In a folder of
-    one split (`folder_of`) all rows belong to it. Without a column of splits, metadata.csv may list train/1.jpg.
+    Rows without a split are training images. In a split folder (`folder_of` names its split) all rows belong to it.
+    metadata.csv without a split column may list train/1.jpg. `classes` overrides the classes of the list.
     """
     rows = _read_rows(path)
     if path.name in METADATA and not folder_of:
@@ -60,9 +60,9 @@ def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[
     classes = _find_classes(path, rows) if classes is None else classes
     number = {name: label for label, name in enumerate(classes)}
     for row in rows:
-        fault = _find_fault(row, number, folder_of)
-        if fault:
-            raise DataError(f"{path} line {row.line}: {fault}")
+        problem = _find_problem(row, number, folder_of)
+        if problem:
+            raise DataError(f"{path} line {row.line}: {problem}")
     chosen = [row for row in rows if (row.split or folder_of or "train") in SPLITS[split]]
     if not chosen:
         raise AbsentSplit(f"{path} lists no images for the {split} split")
@@ -83,25 +83,25 @@ def _read_class_list(path: Path) -> list[str]:
     try:
         names = [name for name in path.read_text(encoding="utf-8-sig").split("\n") if name]
     except ValueError as error:
-        raise DataError(f"{path} is not in UTF-8: {error}") from error
+        raise DataError(f"{path} is not UTF-8: {error}") from error
     if len(set(names)) < len(names):
-        raise DataError(f"{path} names a class twice")
+        raise DataError(f"{path} lists a class twice: remove the duplicate")
     return names
 
 
-def _find_fault(row: _Row, classes: dict[str, int], folder_of: str) -> str:
-    """What is wrong with a row, or nothing."""
-    words = [word for names in SPLITS.values() for word in names]
-    name = Path(row.file)
-    if row.split not in ("", *words):
-        return f"the split {row.split!r} is unknown; {nearest(row.split, words)}"
+def _find_problem(row: _Row, classes: dict[str, int], folder_of: str) -> str:
+    """What is wrong with a row; empty if nothing."""
+    split_names = [name for names in SPLITS.values() for name in names]
+    path = Path(row.file)
+    if row.split not in ("", *split_names):
+        return f"the split {row.split!r} is unknown; {nearest(row.split, split_names)}"
     if folder_of and row.split and row.split not in SPLITS[folder_of]:
-        return f"the split {row.split!r} contradicts the folder, which is of the {folder_of} split"
+        return f"the split {row.split!r} contradicts the folder, which holds the {folder_of} split"
     if row.label not in classes:
         return f"the label {row.label!r} is not in classes.txt, or not among the classes of the training images"
     if "\0" in row.file or not _is_encodable(row.file):
-        return f"{row.file!r} cannot be the name of a file"
-    if name.is_absolute() or ".." in name.parts:
+        return f"{row.file!r} is not a valid file name"
+    if path.is_absolute() or ".." in path.parts:
         return f"{row.file!r} is outside the list's folder"
     return ""
 
@@ -115,37 +115,37 @@ def _is_encodable(name: str) -> bool:
 
 def _read_rows(path: Path) -> list[_Row]:
     if path.stat().st_size > LIST_LIMIT:
-        raise DataError(f"{path} is larger than any list of images ({LIST_LIMIT >> 30} GiB)")
+        raise DataError(f"{path} is larger than {LIST_LIMIT >> 30} GiB, the limit for a list of images")
     rows: list[_Row] = []
     line = 0
-    with path.open(encoding="utf-8-sig", newline="") as file:  # a spreadsheet puts a byte order mark first
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
         try:
             for line, cells in _csv_cells(file) if path.suffix == ".csv" else _json_cells(file):
                 row = _pick_cells(line, cells)
                 if row is None:
-                    found = f"; it has {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
-                    columns = "the columns are file,label[,split]"
-                    raise DataError(f"{path} line {line} lacks a file or a label: {columns}{found}")
+                    found = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
+                    expected = "expected the columns file,label[,split]"
+                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}{found}")
                 rows.append(row)
         except DataError:
             raise
         except (ValueError, csv.Error, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # json's own line number is always 1 here
+            reason = getattr(error, "msg", error)  # json's own line number is always 1
             raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
     return rows
 
 
 def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Rows by the names in the header; a first row that begins with the name of an image is no header."""
+    """Rows as dicts by the header's names; a first row that starts with an image's name is not a header."""
     reader = csv.reader(file)
     header: list[str] | None = None
     for cells in reader:
         if not cells:
             continue
         if header is None:
-            headless = len(cells) in (2, 3) and cells[0].lower().endswith(SUFFIXES)
-            header = list(COLUMNS)[: len(cells)] if headless else cells
-            if not headless:
+            has_no_header = len(cells) in (2, 3) and cells[0].lower().endswith(SUFFIXES)
+            header = list(COLUMNS)[: len(cells)] if has_no_header else cells
+            if not has_no_header:
                 continue
         yield reader.line_num, dict(zip(header, cells, strict=False))
 
@@ -157,7 +157,7 @@ def _json_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _pick_cells(line: int, cells: Any) -> _Row | None:
-    """The cells under any of their columns' names; None where a file or a label is missing."""
+    """A row from cells under any accepted column name; None if a file or a label is missing."""
     if not isinstance(cells, dict):
         return None
     found = {
@@ -170,7 +170,7 @@ def _pick_cells(line: int, cells: Any) -> _Row | None:
 
 
 def _add_split(row: _Row) -> _Row:
-    """By the folder that the file is in, as Hugging Face's imagefolder does."""
+    """Take the split from the top folder of the file, as Hugging Face's imagefolder does."""
     top, inside, _ = row.file.partition("/")
-    named = inside and any(top in names for names in SPLITS.values())
-    return row._replace(split=top) if named and not row.split else row
+    is_split = inside and any(top in names for names in SPLITS.values())
+    return row._replace(split=top) if is_split and not row.split else row

@@ -1,12 +1,11 @@
-"""Batches in an order that is a function of (seed, step) alone, by one of two ways to the device.
+"""Training and evaluation batches. The order depends on (seed, step) alone.
 
     loader = Loader(source, batch=512, size=(64, 64), augment=Augment(), seed=0, device="cuda")
-    for batch in loader.batches(start=step):            # goes on exactly where another process stopped
+    for batch in loader.batches(start=step):            # continues exactly where another process stopped
 
-Streamed: worker processes read, decode, crop and flip to uint8; the device does the rest. Resident: a set that fits is
-decoded once into device memory as uint8, and everything happens there, batched. Boxes, flips, operations and colours
-come from the same numbers either way; resizing differs slightly, so a run records which way it began (`mode`). A worker
-that dies is replaced, and its batch made again.
+mode="streamed": worker processes read, decode, crop and flip to uint8; the device does the rest. mode="resident": a set
+that fits is decoded once into device memory as uint8, and all augmentation happens there. Both use the same random
+numbers, but resizing differs slightly, so a run records its mode. A worker that dies is replaced and its batch remade.
 """
 
 import contextlib
@@ -24,26 +23,26 @@ from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
 from plainvit.data.policy import Policy, to_device
-from plainvit.data.resident import Resident, ahead, extents_that_fit, steps_at_once
+from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, finish
-from plainvit.data.workers import Evaluate, Train, default_workers, in_order, refuse_many
+from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, run_workers
 
 log = logging.getLogger("plainvit")
 
 
 @dataclass
 class Batch:
-    """Images [B, 3, H, W] (uint8, or floats in [0, 1]), labels [B], and where they stand in the source."""
+    """Images [B, 3, H, W] (uint8, or floats in [0, 1]), labels [B] and their indices in the source."""
 
     images: Tensor
     labels: Tensor
     index: np.ndarray
-    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, why) of images that could not be decoded
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, reason) of images that could not be decoded
 
 
 class Loader:
-    """Training batches of one source: this process's share of each global batch."""
+    """Training batches of one source: this process's part of each global batch."""
 
     def __init__(
         self,
@@ -60,21 +59,22 @@ class Loader:
         mode: Literal["auto", "streamed", "resident"] = "auto",
         force: bool = False,
     ) -> None:
-        """mode resident is an error where memory is too small for it; forced, images are streamed then."""
+        """mode="resident" raises if memory is too small; with `force` the images are streamed instead."""
         if batch % world:
-            raise ValueError(f"a batch of {batch} cannot be shared equally by {world} processes")
+            raise ValueError(f"--batch {batch} must be a multiple of the {world} processes")
         self.source, self.size, self.augment, self.seed = source, size, augment, seed
-        self.batch, self.rank, self.share = batch, rank, batch // world
+        self.batch, self.rank, self.local_batch = batch, rank, batch // world
         self.device = torch.device(device)
         self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        wanted = augment.randaugment[0] or augment.three_augment
-        self.policy = Policy(augment, size, self.device) if wanted else None
+        has_policy = augment.randaugment[0] or augment.three_augment
+        self.policy = Policy(augment, size, self.device) if has_policy else None
         self._draws = DRAWS + (self.policy.draws if self.policy else 0)
-        self._before = augment.replace(colour=0.0, erase=0.0) if self.policy else augment  # in resident memory
-        self._after = augment.replace(flip=0.0)  # the workers have flipped, or what comes before a policy has
-        extents = None if mode == "streamed" else extents_that_fit(source, self.device, mode == "resident", force)
+        # Color and erasing follow the policy, if there is one; flips come before it
+        self._augment_before_policy = augment.replace(colour=0.0, erase=0.0) if self.policy else augment
+        self._augment_after_policy = augment.replace(flip=0.0)
+        extents = None if mode == "streamed" else find_resident_sizes(source, self.device, mode == "resident", force)
         self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
         for index, reason in self.bad.items():
             log.warning("%s: %s", source.name(index), reason)
@@ -85,80 +85,79 @@ class Loader:
 
     def positions(self, step: int) -> np.ndarray:
         """Global positions of this process's part of a step's batch."""
-        return np.arange(*self._part(step))
+        return np.arange(*self._position_range(step))
 
-    def _part(self, step: int) -> tuple[int, int]:
-        start = step * self.batch + self.rank * self.share
-        return start, start + self.share
+    def _position_range(self, step: int) -> tuple[int, int]:
+        start = step * self.batch + self.rank * self.local_batch
+        return start, start + self.local_batch
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch]:
-        """From step `start` on, without end unless `stop` is given."""
-        made = self._resident(start, stop) if self.resident else self._streamed(start, stop)
-        with contextlib.closing(made):  # the workers end with the loop that asked for batches, however it ends
-            for batch in made:
-                self._count(batch.bad)
+        """Yield the batches of steps `start` to `stop`, without end if `stop` is None."""
+        batches = self._resident_batches(start, stop) if self.resident else self._streamed_batches(start, stop)
+        with contextlib.closing(batches):  # ends the workers, also when the caller breaks or raises
+            for batch in batches:
+                self._record_bad(batch.bad)
                 yield batch
 
-    def _streamed(self, start: int, stop: int | None) -> Generator[Batch]:
-        made = in_order(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
-        with contextlib.closing(made):
-            for step, (images, labels, index, bad) in made:
+    def _streamed_batches(self, start: int, stop: int | None) -> Generator[Batch]:
+        items = run_workers(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
+        with contextlib.closing(items):
+            for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-                if self.policy or self._after.colour or self._after.erase:
-                    images = self._finished(images, self._uniforms(range(step, step + 1)))
+                if self.policy or self._augment_after_policy.colour or self._augment_after_policy.erase:
+                    images = self._apply_policy(images, self._uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
-    def _resident(self, start: int, stop: int | None) -> Generator[Batch]:
-        """Several steps' images are made at once, and always the same steps together, wherever a run goes on."""
-        chunk = steps_at_once(self.share, self.size, self.device)
+    def _resident_batches(self, start: int, stop: int | None) -> Generator[Batch]:
+        """Make several steps at once. A step is always made with the same others, so that resuming is exact."""
+        chunk = steps_at_once(self.local_batch, self.size, self.device)
         first = start - start % chunk
         chunks = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
-        made = (ahead if chunk > 1 else map)(lambda at: self._made(range(at, at + chunk)), chunks)
+        made = (prefetch if chunk > 1 else map)(lambda step: self._make_batches(range(step, step + chunk)), chunks)
         batches = itertools.chain.from_iterable(made)
         yield from itertools.islice(batches, start - first, None if stop is None else stop - first)
 
-    def _made(self, steps: range) -> list[Batch]:
+    def _make_batches(self, steps: range) -> list[Batch]:
         assert self.resident is not None
-        index = self._good(self.order.sample(np.concatenate([self.positions(step) for step in steps])))
+        index = self._replace_bad(self.order.sample(np.concatenate([self.positions(step) for step in steps])))
         u = self._uniforms(steps)
-        where, there = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
-        images, labels = self.resident.batch(where, there, self._before, self.size)
-        images = self._finished(images, u) if self.policy else images
-        parts = images.split(self.share), labels.split(self.share), np.split(index, len(steps))
+        device_index, device_u = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
+        images, labels = self.resident.batch(device_index, device_u, self._augment_before_policy, self.size)
+        images = self._apply_policy(images, u) if self.policy else images
+        parts = images.split(self.local_batch), labels.split(self.local_batch), np.split(index, len(steps))
         return [Batch(*part) for part in zip(*parts, strict=True)]
 
-    def _finished(self, images: Tensor, u: Tensor) -> Tensor:
-        """What follows cropping and flipping: policy, colours and holes."""
+    def _apply_policy(self, images: Tensor, u: Tensor) -> Tensor:
+        """The augmentation after cropping and flipping: policy, color and erasing."""
+        augment = self._augment_after_policy
         if self.policy:
             images = self.policy(images, u[:, DRAWS:])
-        if self._after.colour or self._after.erase:
-            finished = self.resident.finish if self.resident else finish
-            images = finished(images, to_device(u, self.device), self._after)
+        if augment.colour or augment.erase:
+            apply = self.resident.finish if self.resident else finish
+            images = apply(images, to_device(u, self.device), augment)
         return images
 
     def _uniforms(self, steps: range) -> Tensor:
-        """On the host where a policy reads them, otherwise on the device: they are the same."""
-        where = "cpu" if self.policy else self.device
-        position = torch.cat([torch.arange(*self._part(step), device=where) for step in steps])
+        """Random numbers of these steps: on the host if a policy reads them, otherwise on the device."""
+        device = "cpu" if self.policy else self.device
+        position = torch.cat([torch.arange(*self._position_range(step), device=device) for step in steps])
         return uniforms(self.seed, position // len(self.source), position % len(self.source), self._draws)
 
-    def _good(self, index: np.ndarray) -> np.ndarray:
-        """The next image that can be decoded stands in for one that cannot."""
-        if self.bad:
-            index = index.copy()
-            for place, one in enumerate(index):
-                while int(index[place]) in self.bad:
-                    index[place] = (index[place] + 1) % len(self.source)
-                    if index[place] == one:
-                        raise DataError("no image of the set can be decoded")
+    def _replace_bad(self, index: np.ndarray) -> np.ndarray:
+        """Replace each image that cannot be decoded by the next one that can."""
+        if len(self.bad) == len(self.source):
+            raise DataError("no image of the set can be decoded")
+        index = index.copy()
+        while self.bad and (is_bad := np.isin(index, list(self.bad))).any():
+            index[is_bad] = (index[is_bad] + 1) % len(self.source)
         return index
 
-    def _count(self, bad: list[tuple[int, str]]) -> None:
+    def _record_bad(self, bad: list[tuple[int, str]]) -> None:
         for index, reason in bad:
             if index not in self.bad:
                 self.bad[index] = reason
                 log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
-        refuse_many(len(self.bad), len(self.source))
+        check_bad_count(len(self.bad), len(self.source))
 
 
 def evaluation_batches(
@@ -172,16 +171,16 @@ def evaluation_batches(
     workers: int | None = 0,
     device: str | torch.device = "cpu",
 ) -> Generator[Batch]:
-    """Every image of the source once over all processes, in order; the last batch may be smaller.
+    """Yield every image of the source once over all processes, in order; the last batch may be smaller.
 
-    workers: None chooses them; a single batch is made without, as one worker would make it alone.
+    workers=None chooses the number; a single batch is made without workers.
     """
     index = np.arange(rank, len(source), world)
     work = Evaluate(source, index, batch, size, preprocess)
     if workers is None:
         workers = min(default_workers(), len(work)) if len(work) > 1 else 0
-    made = in_order(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
-    with contextlib.closing(made):
-        for _, (images, labels, where, bad) in made:
+    items = run_workers(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
+    with contextlib.closing(items):
+        for _, (images, labels, indices, bad) in items:
             images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
-            yield Batch(images, labels, where.numpy(), bad)
+            yield Batch(images, labels, indices.numpy(), bad)

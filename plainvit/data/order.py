@@ -1,7 +1,7 @@
 """Order and randomness as pure functions of (seed, epoch, position).
 
-Nothing here has state: any process can compute any sample's place and its random numbers, so resuming needs one
-integer, and the number of workers or processes never shows. The same hash runs on the CPU and on a GPU, bit for bit.
+Any process can compute any sample and its random numbers, so resuming needs only the step, and results do not depend on
+the number of workers or processes. The hash gives the same bits on CPU and GPU.
 """
 
 import numpy as np
@@ -13,12 +13,12 @@ GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -77235922931
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's keeps the sign."""
+    """Logical right shift: torch's keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def scramble(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 (which wraps around): every input bit moves every output bit."""
+    """SplitMix64's finaliser on int64 (which wraps around): every input bit affects every output bit."""
     x = (x ^ _shift(x, 30)) * FIRST
     x = (x ^ _shift(x, 27)) * SECOND
     return x ^ _shift(x, 31)
@@ -26,27 +26,27 @@ def scramble(x: Tensor) -> Tensor:
 
 def uniforms(seed: int, epoch: Tensor, position: Tensor, count: int) -> Tensor:
     """Random numbers in [0, 1) for each (epoch, position): [B, count] in fp32, 24 bits each."""
-    start = torch.full((), seed, dtype=torch.int64, device=epoch.device)  # torch.tensor would wait for the device
+    start = torch.full((), seed, dtype=torch.int64, device=epoch.device)  # torch.tensor would synchronize
     key = scramble(scramble(epoch.long() + scramble(start + GOLDEN)) ^ position.long())
     draws = torch.arange(1, count + 1, device=epoch.device) * GOLDEN
     return _shift(scramble(scramble(key.unsqueeze(1) + draws)), 40).float() * 2.0**-24
 
 
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of one epoch: indices sorted by their hash, the same with any version of any library."""
+    """The order of one epoch: indices sorted by their hash, independent of library versions."""
     salt = scramble(torch.tensor(epoch) + scramble(torch.tensor(seed) ^ GOLDEN))
     return np.argsort(scramble(torch.arange(count) + salt).numpy(), kind="stable")
 
 
 class Order:
-    """Which sample stands at a global position: epochs of permutations, one after the other, without end.
+    """Maps global positions to samples: an endless sequence of epochs, each a permutation.
 
-    With repeats > 1 each sample of the order stands that many times in a row (repeated augmentation); an epoch still
-    has as many positions as samples.
+    With repeats > 1 each sample occurs that many times in a row (repeated augmentation); an epoch still has as many
+    positions as samples.
     """
 
-    def __init__(self, count: int, seed: int, *, repeats: int = 1, shuffle: bool = True) -> None:
-        self.count, self.seed, self.repeats, self.shuffle = count, seed, repeats, shuffle
+    def __init__(self, count: int, seed: int, *, repeats: int = 1) -> None:
+        self.count, self.seed, self.repeats = count, seed, repeats
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def epoch(self, position: np.ndarray) -> np.ndarray:
@@ -62,8 +62,6 @@ class Order:
         return out
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(self.seed, epoch, self.count)
         return self._order

@@ -1,9 +1,9 @@
-"""Tar shards: WebDataset's, with an index for random access.
+"""Tar shards in WebDataset's format, with an index for random access.
 
     plainvit data pack photos/ shards/ --side 320
 
 A packed folder holds SPLIT-00000.tar ... (plain tars: KEY.jpg, KEY.cls) and index.parquet with each image's shard,
-offset, length, label, size and checksum. A folder of tars without an index is scanned once and read just the same.
+offset, length, label, size and checksum. A folder of tars without an index is scanned once.
 """
 
 import json
@@ -23,23 +23,23 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Names, Source
 from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, map_file, split_of, whole_numbers
 
-UNFINISHED = "UNFINISHED"  # lies in a packed folder until its index is written: half a pack must not look like a whole
-LOST = {  # members that have no bytes of their own, by their length
+UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
+LOST = {  # reasons why a member has no data, by its negative length
     -1: "it is a link to what is no image before it in the archive",
     -2: "it is a sparse file",
-    -3: "it is no file, but a pipe or a device",
+    -3: "it is a pipe or a device, not a file",
 }
 INDEXED = {"shard": pa.string(), "name": pa.string(), "offset": pa.int64(), "length": pa.int64(), "label": pa.int64()}
 
 
 def has_tars(folder: Path) -> bool:
-    ours = any((folder / name).is_file() for name in (INDEX, UNFINISHED))
-    return ours or next(folder.glob("*.tar"), None) is not None
+    is_packed = any((folder / name).is_file() for name in (INDEX, UNFINISHED))
+    return is_packed or next(folder.glob("*.tar"), None) is not None
 
 
 def open_tars(folder: Path, split: str) -> Source:
     if (folder / UNFINISHED).is_file():
-        raise DataError(f"{folder} was not packed to its end: delete it and pack again")
+        raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
     table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else scan(folder)
     shards: list[str] = table.column("shard").unique().to_pylist()
     chosen = [name for name in shards if split_of(folder / name, folder) == split]
@@ -57,22 +57,22 @@ def _read_index(path: Path) -> pa.Table:
         raise damaged(path, error) from error
     missing = [name for name in INDEXED if name not in table.column_names]
     if missing:
-        raise DataError(f"{path} lacks the column {missing[0]}: it is no index of shards")
+        raise DataError(f"{path} is not an index of shards: it lacks the column {missing[0]}")
     for name, kind in INDEXED.items():
         column = table.column(name)
         if pa.types.is_integer(kind):
             values = whole_numbers(column, f"the column {name} of {path}")
             if name != "label" and values.min(initial=0) < 0:
-                raise DataError(f"{path} is damaged: an offset or a length is below 0")
+                raise DataError(f"{path} is damaged: column {name} has negative values")
         elif column.type != kind or column.null_count:
-            raise DataError(f"the column {name} of {path} should hold names, but has {column.type}")
-    strangers = [name for name in table.column("shard").unique().to_pylist() if Path(name).name != name]
-    if strangers:
-        raise DataError(f"{path} names the shard {strangers[0]!r}, which is outside its folder")
+            raise DataError(f"the column {name} of {path} must have type {kind}, got {column.type}")
+    outside = [name for name in table.column("shard").unique().to_pylist() if Path(name).name != name]
+    if outside:
+        raise DataError(f"{path} names the shard {outside[0]!r}, which is outside its folder")
     return table
 
 
-def _described(table: pa.Table, folder: Path) -> tuple[str, ...]:
+def _index_classes(table: pa.Table, folder: Path) -> tuple[str, ...]:
     """Class names as `plainvit data pack` writes them into the index."""
     try:
         return tuple(map(str, json.loads((table.schema.metadata or {}).get(b"plainvit", b"{}")).get("classes", ())))
@@ -81,7 +81,7 @@ def _described(table: pa.Table, folder: Path) -> tuple[str, ...]:
 
 
 class Tars(Source):
-    """Members of tar files read by their offsets; checksums are tested on the way where the index has them."""
+    """Members of tar files, read at their offsets; checksums are verified if the index has them."""
 
     def __init__(self, folder: Path, table: pa.Table) -> None:
         self.folder = folder
@@ -91,21 +91,21 @@ class Tars(Source):
         self._offset, self._length = (table.column(name).to_numpy() for name in ("offset", "length"))
         self._crc = table.column("crc32").to_numpy() if "crc32" in table.column_names else None
         self._names = Names(table.column("name").to_pylist())
-        self.labels, self.classes = check_range(table.column("label").to_numpy(), _described(table, folder), folder)
-        self._check()
+        self.labels, self.classes = check_range(table.column("label").to_numpy(), _index_classes(table, folder), folder)
+        self._check_shards()
         self._files: dict[int, int] = {}
 
     def files(self) -> Iterator[str]:
         return (str(self.folder / name) for name in self.shards)
 
-    def _check(self) -> None:
-        """A shard that is missing or cut short is found before training starts."""
+    def _check_shards(self) -> None:
+        """Find missing and truncated shards before training starts."""
         ends = np.zeros(len(self.shards), np.int64)
         np.maximum.at(ends, self._shard, self._offset + self._length)
         for name, end in zip(self.shards, ends, strict=True):
             path = self.folder / name
             if not path.is_file():
-                raise DataError(f"{self.folder} lacks the shard {name} that its index names")
+                raise DataError(f"{self.folder} lacks the shard {name}, which its index names")
             if path.stat().st_size < end:
                 raise DataError(f"{path} is cut short: its index names images beyond its end")
 
@@ -117,32 +117,34 @@ class Tars(Source):
             self._files[shard] = os.open(self.folder / self.shards[shard], os.O_RDONLY)
         data = os.pread(self._files[shard], length, int(self._offset[index]))
         if self._crc is not None and zlib.crc32(data) != self._crc[index]:
-            raise ImageError(f"{self.name(index)}: its checksum does not match the index")
+            raise ImageError(f"{self.name(index)}: the checksum does not match the index")
         return data
 
     def name(self, index: int) -> str:
         return self._names[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the shards for itself: these descriptors mean nothing there."""
+        """Without file descriptors: another process opens the shards itself."""
         return {**self.__dict__, "_files": {}}
 
 
 def scan(folder: Path) -> pa.Table:
-    """An index for tars that have none, from their headers: KEY.jpg with KEY.cls or {"label": N} in KEY.json."""
+    """Build an index from the headers of tars: KEY.jpg with KEY.cls or {"label": N} in KEY.json."""
     columns: dict[str, list[Any]] = {name: [] for name in INDEXED}
     for path in sorted(folder.glob("*.tar")):
-        for name, offset, length, label in _members(path):
+        for name, offset, length, label in _read_members(path):
             if not -1 <= label < MOST_CLASSES:
-                raise DataError(f"{path} has the label {label} for {name}, outside any list of classes")
+                raise DataError(
+                    f"{path}: the label {label} of {name} is invalid (0 to {MOST_CLASSES - 1:,}, or -1 for none)"
+                )
             shown = os.fsencode(name).decode("utf-8", "backslashreplace")
             for key, value in zip(columns, (path.name, shown, offset, length, label), strict=True):
                 columns[key].append(value)
     return pa.table(columns, schema=pa.schema(list(INDEXED.items())))
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
-    """(name, offset, length, label) of each image. A sample's key is its name up to the first dot after the folder."""
+def _read_members(path: Path) -> Iterator[tuple[str, int, int, int]]:
+    """(name, offset, length, label) of each image. The key of a sample is its path up to the first dot of the name."""
     images: dict[str, tuple[str, int, int]] = {}
     places: dict[str, tuple[int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
@@ -159,7 +161,7 @@ def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
                     images[key] = member.name, *found
                 elif suffix in ("cls", "json") and member.isfile() and member.size < 2**20:
                     file = archive.extractfile(member)
-                    labels[key, suffix] = _label(file.read() if file else b"", suffix)
+                    labels[key, suffix] = _parse_label(file.read() if file else b"", suffix)
             _check_end(path, archive.offset)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{path} is cut short or not a tar file: {error}") from error
@@ -170,28 +172,28 @@ def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
 
 
 def find_place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """(offset, length) of a member, a link's being those of what it leads to; a length of LOST where there are none."""
+    """(offset, length) of a member or of a link's target; for unreadable members the length is a key of LOST."""
     if member.isreg():
         return member.offset_data, -2 if member.issparse() else member.size
     if not (member.issym() or member.islnk()):
         return 0, -3
-    beside = posixpath.dirname(member.name) if member.issym() else ""
-    return places.get(posixpath.normpath(posixpath.join(beside, member.linkname)), (0, -1))
+    folder = posixpath.dirname(member.name) if member.issym() else ""
+    return places.get(posixpath.normpath(posixpath.join(folder, member.linkname)), (0, -1))
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """tarfile takes a cut or damaged header for the end; the true end is a block of zeros."""
+    """Raise if the archive does not end with a block of zeros: tarfile also stops at a damaged header."""
     with path.open("rb") as file:
         file.seek(offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"its list of members breaks off at byte {offset:,}")
+            raise tarfile.ReadError(f"invalid header at byte {offset:,}")
 
 
-def _label(data: bytes, suffix: str) -> int:
-    """-1 where a description has none; a .cls that holds no whole number is an error."""
+def _parse_label(data: bytes, suffix: str) -> int:
+    """The label in a .cls or .json member; -1 if a .json has none."""
     if suffix == "cls":
         if not data.strip().removeprefix(b"-").isdigit():
-            raise ValueError(f"a .cls member should hold a whole number, but has {data[:20]!r}")
+            raise ValueError(f"a .cls member must contain an integer, got {data[:20]!r}")
         return int(data)
     try:
         label = json.loads(data).get("label", -1)

@@ -1,12 +1,12 @@
-"""Where images come from: one spelling each, one interface behind them.
+"""Sources of images: every accepted `--data` value, behind one interface.
 
-photos/                       class folders, perhaps inside train/ val/ test/
+photos/                       class folders, optionally inside train/ val/ test/
 photos/labels.csv             a list: file,label[,split]; or .jsonl with those keys
 shards/                       parquet as the Hugging Face hub stores it, or tar shards with an index
 train.parquet, saved/         one such file; a folder of Hugging Face's save_to_disk
 hf:org/dataset                parquet from the hub
-cifar10, oxford-pets, ...     known sets, under the data root
-digits, shapes:size=64        need nothing
+cifar10, oxford-pets, ...     known sets, below the data root
+digits, shapes:size=64        built in
 
 source = open_source("photos/", split="train")
 source.labels[i], source.classes, source.image(i)
@@ -41,11 +41,11 @@ log = logging.getLogger("plainvit")
 
 
 class AbsentSplit(DataError):
-    """The data is sound as far as it was read, but has no such split: the only fault that a survey may pass over."""
+    """The data has no such split; it may have others."""
 
 
 class Source(ABC):
-    """Images with labels, by index. A label of -1 means that there is none."""
+    """Images with labels, by index. A label of -1 means no label."""
 
     spec: str = ""
     split: str = ""
@@ -61,21 +61,21 @@ class Source(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What to call an image when speaking of it."""
+        """The name of an image in messages and tables."""
 
     def files(self) -> Iterable[str]:
-        """Every file that its images lie in; none where they are made on the spot."""
+        """Every file that holds images; none for generated images."""
         return ()
 
     def image(self, index: int) -> np.ndarray:
         return decode(self.read(index))
 
     def extent(self, index: int) -> tuple[int, int]:
-        """(height, width), by the header alone where it is encoded."""
+        """(height, width), from the header if encoded."""
         return size(self.read(index))
 
     def fingerprint(self) -> str:
-        """Changes with the images' names, labels or classes; not with where they lie."""
+        """Hash of names, labels and classes; independent of the folder."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogatepass"))
         digest.update(np.ascontiguousarray(self.labels, np.int32).tobytes())
         for index in range(len(self)):
@@ -84,7 +84,7 @@ class Source(ABC):
 
 
 class Names:
-    """A million file names in one array of bytes: shared by forked workers, and no Python object per name."""
+    """File names in one byte array, which forked workers share: a million names without a million objects."""
 
     def __init__(self, names: Iterable[str]) -> None:
         encoded = [os.fsencode(name) for name in names]
@@ -119,18 +119,18 @@ class Files(Source):
 
 
 def read_image_file(path: str) -> bytes:
-    """The bytes of a regular file. A pipe or a device is never opened: it could block, or never end."""
+    """Read a regular file. Pipes and devices are not opened: reading them could block or never end."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a million times
         if not stat.S_ISREG(status.st_mode):
-            raise ImageError("it is no file, but a folder, a pipe or a device")
+            raise ImageError("it is a folder, a pipe or a device, not a file")
         if status.st_size > FILE_LIMIT:
             raise ImageError(f"{status.st_size:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             return file.read()
     except ImageError:
         raise
-    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise ImageError(getattr(error, "strerror", None) or str(error)) from error
 
 
@@ -158,7 +158,7 @@ class Subset(Source):
 
 
 class Joined(Source):
-    """Several sources one after the other, under the classes of the first."""
+    """Several sources concatenated, with the classes of the first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources, self.classes = list(sources), sources[0].classes
@@ -189,14 +189,14 @@ class Joined(Source):
 def open_source(
     spec: str, split: str = "train", *, data_root: str | Path | None = None, exclude: str | Path | None = None
 ) -> Source:
-    """The images of one split. `exclude` is a list of names to leave out, as `plainvit data check` writes it."""
+    """Open one split. `exclude` is a file of names to leave out, as `plainvit data check --save` writes it."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; {nearest(split, SPLITS)}")
     source = _open(spec, split, Path(data_root) if data_root else None)
     source.spec, source.split = spec, split
     if not len(source):
         raise DataError(f"{spec} has no images in its {split} split")
-    return _excluding(source, Path(exclude)) if exclude else source
+    return _exclude(source, Path(exclude)) if exclude else source
 
 
 def _open(spec: str, split: str, data_root: Path | None) -> Source:
@@ -220,13 +220,12 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
         return known.open_known(spec, split, data_root)
     if "/" in spec or os.sep in spec or path.suffix:
         raise DataError(f"there is no folder or list of images at {spec}")
-    raise ValueError(
-        f"data {spec!r} is neither a folder nor a known set; {nearest(spec, (*known.SETS, 'digits', 'shapes'))}"
-    )
+    names = (*known.SETS, "digits", "shapes")
+    raise ValueError(f"data {spec!r} is neither a folder nor a known set; {nearest(spec, names)}")
 
 
 def open_folder(folder: Path, split: str) -> Source:
-    """Tables, shards, a list of labels, split folders or class folders: told apart by what is there."""
+    """Open one split of a folder: tables, shards, a list of labels, split folders or class folders."""
     from plainvit.data import lists, shards, tables
 
     if tables.has_saved(folder):
@@ -235,9 +234,9 @@ def open_folder(folder: Path, split: str) -> Source:
         return tables.open_parquet(folder, split)
     if shards.has_tars(folder):
         return shards.open_tars(folder, split)
-    listed = lists.find_list(folder)
-    if listed:
-        return lists.open_list(listed, split)
+    image_list = lists.find_list(folder)
+    if image_list:
+        return lists.open_list(image_list, split)
     found = _split_folders(folder)
     if not found and split == "train":
         return _open_classes(folder, None)
@@ -247,42 +246,44 @@ def open_folder(folder: Path, split: str) -> Source:
         classes = _part_classes(found["train"])
     else:
         classes = order_classes({name for part in found.values() for name in _part_classes(part)})
-    listed = lists.find_list(found[split])
-    if listed:
-        return lists.open_list(listed, split, folder_of=split, classes=classes)
+    image_list = lists.find_list(found[split])
+    if image_list:
+        return lists.open_list(image_list, split, folder_of=split, classes=classes)
     return _open_classes(found[split], classes)
 
 
 def _split_folders(folder: Path) -> dict[str, Path]:
-    """The folders of each split; without train/, only those with classes inside, as a class may be named dev."""
+    """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
     found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
     return {name: path for name, path in found.items() if path and (found["train"] or _part_classes(path))}
 
 
 def _part_classes(folder: Path) -> list[str]:
-    """The classes of a folder of one split, by its list or its class folders."""
+    """The classes of a split folder, from its list or its class folders."""
     from plainvit.data import lists
 
-    listed = lists.find_list(folder)
-    return lists.list_classes(listed) if listed else class_names(folder)
+    image_list = lists.find_list(folder)
+    return lists.list_classes(image_list) if image_list else class_names(folder)
 
 
 def class_names(folder: Path) -> list[str]:
-    """Sub-folders in the order of their labels."""
+    """Names of the class folders, in label order."""
     with os.scandir(folder) as entries:
-        return order_classes(entry.name for entry in entries if not entry.name.startswith(".") and _holds(entry.is_dir))
+        return order_classes(
+            entry.name for entry in entries if not entry.name.startswith(".") and _test_entry(entry.is_dir)
+        )
 
 
 def order_classes(names: Iterable[str]) -> list[str]:
-    """The order of the labels everywhere: by name; whole numbers by size, or 10 would come before 2."""
+    """Label order: alphabetical, or numeric if all names are integers."""
     found = list(names)
     if all(len(name) < 19 and name.removeprefix("-").isdecimal() for name in found):
         return sorted(found, key=lambda name: (int(name), name))
     return sorted(found)
 
 
-def _holds(test: Callable[[], bool]) -> bool:
-    """entry.is_dir() or entry.is_file(); False where a link cannot be followed."""
+def _test_entry(test: Callable[[], bool]) -> bool:
+    """entry.is_dir() or entry.is_file(); False for a broken link."""
     try:
         return test()
     except OSError:
@@ -292,27 +293,27 @@ def _holds(test: Callable[[], bool]) -> bool:
 def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     own = class_names(folder)
     classes = own if classes is None else classes
-    strangers = sorted(set(own).difference(classes))
-    if strangers:
-        raise DataError(f"{folder} has the class {strangers[0]!r}, which the training images do not have")
+    unknown = sorted(set(own).difference(classes))
+    if unknown:
+        raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
     if not classes:
-        raise DataError(f"{folder} has no class folders in it, and no labels.csv or labels.jsonl")
+        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl")
     names: list[str] = []
     labels: list[np.ndarray] = []
     unread: list[str] = []
     irregular = _broken_links(folder)
     for label, name in enumerate(classes):
-        inside = (folder / name).is_dir()
-        here = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if inside else []
-        names += here
-        labels.append(np.full(len(here), label, np.int32))
+        exists = (folder / name).is_dir()
+        files = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if exists else []
+        names += files
+        labels.append(np.full(len(files), label, np.int32))
     tell_unread(folder, unread)
-    tell_irregular(folder, irregular)
+    _warn_of_irregular(folder, irregular)
     return Files(folder, names, np.concatenate(labels), classes)
 
 
 def _broken_links(folder: Path) -> list[str]:
-    """Links where class folders are expected that lead nowhere."""
+    """Broken links among the class folders."""
     with os.scandir(folder) as entries:
         return [
             entry.name
@@ -329,15 +330,14 @@ def image_files(
     unread: list[str],
     irregular: list[str],
 ) -> list[str]:
-    """Names below a folder, links followed but never in a circle.
+    """Names of the image files below a folder. Links are followed, but not in circles.
 
-    What is named as an image is one, whatever it is: a broken link, a pipe or a device is an image that cannot be read.
-    These and links to folders that are gone are added to `irregular`, for `tell_irregular`; photos of formats that are
-    not read to `unread`, for `tell_unread`.
+    A broken link, pipe or device with an image's name counts as an unreadable image. These and other broken links are
+    added to `irregular`, images of unsupported formats to `unread`.
     """
     status = folder.stat()
-    here = (status.st_dev, status.st_ino)
-    if here in seen:
+    identity = (status.st_dev, status.st_ino)
+    if identity in seen:
         return []
     found: list[str] = []
     with os.scandir(folder) as entries:
@@ -345,51 +345,45 @@ def image_files(
             name = entry.name
             if name.startswith("."):
                 continue
-            if _holds(entry.is_dir):
-                deeper = seen | {here}
-                path = Path(entry.path)
-                found += image_files(path, f"{prefix}/{name}", deeper, unread=unread, irregular=irregular)
+            if _test_entry(entry.is_dir):
+                path, parents = Path(entry.path), seen | {identity}
+                found += image_files(path, f"{prefix}/{name}", parents, unread=unread, irregular=irregular)
             elif name.lower().endswith(SUFFIXES):
                 found.append(f"{prefix}/{name}")
-                irregular += [] if _holds(entry.is_file) else [found[-1]]
+                irregular += [] if _test_entry(entry.is_file) else [found[-1]]
             elif name.lower().endswith(UNREAD):
                 unread.append(name)
-            elif entry.is_symlink() and not _holds(entry.is_file):
+            elif entry.is_symlink() and not _test_entry(entry.is_file):
                 irregular.append(f"{prefix}/{name}")
     return found
 
 
-def tell_irregular(where: str | Path, names: Sequence[str]) -> None:
-    """That some entries cannot be read, before they are met one by one."""
+def _warn_of_irregular(where: str | Path, names: Sequence[str]) -> None:
     if names:
-        count = f"{len(names):,} entr{'ies are' if len(names) > 1 else 'y is'} no readable file"
-        log.warning("%s: %s (broken links, pipes, devices): %s", where, count, ", ".join(names[:3]))
+        problem = "%s: %d unreadable entries (broken links, pipes or devices): %s"
+        log.warning(problem, where, len(names), ", ".join(names[:3]))
 
 
 def tell_unread(where: str | Path, names: Iterable[str]) -> None:
-    """That photos of formats which are not read were passed over: they would be missed otherwise."""
-    kinds = Counter(Path(name).suffix.lower() for name in names)
-    if kinds:
-        count, verb = kinds.total(), "is" if len(kinds) == 1 else "are"
-        files = f"{count:,} file{'s' * (count > 1)} passed over"
-        log.warning("%s: %s: %s %s not read; convert to JPEG", where, files, ", ".join(sorted(kinds)), verb)
+    """Warn of images that are skipped because of their format."""
+    formats = Counter(Path(name).suffix.lower() for name in names)
+    if formats:
+        problem = "%s: %d files skipped: %s not supported; convert them to JPEG"
+        log.warning(problem, where, formats.total(), ", ".join(sorted(formats)))
 
 
-def _excluding(source: Source, path: Path) -> Source:
+def _exclude(source: Source, path: Path) -> Source:
     from plainvit.data.known import official_split
 
-    bad = _excluded(path, {source.split, official_split(source.spec, source.split)})
+    bad = _read_excluded(path, {source.split, official_split(source.spec, source.split)})
     keep = [index for index in range(len(source)) if source.name(index) not in bad]
     if not keep:
-        raise DataError(f"{path} leaves no images in the {source.split} split of {source.spec}")
+        raise DataError(f"--exclude {path} removes all images of the {source.split} split of {source.spec}")
     return Subset(source, np.array(keep))
 
 
-def _excluded(path: Path, splits: set[str]) -> set[str]:
-    """Names, one a line; or findings in JSON, which count for their own split: train and val may share names.
-
-    The test images of ImageNet are its validation images: findings are of `val` there, and count for both.
-    """
+def _read_excluded(path: Path, splits: set[str]) -> set[str]:
+    """Read names, one per line, or findings in JSON, which apply only to their own split."""
     names: set[str] = set()
     for line, text in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), 1):
         finding: Any = {"name": text} if text.strip() else None
@@ -399,7 +393,7 @@ def _excluded(path: Path, splits: set[str]) -> set[str]:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {line} is not valid JSON: {error}") from error
             if not isinstance(finding.get("name"), str):
-                raise DataError(f"{path} line {line} lacks the name of an image")
+                raise DataError(f'{path} line {line} has no image name under the key "name"')
         if finding and ("split" not in finding or finding["split"] in splits):
             names.add(finding["name"])
     return names

@@ -1,7 +1,7 @@
-"""Random crops, flips and colours, as functions of uniform numbers; and the one way a photo is prepared for evaluation.
+"""Random crops, flips and colors as functions of uniform numbers, and the preprocessing for evaluation.
 
-Everything geometric is a box in the original image, so a JPEG is decoded no larger than its crop needs, and the same
-boxes serve images streamed from disk and images resident on a GPU. The model itself normalises.
+Crops are boxes in the original image, so a JPEG is decoded no larger than its crop needs, and streamed and resident
+images use the same boxes. The model itself normalizes.
 """
 
 import math
@@ -16,13 +16,13 @@ from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import PIXEL_LIMIT, decode, size
 
 TRIES = 10
-DRAWS = 4 * TRIES + 9  # of each sample: its crop's tries, then flip, three colours, five for erasing; a policy's follow
+DRAWS = 4 * TRIES + 9  # per sample: crop attempts, flip, 3 for color, 5 for erasing; those of a policy follow
 
 
 def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
     """[B, 4] boxes (top, left, height, width) in pixels of images of `sizes` [B, 2], from uniforms [B, DRAWS].
 
-    Boxes of crop 'pad' may reach beyond the image; 'random' gives boxes in the resized image, mapped back.
+    Boxes of crop 'pad' may extend beyond the image.
     """
     h, w = sizes[:, 0].float(), sizes[:, 1].float()
     if augment.crop == "none":
@@ -30,23 +30,28 @@ def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int])
     if augment.crop == "pad":
         top, left = ((u[:, i] * (2 * augment.pad + 1)).floor() - augment.pad for i in (0, 1))
         return torch.stack((top, left, h, w), 1)
-    if augment.crop == "random":
+    if augment.crop == "random":  # crop the resized image, with the box mapped back to the original
         resized_h, resized_w = (augment.resized_side(side) for side in out)
         spare_h, spare_w = resized_h - out[0], resized_w - out[1]
         top, left = (u[:, 0] * (spare_h + 1)).floor(), (u[:, 1] * (spare_w + 1)).floor()
         kh, kw = h / resized_h, w / resized_w
         return torch.stack((top * kh, left * kw, out[0] * kh, out[1] * kw), 1)
+    return _inception_boxes(u, h, w, augment)
+
+
+def _inception_boxes(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> Tensor:
+    """The first of TRIES random boxes that fits into the image, or a fallback."""
     tries = u[:, : 4 * TRIES].view(-1, TRIES, 4)
     propose = _propose_torchvision if augment.crop == "inception" else _propose_tensorflow
     ch, cw, fits = propose(tries, h.unsqueeze(1), w.unsqueeze(1), augment)  # each [B, TRIES]
-    first = fits.float().argmax(1, keepdim=True)  # the first try that fits
+    first = fits.float().argmax(1, keepdim=True)  # the first that fits
     ch, cw = ch.gather(1, first).squeeze(1), cw.gather(1, first).squeeze(1)
-    place = tries.gather(1, first.unsqueeze(2).expand(-1, -1, 4)).squeeze(1)
+    draws = tries.gather(1, first.unsqueeze(2).expand(-1, -1, 4)).squeeze(1)
     # torchvision falls back to the centre, TensorFlow to the whole image
-    fallback_h, fallback_w = _centre(h, w, augment) if augment.crop == "inception" else (h, w)
+    fallback_h, fallback_w = _largest_center_crop(h, w, augment) if augment.crop == "inception" else (h, w)
     none = ~fits.any(1)
     ch, cw = torch.where(none, fallback_h, ch), torch.where(none, fallback_w, cw)
-    top, left = (place[:, 2] * (h - ch + 1)).floor(), (place[:, 3] * (w - cw + 1)).floor()
+    top, left = (draws[:, 2] * (h - ch + 1)).floor(), (draws[:, 3] * (w - cw + 1)).floor()
     top, left = torch.where(none, ((h - ch) / 2).floor(), top), torch.where(none, ((w - cw) / 2).floor(), left)
     return torch.stack((top, left, ch, cw), 1)
 
@@ -61,7 +66,7 @@ def _propose_torchvision(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> t
 
 
 def _propose_tensorflow(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor, Tensor]:
-    """tf.image.sample_distorted_bounding_box: aspect uniform, then the height uniform between what the areas allow."""
+    """tf.image.sample_distorted_bounding_box: aspect uniform, then height uniform within the area limits."""
     aspect = augment.aspect[0] + u[..., 0] * (augment.aspect[1] - augment.aspect[0])
     least = (augment.area[0] * h * w / aspect).sqrt().round()
     most = torch.minimum((augment.area[1] * h * w / aspect).sqrt().round(), ((w + 0.5 - 1e-4) / aspect).floor())
@@ -74,8 +79,8 @@ def _propose_tensorflow(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> tu
     return ch, cw, inside & (ch <= h) & (cw <= w) & (ch > 0) & (cw > 0)
 
 
-def _centre(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
-    """Where no try fits: as much of the centre as the aspects allow (torchvision's rule)."""
+def _largest_center_crop(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
+    """torchvision's fallback: the largest centre crop within the aspect limits."""
     low, high = augment.aspect
     aspect = w / h
     ch = torch.where(aspect > high, h, torch.where(aspect < low, (w / low).round(), h))
@@ -84,17 +89,17 @@ def _centre(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
 
 
 def cut(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
-    """One box of one image, resized with antialiasing: uint8 [3, *out]. `extent` is the image's (height, width)."""
+    """Crop a box of one image and resize it with antialiasing: uint8 [3, *out]. `extent` is (height, width)."""
     top, left, ch, cw = box.tolist()
     wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
-    beyond = min(top, left) <= -1 or top + ch >= extent[0] + 1 or left + cw >= extent[1] + 1
-    pixels = decode(data, None if beyond else wanted)  # a border of zeros has whole pixels of the original
+    needs_padding = min(top, left) <= -1 or top + ch >= extent[0] + 1 or left + cw >= extent[1] + 1
+    pixels = decode(data, None if needs_padding else wanted)  # padding counts pixels at full scale
     k = divisor(pixels, extent)
     return resized_box(pixels, (top / k, left / k, (top + ch) / k, (left + cw) / k), out)
 
 
 def divisor(pixels: np.ndarray, extent: tuple[int, int]) -> int:
-    """By how much the decoder scaled: 1, 2, 4 or 8. The last row of a scaled image may stand for less than a pixel."""
+    """The factor by which the decoder reduced the image: 1, 2, 4 or 8."""
     return round(max(extent[0] / pixels.shape[0], extent[1] / pixels.shape[1]))
 
 
@@ -105,7 +110,7 @@ def resized_box(
     interpolation: str = "bilinear",
     antialias: bool = True,
 ) -> Tensor:
-    """A box (top, left, bottom, right) as uint8 [3, *out]: by torch on whole pixels, by Pillow on fractions of them."""
+    """Resize a box (top, left, bottom, right) to uint8 [3, *out]: torch for integer boxes, Pillow for others."""
     if all(side == int(side) for side in box):
         y0, x0, y1, x1 = (int(side) for side in box)
         return resized(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation, antialias)
@@ -113,29 +118,29 @@ def resized_box(
         return _sample_box(pixels, box, out, interpolation)
     top, left, bottom, right = box
     inside = (max(left, 0), max(top, 0), min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
-    method = Image.Resampling[interpolation.upper()]
-    found = Image.fromarray(pixels).resize((out[1], out[0]), method, box=inside)
-    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+    return _resize_with_pillow(pixels, out, interpolation, inside)
 
 
 def _sample_box(pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str) -> Tensor:
-    """A box without antialiasing: what F.interpolate gives of the whole image, at the box alone."""
-    lines, places = [], []
+    """Resize a box without antialiasing, as F.interpolate would resize the whole image."""
+    slices, positions = [], []
     for axis in (0, 1):
         low, high = box[axis], box[axis + 2]
         at = low + (torch.arange(out[axis], dtype=torch.float64) + 0.5) * ((high - low) / out[axis]) - 0.5
         first = max(math.floor(low) - 3, 0)  # bicubic reads two pixels on each side
         last = min(math.ceil(high) + 3, pixels.shape[axis])
-        lines.append(slice(first, last))
-        places.append((2 * (at - first) + 1) / (last - first) - 1)  # from -1 to 1
-    window = torch.from_numpy(np.ascontiguousarray(pixels[lines[0], lines[1]])).permute(2, 0, 1).unsqueeze(0).double()
-    grid = torch.stack((places[1].expand(out), places[0].unsqueeze(1).expand(out)), 2).unsqueeze(0)  # [1, H, W, 2]
+        slices.append(slice(first, last))
+        positions.append((2 * (at - first) + 1) / (last - first) - 1)  # from -1 to 1
+    window = torch.from_numpy(np.ascontiguousarray(pixels[slices[0], slices[1]])).permute(2, 0, 1).unsqueeze(0).double()
+    grid = torch.stack((positions[1].expand(out), positions[0].unsqueeze(1).expand(out)), 2).unsqueeze(
+        0
+    )  # [1, H, W, 2]
     found = F.grid_sample(window, grid, interpolation, "border", align_corners=False)
     return found[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarray:
-    """Rows y0 to y1 and columns x0 to x1; beyond the image, zeros (crop 'pad')."""
+    """Rows y0 to y1 and columns x0 to x1, with zeros outside the image (crop 'pad')."""
     height, width, _ = pixels.shape
     if y0 >= 0 and x0 >= 0 and y1 <= height and x1 <= width:
         return pixels[y0:y1, x0:x1]
@@ -149,36 +154,37 @@ def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarra
 def resized(
     pixels: np.ndarray, out: tuple[int, int], interpolation: str = "bilinear", antialias: bool = True
 ) -> Tensor:
-    """Pixels [h, w, 3] as uint8 [3, *out]; torch's own uint8 kernels, channels last."""
+    """Resize pixels [h, w, 3] to uint8 [3, *out] with torch's uint8 kernels."""
     image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).unsqueeze(0)
     if tuple(image.shape[-2:]) == out:
         return image[0].contiguous()
     if interpolation not in ("bilinear", "bicubic"):
-        return _resized_by_pillow(pixels, out, interpolation)
+        return _resize_with_pillow(pixels, out, interpolation)
     smooth = antialias and (image.shape[-2] > out[0] or image.shape[-1] > out[1] or interpolation == "bicubic")
     return F.interpolate(image, out, mode=interpolation, antialias=smooth)[0].contiguous()
 
 
-def _resized_by_pillow(pixels: np.ndarray, out: tuple[int, int], interpolation: str) -> Tensor:
-    method = Image.Resampling[interpolation.upper()]
-    found = Image.fromarray(pixels).resize((out[1], out[0]), method)
-    return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
+def _resize_with_pillow(
+    pixels: np.ndarray, out: tuple[int, int], interpolation: str, box: tuple[float, float, float, float] | None = None
+) -> Tensor:
+    image = Image.fromarray(pixels).resize((out[1], out[0]), Image.Resampling[interpolation.upper()], box)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
-    """A photo as a model evaluates it: uint8 [3, *out]. The same in evaluation, prediction and serving."""
+    """Preprocess an image for the model: uint8 [3, *out]. Used by evaluation, prediction and serving."""
     extent = size(data)
     target = out
     if preprocess.resize != "squash":
         target = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
-    if preprocess.resize == "crop":  # keeps the aspect: the short side reaches the target, the long side exceeds it
+    if preprocess.resize == "crop":  # keeps the aspect ratio: the short side reaches the target
         scale = max(target[0] / extent[0], target[1] / extent[1])
         target = (max(int(extent[0] * scale + 1e-6), out[0]), max(int(extent[1] * scale + 1e-6), out[1]))
-    # A JPEG decoded at a smaller scale has been averaged: only where antialiasing is wanted
+    # Decoding a JPEG at a smaller scale averages pixels: only with antialiasing
     smooth = preprocess.antialias and preprocess.interpolation != "nearest"
     pixels = decode(data, target if smooth else None)
     k = divisor(pixels, extent)
-    if target[0] * target[1] > PIXEL_LIMIT:  # 1 x 30000 would become gigabytes: only the centre is resized
+    if target[0] * target[1] > PIXEL_LIMIT:  # a 1 x 30000 image would need gigabytes: resize only the centre
         box = tuple(
             (extent[axis] * (0.5 + side * out[axis] / target[axis] / 2)) / k for side in (-1, 1) for axis in (0, 1)
         )
@@ -192,14 +198,14 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
 
 
 def finish(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
-    """Flip, colour and erase a batch on its device, each sample by its own uniforms. uint8 stays so where it can."""
+    """Flip, color and erase a batch on its device, each sample by its own uniforms. Color makes floats of uint8."""
     flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
     if augment.colour:
-        images = _coloured(as_floats(images), 1 + (2 * colours - 1) * augment.colour)
+        images = _jitter_color(as_floats(images), 1 + (2 * colours - 1) * augment.colour)
     if augment.erase:
-        images = _erased(images, holes, augment.erase)
+        images = _erase(images, holes, augment.erase)
     return images
 
 
@@ -207,22 +213,22 @@ def as_floats(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype is torch.uint8 else images
 
 
-def _coloured(images: Tensor, factors: Tensor) -> Tensor:
+def _jitter_color(images: Tensor, factors: Tensor) -> Tensor:
     """Brightness, contrast, saturation, in this order (torchvision shuffles it)."""
     brightness, contrast, saturation = (factors[:, i].view(-1, 1, 1, 1) for i in range(3))
     images = (images * brightness).clamp(0, 1)
-    grey = _grey(images)
+    grey = _to_grey(images)
     images = torch.lerp(grey.mean((2, 3), keepdim=True).expand_as(images), images, contrast).clamp(0, 1)
-    return torch.lerp(_grey(images).expand_as(images), images, saturation).clamp(0, 1)
+    return torch.lerp(_to_grey(images).expand_as(images), images, saturation).clamp(0, 1)
 
 
-def _grey(images: Tensor) -> Tensor:
+def _to_grey(images: Tensor) -> Tensor:
     r, g, b = images.split(1, 1)
     return r * 0.299 + g * 0.587 + b * 0.114  # [B, 1, H, W]
 
 
-def _erased(images: Tensor, u: Tensor, probability: float) -> Tensor:
-    """A grey rectangle of 2-33 % of the area, aspect 0.3-3.3, where the first draw says so."""
+def _erase(images: Tensor, u: Tensor, probability: float) -> Tensor:
+    """Random erasing: a grey rectangle of 2-33 % of the area, aspect 0.3-3.3, with the given probability."""
     _, _, height, width = images.shape
     area = (0.02 + u[:, 1] * (1 / 3 - 0.02)) * height * width
     aspect = torch.exp((2 * u[:, 4] - 1) * math.log(1 / 0.3))

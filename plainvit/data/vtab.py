@@ -1,20 +1,20 @@
-"""VTAB-1k: 19 tasks of 1,000 training images each, their labels and what may be done to their images.
+"""VTAB-1k: 19 tasks of 1,000 training images each, with their splits and allowed augmentations.
 
-    vtab/NAME        train (800 images), val (200), test          to choose settings by
-    vtab1000/NAME    train (those 1,000 images), test             what is reported
+    vtab/NAME        train (800 images), val (200), test          for hyperparameter search
+    vtab1000/NAME    train (those 1,000 images), test             for reported results
 
 Sources: the VTAB paper (arXiv 1910.04867) and its code (google-research/task_adaptation); tasks and order as in Table 9
-of the ViT paper. Nothing is downloaded. A task is read from the data root, in the first of these that is there:
+of the ViT paper. Nothing is downloaded. A task is read from the data root, in the first of these forms:
 
 1. DATA_ROOT/NAME, or the name that copies of VTAB-1k give it (`Task.folders`), with their lists train800.txt,
-   val200.txt and test.txt: lines of "file label". These are the very images of the original code.
-2. The same folder with the whole set in it, in any form that plainvit reads (parquet, class folders, tars, labels.csv),
+   val200.txt and test.txt: lines of "file label". These are exactly the images of the original code.
+2. The same folder with the full data set, in any form that plainvit reads (parquet, class folders, tars, labels.csv),
    under the task's own labels. Raw records of CLEVR, dSprites, KITTI and smallNORB are converted to this form first:
    docs/evaluation.md has the rule for the label of each task.
 
-From a whole set the first 800 of train are taken, as in the original code, and 200 of its validation images, or the
-next 200 of train where it has none. A set that lies class by class is first put into a fixed random order, or the 800
-would be of a few classes. The original code's order is that of TFDS, so only (1) gives the same images.
+Of a full data set the first 800 training images are used, as in the original code, and 200 validation images, or the
+next 200 training images. A set sorted by class is shuffled first, with a fixed seed. The original order is that of
+TFDS, so only (1) gives the same images.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -40,7 +40,7 @@ class AbsentTask(DataError):
 
 @dataclass(frozen=True)
 class Task:
-    """One of the 19. Where a flip or a random crop would change the label, it is left out (BiT, arXiv 1912.11370)."""
+    """One task. Flips and random crops that would change the label are disabled (BiT, arXiv 1912.11370)."""
 
     group: Literal["natural", "specialized", "structured"]
     title: str  # as in Table 9
@@ -49,8 +49,8 @@ class Task:
     _: KW_ONLY
     flip: bool = True
     crop: bool = True
-    # Where its test images are: in test; in val (CLEVR's own test images have no labels); in the second half of test;
-    # or, where there is train alone, from this share of it on
+    # Its test images: the test split, the val split (CLEVR's test images have no labels), the second half of the test
+    # split, or, if there is only train, the images after this fraction of it
     test: Literal["test", "val", "half"] | float = "test"
 
 
@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def augment_for(name: str, augment: Augment) -> Augment:
-    """A recipe's augmentation without what would change the labels of the task."""
+    """A recipe's augmentation without operations that would change the task's labels."""
     task = TASKS[name]
     changes: dict[str, Any] = {} if task.flip else {"flip": 0.0}
     return augment.replace(**changes if task.crop else changes | {"crop": "none"})
@@ -92,20 +92,20 @@ def augment_for(name: str, augment: Augment) -> Augment:
 
 
 def open_task(name: str, split: str, data_root: Path, *, whole: bool = False) -> Source:
-    """One split of a task; with `whole` the 1,000 training images in one, and no validation."""
+    """Open one split of a task; with `whole`, train has all 1,000 images and there is no val."""
     if whole and split == "val":
-        raise AbsentSplit(f"{name} trains on all of its 1,000 images: it has no val split")
+        raise AbsentSplit(f"vtab1000/{name} has no val split: use vtab/{name}")
     if whole and split == "train":
         parts = [open_task(name, part, data_root) for part in ("train", "val")]
         assert parts[0].classes == parts[1].classes
         return Joined(parts)
-    task, home = TASKS[name], _home(name, data_root)
+    task, home = TASKS[name], _find_folder(name, data_root)
     if any((home / file).is_file() for file in LISTS.values()):
         return _open_list(home / LISTS[split], task)
-    return _Cut(name, home).open(split)
+    return _FullSet(name, home).open(split)
 
 
-def _home(name: str, data_root: Path) -> Path:
+def _find_folder(name: str, data_root: Path) -> Path:
     folders = [data_root / folder for folder in (name, *TASKS[name].folders)]
     for folder in folders:
         if folder.is_dir():
@@ -113,8 +113,8 @@ def _home(name: str, data_root: Path) -> Path:
     raise AbsentTask(f"{name} is not in the data root: there is no folder {folders[0]}")
 
 
-class _Cut:
-    """The three splits of a task, cut from a whole set as the original code does."""
+class _FullSet:
+    """The splits of a task, taken from a full data set as the original code does."""
 
     def __init__(self, name: str, home: Path) -> None:
         self.name, self.task, self.home = name, TASKS[name], home
@@ -125,58 +125,55 @@ class _Cut:
         return source
 
     def _train(self) -> Source:
-        return self._first(self._stored("train"), 0, TRAIN)
+        return self._slice(self._open_split("train"), 0, TRAIN)
 
     def _val(self) -> Source:
         home = {"half": "test", "val": ""}.get(str(self.task.test), "val")
-        own = self._perhaps(home) if home else None
-        return self._first(self._stored("train"), TRAIN, TRAIN + VAL) if own is None else self._first(own, 0, VAL)
+        own = self._open_if_present(home) if home else None
+        return self._slice(self._open_split("train"), TRAIN, TRAIN + VAL) if own is None else self._slice(own, 0, VAL)
 
     def _test(self) -> Source:
         if self.task.test == "val":
-            return self._perhaps("test", labelled=True) or self._stored("val")
-        found = self._perhaps("test")
+            return self._open_if_present("test", labelled=True) or self._open_split("val")
+        found = self._open_if_present("test")
         if self.task.test == "half" and found is not None:
-            return self._first(found, len(found) // 2, len(found))
+            return self._slice(found, len(found) // 2, len(found))
         if isinstance(self.task.test, float) and found is None:
-            train = self._stored("train")
-            return self._first(train, max(round(self.task.test * len(train)), TRAIN + VAL), len(train))
-        return found if found is not None else self._stored("test")
+            train = self._open_split("train")
+            return self._slice(train, max(round(self.task.test * len(train)), TRAIN + VAL), len(train))
+        return found if found is not None else self._open_split("test")
 
-    def _first(self, source: Source, start: int, stop: int) -> Source:
+    def _slice(self, source: Source, start: int, stop: int) -> Source:
         if len(source) < stop or start >= stop:
-            need = f"{TRAIN + VAL:,} training images and some to test on"
-            raise DataError(f"{self.name} takes {need}, but {self.home} has {len(source):,} in {source.split}")
-        return Subset(source, _order(source)[start:stop])
+            need = f"{TRAIN + VAL:,} training images and more for testing"
+            raise DataError(f"{self.name} needs {need}, but {self.home} has {len(source):,} in {source.split}")
+        return Subset(source, _choose_order(source)[start:stop])
 
-    def _perhaps(self, split: str, *, labelled: bool = False) -> Source | None:
+    def _open_if_present(self, split: str, *, labelled: bool = False) -> Source | None:
         try:
-            found = self._stored(split)
+            found = self._open_split(split)
         except AbsentSplit:
             return None
         return None if labelled and found.labels.min(initial=0) < 0 else found
 
-    def _stored(self, split: str) -> Source:
+    def _open_split(self, split: str) -> Source:
         source = open_folder(self.home, split)
         source.split = split
         return source
 
 
-def _order(source: Source) -> np.ndarray:
-    """As stored, which may be the order that the original code cuts; a fixed random one where that is no mixture.
-
-    A set that lies class by class, or in cycles of its factors, begins with fewer classes than a random order does.
-    """
-    from plainvit.data.order import permutation  # loads torch, which a plan does without
+def _choose_order(source: Source) -> np.ndarray:
+    """The stored order, or a fixed random one if the stored order is not mixed (few classes among the first images)."""
+    from plainvit.data.order import permutation  # imports torch, which planning does not need
 
     stored, random = np.arange(len(source)), permutation(0, 0, len(source))
-    seen = [len(np.unique(source.labels[order[:TRAIN]])) for order in (stored, random)]
-    sorted_ = len(source) > 1 and bool((np.diff(source.labels) >= 0).all())
-    return random if sorted_ or seen[0] < 0.9 * seen[1] else stored
+    counts = [len(np.unique(source.labels[order[:TRAIN]])) for order in (stored, random)]
+    is_sorted = len(source) > 1 and bool((np.diff(source.labels) >= 0).all())
+    return random if is_sorted or counts[0] < 0.9 * counts[1] else stored
 
 
 def _open_list(path: Path, task: Task) -> Source:
-    """Lines of "file label", as the copies of VTAB-1k have them."""
+    """Open a list of "file label" lines, as in the published copies of VTAB-1k."""
     if not path.is_file():
         raise AbsentSplit(f"{path.parent} has no list {path.name}")
     names: list[str] = []
@@ -186,7 +183,9 @@ def _open_list(path: Path, task: Task) -> Source:
         if not line.strip():
             continue
         if not file or not label.isdecimal() or int(label) >= task.classes:
-            raise DataError(f"{path} line {number} is not a file and a label below {task.classes}: {line[:80]!r}")
+            raise DataError(
+                f"{path} line {number} must be FILE LABEL with a label below {task.classes}, got {line[:80]!r}"
+            )
         if "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
             raise DataError(f"{path} line {number}: {file!r} is outside the list's folder")
         names.append(file)
