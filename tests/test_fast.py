@@ -46,7 +46,7 @@ def run(model: Any, images: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("settings", READS_ONE_TOKEN + READS_ALL_TOKENS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_results_are_those_of_the_plain_model(settings: dict[str, Any], recompute: bool) -> None:
+def test_results_equal_the_plain_model(settings: dict[str, Any], recompute: bool) -> None:
     """In float64; and the last block computes one token where only the class token is read."""
     plain, images = tiny.vit(**settings), tiny.images()
     fast = accelerate(copy.deepcopy(plain))
@@ -65,7 +65,7 @@ def test_results_are_those_of_the_plain_model(settings: dict[str, Any], recomput
     assert trace["block2/tokens"].shape[1] == fast.config.tokens, "a trace sees every token of the last block"
 
 
-def test_parameters_and_names_stay() -> None:
+def test_parameters_and_names_do_not_change() -> None:
     plain = tiny.vit()
     fast = accelerate(copy.deepcopy(plain))
     assert list(fast.state_dict()) == list(plain.state_dict())
@@ -88,7 +88,7 @@ def test_low_precision_residual(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(fast(images), plain(images), rtol=0, atol=1e-6)
 
 
-def test_dropped_branches_are_a_fixed_number_of_random_images() -> None:
+def test_drop_path_keeps_a_fixed_number_of_random_images() -> None:
     """At rate 0.3, three of ten images go without a branch, each equally often; the rest get 1/0.7 of it."""
     block = accelerate(tiny.vit(depth=3, stochastic_depth=0.3)).blocks[2]
     x, dropped = torch.rand(1, 5, 48, dtype=torch.float64).expand(10, -1, -1), []
@@ -107,7 +107,7 @@ def test_dropped_branches_are_a_fixed_number_of_random_images() -> None:
 
 @pytest.mark.parametrize("images", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("rate", [0.2, 0.3, 0.5, 0.9])
-def test_every_image_keeps_a_branch_at_the_exact_rate(images: int, rate: float) -> None:
+def test_drop_path_keeps_every_image_at_the_exact_rate(images: int, rate: float) -> None:
     """In micro-batches of any size: B (1 - rate) images, rounded up or down, each scaled by 1 / (1 - rate)."""
     residual = Residual(tiny.vit().config, rate).train()
     x, draws = torch.ones(images, 1, 1, dtype=torch.float64), 2000
@@ -120,7 +120,7 @@ def test_every_image_keeps_a_branch_at_the_exact_rate(images: int, rate: float) 
     assert (kept.double().mean(0) - (1 - rate)).abs().max() < error  # of each place in the batch
 
 
-def test_branches_are_dropped_from_a_rate_on_whatever_the_micro_batch() -> None:
+def test_branches_are_dropped_from_a_rate_of_20_percent() -> None:
     blocks = tiny.vit(depth=4, stochastic_depth=0.33).train().blocks  # rates 0, 0.11, 0.22, 0.33
     assert [drops_branch(block.residual1) for block in blocks] == [False, False, True, True]
     assert not any(drops_branch(block.residual1) for block in blocks.eval())
@@ -137,7 +137,7 @@ def test_dropped_branches_save_their_flops() -> None:
     assert 0.2 < 1 - flops[1] / flops[0] < 0.3  # rates of 0, 0.3 and 0.6 over three blocks, less what is outside
 
 
-def test_recomputed_activations_of_a_resnet() -> None:
+def test_recomputed_resnet_has_the_same_gradients() -> None:
     plain = tiny.bit()
     again = recompute_activations(copy.deepcopy(plain))
     images = tiny.images(2, (32, 32))
@@ -156,7 +156,7 @@ print(plainvit.Predictor(done.folder).logits(torch.zeros(2, 3, 8, 8)).shape)
 """
 
 
-def test_the_package_works_without_the_fast_path(tmp_path: Path) -> None:
+def test_package_works_without_models_fast(tmp_path: Path) -> None:
     """A copy without models/fast trains, saves, loads and predicts."""
     ignore = shutil.ignore_patterns("fast", "__pycache__")
     shutil.copytree(ROOT / "plainvit", tmp_path / "plainvit", ignore=ignore)

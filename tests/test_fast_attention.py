@@ -1,4 +1,4 @@
-"""Short attention: forward and gradients against a softmax written out in float64.
+"""Short attention: forward and gradients compared with an explicit softmax in float64.
 
 On any machine the kernels run in Triton's interpreter, in a child process (TRITON_INTERPRET must be set before triton
 is loaded), in fp32 and fp16: bf16 is for the GPU. A further child compiles them for GPUs that are not there.
@@ -237,19 +237,13 @@ every_shape = pytest.mark.parametrize(
 
 
 @every_shape
-def test_equals_a_softmax_written_out(interpreter: Interpreter, tokens: int, width: int) -> None:
-    heads, batch = (3, 2) if tokens < 65 else (1, 1)
+def test_equals_explicit_softmax(interpreter: Interpreter, tokens: int, width: int) -> None:
+    heads, batch = (3, 2) if tokens < 65 or width == 64 else (1, 1)
     check(interpreter.ask(tokens=tokens, width=width, heads=heads, batch=batch))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [64, 197, 257])
-def test_several_heads_and_images(interpreter: Interpreter, tokens: int) -> None:
-    check(interpreter.ask(tokens=tokens, width=64, heads=3, batch=2))
-
-
 @pytest.mark.parametrize("tokens", [65, pytest.param(197, marks=pytest.mark.slow)])
-def test_half_precision_in_exact_sums(interpreter: Interpreter, tokens: int) -> None:
+def test_half_precision(interpreter: Interpreter, tokens: int) -> None:
     """fp16 in and out; P and dS are rounded to fp16 too, sums are not."""
     check(interpreter.ask(tokens=tokens, width=64, heads=2, dtype="float16"), tolerance=2e-3)
 
@@ -287,7 +281,7 @@ VARIANTS: dict[str, list[Any]] = {
     ("tokens", "width"), [(50, 80), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((100, 64), (257, 80)))]
 )
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kernel_at_any_tile_size(interpreter: Interpreter, variant: str, tokens: int, width: int) -> None:
+def test_kernels_at_other_tile_sizes(interpreter: Interpreter, variant: str, tokens: int, width: int) -> None:
     check(interpreter.ask(tokens=tokens, width=width, heads=2, tiles=VARIANTS[variant]))
 
 
@@ -296,7 +290,7 @@ def test_nothing_is_written_past_the_tokens(interpreter: Interpreter) -> None:
 
 
 @pytest.mark.slow
-def test_one_operator_for_the_compiler_and_export(interpreter: Interpreter) -> None:
+def test_operator_compiles_and_exports(interpreter: Interpreter) -> None:
     result = interpreter.ask(job="operator", tokens=9, heads=2, width=32)
     assert set(result["checks"].values()) == {"SUCCESS"}
     assert result["error"] <= 1e-5
@@ -307,8 +301,8 @@ def test_one_operator_for_the_compiler_and_export(interpreter: Interpreter) -> N
 
 
 @pytest.mark.parametrize("widest", [16, 64, 128, 256])
-def test_tiles_cover_a_length_with_little_to_spare(widest: int) -> None:
-    for length in range(1, ours.MOST_TOKENS + 1):
+def test_tiles_cover_a_length_with_less_than_16_rows_of_padding(widest: int) -> None:
+    for length in range(1, ours.MAX_TOKENS + 1):
         tiles = split(length, widest)
         assert all(tile in (16, 32, 64, 128, 256) and tile <= widest for tile in tiles)
         assert list(tiles) == sorted(tiles, reverse=True)
@@ -316,49 +310,41 @@ def test_tiles_cover_a_length_with_little_to_spare(widest: int) -> None:
         assert sum(tiles[:-1]) < length, "a tile of padding alone"
 
 
-def test_the_tiles_of_known_lengths() -> None:
+def test_tiles_of_known_lengths() -> None:
     assert split(197, 128) == (128, 64, 16)
     assert split(257, 256) == (256, 16)
     assert split(250, 64) == (64, 64, 64, 64)
     assert split(80, 64) == (64, 16)
 
 
-def test_every_launch_has_tiles_that_triton_takes() -> None:
+def test_launches_have_valid_tile_sizes() -> None:
     for launch in (launch for tiles in ours.TILES.values() for launch in (tiles.forward, tiles.queries, tiles.keys)):
         assert {launch.rows, launch.keys} <= {16, 32, 64, 128, 256}
         assert launch.warps in (1, 2, 4, 8)
 
 
-def test_every_shape_that_fits_has_its_tiles() -> None:
-    for tokens, width in itertools.product(range(1, ours.MOST_TOKENS + 1), ours.HEAD_WIDTHS):
+def test_every_supported_shape_has_tiles() -> None:
+    for tokens, width in itertools.product(range(1, ours.MAX_TOKENS + 1), ours.HEAD_WIDTHS):
         assert isinstance(ours.choose(tokens, width), Tiles)
 
 
-def test_only_what_fits_is_taken() -> None:
-    """On tensors that pretend to be on a GPU; the GPU itself is asked last."""
+def test_unfit_names_the_unsupported_property() -> None:
+    """On fake CUDA tensors; the GPU itself is checked last."""
     half = {"device": "cuda", "dtype": torch.bfloat16}
     with FakeTensorMode(allow_non_fake_inputs=True):
         reasons = {
-            "fp32": unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
-            "tokens": unfit(torch.empty(2, 289, 2304, **half), 12),
-            "no tokens": unfit(torch.empty(2, 0, 2304, **half), 12),
-            "width": unfit(torch.empty(2, 197, 3 * 48, **half), 1),
-            "shape": unfit(torch.empty(2, 197, 2305, **half), 12),
-            "flat": unfit(torch.empty(197, 2304, **half), 12),
+            "float32": unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
+            "289 tokens": unfit(torch.empty(2, 289, 2304, **half), 12),
+            "0 tokens": unfit(torch.empty(2, 0, 2304, **half), 12),
+            "width 48": unfit(torch.empty(2, 197, 3 * 48, **half), 1),
+            "2305": unfit(torch.empty(2, 197, 2305, **half), 12),
+            "(197, 2304)": unfit(torch.empty(197, 2304, **half), 12),
         }
-    words = {
-        "fp32": "bf16 and fp16",
-        "tokens": "289 tokens",
-        "no tokens": "0 tokens",
-        "width": "width 48",
-        "shape": "2305",
-        "flat": "is not",
-    }
-    for name, reason in reasons.items():
-        assert words[name] in (reason or ""), name
+    for words, reason in reasons.items():
+        assert words in (reason or "")
 
 
-def test_a_models_biases_get_their_gradients(interpreter: Interpreter) -> None:
+def test_qkv_gradients_of_a_model(interpreter: Interpreter) -> None:
     found, right = (interpreter.ask(job="model", heads=2, ours=ours) for ours in (True, False))
     assert len(found) == 4
     for name, gradient in found.items():
@@ -367,7 +353,7 @@ def test_a_models_biases_get_their_gradients(interpreter: Interpreter) -> None:
         assert expected.abs().max() > 1e-3, name
 
 
-def test_no_gpu_is_asked_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_not_ready_without_triton_or_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -378,15 +364,14 @@ def test_no_gpu_is_asked_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch
     assert not ours.device_ready(0)
 
 
-def test_a_cpu_is_refused() -> None:
+def test_cpu_is_not_supported() -> None:
     qkv = torch.zeros(1, 8, 192, dtype=torch.float16)
     assert not fits(qkv, 1)
-    assert unfit(qkv, 1) == "qkv is on cpu: short attention needs a CUDA device"
-    with pytest.raises(ValueError, match="needs a CUDA device"):
+    with pytest.raises(ValueError, match="CUDA"):
         short_attention(qkv, 1)
 
 
-def test_small_ones_are_left_to_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_inputs_use_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "fits", lambda *_: True)  # as on a GPU
     small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192 + 1, 1, 192, device="meta")
     assert (is_faster(small, 1), is_faster(large, 1)) == (False, True)
@@ -396,7 +381,7 @@ def test_small_ones_are_left_to_pytorch_unless_compiled(monkeypatch: pytest.Monk
     assert not is_faster(large, 1)
 
 
-def test_importing_wants_no_triton() -> None:
+def test_import_does_not_need_triton() -> None:
     code = """
 import sys
 sys.modules["triton"] = None  # any import of it fails
@@ -420,7 +405,7 @@ print(len(made), max(kernel.metadata.shared for kernel in made))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 86, 90])
-def test_the_table_compiles_for_gpus_that_are_not_here(tmp_path: Path, capability: int) -> None:
+def test_kernels_compile_for_other_gpus(tmp_path: Path, capability: int) -> None:
     """Every line, by Triton's own compiler, within the least shared memory of any such GPU (99 KiB)."""
     pytest.importorskip("triton")
     code = NO_GPU.format(capability=capability) + COMPILE
@@ -471,7 +456,7 @@ def rms(found: Tensor, expected: Tensor) -> float:
 @marked
 @gpu_shape
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gpu_error_is_that_of_flash_attention(tokens: int, width: int, dtype: torch.dtype) -> None:
+def test_gpu_error_is_at_most_1_5_times_flash_attention(tokens: int, width: int, dtype: torch.dtype) -> None:
     """Root mean square errors of tokens, dQ, dK and dV against float64: at most 1.5 times those of flash."""
     qkv, grad = given(tokens, width, dtype=dtype)
     assert fits(qkv, 4)
@@ -490,7 +475,7 @@ def test_gpu_error_is_that_of_flash_attention(tokens: int, width: int, dtype: to
 
 @marked
 @gpu_shape
-def test_gpu_is_the_same_bit_for_bit(tokens: int, width: int) -> None:
+def test_gpu_is_deterministic(tokens: int, width: int) -> None:
     qkv, grad = given(tokens, width, batch=64)
     first, second = ((out := short_attention(qkv, 4), *torch.autograd.grad(out, qkv, grad)) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -498,15 +483,8 @@ def test_gpu_is_the_same_bit_for_bit(tokens: int, width: int) -> None:
 
 @marked
 def test_gpu_extreme_logits_and_strides() -> None:
-    for kind in (
-        "one key",
-        "far below zero",
-        "far above zero",
-        "equal",
-        "slice",
-        "tokens first",
-        "every second column",
-    ):
+    logits, strides = ("one key", "far below zero", "far above zero", "equal"), ("slice", "tokens first")
+    for kind in (*logits, *strides, "every second column"):
         case = {"tokens": 197, "heads": 2, "width": 64, "batch": 2, "kind": kind, "dtype": "bfloat16"}
         host = packed(case)
         room = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="cuda")
@@ -521,7 +499,7 @@ def test_gpu_extreme_logits_and_strides() -> None:
 
 
 @marked
-def test_gpu_compiled_whole() -> None:
+def test_gpu_compiles_without_graph_breaks() -> None:
     qkv, grad = given(197, 64)
 
     def attend(x: Tensor) -> Tensor:
@@ -561,7 +539,7 @@ def test_gpu_in_a_cuda_graph() -> None:
 
 
 @marked
-def test_gpu_more_than_two_thousand_million_numbers() -> None:
+def test_gpu_tensors_beyond_32_bit_offsets() -> None:
     """Places beyond 32 bits: the last image of a huge batch is as it is alone."""
     images = 2**31 // (197 * 3 * 768) + 2
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:

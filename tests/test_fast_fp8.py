@@ -1,6 +1,6 @@
-"""Products in fp8 against float64 and the bounds of e4m3's rounding; training, answers, refusals; a GPU's own kernel.
+"""fp8 matmuls compared with float64 and the error bounds of e4m3; training, inference, errors; the GPU's kernel.
 
-Elsewhere than on a GPU the products are emulated in fp32. python -m pytest -m gpu tests/test_fast_fp8.py
+Without a GPU the matmuls are emulated in fp32. python -m pytest -m gpu tests/test_fast_fp8.py
 """
 
 import copy
@@ -27,13 +27,13 @@ from plainvit.models import ViT, build
 from plainvit.models.fast import accelerate, fp8, inference
 from plainvit.models.fast.fp8 import (
     E4M3,
-    Fp8Answer,
+    Fp8InferenceLinear,
     Fp8Linear,
-    emulated,
+    emulate_matmul,
     in_fp8,
     product,
     quantise,
-    scaled_product,
+    scaled_matmul,
     use_fp8,
 )
 from plainvit.models.fast.inference import FP8, PLAIN, InferenceModel
@@ -88,7 +88,7 @@ def linear(K: int = 64, N: int = 96) -> tuple[nn.Linear, nn.Linear]:
 
 
 @pytest.mark.parametrize("spread", [0.0, 4.0])
-def test_quantised_numbers_are_within_e4m3s_step(spread: float) -> None:
+def test_quantisation_error_is_within_e4m3(spread: float) -> None:
     x = draw(50, 300, spread=spread) ** 3  # from large to far below a row's largest
     q, scale = quantise(x)
     assert q.dtype is E4M3
@@ -98,7 +98,7 @@ def test_quantised_numbers_are_within_e4m3s_step(spread: float) -> None:
     assert (q.float().abs().amax(-1) == 448).all(), "the whole range is used"
 
 
-def test_a_transposed_matrix_is_quantised_along_its_own_rows() -> None:
+def test_transposed_matrix_is_quantised_by_its_own_rows() -> None:
     w = draw(48, 32)
     q, scale = quantise(w.t())
     assert q.is_contiguous()
@@ -118,7 +118,7 @@ def test_rows_of_zeros_and_of_tiny_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_and_where_it_is(bad: float) -> None:
+def test_non_finite_values_stay_in_their_row(bad: float) -> None:
     _, low = linear()
     x = draw(4, 64)
     x[1, 5] = bad
@@ -126,7 +126,7 @@ def test_what_is_not_finite_stays_so_and_where_it_is(bad: float) -> None:
     assert finite.tolist() == [True, False, True, True]
 
 
-def test_an_outlier_disturbs_its_own_row_alone() -> None:
+def test_outlier_changes_its_own_row_only() -> None:
     _, low = linear()
     x, g = draw(8, 64), draw(8, 96, seed=1)
     found: list[tuple[Tensor, Tensor]] = []
@@ -145,7 +145,7 @@ def test_an_outlier_disturbs_its_own_row_alone() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
-def test_a_linear_and_its_gradients_against_float64(spread: float) -> None:
+def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
     plain, low = linear()
     x, g = draw(40, 64, spread=spread), draw(40, 96, seed=1, spread=spread)
     exact, rows = x.double().requires_grad_(), x.clone().requires_grad_()
@@ -161,22 +161,22 @@ def test_a_linear_and_its_gradients_against_float64(spread: float) -> None:
         assert apart(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
 
 
-def test_the_emulation_is_pytorchs_own_product_on_a_cpu() -> None:
+def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
     (a, rows), (b, columns), bias = quantise(draw(24, 64)), quantise(draw(32, 64, seed=1)), draw(1, 32)[0]
     try:
         found = torch._scaled_mm(a, b.t(), rows, columns.t(), out_dtype=torch.float32)  # pyright: ignore
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
-    torch.testing.assert_close(emulated(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(emulate_matmul(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_the_operator_is_one_piece_of_compiled_code() -> None:
+def test_operator_compiles_without_graph_breaks() -> None:
     """With operands that the compiler made, of a matrix that lies the other way; on a CPU that has the product."""
 
     def both(x: Tensor, weight: Tensor) -> Tensor:
         (a, rows), (b, columns) = quantise(x), quantise(weight.t())
-        return scaled_product(a, b, rows, columns, None, False)
+        return scaled_matmul(a, b, rows, columns, None, False)
 
     x, weight = draw(24, 64), draw(64, 32, seed=1)
     try:
@@ -187,7 +187,7 @@ def test_the_operator_is_one_piece_of_compiled_code() -> None:
 
 
 @pytest.mark.parametrize("M", [1, 40, 256])
-def test_operands_are_as_the_gpus_kernel_wants_them(M: int) -> None:
+def test_operands_have_the_layout_of_the_cuda_kernel(M: int) -> None:
     """PyTorch's own checks of layouts, sizes and scales for CUDA, on tensors without numbers: no GPU is needed."""
 
     with FakeTensorMode():
@@ -202,7 +202,7 @@ def test_operands_are_as_the_gpus_kernel_wants_them(M: int) -> None:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_keeps_its_names_weights_and_kinds(tmp_path: Path) -> None:
+def test_model_keeps_names_and_weights(tmp_path: Path) -> None:
     plain: Any = build(MODEL)
     low = use_fp8(copy.deepcopy(plain), torch.float32)
     assert list(low.state_dict()) == list(plain.state_dict())
@@ -218,17 +218,18 @@ def test_a_model_keeps_its_names_weights_and_kinds(tmp_path: Path) -> None:
         assert torch.equal(tensor, plain.state_dict()[name])
 
 
-def test_sizes_that_do_not_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_other_sizes_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = build(MODEL.replace(width=32, mlp_dim=72))
     use_fp8(model)
     kinds = {name.rpartition(".")[2]: type(module) for name, module in model.blocks.named_modules()}
     assert kinds["qkv"] is kinds["out"] is Fp8Linear
     assert kinds["fc1"] is kinds["fc2"] is nn.Linear
-    assert caplog.messages == ["fp8: 4 of 8 matrices stay bf16, a side of theirs is no multiple of 16"]
+    assert len(caplog.messages) == 1
+    assert "4 of 8" in caplog.messages[0]
 
 
 @pytest.mark.slow
-def test_it_compiles_in_one_piece() -> None:
+def test_model_compiles_without_graph_breaks() -> None:
     """With its gradients, by the class token's shortcut, and with blocks run again."""
     model = accelerate(use_fp8(tiny.vit(torch.float32), torch.float32))
     images = tiny.images(dtype=torch.float32)
@@ -248,7 +249,7 @@ def test_it_compiles_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("objective", ["masked", "mae", "simmim"])
-def test_masked_objectives_train_their_vit_by_it(objective: Any) -> None:
+def test_masked_objectives_train_the_vit_in_fp8(objective: Any) -> None:
     target = "colour" if objective == "masked" else "pixels"
     shape = Masked(ratio=0.5, target=target, width=32, depth=1, heads=2)  # pyright: ignore
     config = Config(model=MODEL.replace(classes=0), objective=objective, masked=shape)
@@ -306,13 +307,15 @@ def test_training_reaches_the_loss_of_fp32(plain_runs: list[tuple[ViT, float]]) 
     assert abs(np.mean(low) - np.mean(plain)) < 0.08, "seeds of either differ by as much"
 
 
-def test_a_copy_for_answers_agrees(plain_runs: list[tuple[ViT, float]]) -> None:
+def test_inference_copy_agrees_with_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
     images, _ = tensors("test")
     more, _ = tensors("train")
     images = torch.cat((images, more))
     for model, _ in plain_runs:
         low = in_fp8(model, torch.float32)
-        assert sum(isinstance(module, Fp8Answer) for module in low.modules()) == 7, "all but the last block's qkv"
+        assert sum(isinstance(module, Fp8InferenceLinear) for module in low.modules()) == 7, (
+            "all but the last block's qkv"
+        )
         with torch.no_grad():
             plain, answers = model(images), low(images)
             short = accelerate(copy.deepcopy(low))(images)
@@ -323,13 +326,13 @@ def test_a_copy_for_answers_agrees(plain_runs: list[tuple[ViT, float]]) -> None:
         assert apart(short, plain.double()) < 0.1
         assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
         assert not low.training
-        assert all(type(module) is not Fp8Answer for module in model.modules()), "the model itself stays"
+        assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself stays"
 
 
-# Answers by load ------------------------------------------------------------------------------------------------------
+# Inference by load ----------------------------------------------------------------------------------------------------
 
 
-def test_without_fp8_a_warning_says_so_once_and_the_plain_model_runs(
+def test_without_fp8_support_the_plain_model_runs_after_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))  # nothing is compiled
@@ -345,7 +348,7 @@ def test_without_fp8_a_warning_says_so_once_and_the_plain_model_runs(
     assert set(fast.choices.values()) == {PLAIN}
 
 
-def test_a_resnet_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resnet_has_no_fp8_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "why_not", lambda _: "")  # as on a GPU that supports it
     assert InferenceModel(tiny.bit(torch.float32, (1, 1, 1)), fp8=True)._extra_choices() == ()
 
@@ -357,12 +360,12 @@ def test_fp8_is_tried_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert InferenceModel(model, fp8=True)._extra_choices() == FP8
 
 
-def test_an_optimise_that_is_unknown() -> None:
-    with pytest.raises(ValueError, match=r"^optimise 'fp4' is unknown: True, False or 'fp8'$"):
+def test_unknown_optimise_is_an_error() -> None:
+    with pytest.raises(ValueError, match="fp4"):
         plainvit.load("m.safetensors", optimise="fp4")  # pyright: ignore
 
 
-def test_an_fp8_choice_that_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
     monkeypatch.setattr(inference, "in_fp8", lambda model: in_fp8(model, torch.float32))
@@ -370,44 +373,44 @@ def test_an_fp8_choice_that_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch
     eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
     assert inference.measure(config, 4, CPU, (eager,)) == eager
-    monkeypatch.setattr(fp8, "emulated", lambda a, b, scales, bias: emulated(a, b, scales, bias) * 2)
+    monkeypatch.setattr(fp8, "emulate_matmul", lambda a, b, scales, bias: emulate_matmul(a, b, scales, bias) * 2)
     assert inference.measure(config, 4, CPU, (eager,)) == PLAIN
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_a_cpu_is_refused_and_leaves_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_run_on_a_cpu_exits_2_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "digits", "--precision", "fp8", "--device", "cpu", "--out", str(out)])
     assert ended.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert said.endswith("use --precision bf16")
-    assert "\n" not in said
+    message = capsys.readouterr().err.strip()
+    assert "--precision" in message
+    assert "\n" not in message
     assert not (out / "config.json").exists()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], World]] = {
-    "ResNets": ({"model": configure("BiT-R26x1")}, World(device="cuda")),
-    "--optim.lora": ({"optim": Optim(lora=4)}, World(device="cuda")),
-    "--parallel fsdp": ({"parallel": "fsdp"}, World(0, 2, "cuda")),
+UNSUPPORTED: dict[str, tuple[dict[str, Any], World]] = {
+    "ResNet": ({"model": configure("BiT-R26x1")}, World(device="cuda")),
+    "lora": ({"optim": Optim(lora=4)}, World(device="cuda")),
+    "fsdp": ({"parallel": "fsdp"}, World(0, 2, "cuda")),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_trained_by_it_is_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.models.fast.fp8.why_not", lambda _: "")  # as on a GPU that has it
-    changes, world = REFUSED[reason]
-    with pytest.raises(ValueError, match=f"{reason}.*--precision bf16"):
+@pytest.mark.parametrize("word", UNSUPPORTED)
+def test_unsupported_configs_are_errors(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.models.fast.fp8.why_not", lambda _: "")  # as on a GPU that supports it
+    changes, world = UNSUPPORTED[word]
+    with pytest.raises(ValueError, match=f"{word}.*--precision"):
         check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
     check_fp8(Config(model=MODEL, precision="fp8"), World(device="cuda"))
 
 
-def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_names_old_gpus_and_failing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert fp8.why_not("cuda") == "fp8 needs a GPU of compute capability 8.9 or newer, A100 has 8.0"
+    assert "A100 has 8.0" in fp8.why_not("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
     def failing(*_: Any, **__: Any) -> Tensor:
@@ -417,7 +420,8 @@ def test_older_gpus_and_kernels_that_fail(monkeypatch: pytest.MonkeyPatch) -> No
         assert fp8.why_not("cuda") == ""
         monkeypatch.setattr(fp8, "product", failing)
         found = fp8.why_not("cuda")
-    assert found == "fp8 products fail on A100: CUBLAS_STATUS_NOT_SUPPORTED when calling this"
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in found
+    assert "\n" not in found
 
 
 # An MLP's GELU and its rounding in one kernel -------------------------------------------------------------------------
@@ -443,10 +447,10 @@ print(json.dumps(found))
 """
 COMPILED = """
 import torch
-from plainvit.models.fast.fp8 import _quantised_rows
-_quantised_rows(torch.zeros(8, 3072, dtype=torch.bfloat16), "gelu")
-_quantised_rows(torch.zeros(8, 5120, dtype=torch.bfloat16), "gelu_tanh")
-_quantised_rows(torch.zeros(8, 1280, dtype=torch.bfloat16), "")
+from plainvit.models.fast.fp8 import _quantise_rows
+_quantise_rows(torch.zeros(8, 3072, dtype=torch.bfloat16), "gelu")
+_quantise_rows(torch.zeros(8, 5120, dtype=torch.bfloat16), "gelu_tanh")
+_quantise_rows(torch.zeros(8, 1280, dtype=torch.bfloat16), "")
 assert len(made) == 3 and all("e4m3" in kernel.asm["ptx"] for kernel in made)
 """
 
@@ -458,7 +462,7 @@ def hidden(K: int) -> Tensor:
     return x
 
 
-def test_the_kernel_of_an_mlp_in_the_interpreter() -> None:
+def test_mlp_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     found = json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))
     assert np.max(found) < 6e-6
@@ -466,21 +470,21 @@ def test_the_kernel_of_an_mlp_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 90])
-def test_the_kernel_of_an_mlp_compiles_for_gpus_that_are_not_here(capability: int) -> None:
+def test_mlp_kernel_compiles_for_other_gpus(capability: int) -> None:
     pytest.importorskip("triton")
     in_child(NO_GPU.format(capability=capability) + COMPILED)
 
 
-def test_a_copy_for_answers_hands_its_activations_over() -> None:
+def test_inference_copy_keeps_the_activation() -> None:
     """In the same order, whatever the activation; the plain model keeps its own."""
     for activation in ("gelu", "gelu_tanh", "relu"):
         model = tiny.vit(torch.float32, width=32, mlp_dim=64, activation=activation).eval()
         assert isinstance(model, ViT)
         low, images = in_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
-        assert low.blocks[0].mlp.activation is fp8.as_it_is  # pyright: ignore
+        assert low.blocks[0].mlp.activation is fp8.identity  # pyright: ignore
         expected = model(images)
         assert apart(low(images), expected.double()) < 0.1
-        assert model.blocks[0].mlp.activation is not fp8.as_it_is  # pyright: ignore
+        assert model.blocks[0].mlp.activation is not fp8.identity  # pyright: ignore
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
@@ -500,18 +504,18 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 @on_gpu
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
-def test_the_kernel_equals_the_emulation(fast: bool, M: int, K: int, N: int) -> None:
+def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None:
     assert not fp8.why_not("cuda")
     (a, rows), (b, columns) = quantise(draw(M, K, spread=1.0).cuda()), quantise(draw(N, K, seed=1).cuda())
     bias = draw(1, N)[0].cuda()
     found = product(a, b, (rows, columns), bias, fast=fast)
-    right = emulated(a, b, (rows, columns), bias.bfloat16())
+    right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
     assert found.dtype is torch.bfloat16
     assert apart(found.float(), right.double()) < (2e-2 if fast else 3e-3), "bf16's rounding, and a short sum's"
 
 
 @on_gpu
-def test_quantising_equals_the_cpus() -> None:
+def test_gpu_quantisation_equals_cpu() -> None:
     x = draw(64, 768, spread=2.0)
     (found, scale), (right, expected) = quantise(x.cuda()), quantise(x)
     torch.testing.assert_close(scale.cpu(), expected, rtol=1e-6, atol=0)  # a GPU divides by 448 by multiplying
@@ -520,7 +524,7 @@ def test_quantising_equals_the_cpus() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("shortcuts", [False, True])
-def test_compiled_in_one_piece_on_a_gpu(shortcuts: bool) -> None:
+def test_gpu_compiles_without_graph_breaks(shortcuts: bool) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0, depth=3).cuda()
     nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore
@@ -540,7 +544,7 @@ def test_compiled_in_one_piece_on_a_gpu(shortcuts: bool) -> None:
 
 
 @on_gpu
-def test_under_cuda_graphs_no_bit_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_cuda_graphs_are_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.without_figures(monkeypatch)
     config = runs.config(device="cuda", graphs="auto", precision="fp8", steps=12)
     captured: list[Graph] = []
@@ -562,7 +566,7 @@ def test_under_cuda_graphs_no_bit_changes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @on_gpu
-def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole of fit, on textured shapes; the same seed, so the same batches."""
     runs.without_figures(monkeypatch)
     means: dict[str, float] = {}
@@ -590,10 +594,10 @@ def test_thirty_steps_of_a_base_model_follow_bf16(tmp_path: Path, monkeypatch: p
 @on_gpu
 @pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("K", [48, 3072, 5120])
-def test_rows_are_quantised_in_one_pass_as_in_several(K: int, activation: str) -> None:
+def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) -> None:
     x = hidden(K).bfloat16()
     right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
-    (found, scale), (_, scales) = fp8.quantised_rows(x.cuda(), activation), quantise(right)
+    (found, scale), (_, scales) = fp8.quantise_rows_op(x.cuda(), activation), quantise(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
     low, high = ((right / scales * (1 + off)).to(E4M3).float() for off in (-2e-5, 2e-5))
     assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), "but for what lies between two"
@@ -601,7 +605,7 @@ def test_rows_are_quantised_in_one_pass_as_in_several(K: int, activation: str) -
 
 
 @on_gpu
-def test_answers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0).eval().cuda()
     nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""The short GELU against float64, at every number that bf16 has; and that compiled code keeps one tensor of an MLP."""
+"""The short GELU compared with float64 at every value of bf16, and the memory of a compiled MLP."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from plainvit.models import ViT
 from plainvit.models.fast import accelerate, mlp
-from plainvit.models.fast.gelu import aligned, gelu, gelu_linear, gelu_tanh, linear_gelu, register_decompositions
+from plainvit.models.fast.gelu import align_rows, gelu, gelu_linear, gelu_tanh, linear_gelu, register_decompositions
 from plainvit.models.recompute import recompute_activations
 
 BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -36,7 +36,7 @@ def exact(form: str) -> tuple[Tensor, Tensor]:
     return x * (1 + tanh) / 2, (1 + tanh) / 2 + x * (1 - tanh**2) * (2 / torch.pi) ** 0.5 * slope / 2
 
 
-def of(function: Any) -> tuple[Tensor, Tensor]:
+def evaluate(function: Any) -> tuple[Tensor, Tensor]:
     x = NUMBERS.clone().requires_grad_()
     y = function(x)
     y.backward(torch.ones_like(y))
@@ -45,9 +45,11 @@ def of(function: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("ours", "form"), [(gelu, "none"), (gelu_tanh, "tanh")])
-def test_rounded_as_well_as_pytorchs(ours: Any, form: str) -> None:
+def test_error_is_that_of_pytorch_in_bf16(ours: Any, form: str) -> None:
     """Of all bf16 numbers, as many as PyTorch's or more come out as float64 rounded to bf16; none is two steps off."""
-    for found, plain, expected in zip(of(ours), of(partial(F.gelu, approximate=form)), exact(form), strict=True):
+    for found, plain, expected in zip(
+        evaluate(ours), evaluate(partial(F.gelu, approximate=form)), exact(form), strict=True
+    ):
         right = (found == expected.bfloat16()).double().mean()
         assert right > 0.998
         assert right >= (plain == expected.bfloat16()).double().mean()
@@ -56,7 +58,7 @@ def test_rounded_as_well_as_pytorchs(ours: Any, form: str) -> None:
         assert (error <= 2**-8 * expected.abs() + 1e-8)[~LARGE].all()
 
 
-def test_infinities_and_nothing() -> None:
+def test_infinite_and_empty_inputs() -> None:
     found = gelu(torch.tensor([float("inf"), 0.0, -0.0, float("nan")], dtype=torch.bfloat16))
     assert found[:3].tolist() == [float("inf"), 0.0, 0.0]
     assert found[3].isnan()
@@ -67,7 +69,7 @@ def test_infinities_and_nothing() -> None:
 
 
 @pytest.mark.parametrize("tanh", [False, True])
-def test_a_product_of_a_gelu_and_its_gradients_against_float64(tanh: bool) -> None:
+def test_gelu_linear_and_its_gradients_are_close_to_float64(tanh: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (3, 5, 24), "weight": (7, 24), "bias": (7,), "before": (24,)}
     given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
@@ -88,7 +90,7 @@ def test_a_product_of_a_gelu_and_its_gradients_against_float64(tanh: bool) -> No
     torch.library.opcheck(torch.ops.plainvit.gelu_gradients.default, (flat[0], flat[0], tanh))
 
 
-def test_a_product_that_ends_with_a_gelu() -> None:
+def test_linear_gelu_equals_gelu_of_linear() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((3, 5, 24), (7, 24), (7,)))
     right = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
@@ -96,19 +98,19 @@ def test_a_product_that_ends_with_a_gelu() -> None:
     torch.library.opcheck(torch.ops.plainvit.linear_gelu.default, (x.flatten(0, 1), weight, bias))
 
 
-def test_tiles_begin_at_whole_lines() -> None:
+def test_align_rows_copies_only_unaligned_tensors() -> None:
     numbers = torch.arange(65, dtype=torch.bfloat16)
     for x in (numbers[:64].view(4, 16), numbers[1:].view(4, 16), numbers[:64].view(16, 4).t()):
-        found = aligned(x)
+        found = align_rows(x)
         assert torch.equal(found, x)
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
-    assert aligned(numbers).data_ptr() == numbers.data_ptr()
+    assert align_rows(numbers).data_ptr() == numbers.data_ptr()
 
 
 INTERPRETED = """
 import json, torch
-from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, tiled
+from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, describe_tiles
 from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
 
 found = []
@@ -128,14 +130,14 @@ for R, M, D, programs in ((1, 8, 8, 1), (300, 520, 136, 2), (9 * 128 + 5, 264, 6
     generator = torch.Generator().manual_seed(R)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((R, D), (M, D), (M,)))
     y = torch.full((R, M), float("nan"))
-    linear_gelu[(programs,)](*tiled(x, weight, y, bias), R, M, D, **PRODUCT, PROGRAMS=programs)
+    linear_gelu[(programs,)](*describe_tiles(x, weight, y, bias), R, M, D, **PRODUCT, PROGRAMS=programs)
     right = torch.nn.functional.gelu(x.double() @ weight.double().T + bias.double())
     found.append(((y - right).abs().max() / right.abs().max()).item())
 print(json.dumps(found))
 """
 
 
-def test_the_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     """Sizes that fill no tile, a single row, whole tiles, more than a group of them."""
     pytest.importorskip("triton")
     assert max(json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))) < 1e-5
@@ -143,11 +145,11 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 COMPILED = """
 import torch
-from plainvit.models import gelu
+from plainvit.models.fast import gelu
 from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
 x, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 3072), (512,)))
 how = dict(gelu.PRODUCT, PROGRAMS=8, num_warps=8, num_stages=3)
-linear_gelu[(8,)](*gelu.tiled(x, x, x[:, :512], bias), 512, 512, 3072, **how)
+linear_gelu[(8,)](*gelu.describe_tiles(x, x, x[:, :512], bias), 512, 512, 3072, **how)
 for tanh in (False, True):
     sizes = dict(M=3072, TANH=tanh, ROWS=gelu.ROWS, TURNS=gelu.TURNS, COLUMNS=gelu.COLUMNS)
     gelu_gradients[(24, 2)](x, x, x, x, torch.zeros(2, 3072), 512, **sizes)
@@ -157,7 +159,7 @@ print(len(made))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int) -> None:
+def test_kernels_compile_for_other_gpus(capability: int) -> None:
     pytest.importorskip("triton")
     assert in_child(NO_GPU.format(capability=capability) + COMPILED) == "3"
 
@@ -201,7 +203,7 @@ def hidden(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.parametrize("by_kernel", tiny.mostly_slow((True, False), 2))
 @pytest.mark.parametrize("activation", tiny.mostly_slow(("gelu", "gelu_tanh"), 2))
-def test_compiled_training_keeps_one_tensor_of_an_mlp(
+def test_compiled_training_keeps_one_hidden_tensor(
     monkeypatch: pytest.MonkeyPatch, activation: str, by_kernel: bool
 ) -> None:
     """With shortcuts; and its gradients are those of the eager model without, but for bf16's rounding."""
@@ -227,7 +229,7 @@ def test_compiled_training_keeps_one_tensor_of_an_mlp(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-def test_beside_recomputed_blocks() -> None:
+def test_recomputed_blocks_keep_no_hidden_tensor() -> None:
     torch._dynamo.reset()
     model = recompute_activations(accelerate(tiny.vit(torch.float32, depth=2, mlp_dim=96).train()))
     kept: list[Tensor] = []

@@ -31,7 +31,7 @@ def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["class token", "average", "ResNet"])
 @pytest.mark.usefixtures("eagerly")
-def test_without_a_compiler_it_is_the_plain_model(kind: str) -> None:
+def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     pool = {"pool": "average"} if kind == "average" else {}
     model: Any = tiny.bit(torch.float32) if kind == "ResNet" else tiny.vit(torch.float32, **pool)
     images = nn.functional.interpolate(tiny.images(dtype=torch.float32), model.config.image_size)
@@ -52,7 +52,7 @@ def flops(call: Callable[[torch.Tensor], object], images: torch.Tensor) -> int:
 
 
 @pytest.mark.usefixtures("eagerly")
-def test_no_work_is_done_that_no_answer_needs() -> None:
+def test_last_block_computes_the_class_token_only() -> None:
     """Of the last block a class token needs itself alone, an average all tokens."""
     images = tiny.images(dtype=torch.float32)
     for pool, less in (("token", True), ("average", False)):
@@ -62,7 +62,7 @@ def test_no_work_is_done_that_no_answer_needs() -> None:
             assert (flops(quick, images) < flops(slow, images)) == less
 
 
-def test_the_fastest_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three planted ways: one is quick and wrong, one quick and right."""
     wrong, right = Choice("bf16", "graphs"), Choice("fp32", "compiled")
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN, wrong, right))
@@ -83,7 +83,7 @@ def test_the_fastest_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [PLAIN, right]
 
 
-def test_it_only_answers() -> None:
+def test_inference_model_cannot_be_trained() -> None:
     fast = InferenceModel(tiny.vit(torch.float32))
     with pytest.raises(ValueError, match="optimise=True"):
         fast.train()
@@ -91,7 +91,7 @@ def test_it_only_answers() -> None:
 
 
 @pytest.mark.parametrize(("supported", "refused"), [(True, False), (True, True), (False, False), (False, True)])
-def test_bf16_is_tried_only_on_a_cpu_that_has_it_and_survives_it(
+def test_bf16_is_tried_only_on_cpus_that_support_it(
     supported: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
@@ -100,7 +100,7 @@ def test_bf16_is_tried_only_on_a_cpu_that_has_it_and_survives_it(
     assert tried == (supported and not refused)
 
 
-def test_it_moves_as_a_whole_and_chooses_anew() -> None:
+def test_moving_the_model_measures_again() -> None:
     model = InferenceModel(tiny.vit(torch.float32))
     model.choices = {"forward": PLAIN}  # pyright: ignore[reportAttributeAccessIssue]
     assert {weight.dtype for weight in model.double().parameters()} == {torch.float64}
@@ -108,7 +108,7 @@ def test_it_moves_as_a_whole_and_chooses_anew() -> None:
 
 
 @pytest.mark.usefixtures("eagerly")
-def test_by_load_and_through_a_predictor(tmp_path: Path) -> None:
+def test_load_and_predictor_return_it(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")
     fast = plainvit.load(tmp_path / "m.safetensors", optimise=True)
@@ -118,7 +118,7 @@ def test_by_load_and_through_a_predictor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_way_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_choice_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for real, each against fp32; then the one that is chosen."""
     model = tiny.vit(torch.float32, width=64)
     images = tiny.images(dtype=torch.float32)

@@ -79,13 +79,13 @@ def test_training_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, An
     assert operators(monkeypatch, learning=True, dtype=torch.bfloat16, **changes) == expected
 
 
-def test_training_in_fp8_has_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_in_fp8_uses_fp8_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     found = operators(monkeypatch, learning=True, dtype=torch.bfloat16, fp8=True)
     assert found == {"plainvit.short_attention", "checkpoint"}
 
 
 @pytest.mark.slow
-def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_in_fp32_uses_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators(monkeypatch, learning=True, dtype=torch.float32) == {"checkpoint"}
 
 
@@ -103,12 +103,12 @@ def test_training_in_fp32_has_none_of_our_kernels(monkeypatch: pytest.MonkeyPatc
         3,
     ),
 )
-def test_answers_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
+def test_inference_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
     found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, **changes)
     assert found == {"plainvit.short_attention", *expected}
 
 
-def test_the_compiler_has_the_options_that_are_given_to_it() -> None:
+def test_compiler_has_the_options_used() -> None:
     options = choose_compiler_options(Config(model=configure("ViT-L/16", 10)))
     assert options
     assert set(options) <= set(torch._inductor.list_options())

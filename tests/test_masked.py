@@ -60,7 +60,7 @@ def draw(made: PredictPatches, images: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("ratio", "hidden"), [(0.5, 98), (0.15, 30), (0.75, 147)])
-def test_each_image_has_the_same_share_hidden(ratio: float, hidden: int) -> None:
+def test_every_image_hides_the_same_number_of_patches(ratio: float, hidden: int) -> None:
     made = objective(masked=Masked(ratio=ratio), image_size=112)
     order, source = draw(made, 300)
     n = 14 * 14
@@ -72,7 +72,7 @@ def test_each_image_has_the_same_share_hidden(ratio: float, hidden: int) -> None
     assert (often - ratio).abs().max() < 5 * math.sqrt(ratio * (1 - ratio) / 300)
 
 
-def test_of_the_hidden_80_are_masked_10_are_another_10_are_kept() -> None:
+def test_hidden_patches_are_80_percent_masked_10_replaced_10_kept() -> None:
     images, k, n = 400, 98, 196
     order, source = draw(objective(image_size=112), images)
     hidden = order[:, :k]
@@ -88,7 +88,7 @@ def test_of_the_hidden_80_are_masked_10_are_another_10_are_kept() -> None:
     assert float(away.double().mean()) == pytest.approx(n / 2, rel=0.03)  # any other patch, each as likely
 
 
-def test_simmim_hides_whole_squares_and_nothing_stands_in_for_them() -> None:
+def test_simmim_masks_whole_squares() -> None:
     made = objective("simmim", PIXELS.replace(ratio=0.6, unit=2), image_size=(32, 48))
     order, source = draw(made, 50)
     assert made.hidden == 4 * math.ceil(0.6 * 6)
@@ -98,7 +98,7 @@ def test_simmim_hides_whole_squares_and_nothing_stands_in_for_them() -> None:
     assert (source.gather(1, order[:, : made.hidden]) == -1).all()
 
 
-def test_masks_follow_from_seed_step_and_place_in_the_global_batch() -> None:
+def test_masks_depend_on_seed_step_and_position_in_the_global_batch() -> None:
     images, whole = photos(8), objective()
     both = []
     for rank in range(2):
@@ -112,7 +112,7 @@ def test_masks_follow_from_seed_step_and_place_in_the_global_batch() -> None:
     assert not torch.equal(first, objective(seed=1).prepare(batch(images), 7)[1])
 
 
-def test_masks_of_held_out_images_are_the_image_s_own() -> None:
+def test_masks_of_held_out_images_depend_on_the_image_alone() -> None:
     images, index = photos(6), np.array([5, 2, 9, 4, 1, 7])
     order = objective(seed=3).prepare_held_out(images, index)[1]
     again = objective(seed=4).prepare_held_out(images[[4, 1]], index[[4, 1]])[1]
@@ -185,7 +185,7 @@ def answers_for_all(made: PredictPatches, images: Tensor, source: Tensor) -> Ten
     return made.decoder(model.norm(x)[:, 1:])
 
 
-def test_simmim_s_loss_is_its_formula() -> None:
+def test_simmim_loss_equals_its_formula() -> None:
     made, images = objective("simmim", PIXELS.replace(ratio=0.6)), tiny.images(3)
     _, order, source = made.prepare(batch(images), 0)
     loss, right = made(images, order, source)
@@ -198,7 +198,7 @@ def test_simmim_s_loss_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("target", ["colour", "colours16", "pixels"])
-def test_the_paper_s_loss_counts_corrupted_patches_only(target: Any) -> None:
+def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
     made = objective("masked", Masked(target=target))
     images = photos(3) if target != "pixels" else tiny.images(3)
     _, order, source = made.prepare(batch(images), 0)
@@ -238,7 +238,7 @@ def test_the_paper_s_loss_counts_corrupted_patches_only(target: Any) -> None:
     ],
     ids=str,
 )
-def test_mae_s_encoder_is_the_plain_one_on_a_subset(settings: dict[str, Any]) -> None:
+def test_mae_encoder_equals_plain_vit_on_a_subset(settings: dict[str, Any]) -> None:
     made, images = objective("mae", PIXELS.replace(ratio=0.75), **settings), tiny.images(3)
     order = made.prepare(batch(images), 0)[1]
     model, first = made.model, made.model.config.prefix
@@ -255,7 +255,7 @@ def test_mae_s_encoder_is_the_plain_one_on_a_subset(settings: dict[str, Any]) ->
     assert tiny.difference(found, model.norm(x)) < 1e-12
 
 
-def test_what_is_dropped_costs_nothing() -> None:
+def test_dropped_patches_cost_no_flops() -> None:
     model = plainvit.create("ViT-S/16", 0, depth=3, device="meta")
     assert isinstance(model, ViT)
     masked = Masked(ratio=0.75, target="pixels")
@@ -286,14 +286,14 @@ def seen(made: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["mae", "simmim"])
-def test_hidden_pixels_are_not_seen_and_the_others_are(name: Any) -> None:
+def test_predictions_depend_on_visible_pixels_only(name: Any) -> None:
     made, images = objective(name, PIXELS.replace(ratio=0.6)), tiny.images(4)
     _, *masks = made.prepare(batch(images), 0)
     hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : made.hidden], True)
     assert torch.equal(seen(made, images, *masks), ~hidden)
 
 
-def test_behind_the_paper_s_mask_nothing_is_seen() -> None:
+def test_masked_pixels_do_not_change_predictions() -> None:
     made, images = objective("masked", Masked(ratio=0.8, target="pixels")), tiny.images(8)
     _, order, source = made.prepare(batch(images), 0)
     shown = torch.zeros(8, 16, dtype=torch.bool).scatter(1, source.where(source >= 0, 15), True)[:, :15]
@@ -303,7 +303,7 @@ def test_behind_the_paper_s_mask_nothing_is_seen() -> None:
     assert ((~shown).sum(1) > 5).all()
 
 
-def test_the_model_s_own_answers_do_not_change_with_it() -> None:
+def test_logits_of_the_model_do_not_change() -> None:
     model = tiny.vit()
     before = model(tiny.images())
     headless = tiny.vit(classes=0)
@@ -392,7 +392,7 @@ def test_mae_equals_transformers(normalise: bool) -> None:
             assert (found - gradient).abs().max() < 1e-9, name
 
 
-def test_the_decoder_s_positions_are_mae_s() -> None:
+def test_decoder_positions_equal_mae() -> None:
     """Its formula: frequencies 10000^(-i / (D/4)), the column's first; a token before the patches has none."""
     made = objective("mae", PIXELS.replace(ratio=0.75))
     assert isinstance(made.decoder, Decoder)
@@ -407,7 +407,7 @@ def test_the_decoder_s_positions_are_mae_s() -> None:
     assert np.abs(sincos2d(3, 5, 16, closed=False).numpy() - wanted[1:]).max() < 1e-12
 
 
-def test_a_new_decoder_starts_as_published() -> None:
+def test_decoder_is_initialised_as_published() -> None:
     made = MaskedViT(tiny.vit(torch.float32, classes=0), "mae", PIXELS.replace(width=128, heads=4))
     made.initialise(torch.Generator().manual_seed(0))
     assert isinstance(made.decoder, Decoder)
@@ -421,7 +421,7 @@ def test_a_new_decoder_starts_as_published() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["masked", "mae", "simmim"])
-def test_compiled_it_is_the_same(name: Any) -> None:
+def test_compiled_predictions_are_equal(name: Any) -> None:
     made = objective(name, Masked(**SMALL) if name == "masked" else PIXELS).float()
     tensors = made.prepare(batch(photos(4)), 0)
     compiled = torch.compile(made, dynamic=False, fullgraph=True)
@@ -431,7 +431,7 @@ def test_compiled_it_is_the_same(name: Any) -> None:
 # The picture ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_of_a_perfect_answer_is_the_image() -> None:
+def test_figure_of_a_perfect_prediction_is_the_image() -> None:
     """Answers that are the targets themselves paint what was there; colours the middle of their range."""
     images, places = photos(3), torch.tensor([[0, 7], [1, 2], [14, 3]])
     for masked in (PIXELS, PIXELS.replace(normalise=True)):
@@ -448,7 +448,7 @@ def test_the_picture_of_a_perfect_answer_is_the_image() -> None:
         assert (painted.mean((4, 6)) - mean.mean((4, 6))).abs().max() <= 16.5 / 255
 
 
-def test_every_colour_is_painted_as_the_middle_of_its_range() -> None:
+def test_colours_are_drawn_as_the_middle_of_their_range() -> None:
     """Photos have few of the 512."""
     every = torch.arange(512).view(1, 512)
     answers = torch.nn.functional.one_hot(every, 512).float()
@@ -457,7 +457,7 @@ def test_every_colour_is_painted_as_the_middle_of_its_range() -> None:
     assert np.abs(painted.numpy() - wanted[:, :, None, None]).max() < 1e-6
 
 
-def test_the_picture_shows_what_was_left() -> None:
+def test_figure_shows_visible_patches() -> None:
     made, images = objective("mae", PIXELS), photos(2)
     tensors = made.prepare_held_out(images, np.arange(2))
     original, corrupted, predicted = made.show(tensors)
@@ -476,31 +476,26 @@ PLAIN = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_si
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 1.5, math.nan])
-def test_a_ratio_is_between_0_and_1(ratio: float) -> None:
-    with pytest.raises(ValueError, match="ratio must be"):
+def test_ratio_must_be_between_0_and_1(ratio: float) -> None:
+    with pytest.raises(ValueError, match="ratio"):
         Masked(ratio=ratio)
 
 
 @pytest.mark.parametrize(
     ("model", "name", "masked", "words"),
     [
-        (PLAIN.replace(image_size=(8, 8)), "masked", Masked(), r"hides 1 of 1 x 1 patches"),
-        (PLAIN.replace(image_size=(8, 16)), "masked", Masked(ratio=0.9), r"hides 2 of 1 x 2 patches"),
-        (
-            PLAIN.replace(channels=1, mean=(0.5,), std=(0.5,)),
-            "masked",
-            Masked(),
-            r"red, green and blue, the model has 1",
-        ),
-        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colours16"), r"2 x 2 is not divisible by 4"),
-        (PLAIN.replace(image_size=(24, 32)), "simmim", Masked(unit=2), r"3 x 4 patches is not made of squares of .* 2"),
-        (configure("BiT-R50x1"), "mae", Masked(), r"hides patches of a ViT, and this model is a ResNet"),
-        (configure("R50x1+ViT-B/16"), "mae", Masked(), r"hybrid's stem"),
-        (PLAIN.replace(posemb="relative"), "mae", Masked(), r"drops tokens"),
-        (PLAIN.replace(posemb_at="every"), "mae", Masked(), r"drops tokens"),
+        (PLAIN.replace(image_size=(8, 8)), "masked", Masked(), "ratio.*1 x 1"),
+        (PLAIN.replace(image_size=(8, 16)), "masked", Masked(ratio=0.9), "ratio.*1 x 2"),
+        (PLAIN.replace(channels=1, mean=(0.5,), std=(0.5,)), "masked", Masked(), "--masked.target pixels"),
+        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colours16"), "2 x 2.*--masked.target"),
+        (PLAIN.replace(image_size=(24, 32)), "simmim", Masked(unit=2), "3 x 4.*--masked.unit"),
+        (configure("BiT-R50x1"), "mae", Masked(), "ResNet"),
+        (configure("R50x1+ViT-B/16"), "mae", Masked(), "hybrid"),
+        (PLAIN.replace(posemb="relative"), "mae", Masked(), "posemb"),
+        (PLAIN.replace(posemb_at="every"), "mae", Masked(), "posemb"),
     ],
 )
-def test_what_cannot_be_masked_is_refused_in_one_line(model: Any, name: str, masked: Masked, words: str) -> None:
+def test_unsupported_model_is_a_one_line_error(model: Any, name: str, masked: Masked, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         check_maskable(model, name, masked)
     assert "\n" not in str(caught.value)
@@ -509,15 +504,15 @@ def test_what_cannot_be_masked_is_refused_in_one_line(model: Any, name: str, mas
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"masked": {"normalise": True}}, "masked.target pixels"),
-        ({"masked": {"width": 30, "heads": 4}}, "must be divisible by 4 and by masked.heads"),
-        ({"objective": "mea"}, "objective 'mea' is unknown"),
-        ({"teacher": "weights"}, "^teacher is not supported"),
-        ({"ema": 0.99}, "^ema is not supported"),
-        ({"augment": {"mixup": 0.2}}, "^augment.mixup is not supported"),
+        ({"masked": {"normalise": True}}, "normalise"),
+        ({"masked": {"width": 30, "heads": 4}}, "masked.heads"),
+        ({"objective": "mea"}, "mea"),
+        ({"teacher": "weights"}, "teacher"),
+        ({"ema": 0.99}, "ema"),
+        ({"augment": {"mixup": 0.2}}, "mixup"),
     ],
 )
-def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_contradictory_settings_are_errors(settings: dict[str, Any], words: str) -> None:
     from plainvit.config import Augment
 
     kinds = {"masked": Masked, "augment": Augment}
@@ -528,7 +523,7 @@ def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: s
         )
 
 
-def test_what_is_hidden_is_rounded_up_as_in_the_published_codes() -> None:
+def test_number_of_hidden_patches_is_rounded_up() -> None:
     for n, ratio in ((196, 0.75), (49, 0.6), (50, 0.75), (100, 0.55), (10, 0.9), (256, 0.75)):
         config = PLAIN.replace(image_size=(8, 8 * n))
         assert hidden_patches(config, Masked(ratio=ratio)) == math.ceil(round(n * ratio, 6))

@@ -41,20 +41,20 @@ def fitting(model: ViT | ResNet) -> Tensor:
 
 
 @every_model
-def test_a_full_trace_records_exactly_the_listed_names(make: Any) -> None:
+def test_full_trace_records_exactly_the_listed_names(make: Any) -> None:
     model, trace = make(), Trace("*")
     model(fitting(model), trace)
     assert list(trace) == model.trace_names()  # in the order of computation
 
 
-def test_a_distilled_model_in_training_records_what_it_lists() -> None:
+def test_distilled_model_in_training_records_the_listed_names() -> None:
     model, trace = tiny.vit(torch.float32, distillation=True).train(), Trace("*")
     model(fitting(model), trace)
     assert list(trace) == model.trace_names()
 
 
 @every_model
-def test_a_trace_changes_neither_logits_nor_gradients(make: Any) -> None:
+def test_trace_changes_neither_logits_nor_gradients(make: Any) -> None:
     model = make()
     found = []
     for trace in (None, Trace("*")):
@@ -67,7 +67,7 @@ def test_a_trace_changes_neither_logits_nor_gradients(make: Any) -> None:
     assert all(torch.equal(gradients[name], gradients_traced[name]) for name in gradients)
 
 
-def test_a_trace_changes_nothing_under_dropout() -> None:
+def test_trace_does_not_change_dropout() -> None:
     model = tiny.vit(torch.float32, dropout=0.3, stochastic_depth=0.3).train()
     logits = []
     for trace in (None, Trace("*")):
@@ -77,7 +77,7 @@ def test_a_trace_changes_nothing_under_dropout() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_attention_weights_are_the_softmax(name: str) -> None:
+def test_attention_weights_equal_the_softmax(name: str) -> None:
     """Every layer's weights, from its own input in NumPy float64, to fp32's precision; and they make the heads."""
     model, trace = MODELS[name](), Trace("*")
     model(fitting(model), trace)
@@ -107,7 +107,7 @@ def explicit_weights(x: Tensor, attention: torch.nn.Module, prefix: int) -> np.n
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_attention_weights_of_a_bf16_pass_are_fp32s(autocast: bool) -> None:
+def test_attention_weights_of_a_bf16_pass_are_fp32(autocast: bool) -> None:
     """From the bf16 queries and keys of the pass, but with no more rounding, as the fused kernel has none either."""
     model, seen = tiny.vit(torch.float32 if autocast else torch.bfloat16), []
     model.blocks[0].attention.qkv.register_forward_hook(lambda _, __, qkv: seen.append(qkv.double()))
@@ -139,13 +139,13 @@ def test_heads_can_be_chosen(heads: Any, posemb: str) -> None:
     assert chosen["block1/values"].shape[1] == 4  # only attention weights are dear enough to choose
 
 
-def test_only_what_is_asked_for_is_kept() -> None:
+def test_trace_keeps_only_matching_names() -> None:
     model, trace = tiny.vit(torch.float32), Trace("block[02]/tokens", "pooled")
     model(fitting(model), trace)
     assert list(trace) == ["block0/tokens", "block2/tokens", "pooled"]
 
 
-def test_recorded_tensors_are_live() -> None:
+def test_recorded_tensors_have_gradients() -> None:
     """The gradient with respect to a recorded tensor is that of the pass itself: checked by finite differences."""
     model, trace = tiny.vit(), Trace("block0/heads", "block0/attention", "encoded")
     images = tiny.images()
@@ -167,47 +167,38 @@ def test_recorded_tensors_are_live() -> None:
     ("pattern", "meant"),
     [("blok0/attention", "block0/attention"), ("block3/tokens", "block0/tokens"), ("logit", "logits")],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(pattern: str, meant: str) -> None:
+def test_unknown_name_is_an_error_with_the_nearest(pattern: str, meant: str) -> None:
     model = tiny.vit(torch.float32)
-    with pytest.raises(ValueError, match=rf"^[^\n]*{pattern}[^\n]*nearest: [^\n]*{meant}[^\n]*$"):
+    with pytest.raises(ValueError, match=rf"{pattern}.*nearest: .*{meant}"):
         model(fitting(model), Trace("pooled", pattern))
 
 
 @pytest.mark.parametrize("heads", [[4], [-1], [0, 9]])
-def test_heads_out_of_range_are_refused(heads: list[int]) -> None:
+def test_heads_out_of_range_are_errors(heads: list[int]) -> None:
     model = tiny.vit(torch.float32)
-    with pytest.raises(ValueError, match=r"^[^\n]*0 to 3[^\n]*$"):
+    with pytest.raises(ValueError, match="0 to 3"):
         model(fitting(model), Trace("block0/attention", heads=heads))
 
 
-def test_a_bad_trace_is_refused_before_anything_is_computed() -> None:
+def test_invalid_trace_is_an_error_before_the_forward_pass() -> None:
     model = tiny.vit(torch.float32)
     model.embedding.register_forward_hook(lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(ValueError, match="nothing in this model"):
+    with pytest.raises(ValueError, match="nonsense"):
         model(fitting(model), Trace("nonsense"))
 
 
-SENTENCE = "a trace needs the eager model: call the model itself, not its torch.compile'd form"
-
-
 @pytest.mark.parametrize("make", [MODELS["plain"], MODELS["BiT"]], ids=["ViT", "BiT"])
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_trace_of_a_compiled_model_is_refused(make: Any, fullgraph: bool) -> None:
+@pytest.mark.parametrize("compile_", [True, False, None], ids=["fullgraph", "graph breaks", "in place"])
+def test_trace_of_a_compiled_model_is_an_error(make: Any, compile_: bool | None) -> None:
     torch._dynamo.reset()
     model = make()
-    compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
-    with pytest.raises(Exception, match="trace") as caught:
+    compiled = model
+    if compile_ is None:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, fullgraph=compile_, backend="eager")
+    with pytest.raises(Exception, match=r"trace.*torch\.compile"):
         compiled(fitting(model), Trace("*"))
-    assert SENTENCE in str(caught.value).splitlines()[0]
-
-
-def test_a_trace_of_a_model_compiled_in_place_is_refused() -> None:
-    torch._dynamo.reset()
-    model = tiny.vit(torch.float32)
-    model.compile()
-    with pytest.raises(Exception, match="trace") as caught:
-        model(fitting(model), Trace("*"))
-    assert SENTENCE in str(caught.value).splitlines()[0]
 
 
 # Features -------------------------------------------------------------------------------------------------------------
@@ -247,9 +238,9 @@ def test_features_of_a_resnets_stages() -> None:
 
 @pytest.mark.parametrize("layers", [(), (3,), (-4,), (0, 7)])
 @pytest.mark.parametrize("make", [tiny.vit, tiny.bit])
-def test_features_of_absent_layers_are_refused(make: Any, layers: tuple[int, ...]) -> None:
+def test_features_of_missing_layers_are_errors(make: Any, layers: tuple[int, ...]) -> None:
     model = make(torch.float32)
-    with pytest.raises(ValueError, match=r"^[^\n]*0 to 2[^\n]*$"):
+    with pytest.raises(ValueError, match="0 to 2"):
         model.features(fitting(model), layers=layers)
 
 

@@ -31,7 +31,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 @pytest.mark.parametrize("format_", ["plainvit", "timm", "timm pth", "google"])
-def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path, format_: str) -> None:
+def test_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path, format_: str) -> None:
     """Anywhere in what was written: half of the bits are in the header, or in the file next to it in its place."""
     path = saving.save(format_, tmp_path)
     wanted, sound = content(plainvit.load(path)), {one: one.read_bytes() for one in tmp_path.iterdir()}
@@ -64,7 +64,7 @@ def test_damaged_weights_end_the_command_with_exit_code_3(tmp_path: Path) -> Non
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_file_without_a_checksum_loads(tmp_path: Path) -> None:
+def test_file_without_a_checksum_loads(tmp_path: Path) -> None:
     """As plainvit wrote it before it had one."""
     path = saving.save("plainvit", tmp_path)
     wanted, (tensors, metadata) = content(plainvit.load(path)), read(path)
@@ -72,7 +72,7 @@ def test_a_file_without_a_checksum_loads(tmp_path: Path) -> None:
     assert content(plainvit.load(path)) == wanted
 
 
-def test_a_file_that_another_tool_writes_again_loads_unless_it_changed_it(tmp_path: Path) -> None:
+def test_rewritten_file_loads_unless_it_was_changed(tmp_path: Path) -> None:
     path = saving.save("plainvit", tmp_path)
     wanted, (tensors, metadata) = content(plainvit.load(path)), read(path)
     safetensors.torch.save_file(tensors, path, metadata)

@@ -1,8 +1,7 @@
-"""Broken and hostile files: each is refused in one line, nothing in it runs, nothing is left behind, memory stays low.
+"""Damaged and hostile files: a one-line ValueError, no code is run, no file is left behind, memory stays low.
 
-The truth here is the issue's list and the formats' own definitions: every lie is written by hand into a file that was
-sound before. A file may load or be refused with ValueError; anything else (another exception, a hang, a marker file, a
-stray file) is a failure.
+Every fault is written by hand into a valid file. A file may load or raise ValueError; anything else (another exception,
+a hang, a marker file, a stray file) is a failure.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 
 import plainvit
 
-SECONDS = 2  # of processor time: the most that a hostile file may cost
+SECONDS = 60  # of processor time, after which a test fails instead of hanging
 Values = dict[str, Tensor]
 
 
@@ -59,22 +58,22 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def load_or_refuse(path: Path, **hints: Any) -> Any:
-    """The model, or the one line that refuses it; any other end is a failure."""
+def load_or_error(path: Path, **hints: Any) -> Any:
+    """The model, or the message of a one-line ValueError; anything else is a failure."""
     with in_time():
         try:
             return plainvit.load(path, **hints)
         except ValueError as error:
             text = str(error)
-    assert text.strip(), "a refusal says something"
+    assert text.strip(), "the message is empty"
     assert len(text.splitlines()) == 1, text
     return text
 
 
-def refuse(path: Path, **hints: Any) -> str:
+def expect_error(path: Path, **hints: Any) -> str:
     names = sorted(path.parent.rglob("*"))
-    said = load_or_refuse(path, **hints)
-    assert isinstance(said, str), "it was taken for sound"
+    said = load_or_error(path, **hints)
+    assert isinstance(said, str), "it loaded"
     assert sorted(path.parent.rglob("*")) == names, "something was left behind"
     return said
 
@@ -90,19 +89,19 @@ def small(**settings: Any) -> Any:
 
 
 @cache
-def sound(kind: str) -> Values:
-    """Weights of each layout under its own names, as plainvit writes them (which other tests hold to the libraries)."""
+def valid_weights(kind: str) -> Values:
+    """Weights of each layout under its own names, as plainvit writes them."""
     with tempfile.TemporaryDirectory() as folder:
-        return _sound(kind, Path(folder))
+        return _make_weights(kind, Path(folder))
 
 
-def _sound(kind: str, folder: Path) -> Values:
+def _make_weights(kind: str, folder: Path) -> Values:
     if kind in ("google", "big_vision"):
         model = small() if kind == "google" else small(pool="attention", class_token=False)
         with np.load(plainvit.save(model, folder / "m.npz", format="google")) as archive:
             return {name: torch.from_numpy(archive[name]) for name in archive.files}
     if kind == "scanned":
-        flat = sound("big_vision")
+        flat = valid_weights("big_vision")
         return {
             name.replace("encoderblock_0", "encoderblock"): x[None] if "encoderblock_0" in name else x
             for name, x in flat.items()
@@ -130,7 +129,7 @@ KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *ARCHIVE
 
 @cache
 def description() -> str:
-    """What plainvit writes of its small model into a file."""
+    """The description that plainvit writes for its small model."""
     with tempfile.TemporaryDirectory() as folder:
         path = plainvit.save(small(), Path(folder) / "m.safetensors")
         with safetensors.safe_open(path, "pt") as file:
@@ -150,8 +149,8 @@ def store(kind: str, values: Mapping[str, Tensor], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sound_files_are_sound(tmp_path: Path, kind: str) -> None:
-    assert isinstance(load_or_refuse(store(kind, sound(kind), tmp_path), **HINTS), nn.Module)
+def test_valid_files_load(tmp_path: Path, kind: str) -> None:
+    assert isinstance(load_or_error(store(kind, valid_weights(kind), tmp_path), **HINTS), nn.Module)
 
 
 # Weights that are wrong -----------------------------------------------------------------------------------------------
@@ -160,18 +159,17 @@ MAY_BE_ABSENT = {"pos_embed", "params/pos_embedding"}  # timm's pos_embed="none"
 
 
 @pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 2))
-def test_a_missing_weight_is_refused(tmp_path: Path, kind: str) -> None:
-    for name in sound(kind).keys() - MAY_BE_ABSENT:
-        values = {other: x for other, x in sound(kind).items() if other != name}
-        refuse(store(kind, values, tmp_path), **HINTS)
+def test_missing_weight_is_an_error(tmp_path: Path, kind: str) -> None:
+    for name in valid_weights(kind).keys() - MAY_BE_ABSENT:
+        values = {other: x for other, x in valid_weights(kind).items() if other != name}
+        expect_error(store(kind, values, tmp_path), **HINTS)
 
 
-@pytest.mark.parametrize("name", ["evil", "evil\nname", "blocks.0.evil.weight", "head.evil"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_extra_weight_is_refused(tmp_path: Path, kind: str, name: str) -> None:
-    inside = f"params/{name}" if kind in ("big_vision", "scanned") else name  # what lies beside the tower is left
-    said = refuse(store(kind, sound(kind) | {inside: torch.ones(2)}, tmp_path), **HINTS)
-    assert "evil" in said
+def test_extra_weight_is_an_error(tmp_path: Path, kind: str) -> None:
+    for name in ("evil", "evil\nname", "blocks.0.evil.weight", "head.evil"):
+        inside = f"params/{name}" if kind in ("big_vision", "scanned") else name  # outside the prefix it is ignored
+        assert "evil" in expect_error(store(kind, valid_weights(kind) | {inside: torch.ones(2)}, tmp_path), **HINTS)
 
 
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -191,11 +189,12 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 def telling_names(kind: str) -> list[str]:
     """Every weight of a ViT; where the same code has been tried under other names, one of each shape and leaf."""
     if kind not in ("hybrid", "BiT", "timm BiT", "scanned", "plainvit"):
-        return list(sound(kind))
+        return list(valid_weights(kind))
     kinds = {
-        (x.ndim, name.replace(".", "/").rsplit("/", 1)[-1], "head" in name): name for name, x in sound(kind).items()
+        (x.ndim, name.replace(".", "/").rsplit("/", 1)[-1], "head" in name): name
+        for name, x in valid_weights(kind).items()
     }
-    roots = [name for name in sound(kind) if "root" in name or "stem" in name or "embedding" in name]
+    roots = [name for name in valid_weights(kind) if "root" in name or "stem" in name or "embedding" in name]
     return [*kinds.values(), *roots]
 
 
@@ -207,15 +206,15 @@ PATCHES = (
 
 @pytest.mark.parametrize("change", SHAPES)
 @pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 10))
-def test_a_wrong_shape_is_refused(tmp_path: Path, kind: str, change: str) -> None:
+def test_wrong_shape_is_an_error(tmp_path: Path, kind: str, change: str) -> None:
     """The same numbers with other sides of 1 may load, and must then be the same model."""
-    right = plainvit.load(store(kind, sound(kind), tmp_path), **HINTS).state_dict()
+    right = plainvit.load(store(kind, valid_weights(kind), tmp_path), **HINTS).state_dict()
     for name in telling_names(kind):
-        x = sound(kind)[name]
+        x = valid_weights(kind)[name]
         wrong = SHAPES[change](x)
         if wrong.shape == x.shape:
             continue
-        found = load_or_refuse(store(kind, sound(kind) | {name: wrong}, tmp_path), **HINTS)
+        found = load_or_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
         if isinstance(found, str) or (name in PATCHES and found.config.patch != (8, 8)):
             continue  # another kernel is another patch size
         assert [side for side in wrong.shape if side != 1] == [side for side in x.shape if side != 1], name
@@ -223,60 +222,59 @@ def test_a_wrong_shape_is_refused(tmp_path: Path, kind: str, change: str) -> Non
 
 
 def some_names(kind: str) -> list[str]:
-    names = list(sound(kind))
+    names = list(valid_weights(kind))
     return [names[0], names[len(names) // 2], names[-1]]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, kind: str, value: float) -> None:
-    for name in some_names(kind):
-        broken = sound(kind)[name].clone()
+def test_non_finite_values_are_errors(tmp_path: Path, kind: str) -> None:
+    for name, value in zip(some_names(kind), (float("nan"), float("inf"), -float("inf")), strict=True):
+        broken = valid_weights(kind)[name].clone()
         broken.view(-1)[-1] = value
-        assert "finite" in refuse(store(kind, sound(kind) | {name: broken}, tmp_path), **HINTS)
+        assert "finite" in expect_error(store(kind, valid_weights(kind) | {name: broken}, tmp_path), **HINTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64])
 @pytest.mark.parametrize("kind", ["plainvit", "timm", "transformers", "google"])
-def test_a_dtype_that_is_not_of_weights_is_refused(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_dtypes_that_are_no_floats_are_errors(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     for name in some_names(kind):
-        wrong = sound(kind)[name].to(dtype)
-        assert "dtype" in refuse(store(kind, sound(kind) | {name: wrong}, tmp_path), **HINTS)
+        wrong = valid_weights(kind)[name].to(dtype)
+        assert "dtype" in expect_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "U4", "S4", "datetime64[s]", "c16", "V3", "u2,u1"])
-def test_a_dtype_that_only_numpy_has_is_refused(tmp_path: Path, dtype: str) -> None:
-    arrays = {name: x.numpy() for name, x in sound("google").items()}
+def test_numpy_dtypes_are_errors(tmp_path: Path, dtype: str) -> None:
+    arrays = {name: x.numpy() for name, x in valid_weights("google").items()}
     for name in ("cls", "head/bias", "embedding/kernel"):
         np.savez(tmp_path / "m.npz", **arrays | {name: np.zeros(arrays[name].shape, dtype)})
-        refuse(tmp_path / "m.npz")
+        expect_error(tmp_path / "m.npz")
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8"])
-def test_a_dtype_of_a_byte_is_refused(tmp_path: Path, dtype: str) -> None:
-    header, body = parts(store("timm", sound("timm"), tmp_path))
+def test_byte_dtypes_are_errors(tmp_path: Path, dtype: str) -> None:
+    header, body = parts(store("timm", valid_weights("timm"), tmp_path))
     header["cls_token"] |= {"dtype": dtype, "shape": [1, 4, 16]}
     assemble(tmp_path / "m.safetensors", header, body)
-    refuse(tmp_path / "m.safetensors", **HINTS)
+    expect_error(tmp_path / "m.safetensors", **HINTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_numbers_too_large_for_the_precision_asked_for_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_values_too_large_for_the_dtype_are_errors(tmp_path: Path, dtype: torch.dtype) -> None:
     """Finite in the file, infinite in the model."""
-    values = {name: x.double() for name, x in sound("timm").items()}
+    values = {name: x.double() for name, x in valid_weights("timm").items()}
     values["norm.weight"][0] = 1e300
     path = store("timm", values, tmp_path)
-    assert isinstance(load_or_refuse(path, dtype=None, **HINTS), nn.Module)
-    refuse(path, dtype=dtype, **HINTS)
+    assert isinstance(load_or_error(path, dtype=None, **HINTS), nn.Module)
+    expect_error(path, dtype=dtype, **HINTS)
 
 
-def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
+def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
     """Prefixes and numbers that are taken off must not make one weight hide another."""
-    timm = sound("timm") | {"module.norm.bias": torch.ones(16)}
-    refuse(store("timm", timm, tmp_path), **HINTS)
+    timm = valid_weights("timm") | {"module.norm.bias": torch.ones(16)}
+    expect_error(store("timm", timm, tmp_path), **HINTS)
     kernel = "resnet/root_block/standardized_conv2d/kernel"
-    bit = sound("BiT") | {kernel.replace("conv2d/", "conv2d_7/"): sound("BiT")[kernel] + 1}
-    refuse(store("BiT", bit, tmp_path))
+    bit = valid_weights("BiT") | {kernel.replace("conv2d/", "conv2d_7/"): valid_weights("BiT")[kernel] + 1}
+    expect_error(store("BiT", bit, tmp_path))
 
 
 # Numbers in names that cost time --------------------------------------------------------------------------------------
@@ -294,23 +292,19 @@ NUMBERED = {
 }
 
 
+@pytest.mark.parametrize("digits", [str(MANY), "9" * 5000], ids=["8 digits", "5000 digits"])
 @pytest.mark.parametrize("kind", NUMBERED)
-def test_a_block_of_a_high_number_costs_nothing(tmp_path: Path, kind: str) -> None:
-    refuse(store(kind, sound(kind) | {NUMBERED[kind]: torch.ones(16)}, tmp_path), **HINTS)
+def test_block_with_a_huge_number_is_an_error(tmp_path: Path, kind: str, digits: str) -> None:
+    name = NUMBERED[kind].replace(str(MANY), digits)
+    expect_error(store(kind, valid_weights(kind) | {name: torch.ones(16)}, tmp_path), **HINTS)
 
 
-@pytest.mark.parametrize("kind", NUMBERED)
-def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, kind: str) -> None:
-    name = NUMBERED[kind].replace(str(MANY), "9" * 5000)
-    refuse(store(kind, sound(kind) | {name: torch.ones(16)}, tmp_path), **HINTS)
-
-
-def test_a_billion_empty_layers_cost_nothing(tmp_path: Path) -> None:
+def test_billion_empty_layers_are_an_error(tmp_path: Path) -> None:
     """big_vision stacks layers on a leading axis; an array of 10^9 x 0 takes no room in the file."""
-    arrays = {name: x.numpy() for name, x in sound("scanned").items()}
+    arrays = {name: x.numpy() for name, x in valid_weights("scanned").items()}
     arrays["params/Transformer/encoderblock/evil"] = np.empty((10**9, 0), np.float32)
     np.savez(tmp_path / "m.npz", **arrays)
-    refuse(tmp_path / "m.npz")
+    expect_error(tmp_path / "m.npz")
 
 
 # Pickles --------------------------------------------------------------------------------------------------------------
@@ -345,55 +339,54 @@ def text_pickle(value: object, path: Path) -> None:
 WRITERS = (zipped, legacy, bare_pickle, text_pickle)
 PLACES: dict[str, Callable[[Any], Any]] = {
     "alone": lambda evil: evil,
-    "beside": lambda evil: {"model": sound("timm"), "args": evil},
-    "inside": lambda evil: sound("timm") | {"evil": evil},
-    "as a name": lambda evil: {"model": sound("timm"), (evil,): 1},
+    "beside": lambda evil: {"model": valid_weights("timm"), "args": evil},
+    "inside": lambda evil: valid_weights("timm") | {"evil": evil},
+    "as a name": lambda evil: {"model": valid_weights("timm"), (evil,): 1},
 }
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".bin", ".safetensors", ".npz"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_pickle_with_code_runs_nothing(
+# Every pair of writer and place, each with one of the suffixes in turn
+PICKLES = [
+    (write, place, (".pth", ".bin", ".safetensors", ".npz")[(i + j) % 4])
+    for i, write in enumerate(WRITERS)
+    for j, place in enumerate(PLACES)
+]
+
+
+@pytest.mark.parametrize(("write", "place", "suffix"), PICKLES)
+def test_pickle_with_code_is_not_run(
     tmp_path: Path, write: Callable[[object, Path], None], place: str, suffix: str
 ) -> None:
     marker, path = tmp_path / "marker", tmp_path / f"evil{suffix}"
     write(PLACES[place](Payload(marker)), path)
-    refuse(path, **HINTS)
+    expect_error(path, **HINTS)
     assert not marker.exists()
 
 
-def test_the_payload_is_live(tmp_path: Path) -> None:
+def test_payload_runs_when_unpickled(tmp_path: Path) -> None:
     """The marker would appear, were the pickle trusted: else the test above shows nothing."""
     marker = tmp_path / "marker"
     pickle.loads(pickle.dumps(Payload(marker)))
     assert marker.exists()
 
 
-def test_a_pickle_in_a_folder_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_in_a_folder_is_not_run(tmp_path: Path) -> None:
     folder, marker = tmp_path / "folder", tmp_path / "marker"
     folder.mkdir()
     torch.save({"model": Payload(marker)}, folder / "pytorch_model.bin")
-    refuse(folder)
+    expect_error(folder)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_object_arrays_run_nothing(tmp_path: Path, compressed: bool) -> None:
+@pytest.mark.parametrize("structured", [False, True])
+def test_object_arrays_are_not_unpickled(tmp_path: Path, compressed: bool, structured: bool) -> None:
     marker, path = tmp_path / "marker", tmp_path / "evil.npz"
-    arrays = {name: x.numpy() for name, x in sound("google").items()}
-    arrays["head/bias"] = np.array([Payload(marker)] * 3, dtype=object)
+    array = np.empty(3, dtype=[("a", "f4"), ("b", "O")] if structured else object)
+    (array["b"] if structured else array)[:] = Payload(marker)
+    arrays = {name: x.numpy() for name, x in valid_weights("google").items()} | {"head/bias": array}
     (np.savez_compressed if compressed else np.savez)(path, **arrays)
-    assert "objects" in refuse(path)
-    assert not marker.exists()
-
-
-def test_an_object_hidden_in_a_structured_array_runs_nothing(tmp_path: Path) -> None:
-    marker, path = tmp_path / "marker", tmp_path / "evil.npz"
-    hidden = np.empty(3, dtype=[("a", "f4"), ("b", "O")])
-    hidden["b"] = Payload(marker)
-    np.savez(path, **{name: x.numpy() for name, x in sound("google").items()} | {"head/bias": hidden})
-    refuse(path)
+    assert "objects" in expect_error(path)
     assert not marker.exists()
 
 
@@ -410,52 +403,56 @@ NOT_A_STATE: dict[str, Callable[[], object]] = {
     "numbers for names": lambda: {1: torch.ones(3), 2: torch.ones(3)},
     "no known names": lambda: {"line\nfeed": torch.ones(3)},
     "a whole module": lambda: nn.Linear(2, 2),
-    "a sparse tensor": lambda: sound("timm") | {"norm.bias": torch.ones(16).to_sparse()},
-    "a tensor on the meta device": lambda: sound("timm") | {"norm.bias": torch.empty(16, device="meta")},
-    "all on the meta device": lambda: {name: x.to("meta") for name, x in sound("timm").items()},
-    "a stretched tensor": lambda: sound("timm") | {"norm.bias": torch.ones(1).expand(10**12)},
-    "a stretched embedding": lambda: sound("timm") | {"patch_embed.proj.weight": torch.ones(1).expand(10**9, 3, 8, 8)},
+    "a sparse tensor": lambda: valid_weights("timm") | {"norm.bias": torch.ones(16).to_sparse()},
+    "a tensor on the meta device": lambda: valid_weights("timm") | {"norm.bias": torch.empty(16, device="meta")},
+    "all on the meta device": lambda: {name: x.to("meta") for name, x in valid_weights("timm").items()},
+    "a stretched tensor": lambda: valid_weights("timm") | {"norm.bias": torch.ones(1).expand(10**12)},
+    "a stretched embedding": lambda: (
+        valid_weights("timm") | {"patch_embed.proj.weight": torch.ones(1).expand(10**9, 3, 8, 8)}
+    ),
 }
 
 
 @pytest.mark.parametrize("write", [zipped, legacy])
 @pytest.mark.parametrize("name", NOT_A_STATE)
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, name: str, write: Callable[[object, Path], None]) -> None:
+def test_pytorch_file_without_a_state_dict_is_an_error(
+    tmp_path: Path, name: str, write: Callable[[object, Path], None]
+) -> None:
     path = tmp_path / "m.pth"
     write(NOT_A_STATE[name](), path)
-    refuse(path, **HINTS)
+    expect_error(path, **HINTS)
 
 
 @pytest.mark.parametrize("write", [zipped, legacy])
-def test_a_dictionary_that_holds_itself_is_refused(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
+def test_recursive_dictionary_is_an_error(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
     loop: dict[str, Any] = {}
     loop["model"] = loop
     write(loop, tmp_path / "m.pth")
-    refuse(tmp_path / "m.pth")
+    expect_error(tmp_path / "m.pth")
 
 
-def test_a_program_in_a_pytorch_archive_is_refused(tmp_path: Path) -> None:
+def test_torchscript_is_an_error(tmp_path: Path) -> None:
     """TorchScript has the same suffix and the same zip."""
-    torch.save(sound("timm"), tmp_path / "m.pth")
+    torch.save(valid_weights("timm"), tmp_path / "m.pth")
     with zipfile.ZipFile(tmp_path / "m.pth", "a") as archive:
         root = archive.namelist()[0].split("/")[0]
         archive.writestr(f"{root}/constants.pkl", pickle.dumps(()))
         archive.writestr(f"{root}/code/__torch__.py", "import os")
-    said = load_or_refuse(tmp_path / "m.pth", **HINTS)
+    said = load_or_error(tmp_path / "m.pth", **HINTS)
     assert isinstance(said, str)
 
 
-def test_a_packed_pytorch_archive_is_right_or_refused(tmp_path: Path) -> None:
+def test_compressed_pytorch_archive_is_right_or_an_error(tmp_path: Path) -> None:
     """PyTorch stores its records as they are; packed by another zip they must not be read as they lie."""
     plain, packed = tmp_path / "m.pth", tmp_path / "z.pth"
-    torch.save(sound("timm"), plain)
+    torch.save(valid_weights("timm"), plain)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    found = load_or_refuse(packed, **HINTS)
+    found = load_or_error(packed, **HINTS)
     if not isinstance(found, str):
-        assert torch.equal(found.norm.bias, sound("timm")["norm.bias"])
-        assert torch.equal(found.blocks[0].mlp.fc1.weight, sound("timm")["blocks.0.mlp.fc1.weight"])
+        assert torch.equal(found.norm.bias, valid_weights("timm")["norm.bias"])
+        assert torch.equal(found.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
 
 
 def overstated(path: Path) -> Path:
@@ -467,8 +464,8 @@ def overstated(path: Path) -> Path:
     return path
 
 
-def test_a_storage_that_overstates_itself_is_refused(tmp_path: Path) -> None:
-    refuse(overstated(tmp_path / "m.pth"), **HINTS)
+def test_storage_larger_than_the_file_is_an_error(tmp_path: Path) -> None:
+    expect_error(overstated(tmp_path / "m.pth"), **HINTS)
 
 
 # NumPy archives -------------------------------------------------------------------------------------------------------
@@ -482,7 +479,7 @@ def member(shape: object, data: bytes, descr: object = "<f4", fortran: object = 
 
 def archive(path: Path, replaced: Mapping[str, bytes], how: int = zipfile.ZIP_STORED) -> Path:
     """The sound archive with some members replaced byte for byte."""
-    np.savez(path, **{name: x.numpy() for name, x in sound("google").items()})
+    np.savez(path, **{name: x.numpy() for name, x in valid_weights("google").items()})
     with zipfile.ZipFile(path) as old:
         members = {name.removesuffix(".npy"): old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(path, "w", how) as new:
@@ -518,8 +515,8 @@ HEADERS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_refused(tmp_path: Path, name: str, how: int) -> None:
-    refuse(archive(tmp_path / "m.npz", {"head/bias": HEADERS[name]}, how))
+def test_false_npy_header_is_an_error(tmp_path: Path, name: str, how: int) -> None:
+    expect_error(archive(tmp_path / "m.npz", {"head/bias": HEADERS[name]}, how))
 
 
 def bomb(path: Path, size: int = 600 * 2**20) -> Path:
@@ -535,10 +532,10 @@ def bomb(path: Path, size: int = 600 * 2**20) -> Path:
     return path
 
 
-def test_an_archive_that_unpacks_to_much_more_is_refused(tmp_path: Path) -> None:
+def test_zip_bomb_is_an_error(tmp_path: Path) -> None:
     path = bomb(tmp_path / "m.npz")
     assert path.stat().st_size < 2**23
-    assert "unpack" in refuse(path)
+    assert "unpack" in expect_error(path)
 
 
 def directory(path: Path, change: Callable[[bytearray, int], None]) -> Path:
@@ -562,19 +559,19 @@ DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
 
 
 @pytest.mark.parametrize("name", DIRECTORY)
-def test_a_directory_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+def test_false_zip_directory_is_an_error(tmp_path: Path, name: str) -> None:
     """A stored member's packed size is said twice; whoever reads by the other one has the right bytes."""
-    found = load_or_refuse(directory(tmp_path / "m.npz", DIRECTORY[name]))
+    found = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
     if name == "a packed size of 4 GB" and not isinstance(found, str):
-        assert torch.equal(found.head.bias, sound("google")["head/bias"])
+        assert torch.equal(found.head.bias, valid_weights("google")["head/bias"])
     else:
         assert isinstance(found, str)
 
 
-def test_names_that_leave_the_folder_write_nothing(tmp_path: Path) -> None:
+def test_names_outside_the_folder_write_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
-    refuse(archive(folder / "m.npz", {"../../evil": member((3,), BIAS)}))
+    expect_error(archive(folder / "m.npz", {"../../evil": member((3,), BIAS)}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner"]
 
 
@@ -634,13 +631,13 @@ SAFETENSORS: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
-    header, body = parts(store("timm", sound("timm"), tmp_path))
-    refuse(assemble(tmp_path / "m.safetensors", *SAFETENSORS[name](header, body)), **HINTS)
+def test_false_safetensors_header_is_an_error(tmp_path: Path, name: str) -> None:
+    header, body = parts(store("timm", valid_weights("timm"), tmp_path))
+    expect_error(assemble(tmp_path / "m.safetensors", *SAFETENSORS[name](header, body)), **HINTS)
 
 
-def test_a_name_of_many_lines_stays_one_line(tmp_path: Path) -> None:
-    said = refuse(store("timm", {"evil\n\nname\r": torch.ones(1)}, tmp_path))
+def test_name_of_several_lines_gives_one_line(tmp_path: Path) -> None:
+    said = expect_error(store("timm", {"evil\n\nname\r": torch.ones(1)}, tmp_path))
     assert "evil" in said
 
 
@@ -651,14 +648,14 @@ def as_file(kind: str, folder: Path) -> Path:
     """A sound file of each container."""
     path = folder / "m"
     if kind == "safetensors":
-        return store("timm", sound("timm"), folder)
+        return store("timm", valid_weights("timm"), folder)
     if kind == "plainvit":
-        return store("plainvit", sound("plainvit"), folder)
+        return store("plainvit", valid_weights("plainvit"), folder)
     if kind in ("npz", "packed npz"):
         write = np.savez if kind == "npz" else np.savez_compressed
-        write(folder / "m.npz", **{name: x.numpy() for name, x in sound("google").items()})
+        write(folder / "m.npz", **{name: x.numpy() for name, x in valid_weights("google").items()})
         return folder / "m.npz"
-    (zipped if kind == "pth" else legacy)({"model": sound("timm")}, path)
+    (zipped if kind == "pth" else legacy)({"model": valid_weights("timm")}, path)
     return path
 
 
@@ -666,13 +663,13 @@ CONTAINERS = ("safetensors", "plainvit", "npz", "packed npz", "pth", "legacy pth
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path, kind: str) -> None:
     path = as_file(kind, tmp_path)
     data = path.read_bytes()
     step = max(len(data) // 60, 1)
     for length in sorted({*range(0, len(data), step), *range(12), len(data) - 1, len(data) - 2, len(data) - 50}):
         path.write_bytes(data[:length])
-        refuse(path, **HINTS)
+        expect_error(path, **HINTS)
 
 
 # Not weights at all ---------------------------------------------------------------------------------------------------
@@ -696,25 +693,25 @@ NOT_WEIGHTS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["", ".npz", ".pth", ".safetensors"])
 @pytest.mark.parametrize("name", NOT_WEIGHTS)
-def test_what_is_no_weights_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
+def test_file_without_weights_is_an_error(tmp_path: Path, name: str) -> None:
     data, word = NOT_WEIGHTS[name]
-    path = tmp_path / f"m{suffix}"
-    path.write_bytes(data)
-    assert word in refuse(path)
+    for suffix in ("", ".npz", ".pth", ".safetensors"):
+        path = tmp_path / f"m{suffix}"
+        path.write_bytes(data)
+        assert word in expect_error(path)
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no weights" in refuse(tmp_path / "empty")
+    assert "no weights" in expect_error(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{}")
-    assert "no weights" in refuse(tmp_path / "empty")
+    assert "no weights" in expect_error(tmp_path / "empty")
     (tmp_path / "empty" / "model.safetensors").mkdir()
-    refuse(tmp_path / "empty")
+    expect_error(tmp_path / "empty")
 
 
 INDEXES: dict[str, str] = {
@@ -737,26 +734,26 @@ INDEXES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_an_index_that_lies_is_refused(tmp_path: Path, name: str) -> None:
-    store("timm", sound("timm"), tmp_path)
+def test_invalid_index_is_an_error(tmp_path: Path, name: str) -> None:
+    store("timm", valid_weights("timm"), tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(INDEXES[name])
-    refuse(folder, **HINTS)
+    expect_error(folder, **HINTS)
 
 
 def transformers_folder(folder: Path) -> Path:
     """A folder without plainvit's own description, so that config.json counts."""
     folder.mkdir(exist_ok=True)
     plainvit.save(small(numerics="timm"), folder, format="transformers")
-    safetensors.torch.save_file(sound("transformers"), folder / "model.safetensors")
+    safetensors.torch.save_file(valid_weights("transformers"), folder / "model.safetensors")
     return folder
 
 
 def timm_folder(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     plainvit.save(small(numerics="timm"), folder, format="timm")
-    safetensors.torch.save_file(sound("timm"), folder / "model.safetensors")
+    safetensors.torch.save_file(valid_weights("timm"), folder / "model.safetensors")
     return folder
 
 
@@ -785,16 +782,16 @@ TEXTS: dict[str, str] = {
 
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_description_that_is_no_json_object_is_refused(tmp_path: Path, name: str, file: str) -> None:
+def test_config_that_is_no_json_object_is_an_error(tmp_path: Path, name: str, file: str) -> None:
     folder = transformers_folder(tmp_path / "folder")
     (folder / file).write_text(TEXTS[name])
-    refuse(folder)
+    expect_error(folder)
 
 
-def test_a_description_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+def test_config_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:
     folder = transformers_folder(tmp_path / "folder")
     (folder / "config.json").write_bytes(b'{"hidden_act": "\xff\xfe"}')
-    refuse(folder)
+    expect_error(folder)
 
 
 # (file, field, value that it cannot have)
@@ -808,31 +805,14 @@ NONSENSE: list[tuple[str, str, Any]] = [
     *(("preprocessor_config.json", "image_mean", [value, 0.5, 0.5]) for value in (None, 1e999, float("nan"))),
     *(("preprocessor_config.json", "image_std", value) for value in ([0, 0, 0], [-1, 1, 1], "abc", {"a": 1})),
 ]
-# what is beside the point of the weights may be ignored, but not tripped over
-BESIDE: list[tuple[str, str, Any]] = [
-    *(("config.json", "id2label", value) for value in ("abc", [["a"]], 3, {"0": None}, {"0": {}})),
-    *(("preprocessor_config.json", "resample", value) for value in ([], {}, "abc", 99, None)),
-    *(("preprocessor_config.json", "size", value) for value in ([], "big", 3.5, {"height": "big"}, {"height": []})),
-    *(("preprocessor_config.json", "crop_size", value) for value in ([], "big", {"height": "big"}, -3)),
-    *(("preprocessor_config.json", "do_center_crop", value) for value in ("yes", [0], 3)),
-]
-
-
-@pytest.mark.parametrize(("file", "field", "value"), BESIDE)
-def test_a_description_that_is_odd_trips_nothing(tmp_path: Path, file: str, field: str, value: Any) -> None:
-    folder = transformers_folder(tmp_path / "folder")
-    changed(folder / "preprocessor_config.json", "do_center_crop", value=True)
-    changed(folder / "preprocessor_config.json", "crop_size", value=16)
-    changed(folder / file, field, value=value)
-    load_or_refuse(folder)
 
 
 @pytest.mark.parametrize(("file", "field", "value"), NONSENSE)
-def test_a_description_that_makes_no_sense_is_refused(tmp_path: Path, file: str, field: str, value: Any) -> None:
+def test_invalid_config_is_an_error(tmp_path: Path, file: str, field: str, value: Any) -> None:
     folder = transformers_folder(tmp_path / "folder")
-    assert isinstance(load_or_refuse(folder), nn.Module)
+    assert isinstance(load_or_error(folder), nn.Module)
     changed(folder / file, field, value=value)
-    refuse(folder)
+    expect_error(folder)
 
 
 # (keys into timm's config.json, value that it cannot have)
@@ -849,26 +829,11 @@ TIMM_NONSENSE: list[tuple[tuple[str, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("keys", "value"), TIMM_NONSENSE)
-def test_timms_description_that_makes_no_sense_is_refused(tmp_path: Path, keys: tuple[str, ...], value: Any) -> None:
+def test_invalid_timm_config_is_an_error(tmp_path: Path, keys: tuple[str, ...], value: Any) -> None:
     folder = timm_folder(tmp_path / "folder")
-    assert isinstance(load_or_refuse(folder, **HINTS), nn.Module)
+    assert isinstance(load_or_error(folder, **HINTS), nn.Module)
     changed(folder / "config.json", *keys, value=value)
-    refuse(folder, **HINTS)
-
-
-SIDES = (["a", "b", "c"], [3, None, None], [3, [16], 16], [3, -16, -16], [3, 0, 0], [3], 3, "big", [3, 1.5, 1.5])
-
-
-@pytest.mark.parametrize("value", SIDES)
-def test_timms_sizes_that_make_no_sense_trip_nothing(tmp_path: Path, value: Any) -> None:
-    """Of two sizes, one may be believed; the table of positions has the last word."""
-    folder = timm_folder(tmp_path / "folder")
-    changed(folder / "config.json", "pretrained_cfg", "input_size", value=value)
-    found = load_or_refuse(folder, **HINTS)
-    assert isinstance(found, str) or found.config.image_size == (16, 16)
-    changed(folder / "config.json", "model_args", "img_size", value=value)
-    found = load_or_refuse(folder, **HINTS)
-    assert isinstance(found, str) or found.config.image_size == (16, 16)
+    expect_error(folder, **HINTS)
 
 
 # plainvit's own description -------------------------------------------------------------------------------------------
@@ -876,7 +841,7 @@ def test_timms_sizes_that_make_no_sense_trip_nothing(tmp_path: Path, value: Any)
 
 def described(text: str, folder: Path) -> Path:
     path = folder / "m.safetensors"
-    safetensors.torch.save_file(sound("plainvit"), path, {"plainvit": text})
+    safetensors.torch.save_file(valid_weights("plainvit"), path, {"plainvit": text})
     return path
 
 
@@ -960,8 +925,8 @@ def nested_stems(depth: int) -> str:
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_a_description_of_ours_that_lies_is_refused(tmp_path: Path, name: str) -> None:
-    refuse(described(DESCRIPTIONS[name](), tmp_path))
+def test_invalid_own_description_is_an_error(tmp_path: Path, name: str) -> None:
+    expect_error(described(DESCRIPTIONS[name](), tmp_path))
 
 
 FORMATS_AND_PARTS = [
@@ -972,14 +937,14 @@ FORMATS_AND_PARTS = [
 
 
 @pytest.mark.parametrize(("format_", "setting"), FORMATS_AND_PARTS)
-def test_a_description_that_its_format_cannot_hold_is_refused(
+def test_description_that_its_format_does_not_support_is_an_error(
     tmp_path: Path, format_: str, setting: dict[str, Any]
 ) -> None:
     whole = json.loads(description())
     whole["format"], whole["config"] = format_, whole["config"] | setting
     path = tmp_path / "m.safetensors"
-    safetensors.torch.save_file(sound(format_), path, {"plainvit": json.dumps(whole)})
-    refuse(path)
+    safetensors.torch.save_file(valid_weights(format_), path, {"plainvit": json.dumps(whole)})
+    expect_error(path)
 
 
 # Chance ---------------------------------------------------------------------------------------------------------------
@@ -997,14 +962,14 @@ def try_bytes(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "m"
         path.write_bytes(data)
-        load_or_refuse(path, **HINTS)
+        load_or_error(path, **HINTS)
         assert [p.name for p in Path(name).iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("kind", tiny.mostly_slow(CONTAINERS, 2))
 @FUZZ
 @given(data=st.data())
-def test_flipped_bits_load_or_are_refused(kind: str, data: st.DataObject) -> None:
+def test_flipped_bits_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
     """Half of the flips go to the ends of the file, where headers and directories are."""
     whole = bytearray(bytes_of(kind))
     near = st.integers(0, min(1500, len(whole) - 1)) | st.integers(max(0, len(whole) - 1500), len(whole) - 1)
@@ -1017,7 +982,7 @@ def test_flipped_bits_load_or_are_refused(kind: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("kind", CONTAINERS)
 @FUZZ
 @given(data=st.data())
-def test_cut_and_mended_files_load_or_are_refused(kind: str, data: st.DataObject) -> None:
+def test_replaced_bytes_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
     """A piece taken out, and another put in its place."""
     whole = bytes_of(kind)
     start = data.draw(st.integers(0, len(whole)))
@@ -1034,13 +999,13 @@ ANY_JSON = st.recursive(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_value_in_our_description_loads_or_is_refused(data: st.DataObject) -> None:
+def test_any_value_in_our_description_loads_or_is_an_error(data: st.DataObject) -> None:
     whole = json.loads(description())
     section = data.draw(st.sampled_from(["config", "about", ""]))
     inner = whole[section] if section else whole
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
     with tempfile.TemporaryDirectory() as folder:
-        found = load_or_refuse(described(json.dumps(whole), Path(folder)))
+        found = load_or_error(described(json.dumps(whole), Path(folder)))
     if isinstance(found, nn.Module):  # what is taken for sound must run
         with torch.inference_mode():
             found(tiny.images(size=found.config.image_size, channels=found.config.channels, dtype=torch.float32))
@@ -1055,7 +1020,7 @@ def files_of(build: Callable[[Path], Path]) -> dict[str, bytes]:
 @pytest.mark.parametrize("build", [transformers_folder, timm_folder])
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_value_in_a_librarys_description_loads_or_is_refused(
+def test_any_value_in_a_librarys_config_loads_or_is_an_error(
     build: Callable[[Path], Path], data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -1068,7 +1033,7 @@ def test_any_value_in_a_librarys_description_loads_or_is_refused(
             inner = whole[data.draw(st.sampled_from(nested))]
         inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
         path.write_text(json.dumps(whole))
-        load_or_refuse(folder, **HINTS)
+        load_or_error(folder, **HINTS)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -1117,10 +1082,10 @@ def liars(folder: Path) -> Iterator[Path]:
     yield archive(folder / "header.npz", {"embedding/kernel": member((8, 8, 3, 10**9), BIAS)})
     yield bomb(folder / "bomb.npz")
     stretched = {"patch_embed.proj.weight": torch.ones(1).expand(10**7, 3, 8, 8)}
-    torch.save(sound("timm") | stretched, folder / "stretched.pth")
+    torch.save(valid_weights("timm") | stretched, folder / "stretched.pth")
     yield folder / "stretched.pth"
     yield overstated(folder / "overstated.pth")
-    header, body = parts(store("timm", sound("timm"), folder))
+    header, body = parts(store("timm", valid_weights("timm"), folder))
     shape = [10**8, 3, 8, 8]
     lied = header | {"patch_embed.proj.weight": header["patch_embed.proj.weight"] | {"shape": shape}}
     yield assemble(folder / "header.safetensors", lied, body)
@@ -1130,15 +1095,15 @@ def liars(folder: Path) -> Iterator[Path]:
     whole = json.loads(description())
     whole["config"] |= fixed
     gone = ("class_token", "positions.")
-    values = {name: x for name, x in sound("plainvit").items() if not name.startswith(gone)}
+    values = {name: x for name, x in valid_weights("plainvit").items() if not name.startswith(gone)}
     safetensors.torch.save_file(values, folder / "sines.safetensors", {"plainvit": json.dumps(whole)})
     yield folder / "sines.safetensors"
 
 
 @pytest.mark.slow
-def test_a_file_that_lies_takes_no_more_memory_than_twice_its_size(tmp_path: Path) -> None:
+def test_hostile_file_takes_at_most_twice_its_size(tmp_path: Path) -> None:
     paths = list(liars(tmp_path))
-    found = measure(store("timm", sound("timm"), tmp_path), *paths)
+    found = measure(store("timm", valid_weights("timm"), tmp_path), *paths)
     for path in paths:
         cost = found[str(path)]
         assert cost["said"].startswith("ValueError"), (path.name, cost)
@@ -1175,14 +1140,14 @@ def large() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plainvit.safetensors", "timm.safetensors", "timm.pth", "google.npz"])
-def test_the_largest_model_is_not_held_twice(
+def test_largest_model_is_not_in_memory_twice(
     large: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Peak resident memory of a fresh process that loads it, beyond what it had before; the median of three.
 
     Mapped pages of the file count: they are memory that the process keeps from others.
     """
-    path, sound_file = large / name, store("timm", sound("timm"), tmp_path)
+    path, sound_file = large / name, store("timm", valid_weights("timm"), tmp_path)
     runs = sorted((measure(sound_file, path)[str(path)] for _ in range(3)), key=lambda cost: cost["bytes"])
     size, (least, cost, most) = path.stat().st_size, runs
     with capsys.disabled():

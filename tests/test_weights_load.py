@@ -1,7 +1,7 @@
-"""`plainvit.load` and what it says: replaced heads, resampled positions, hints, families by content, the hub's cache.
+"""`plainvit.load` and its messages: replaced heads, resampled positions, hints, families, the hub's cache.
 
-References: timm's and transformers' own models and tables, SciPy's zoom for positions, facts/weights.md for each
-family's pixels, and files written here as the training codes write them.
+References: timm's and transformers' models and tables, SciPy's zoom for positions, each family's published
+preprocessing, and files written here as the training scripts write them.
 """
 
 import argparse
@@ -74,11 +74,11 @@ def reported(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: lines(caplog)
 
 
-def one_line(caught: pytest.ExceptionInfo[ValueError]) -> str:
-    text = str(caught.value)
-    assert text
-    assert "\n" not in text
-    return text
+def load_error(source: Path | str, match: str, **hints: Any) -> None:
+    """Loading is an error of one line that matches."""
+    with pytest.raises(ValueError, match=match) as caught:
+        plainvit.load(source, **hints)
+    assert "\n" not in str(caught.value)
 
 
 # Another head ---------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_other_classes_give_a_head_of_zeros(tmp_path: Path, settings: dict[str, 
     model = plainvit.load(path, classes=5)
     assert model(tiny.images(dtype=torch.float32)).tolist() == [[0.0] * 5] * 2
     assert (model.config.classes, model.config.representation) == (5, 0)
-    assert reported() == ["head of 7 classes replaced by one of 5, all zeros"]
+    assert len(reported()) == 1
 
 
 def test_other_classes_keep_all_but_the_head(tmp_path: Path) -> None:
@@ -106,28 +106,28 @@ def test_other_classes_keep_all_but_the_head(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], x) for name, x in original.state_dict().items() if not name.startswith("head."))
 
 
-def test_other_classes_of_a_bit(tmp_path: Path, reported: Any) -> None:
+def test_other_classes_of_a_bit(tmp_path: Path) -> None:
     path = plainvit.save(tiny.bit(blocks=(1,)), tmp_path / "m.safetensors")
     model = plainvit.load(path, classes=5)
     assert model(tiny.images(size=(32, 32), dtype=torch.float32)).tolist() == [[0.0] * 5] * 2
-    assert reported() == ["head of 7 classes replaced by one of 5, all zeros"]
 
 
-def test_the_same_classes_keep_the_head(tmp_path: Path, reported: Any) -> None:
+def test_same_classes_and_size_change_nothing(tmp_path: Path, reported: Any) -> None:
     model = tiny.vit()
-    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), classes=7, dtype=None)
-    assert torch.equal(found.head.weight, model.head.weight)
+    path = plainvit.save(model, tmp_path / "m.safetensors")
+    found = plainvit.load(path, classes=7, image_size=(24, 40), dtype=None)
+    assert all(torch.equal(found.state_dict()[name], x) for name, x in model.state_dict().items())
     assert reported() == []
 
 
-def test_no_classes_take_the_head_off(tmp_path: Path) -> None:
+def test_zero_classes_remove_the_head(tmp_path: Path) -> None:
     model = tiny.vit()
     found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), classes=0, dtype=None)
     assert found.head is None
     assert torch.equal(found(tiny.images()), model.features(tiny.images()))
 
 
-def test_other_classes_lose_the_class_names(tmp_path: Path) -> None:
+def test_other_classes_remove_the_class_names(tmp_path: Path) -> None:
     model = tiny.vit()
     model.about = type(model.about)(class_names=tuple("abcdefg"))
     path = plainvit.save(model, tmp_path / "m.safetensors")
@@ -135,16 +135,9 @@ def test_other_classes_lose_the_class_names(tmp_path: Path) -> None:
     assert plainvit.load(path, classes=5).about.class_names == ()
 
 
-def test_a_negative_number_of_classes_is_refused(tmp_path: Path) -> None:
-    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="classes") as caught:
-        plainvit.load(path, classes=-1)
-    one_line(caught)
-
-
 @pytest.mark.parametrize("bias", [0.0, -10.0], ids=["zeros", "bias of the i21k head's start"])
-def test_a_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -> None:
-    """imagenet21k/*.npz: facts (a). A constant bias says nothing of an image either."""
+def test_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -> None:
+    """As in imagenet21k/*.npz. A constant bias says nothing of an image either."""
     arrays = google.original(google.D)
     arrays["head/kernel"] = np.zeros_like(arrays["head/kernel"])
     arrays["head/bias"] = np.full_like(arrays["head/bias"], bias)
@@ -154,7 +147,7 @@ def test_a_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any)
     assert describe(path)["head"] == "all zeros: features only"
 
 
-def test_a_trained_head_is_not_called_zeros(tmp_path: Path, reported: Any) -> None:
+def test_trained_head_is_not_reported(tmp_path: Path, reported: Any) -> None:
     path = google.save(google.original(), tmp_path / "B_16.npz")
     plainvit.load(path)
     assert not [line for line in reported() if "features only" in line]
@@ -182,7 +175,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(("old", "new"), SIZES.values(), ids=SIZES)
-def test_another_size_resamples_on_the_true_grid(
+def test_other_size_resamples_on_the_true_grid(
     tmp_path: Path, old: tuple[int, int], new: tuple[int, int], reported: Any
 ) -> None:
     model = tiny.vit(image_size=old)
@@ -194,12 +187,12 @@ def test_another_size_resamples_on_the_true_grid(
     assert tiny.difference(found.positions[0].table, expected) < EXACT
     assert found.config.image_size == new
     assert found(tiny.images(size=new)).shape == (2, 7)
-    said = f"{before[0]} x {before[1]} to {after[0]} x {after[1]}"
-    assert reported() == [f"positions resampled from {said} (bilinear-aligned)"]
+    (line,) = reported()
+    assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} (bilinear-aligned)" in line
 
 
 @pytest.mark.parametrize("new", [(56, 224), (48, 48)])
-def test_a_square_table_of_a_bare_file_is_a_square(tmp_path: Path, new: tuple[int, int], reported: Any) -> None:
+def test_square_table_of_a_bare_file_is_a_square_grid(tmp_path: Path, new: tuple[int, int], reported: Any) -> None:
     """14 x 14 positions at 7 x 28 patches are as many, and wrong."""
     peer = timm_vit(img_size=112)
     path = write(peer.state_dict(), tmp_path / "m.safetensors")
@@ -207,10 +200,10 @@ def test_a_square_table_of_a_bare_file_is_a_square(tmp_path: Path, new: tuple[in
     grid = (new[0] // 8, new[1] // 8)
     expected = resample_abs_pos_embed(peer.pos_embed.detach(), grid, (14, 14), num_prefix_tokens=1)[0]
     assert tiny.difference(found.positions[0].table, expected) < SINGLE
-    assert f"positions resampled from 14 x 14 to {grid[0]} x {grid[1]} (bicubic-antialias)" in reported()
+    assert any(f"14 x 14 to {grid[0]} x {grid[1]} (bicubic-antialias)" in line for line in reported())
 
 
-def test_registers_rows_are_not_resampled(tmp_path: Path) -> None:
+def test_rows_of_registers_are_not_resampled(tmp_path: Path) -> None:
     peer = timm_vit(reg_tokens=3)
     found = plainvit.load(write(peer.state_dict(), tmp_path / "m.pth"), image_size=(24, 48), heads=4, dtype=None)
     expected = resample_abs_pos_embed(peer.pos_embed.detach(), (3, 6), (4, 4), num_prefix_tokens=4)[0]
@@ -221,9 +214,7 @@ def test_registers_rows_are_not_resampled(tmp_path: Path) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(48, 48), (24, 40), (16, 16)])
 @pytest.mark.parametrize("kind", ["ViT", "DeiT"])
-def test_another_size_of_a_transformers_model_answers_as_the_library(
-    tmp_path: Path, kind: str, size: tuple[int, int]
-) -> None:
+def test_other_size_equals_transformers(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
     folder = hub_folder(tmp_path, kind, None)
     peer = getattr(transformers, f"{kind}ForImageClassification").from_pretrained(folder, dtype=torch.float64)
     scramble(peer)
@@ -237,9 +228,7 @@ def test_another_size_of_a_transformers_model_answers_as_the_library(
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(48, 48), (24, 40), (16, 16)])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_another_size_of_a_timm_model_answers_as_the_library(
-    tmp_path: Path, size: tuple[int, int], suffix: str
-) -> None:
+def test_other_size_equals_timm(tmp_path: Path, size: tuple[int, int], suffix: str) -> None:
     peer = timm_vit()
     path = write(peer.state_dict(), tmp_path / f"m{suffix}")
     model = plainvit.load(path, image_size=size, heads=4, dtype=None)
@@ -249,7 +238,7 @@ def test_another_size_of_a_timm_model_answers_as_the_library(
 
 
 @pytest.mark.parametrize("size", [16, 48, 56])
-def test_another_size_of_a_torchvision_model_has_the_librarys_positions(tmp_path: Path, size: int) -> None:
+def test_other_size_equals_torchvision(tmp_path: Path, size: int) -> None:
     path = bare("torchvision", (32, 32), tmp_path)
     state = interpolate_embeddings(size, 8, safetensors.torch.load_file(path))
     table = plainvit.load(path, image_size=size, heads=4).positions[0].table
@@ -267,8 +256,8 @@ ORIGINALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", ORIGINALS)
-def test_another_size_of_a_training_codes_file_has_its_positions(tmp_path: Path, family: str) -> None:
-    """facts/families.md 4: DINO and DINOv2 pass a scale factor, which moves every sample."""
+def test_other_size_equals_the_training_script(tmp_path: Path, family: str) -> None:
+    """DINO and DINOv2 pass a scale factor, which moves every sample."""
     how, call = ORIGINALS[family]
     settings = {name: value for name, value in how.items() if name == "init_values"}
     state = timm_vit(num_classes=0, **settings).state_dict() | how.get("extra", {})
@@ -280,7 +269,7 @@ def test_another_size_of_a_training_codes_file_has_its_positions(tmp_path: Path,
     assert tiny.difference(model.positions[0].table[1:], expected) < EXACT
 
 
-def test_the_family_of_converted_weights_still_decides(tmp_path: Path) -> None:
+def test_converted_weights_are_resampled_like_their_family(tmp_path: Path) -> None:
     """plainvit's own format keeps where the weights come from."""
     path = bare("torchvision", (32, 32), tmp_path)
     expected = plainvit.load(path, image_size=48, heads=4).positions[0].table
@@ -288,14 +277,7 @@ def test_the_family_of_converted_weights_still_decides(tmp_path: Path) -> None:
     assert torch.equal(plainvit.load(own, image_size=48).positions[0].table, expected)
 
 
-def test_the_same_size_changes_no_bit(tmp_path: Path, reported: Any) -> None:
-    model = tiny.vit()
-    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), image_size=(24, 40), dtype=None)
-    assert torch.equal(found.positions[0].table, model.positions[0].table)
-    assert reported() == []
-
-
-def test_timms_resampling_can_be_asked_for(tmp_path: Path) -> None:
+def test_resample_chooses_the_method(tmp_path: Path) -> None:
     model = tiny.vit(image_size=32)
     path = plainvit.save(model, tmp_path / "m.safetensors")
     found = plainvit.load(path, image_size=(48, 24), resample="bicubic-antialias", dtype=None)
@@ -303,32 +285,30 @@ def test_timms_resampling_can_be_asked_for(tmp_path: Path) -> None:
     assert tiny.difference(found.positions[0].table, expected) < 1e-6  # timm resamples in fp32
 
 
-def test_an_unknown_resampling_is_refused(tmp_path: Path) -> None:
-    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="resampling method 'bicubik' is unknown") as caught:
-        plainvit.load(path, image_size=64, resample="bicubik")
-    one_line(caught)
+@pytest.mark.parametrize(
+    ("hints", "words"),
+    [
+        ({"classes": -1}, "classes"),
+        ({"image_size": 33}, "33 x 33"),
+        ({"image_size": 64, "resample": "bicubik"}, "bicubik"),
+    ],
+)
+def test_invalid_arguments_are_one_line_errors(tmp_path: Path, hints: dict[str, Any], words: str) -> None:
+    load_error(plainvit.save(tiny.vit(), tmp_path / "m.safetensors"), words, **hints)
 
 
-def test_a_size_that_the_patch_does_not_divide_is_refused(tmp_path: Path) -> None:
-    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="image size 33 x 33 is not divisible by the patch size 8") as caught:
-        plainvit.load(path, image_size=33)
-    one_line(caught)
-
-
-def test_a_bit_takes_another_size_without_a_word(tmp_path: Path) -> None:
+def test_bit_loads_at_any_size(tmp_path: Path) -> None:
     path = plainvit.save(tiny.bit(blocks=(1,)), tmp_path / "m.safetensors")
     assert plainvit.load(path, image_size=(40, 48)).config.image_size == (40, 48)
 
 
-def test_classes_and_size_are_two_lines(tmp_path: Path, reported: Any) -> None:
+def test_classes_and_size_are_reported_in_two_lines(tmp_path: Path, reported: Any) -> None:
     path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
     plainvit.load(path, classes=3, image_size=48)
     assert len(reported()) == 2
 
 
-def test_meaning_survives_another_size(tmp_path: Path) -> None:
+def test_about_survives_another_size(tmp_path: Path) -> None:
     model = tiny.vit()
     model.about = type(model.about)(family="mine", class_names=tuple("abcdefg"))
     found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), image_size=48)
@@ -357,25 +337,21 @@ BARE = ["timm", "transformers", "torchvision"]
 
 
 @pytest.mark.parametrize("kind", BARE)
-def test_a_table_that_is_no_square_is_an_error_that_says_what_to_give(tmp_path: Path, kind: str) -> None:
+def test_table_that_is_no_square_needs_a_grid(tmp_path: Path, kind: str) -> None:
     path = bare(kind, (24, 48), tmp_path)
-    with pytest.raises(ValueError, match="19 positions is not a square grid") as caught:
-        plainvit.load(path, heads=4)
-    text = one_line(caught)
-    assert "grid=(rows, columns)" in text
-    assert "image_size=(height, width)" in text
+    load_error(path, r"19 positions.*grid=.*image_size=", heads=4)
 
 
 @pytest.mark.parametrize("hint", [{"grid": (3, 6)}, {"image_size": (24, 48)}])
 @pytest.mark.parametrize("kind", BARE)
-def test_the_sides_can_be_given(tmp_path: Path, kind: str, hint: dict[str, Any]) -> None:
+def test_grid_or_image_size_can_be_given(tmp_path: Path, kind: str, hint: dict[str, Any]) -> None:
     model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, **hint)
     assert (model.config.image_size, model.config.grid) == ((24, 48), (3, 6))
 
 
 @pytest.mark.parametrize("size", [(32, 48), (24, 40), (16, 96)])
 @pytest.mark.parametrize("kind", BARE)
-def test_a_given_image_size_that_fits_is_believed(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
+def test_image_size_that_fits_decides_the_grid(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
     """4 x 6 patches and a class token are 25 rows, which is 5 x 5 as well; 3 x 5 and one are 4 x 4."""
     model = plainvit.load(bare(kind, size, tmp_path), heads=4, image_size=size)
     assert (model.config.image_size, model.config.prefix_rows) == (size, 1)
@@ -386,44 +362,36 @@ def test_grid_and_image_size_may_differ(tmp_path: Path, kind: str, reported: Any
     """The grid is the file's, the image size what is wanted."""
     model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, grid=(3, 6), image_size=64)
     assert model.config.grid == (8, 8)
-    assert any(line.startswith("positions resampled from 3 x 6 to 8 x 8 (") for line in reported())
+    assert any("3 x 6 to 8 x 8" in line for line in reported())
 
 
 @pytest.mark.parametrize("hint", [{"grid": (3, 5)}, {"image_size": (24, 40)}, {"image_size": (25, 48)}])
-def test_sides_that_do_not_fit_are_refused(tmp_path: Path, hint: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="19 positions is not a") as caught:
-        plainvit.load(bare("timm", (24, 48), tmp_path), heads=4, **hint)
-    one_line(caught)
+def test_grid_that_does_not_fit_is_an_error(tmp_path: Path, hint: dict[str, Any]) -> None:
+    load_error(bare("timm", (24, 48), tmp_path), "19 positions", heads=4, **hint)
 
 
-def test_an_ambiguous_grid_is_an_error_not_a_guess(tmp_path: Path) -> None:
+def test_ambiguous_grid_is_an_error(tmp_path: Path) -> None:
     """25 rows, a class token and 8 registers: 5 x 5 without rows for them, or 4 x 4 with."""
     for size, settings in ((40, {"no_embed_class": True}), (32, {})):
         path = write(timm_vit(img_size=size, reg_tokens=8, **settings).state_dict(), tmp_path / "m.safetensors")
-        with pytest.raises(ValueError, match="25 positions") as caught:
-            plainvit.load(path, heads=4)
-        one_line(caught)
+        load_error(path, "25 positions", heads=4)
         assert plainvit.load(path, heads=4, grid=(size // 8, size // 8)).config.image_size == (size, size)
 
 
 @pytest.mark.parametrize("kind", BARE)
-def test_heads_that_no_convention_says_must_be_given(tmp_path: Path, kind: str) -> None:
+def test_unknown_heads_must_be_given(tmp_path: Path, kind: str) -> None:
     path = bare(kind, (32, 32), tmp_path)
-    with pytest.raises(ValueError, match=r"heads its width of 48 has: load\(\.\.\., heads=N\)") as caught:
-        plainvit.load(path)
-    one_line(caught)
+    load_error(path, "width 48.*heads=N")
     assert plainvit.load(path, heads=4).config.heads == 4
 
 
 @pytest.mark.parametrize("heads", [5, -4, 0])
-def test_heads_that_cannot_be_are_refused(tmp_path: Path, heads: int) -> None:
-    with pytest.raises(ValueError, match="heads") as caught:
-        plainvit.load(bare("timm", (32, 32), tmp_path), heads=heads)
-    one_line(caught)
+def test_invalid_heads_are_an_error(tmp_path: Path, heads: int) -> None:
+    load_error(bare("timm", (32, 32), tmp_path), "heads", heads=heads)
 
 
 @pytest.mark.parametrize(("width", "heads"), [(192, 3), (384, 6), (128, 2), (1280, 16)])
-def test_assumed_heads_are_said_in_a_line(tmp_path: Path, width: int, heads: int, reported: Any) -> None:
+def test_assumed_heads_are_reported(tmp_path: Path, width: int, heads: int, reported: Any) -> None:
     """By the paper's table, else 64 a head; H/14 has 80."""
     peer = timm_vit(embed_dim=width, num_heads=heads, depth=1, mlp_ratio=0.1)
     path = write(peer.float().state_dict(), tmp_path / "m.safetensors")
@@ -463,13 +431,9 @@ def prefixed(state: State, prefix: str) -> State:
     return {prefix + name: x for name, x in state.items()}
 
 
-def test_deit(tmp_path: Path) -> None:
-    peer, state = encoder()
-    same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
-
-
-def test_distilled_deit(tmp_path: Path) -> None:
-    peer, state = encoder(kind=VisionTransformerDistilled)
+@pytest.mark.parametrize("kind", [VisionTransformer, VisionTransformerDistilled])
+def test_deit(tmp_path: Path, kind: type[nn.Module]) -> None:
+    peer, state = encoder(kind=kind)
     same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
 
 
@@ -490,18 +454,14 @@ def mae_encoder() -> tuple[Any, State]:
     return peer, peer.state_dict()
 
 
-def test_mae_without_decoder(tmp_path: Path) -> None:
+def test_mae_with_and_without_decoder(tmp_path: Path, reported: Any) -> None:
     peer, state = mae_encoder()
     same_as(write({"model": state}, tmp_path / "mae.pth"), peer, "MAE")
-
-
-def test_mae_with_decoder(tmp_path: Path, reported: Any) -> None:
-    peer, state = mae_encoder()
+    assert not [line for line in reported() if "left out" in line]
     same_as(write(deit(with_decoder(state)), tmp_path / "mae.pth"), peer, "MAE")
-    said = [line for line in reported() if "left out" in line]
-    assert said
-    assert "mask_token" in said[0]
-    assert "decoder_blocks" in said[0]
+    (line,) = (line for line in reported() if "left out" in line)
+    assert "mask_token" in line
+    assert "decoder_blocks" in line
 
 
 def test_mae_fine_tuned(tmp_path: Path) -> None:
@@ -559,7 +519,7 @@ def same_as(path: Path, peer: nn.Module, family: str) -> Any:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_parallel_and_compiled_models_are_taken_off(tmp_path: Path, prefix: str) -> None:
+def test_prefixes_of_parallel_and_compiled_models_are_removed(tmp_path: Path, prefix: str) -> None:
     peer, state = encoder()
     same_as(write(deit(prefixed(state, prefix)), tmp_path / "m.pth"), peer, "DeiT")
 
@@ -567,7 +527,7 @@ def test_prefixes_of_parallel_and_compiled_models_are_taken_off(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("plain", "averaged"), [("model", "model_ema"), ("state_dict", "state_dict_ema"), ("student", "teacher")]
 )
-def test_averaged_weights_are_taken_first(tmp_path: Path, plain: str, averaged: str) -> None:
+def test_averaged_weights_are_preferred(tmp_path: Path, plain: str, averaged: str) -> None:
     peer, state = encoder(num_classes=0)
     trained = {name: x + 1 for name, x in state.items()}
     path = write({plain: trained, averaged: state}, tmp_path / "m.pth")
@@ -575,20 +535,20 @@ def test_averaged_weights_are_taken_first(tmp_path: Path, plain: str, averaged: 
     assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
 
 
-def test_a_tensor_beside_a_state_dict_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_tensor_next_to_a_state_dict_is_ignored(tmp_path: Path) -> None:
     """PyTorch's own ImageNet example keeps its best accuracy so."""
     peer, state = encoder()
     torch.save({"epoch": 3, "best_acc1": torch.tensor(81.2)} | deit(state), tmp_path / "m.pth")
     same_as(tmp_path / "m.pth", peer, "DeiT")
 
 
-def test_a_pytorch_file_of_before_1_6(tmp_path: Path) -> None:
+def test_legacy_pytorch_file_loads(tmp_path: Path) -> None:
     peer, state = encoder()
     torch.save(deit(state), tmp_path / "m.pth", _use_new_zipfile_serialization=False)
     same_as(tmp_path / "m.pth", peer, "DeiT")
 
 
-def test_timms_names_and_nothing_more_are_half_and_half(tmp_path: Path) -> None:
+def test_bare_timm_file_has_mean_and_std_of_half(tmp_path: Path) -> None:
     model = plainvit.load(write(encoder()[1], tmp_path / "m.safetensors"), heads=4)
     assert (model.config.mean, model.config.std) == HALF
     prepared = model.about.preprocess
@@ -634,7 +594,7 @@ def test_transformers_processor_of_today(tmp_path: Path) -> None:
     assert (model.about.preprocess.resize, model.about.preprocess.interpolation) == ("squash", "bilinear")
 
 
-def test_one_file_counts_where_the_index_of_older_shards_is_left(tmp_path: Path) -> None:
+def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     """As transformers leaves and reads it."""
     folder = hub_folder(tmp_path, "ViT", None)
     peer = transformers.ViTForImageClassification.from_pretrained(folder)
@@ -650,7 +610,7 @@ def test_one_file_counts_where_the_index_of_older_shards_is_left(tmp_path: Path)
 
 @torch.inference_mode()
 @pytest.mark.parametrize("decoder", ["decoder.decoder_encoder.layer.", "decoder.decoder_layers."])
-def test_the_encoder_of_transformers_mae_is_read_whatever_its_decoder_is_called(tmp_path: Path, decoder: str) -> None:
+def test_encoder_of_transformers_mae_loads_with_old_and_new_names(tmp_path: Path, decoder: str) -> None:
     """Version 5 writes the decoder's layers under another name than the versions before it."""
     shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
     inner = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
@@ -678,7 +638,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
-def test_pixels_enter_as_transformers_processor_has_them(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_normalisation_equals_transformers_processor(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = hub_folder(tmp_path, "ViT", None)
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, **settings)
     processor.save_pretrained(folder)
@@ -688,7 +648,7 @@ def test_pixels_enter_as_transformers_processor_has_them(tmp_path: Path, setting
     torch.testing.assert_close(model.normalise(torch.from_numpy(photo).permute(2, 0, 1)[None]), theirs)
 
 
-# Strangers ------------------------------------------------------------------------------------------------------------
+# Unsupported ----------------------------------------------------------------------------------------------------------
 
 
 def small(kind: type[nn.Module], **settings: Any) -> State:
@@ -719,7 +679,7 @@ def of_transformers(name: str, **settings: Any) -> State:
     return getattr(transformers, f"{name}Model")(config).state_dict()
 
 
-STRANGERS: dict[str, tuple[Callable[[], State], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[], State], str]] = {
     "SwiGLU": (swiglu, "SwiGLU"),
     "SwiGLU, packed": (packed_swiglu, "SwiGLU"),
     "QK norm": (lambda: small(VisionTransformer, qk_norm=True), "QK norm"),
@@ -748,34 +708,28 @@ STRANGERS: dict[str, tuple[Callable[[], State], str]] = {
 }
 
 
-@pytest.mark.parametrize(("build", "name"), STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_refused_by_name(tmp_path: Path, build: Callable[[], State], name: str) -> None:
+@pytest.mark.parametrize(("build", "name"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_models_are_named(tmp_path: Path, build: Callable[[], State], name: str) -> None:
     path = write({n: x.contiguous() for n, x in build().items()}, tmp_path / "m.pth")
-    with pytest.raises(ValueError, match=name) as caught:
-        plainvit.load(path, heads=4)
-    assert "plainvit does not have" in one_line(caught)
+    load_error(path, f"{name}.*not support", heads=4)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mobilenetv3_small_050", "resnetv2_50"])
-def test_other_networks_are_refused(tmp_path: Path, name: str) -> None:
+def test_other_networks_are_errors(tmp_path: Path, name: str) -> None:
     with torch.device("meta"):
         state = timm.create_model(name).state_dict()
     state = {key: torch.zeros(x.shape, dtype=torch.float16) for key, x in state.items()}
-    with pytest.raises(ValueError, match=r"m\.safetensors|timm|ResNet") as caught:
-        plainvit.load(write(state, tmp_path / "m.safetensors"))
-    one_line(caught)
+    load_error(write(state, tmp_path / "m.safetensors"), r"m\.safetensors|timm|ResNet")
 
 
 @pytest.mark.parametrize("beside", ["checkpoints/mine/notes.txt", "mine/state.json"])
-def test_what_only_looks_like_a_runs_checkpoint_is_not_called_one(tmp_path: Path, beside: str) -> None:
+def test_other_folders_are_not_called_checkpoints_of_a_run(tmp_path: Path, beside: str) -> None:
     """A run's is below `checkpoints` and has its state beside it: others' folders have the one or the other."""
     file = tmp_path / beside
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     path = write({"their.weight": torch.zeros(2)}, file.with_name("m.safetensors"))
-    with pytest.raises(ValueError, match=r"holds no model that plainvit knows: .* their\.weight") as caught:
-        plainvit.load(path)
-    one_line(caught)
+    load_error(path, r"no model that plainvit knows.*their\.weight")
 
 
 # Describing -----------------------------------------------------------------------------------------------------------
@@ -821,7 +775,7 @@ def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
     assert SHAPES not in told.values(), told
 
 
-def test_a_given_hint_is_its_own_source(tmp_path: Path) -> None:
+def test_given_hint_is_reported_as_its_source(tmp_path: Path) -> None:
     described = describe(bare("timm", (24, 48), tmp_path), heads=4, image_size=(24, 48))
     assert described["sources"]["heads"] == "given by the caller"
     assert "given by the caller" in described["sources"]["image_size"]
@@ -836,18 +790,18 @@ def test_inspect_prints_settings_with_sources(tmp_path: Path, capsys: pytest.Cap
     assert "parameters" in shown
 
 
-def test_describing_reads_the_headers_alone(tmp_path: Path) -> None:
+def test_describe_reads_headers_only(tmp_path: Path) -> None:
     """A file whose weights are a hole of 600 MB takes no time."""
     with torch.device("meta"):
         state = timm.create_model("vit_large_patch16_224").state_dict()
     described = describe(hollow(state, tmp_path / "m.safetensors"))
-    assert described["parameters"] == 304_326_632  # facts, L/16
+    assert described["parameters"] == 304_326_632  # L/16
     assert described["head"] == "all zeros: features only"
 
 
 # Published ------------------------------------------------------------------------------------------------------------
 
-# facts/weights.md, Oracles: top-1 and ReaL
+# top-1 and ReaL
 ORACLES = {
     "vit_b16_orig_i21k_i1k_224": (81.78, 86.75),
     "vit_b16_orig_i21k_i1k_384": (84.21, 88.40),
@@ -863,7 +817,7 @@ OF_TIMM = [name for name, entry in PUBLISHED.items() if entry.hub.startswith("ti
 
 
 @pytest.mark.parametrize("name", OF_TIMM)
-def test_published_weights_are_in_timms_table(name: str) -> None:
+def test_published_weights_equal_timms_table(name: str) -> None:
     entry = PUBLISHED[name]
     model = entry.hub.removeprefix("timm/")
     assert model in timm.list_pretrained()
@@ -873,7 +827,7 @@ def test_published_weights_are_in_timms_table(name: str) -> None:
     assert name.endswith(f"_{published.input_size[-1]}")
 
 
-def test_published_accuracies_are_the_facts() -> None:
+def test_published_accuracies() -> None:
     assert {name: (e.top1, e.real) for name, e in PUBLISHED.items() if e.top1 is not None} == ORACLES
 
 
@@ -899,7 +853,7 @@ def hollow(state: State, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", tiny.mostly_slow(OF_TIMM, 4))
-def test_published_weights_are_understood_from_their_shapes(tmp_path: Path, name: str) -> None:
+def test_published_weights_are_detected_from_their_shapes(tmp_path: Path, name: str) -> None:
     """timm's own model of that name, without its values, beside a config.json as the hub has it."""
     model = PUBLISHED[name].hub.removeprefix("timm/")
     with torch.device("meta"):
@@ -954,7 +908,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_hub_address_loads_from_the_cache(cache: Path) -> None:
+def test_hub_address_loads_from_the_cache(cache: Path) -> None:
     model = tiny.vit(torch.float32)
     plant(cache, "org/name", {"main": model})
     found = plainvit.load("hf:org/name")
@@ -962,7 +916,7 @@ def test_a_hub_address_loads_from_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", ["v1", COMMITS["v1"]])
-def test_a_revision_is_the_one_asked_for(cache: Path, revision: str) -> None:
+def test_revision_is_respected(cache: Path, revision: str) -> None:
     main, other = tiny.vit(torch.float32), tiny.vit(torch.float32, classes=3)
     plant(cache, "org/name", {"main": main, "v1": other})
     assert plainvit.load(f"hf:org/name@{revision}").config.classes == 3
@@ -981,57 +935,38 @@ def test_the_hubs_cache_is_found_through_the_environment(tmp_path: Path) -> None
     assert json.loads(done.stdout)["settings"]["width"] == 48
 
 
-def test_a_published_name_loads_from_the_cache(cache: Path) -> None:
+def test_published_name_loads_from_the_cache(cache: Path) -> None:
     plant(cache, "timm/vit_base_patch16_224.augreg_in21k_ft_in1k", {"main": tiny.vit()})
     assert plainvit.load("vit_b16_augreg_i21k_i1k_224").config.width == 48
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_published_name_without_network_says_how_to_fetch_it() -> None:
-    with pytest.raises(ValueError, match=r"hf download timm/(\S+) --local-dir \1`, copy \1/ here") as caught:
-        plainvit.load("vit_b16_augreg_i21k_i1k_224")
-    one_line(caught)
+def test_published_name_offline_says_how_to_download() -> None:
+    load_error("vit_b16_augreg_i21k_i1k_224", "hf download timm/")
 
 
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("address", ["nobody/nothing", "nobody/nothing@v1", "nothing"])
-def test_a_name_that_is_not_there_is_one_line(address: str) -> None:
-    with pytest.raises(ValueError, match="nothing") as caught:
-        plainvit.load(f"hf:{address}")
-    one_line(caught)
-
-
-def test_a_revision_that_is_not_there_is_one_line(cache: Path) -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("nobody/nothing", "nobody/nothing@v1", "nothing", "org/name@v9"),
+        *("", "a/b/c", "../../etc/passwd", "org/na me", "org/name@../..", "-/-", "@v1"),
+    ],
+)
+def test_unknown_hub_address_is_a_one_line_error(cache: Path, address: str) -> None:
     plant(cache, "org/name", {"main": tiny.vit()})
-    with pytest.raises(ValueError, match="org/name@v9") as caught:
-        plainvit.load("hf:org/name@v9")
-    one_line(caught)
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("address", ["", "a/b/c", "../../etc/passwd", "org/na me", "org/name@../..", "-/-", "@v1"])
-def test_what_is_no_address_is_one_line(address: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        plainvit.load(f"hf:{address}")
-    one_line(caught)
+    load_error(f"hf:{address}", re.escape(address) if address.startswith(("no", "org/name@v")) else ".")
 
 
 def test_only_safetensors_come_from_the_hub(cache: Path) -> None:
     plant(cache, "org/name", {"main": timm_vit()}, "pytorch_model.bin")
-    with pytest.raises(ValueError, match="safetensors") as caught:
-        plainvit.load("hf:org/name", heads=4)
-    one_line(caught)
+    load_error("hf:org/name", "safetensors", heads=4)
 
 
 @pytest.mark.parametrize("word", ["vit_b16_augreg_i21k", "vit_b16_augrg_i21k_i1k_224"])
-def test_a_misspelt_published_name_gives_the_nearest(word: str) -> None:
-    with pytest.raises(ValueError, match=r"nearest: .*vit_b16_augreg_i21k") as caught:
-        plainvit.load(word)
-    one_line(caught)
+def test_misspelt_published_name_gives_the_nearest(word: str) -> None:
+    load_error(word, r"nearest: .*vit_b16_augreg_i21k")
 
 
 @pytest.mark.parametrize("source", ["no/such/file.npz", "no such folder/", "a\0b.npz"])
-def test_a_path_that_is_not_there_is_one_line(source: str) -> None:
-    with pytest.raises(ValueError, match="there is no file or folder") as caught:
-        plainvit.load(source)
-    one_line(caught)
+def test_missing_path_is_a_one_line_error(source: str) -> None:
+    load_error(source, "no file or folder")

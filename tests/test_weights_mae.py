@@ -1,4 +1,4 @@
-"""MAE's published layout: names written out by hand, held against transformers' ViTMAE and timm's VisionTransformer."""
+"""MAE's published format: names written by hand, compared with transformers' ViTMAE and timm's VisionTransformer."""
 
 import re
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_names_and_shapes_are_the_published_ones(file: Path) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in stored(file).items()} == KEYS
 
 
-def test_there_and_back_every_number_is_the_same(file: Path) -> None:
+def test_roundtrip_is_bit_exact(file: Path) -> None:
     first, again = net(), read_mae(file, heads=4)
     assert (again.model.config.width, again.model.config.heads, again.masked) == (48, 4, first.masked)
     for name, tensor in first.state_dict().items():
@@ -77,7 +77,7 @@ def test_there_and_back_every_number_is_the_same(file: Path) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in stored(file.with_name("again.pth")).items())
 
 
-def test_a_file_of_their_names_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_loss_equals_transformers_from_the_same_weights(tmp_path: Path) -> None:
     """Written here from ViTMAE's weights: reading it gives ViTMAE's loss."""
     theirs = peer(normalise=True).float()
     state, out = theirs.state_dict(), {}
@@ -113,7 +113,7 @@ def test_a_file_of_their_names_computes_what_transformers_does(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_encoder_is_read_like_any_other_weights(tmp_path: Path, whole: bool) -> None:
+def test_load_reads_the_encoder(tmp_path: Path, whole: bool) -> None:
     made = net()
     model = load(write_mae(made if whole else made.model, tmp_path / "mae.pth"), heads=4)
     assert isinstance(model, ViT)
@@ -122,7 +122,7 @@ def test_the_encoder_is_read_like_any_other_weights(tmp_path: Path, whole: bool)
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_timm_computes_the_same_from_the_encoder(tmp_path: Path) -> None:
+def test_encoder_equals_timm(tmp_path: Path) -> None:
     made = net(posemb="sincos2d")
     state = stored(write_mae(made.model, tmp_path / "encoder.pth"))
     assert not any(name.startswith(DECODER) for name in state)
@@ -136,7 +136,7 @@ def test_timm_computes_the_same_from_the_encoder(tmp_path: Path) -> None:
     assert again.config.mean == (0.485, 0.456, 0.406)
 
 
-def test_a_fine_tuned_file_has_the_head_and_the_norm_after_pooling(tmp_path: Path) -> None:
+def test_fine_tuned_file_has_head_and_norm_after_pooling(tmp_path: Path) -> None:
     model = net(norm_pooled=True, pool="average").model.replace_head(5)
     scramble(model)
     state = stored(write_mae(model, tmp_path / "tuned.pth"))
@@ -151,16 +151,16 @@ def test_a_fine_tuned_file_has_the_head_and_the_norm_after_pooling(tmp_path: Pat
         assert tiny.difference(same(images), model(images)) < 1e-5
 
 
-def test_published_decoders_have_heads_of_32(file: Path) -> None:
+def test_decoder_heads_are_32_wide_by_default(file: Path) -> None:
     decoder = read_mae(file, heads=4).decoder
     assert isinstance(decoder, Decoder)
     assert decoder.config.heads == 2
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def spoilt(file: Path, change: Any) -> Path:
+def change_file(file: Path, change: Any) -> Path:
     state = stored(file)
     change(state)
     torch.save({"model": state}, file)
@@ -170,16 +170,16 @@ def spoilt(file: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: state.pop("decoder_norm.bias"), "lacks decoder_norm.bias"),
-        (lambda state: state.pop("decoder_embed.weight"), "has no decoder of MAE's"),
-        (lambda state: state.update(mask_token=torch.zeros(1, 1, 3)), r"mask_token has shape \(1, 1, 3\)"),
-        (lambda state: state["decoder_pred.weight"].fill_(torch.nan), "decoder_pred.weight holds values that are not"),
-        (lambda state: state.pop("blocks.0.norm1.bias"), "lacks blocks.0.norm1.bias"),
+        (lambda state: state.pop("decoder_norm.bias"), "decoder_norm.bias"),
+        (lambda state: state.pop("decoder_embed.weight"), "no MAE decoder"),
+        (lambda state: state.update(mask_token=torch.zeros(1, 1, 3)), r"mask_token.*\(1, 1, 3\)"),
+        (lambda state: state["decoder_pred.weight"].fill_(torch.nan), "decoder_pred.weight.*NaN"),
+        (lambda state: state.pop("blocks.0.norm1.bias"), "blocks.0.norm1.bias"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(file: Path, change: Any, words: str) -> None:
+def test_damaged_file_is_a_one_line_error(file: Path, change: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        read_mae(spoilt(file, change), heads=4)
+        read_mae(change_file(file, change), heads=4)
     assert "\n" not in str(caught.value)
 
 
@@ -194,16 +194,16 @@ def test_a_damaged_file_is_refused_in_one_line(file: Path, change: Any, words: s
         ({"image_size": (32, 64)}, "square"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_unsupported_model_is_not_written(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         write_mae(net(**settings), tmp_path / "mae.pth")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_other_objectives_have_no_place_in_it(tmp_path: Path) -> None:
+def test_other_objectives_and_suffixes_are_not_written(tmp_path: Path) -> None:
     made = MaskedViT(net().model, "simmim", Masked(target="pixels"))
-    with pytest.raises(ValueError, match=r"this is of 'simmim': write \.model"):
+    with pytest.raises(ValueError, match=r"simmim.*\.model"):
         write_mae(made, tmp_path / "mae.pth")
-    with pytest.raises(ValueError, match=r"files are \.pth"):
+    with pytest.raises(ValueError, match=r"\.pth"):
         write_mae(made, tmp_path / "mae.safetensors")

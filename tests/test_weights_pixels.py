@@ -34,7 +34,7 @@ SILENT: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def pixel_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Lines about the pixels, among those about heads and the like."""
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     caplog.clear()
@@ -42,28 +42,28 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_what_a_file_does_not_say_is_reported_in_one_line(
+def test_assumed_preprocessing_is_reported_in_one_line(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the values that were taken and the flag for each; what the caller gives is no assumption."""
     path = SILENT[name](tmp_path)
     model = plainvit.load(path, heads=4)
-    (line,) = told(caplog)
+    (line,) = pixel_lines(caplog)
     assert "\n" not in line
     prepared = model.about.preprocess
     values = [f"{model.config.mean[0]}", f"{model.config.std[0]}", prepared.resize, prepared.interpolation]
     assert all(value in line for value in (*values, "--mean", "--std", "--resize", "--interpolation"))
     found = plainvit.load(path, heads=4, **PIXELS)
-    assert told(caplog) == []
+    assert pixel_lines(caplog) == []
     assert (found.config.mean, found.config.std) == ((0.25,) * 3, (0.5, 0.25, 0.125))
     assert found.about.preprocess == Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=True)
     some = plainvit.load(path, heads=4, mean=0.25)
-    (line,) = told(caplog)
+    (line,) = pixel_lines(caplog)
     assert ("--mean" in line, "--std" in line) == (False, True)
     assert some.config.std == model.config.std
 
 
-def test_what_lies_next_to_the_weights_is_no_assumption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sidecars_are_no_assumption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for format_ in ("timm", "transformers"):
         model = tiny.vit(torch.float32, numerics=format_, image_size=32)
         model.about = About(preprocess=Preprocess(resize="crop", crop=0.8, interpolation="bicubic"))
@@ -71,19 +71,19 @@ def test_what_lies_next_to_the_weights_is_no_assumption(tmp_path: Path, caplog: 
         weights = safetensors.torch.load_file(folder / "model.safetensors")
         safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})  # as the library would
         found = plainvit.load(folder)
-        assert told(caplog) == []
+        assert pixel_lines(caplog) == []
         assert found.about.preprocess.crop == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(
     "given", [{"crop": 0.5, "resize": "squash"}, {"std": 0.0}, {"mean": (0.5, 0.5)}, {"crop": 2.0}]
 )
-def test_pixels_that_make_no_sense_are_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_invalid_preprocessing_is_an_error(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         plainvit.load(SILENT["timm's names"](tmp_path), heads=4, **given)
 
 
-def test_an_unknown_argument_is_a_type_error(tmp_path: Path) -> None:
+def test_unknown_argument_is_a_type_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="interpolation"):
         plainvit.load(SILENT["timm's names"](tmp_path), heads=4, interpolatoin="bicubic")  # type: ignore[call-arg]
 
@@ -102,7 +102,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("name", "format_", "numerics"), WRITTEN)
-def test_every_file_that_we_write_says_how_photos_are_prepared(
+def test_every_written_file_keeps_preprocessing(
     tmp_path: Path, name: str, format_: str, numerics: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also the heads, which no convention would give, and the class names; a line would mean that one was assumed."""
@@ -114,13 +114,13 @@ def test_every_file_that_we_write_says_how_photos_are_prepared(
     path = plainvit.save(model, tmp_path / name, format=format_)
     caplog.clear()
     found = plainvit.load(path)
-    assert told(caplog) == []
+    assert pixel_lines(caplog) == []
     assert (found.config, found.about) == (model.config, model.about)
     assert all(torch.equal(x, model.state_dict()[key]) for key, x in found.state_dict().items())
 
 
 @pytest.mark.parametrize(("name", "format_"), [("m.npz", "google"), ("m.pth", "timm")])
-def test_a_description_of_another_file_is_not_believed(
+def test_sidecar_of_another_file_is_an_error(
     tmp_path: Path, name: str, format_: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = plainvit.save(tiny.vit(torch.float32, numerics=format_, image_size=32), tmp_path / name, format=format_)
@@ -134,10 +134,10 @@ def test_a_description_of_another_file_is_not_believed(
     sidecar.unlink()
     caplog.clear()
     assert plainvit.load(path, heads=4).config.depth == 2
-    assert len(told(caplog)) == 1
+    assert len(pixel_lines(caplog)) == 1
 
 
-def test_the_commands_take_the_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from plainvit.cli import main
 
     source, target = str(SILENT["under 'model'"](tmp_path)), tmp_path / "fixed.safetensors"

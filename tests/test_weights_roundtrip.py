@@ -42,6 +42,7 @@ from plainvit.config import About, Preprocess
 from plainvit.names import configure
 from plainvit.weights import convert, look
 from plainvit.weights.files import CHECKSUM
+from plainvit.weights.writing import UnsupportedPartError
 
 GOLDEN = Path(__file__).parent / "golden"
 State = dict[str, Tensor]
@@ -60,19 +61,20 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torchvision": ("m.safetensors", "torchvision", {}),
     "torchvision pth": ("m.pth", "torchvision", {"heads": 4}),
 }
-PARTS = (
-    *("activation", "norm_eps", "standardise", "normalisation", "pre_logits", "registers", "layer_scale"),
-    *("distillation", "stem", "pool", "posemb", "resnet", "blocks", "image_size", "axial", "norm", "posemb_at"),
-)
-ANY_FORMAT = ("google", "timm", "timm folder", "transformers", "torchvision")
 
 
-def lacking(**parts: str) -> dict[str, set[str]]:
-    """format=parts that it lacks; the two ways to write a bare file lack the same."""
-    table = {name.replace("_folder", " folder"): set(words.split()) for name, words in parts.items()}
-    for name in ("timm", "torchvision"):
-        table[f"{name} pth"] = table.get(name, set())
-    return table
+def lacking(
+    google: str = "", timm: str = "", timm_folder: str = "", transformers: str = "", torchvision: str = ""
+) -> dict[str, set[str]]:
+    """{format: parts that it does not support}; .safetensors and .pth files of a library support the same."""
+    table = {"google": google, "timm": timm, "timm pth": timm, "timm folder": timm_folder}
+    table |= {"transformers": transformers, "torchvision": torchvision, "torchvision pth": torchvision}
+    return {name: set(parts.split()) for name, parts in table.items()}
+
+
+def lacking_everywhere(part: str) -> dict[str, set[str]]:
+    """No format but ours has the part; a bare file has no tanh GELU either."""
+    return lacking(part, f"activation {part}", part, part, f"activation {part}")
 
 
 def exact(**settings: Any) -> Callable[[], Any]:
@@ -85,160 +87,96 @@ def tanh(**settings: Any) -> Callable[[], Any]:
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, set[str]]]] = {
-    "exact GELU": (exact(), lacking(google="activation")),
+    "exact GELU": (exact(), lacking("activation")),
     "tanh GELU": (tanh(), lacking(timm="activation", torchvision="activation")),
     "eps 1e-12": (
         exact(norm_eps=1e-12),
-        lacking(google="activation norm_eps", timm="norm_eps", timm_folder="norm_eps", torchvision="norm_eps"),
+        lacking("activation norm_eps", "norm_eps", "norm_eps", torchvision="norm_eps"),
     ),
-    "ReLU": (exact(activation="relu"), lacking(google="activation", timm="activation", torchvision="activation")),
-    "ImageNet pixels": (tanh(**IMAGENET), lacking(google="normalisation", timm="activation", torchvision="activation")),
-    "distilled": (exact(distillation=True), lacking(google="activation distillation", torchvision="distillation")),
+    "ReLU": (exact(activation="relu"), lacking("activation", "activation", torchvision="activation")),
+    "ImageNet pixels": (tanh(**IMAGENET), lacking("normalisation", "activation", torchvision="activation")),
+    "distilled": (exact(distillation=True), lacking("activation distillation", torchvision="distillation")),
     "registers with rows": (
         exact(registers=3, posemb_prefix="all"),
-        lacking(google="activation registers", transformers="registers", torchvision="registers"),
+        lacking("activation registers", transformers="registers", torchvision="registers"),
     ),
     "registers without rows": (
         exact(registers=3, posemb_prefix="none"),
-        lacking(google="activation registers", transformers="registers posemb", torchvision="registers posemb"),
+        lacking("activation registers", transformers="registers posemb", torchvision="registers posemb"),
     ),
     "registers, class row": (
         exact(registers=3),
-        lacking(
-            google="activation registers",
-            timm="registers",
-            timm_folder="registers",
-            transformers="registers",
-            torchvision="registers",
-        ),
+        lacking("activation registers", "registers", "registers", "registers", "registers"),
     ),
     "one register, as DeiT without its teacher": (
         exact(registers=1, posemb_prefix="all"),
-        lacking(google="activation registers", torchvision="registers"),
+        lacking("activation registers", torchvision="registers"),
     ),
     "LayerScale": (
         exact(layer_scale=0.1),
-        lacking(google="activation layer_scale", transformers="layer_scale", torchvision="layer_scale"),
+        lacking("activation layer_scale", transformers="layer_scale", torchvision="layer_scale"),
     ),
-    "hidden layer": (
-        exact(representation=20),
-        lacking(google="activation", timm="pre_logits", timm_folder="pre_logits", transformers="pre_logits"),
-    ),
+    "hidden layer": (exact(representation=20), lacking("activation", "pre_logits", "pre_logits", "pre_logits")),
     "hidden layer, tanh GELU": (
         tanh(representation=20),
-        lacking(
-            timm="activation pre_logits",
-            timm_folder="pre_logits",
-            transformers="pre_logits",
-            torchvision="activation",
-        ),
+        lacking("", "activation pre_logits", "pre_logits", "pre_logits", "activation"),
     ),
     "pooler without head": (
         tanh(representation=20, classes=0),
-        lacking(timm="activation pre_logits", timm_folder="pre_logits", torchvision="activation"),
+        lacking("", "activation pre_logits", "pre_logits", torchvision="activation"),
     ),
     "average, no class token": (
         tanh(pool="average", class_token=False, posemb_prefix="none"),
-        lacking(timm="activation", transformers="pool posemb", torchvision="activation pool posemb"),
+        lacking("", "activation", transformers="pool posemb", torchvision="activation pool posemb"),
     ),
     "average, fc_norm": (
         exact(pool="average", norm_pooled=True),
-        lacking(google="activation pool", transformers="pool", torchvision="pool"),
+        lacking("activation pool", transformers="pool", torchvision="pool"),
     ),
     "average beside a class token, norm": (
         exact(pool="average"),
-        lacking(google="activation pool", timm="pool", transformers="pool", torchvision="pool"),
+        lacking("activation pool", "pool", transformers="pool", torchvision="pool"),
     ),
     "attention pooling": (
         tanh(pool="attention", class_token=False, posemb_prefix="none"),
-        lacking(timm="activation", transformers="pool posemb", torchvision="activation pool posemb"),
+        lacking("", "activation", transformers="pool posemb", torchvision="activation pool posemb"),
     ),
     "attention pooling beside a class token": (  # big_vision has a class token only where it is read out
         tanh(pool="attention"),
-        lacking(google="pool", timm="activation", transformers="pool", torchvision="activation pool"),
+        lacking("pool", "activation", transformers="pool", torchvision="activation pool"),
     ),
     "no rows before the patches": (
         tanh(posemb_prefix="none"),
-        lacking(timm="activation", transformers="posemb", torchvision="activation posemb"),
+        lacking("", "activation", transformers="posemb", torchvision="activation posemb"),
     ),
-    "rectangle": (
-        exact(image_size=(24, 40)),
-        lacking(google="activation", torchvision="image_size"),
-    ),
+    "rectangle": (exact(image_size=(24, 40)), lacking("activation", torchvision="image_size")),
     "hybrid, timm's": (
         partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32), numerics="timm"),
-        lacking(google="activation standardise", transformers="stem", torchvision="stem"),
+        lacking("activation standardise", transformers="stem", torchvision="stem"),
     ),
     "hybrid, Google's": (
         partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32)),
-        lacking(
-            timm="activation standardise",
-            timm_folder="standardise",
-            transformers="stem",
-            torchvision="activation stem",
-        ),
+        lacking("", "activation standardise", "standardise", "stem", "activation stem"),
     ),
     "BiT, timm's": (
         partial(tiny.bit, blocks=(1,), numerics="timm"),
-        lacking(google="standardise blocks", transformers="resnet", torchvision="resnet"),
+        lacking("standardise blocks", transformers="resnet", torchvision="resnet"),
     ),
     "BiT, Google's": (
         partial(tiny.bit, torch.float16, (2, 2, 2, 2)),  # the smallest that has one of BiT's own shapes
-        lacking(timm="standardise", timm_folder="standardise", transformers="resnet", torchvision="resnet"),
+        lacking("", "standardise", "standardise", "resnet", "resnet"),
     ),
-    "2-D positions": (
-        tanh(posemb="2d"),
-        lacking(
-            google="posemb",
-            timm="activation posemb",
-            timm_folder="posemb",
-            transformers="posemb",
-            torchvision="activation posemb",
-        ),
-    ),
+    "2-D positions": (tanh(posemb="2d"), lacking_everywhere("posemb")),
     "no positions": (
         tanh(posemb="none"),
-        lacking(google="posemb", timm="activation", transformers="posemb", torchvision="activation posemb"),
+        lacking("posemb", "activation", transformers="posemb", torchvision="activation posemb"),
     ),
-    "relative positions": (
-        tanh(posemb="relative"),
-        lacking(
-            google="posemb",
-            timm="activation posemb",
-            timm_folder="posemb",
-            transformers="posemb",
-            torchvision="activation posemb",
-        ),
-    ),
-    "positions at every layer": (
-        tanh(posemb_at="every"),
-        lacking(
-            google="posemb_at",
-            timm="activation posemb_at",
-            timm_folder="posemb_at",
-            transformers="posemb_at",
-            torchvision="activation posemb_at",
-        ),
-    ),
-    "post-norm": (
-        tanh(norm="post"),
-        lacking(
-            google="norm",
-            timm="activation norm",
-            timm_folder="norm",
-            transformers="norm",
-            torchvision="activation norm",
-        ),
-    ),
+    "relative positions": (tanh(posemb="relative"), lacking_everywhere("posemb")),
+    "positions at every layer": (tanh(posemb_at="every"), lacking_everywhere("posemb_at")),
+    "post-norm": (tanh(norm="post"), lacking_everywhere("norm")),
     "axial": (
         tanh(axial=True, class_token=False, pool="average"),
-        lacking(
-            google="axial",
-            timm="activation axial",
-            timm_folder="axial",
-            transformers="axial pool",
-            torchvision="activation axial pool",
-        ),
+        lacking("axial", "activation axial", "axial", "axial pool", "activation axial pool"),
     ),
 }
 # timm's config.json has to name one of its own models, and these shapes are none
@@ -283,7 +221,7 @@ def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-def test_the_table_has_every_pair_that_can_be() -> None:
+def test_table_covers_every_possible_pair_of_formats() -> None:
     """A table that forbids everything would pass all that follows."""
     pairs = {frozenset((a, b)) for name in MODELS for a in holders(name) for b in holders(name) if a != b}
     never = {frozenset(("google", other)) for other in ("timm", "timm pth", "torchvision", "torchvision pth")}
@@ -292,7 +230,7 @@ def test_the_table_has_every_pair_that_can_be() -> None:
 
 
 @pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 8))
-def test_there_and_back_is_bit_equal(tmp_path: Path, name: str) -> None:
+def test_roundtrip_is_bit_exact(tmp_path: Path, name: str) -> None:
     """A -> B -> A, for every ordered pair of formats that can hold the model."""
     model, able = model_of(name), holders(name)
     assert "plainvit" in able
@@ -328,23 +266,21 @@ def meaning(path: Path, format_: str, model: Any) -> Any:
     return look(path, **hints(format_, model))[0].config
 
 
-REFUSED = [(name, format_) for name, (_, lacks) in MODELS.items() for format_ in FORMATS if lacks.get(format_)]
+UNSUPPORTED = [(name, format_) for name, (_, lacks) in MODELS.items() for format_ in FORMATS if lacks.get(format_)]
 
 
-@pytest.mark.parametrize(("name", "format_"), REFUSED)
-def test_what_a_format_lacks_is_refused_by_name(tmp_path: Path, name: str, format_: str) -> None:
-    lacks = MODELS[name][1]
-    with pytest.raises(ValueError, match="cannot express") as caught:
+@pytest.mark.parametrize(("name", "format_"), UNSUPPORTED)
+def test_unsupported_parts_are_named_and_nothing_is_written(tmp_path: Path, name: str, format_: str) -> None:
+    with pytest.raises(UnsupportedPartError) as caught:
         save_as(model_of(name), tmp_path / "out", format_)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert {part for part in PARTS if re.search(rf"(express |; ){part} \(", text)} == lacks[format_], text
+    assert set(caught.value.parts) == MODELS[name][1][format_]
+    assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("format_", ["google", "timm"])
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
-def test_a_resnet_padded_otherwise_is_refused(tmp_path: Path, kind: str, format_: str) -> None:
+def test_resnet_with_other_padding_is_not_written(tmp_path: Path, kind: str, format_: str) -> None:
     """Hybrids pad as TensorFlow's SAME and BiT symmetrically, at Google and in timm; the names do not show it."""
     if kind == "BiT":
         config = configure("BiT-R26x1", numerics=format_).replace(blocks=(1,), padding="same")
@@ -352,7 +288,7 @@ def test_a_resnet_padded_otherwise_is_refused(tmp_path: Path, kind: str, format_
         base = configure("R50x1+ViT-B/16", numerics=format_)
         stem = base.stem.replace(blocks=(1,), padding="symmetric")
         config = base.replace(stem=stem, image_size=16, patch=4, **tiny.SHAPE)
-    with pytest.raises(ValueError, match=r"cannot express.*padding"):
+    with pytest.raises(UnsupportedPartError, match="padding"):
         plainvit.save(tiny.filled(config, torch.float32), tmp_path / "m.safetensors", format=format_)
 
 
@@ -374,11 +310,10 @@ def test_convert_keeps_the_dtype(tmp_path: Path, dtype: torch.dtype, format_: st
 
 
 def dropped(model: Any, folder: Path, format_: str, *parts: str) -> Any:
-    """Without these parts it is refused; with them, the model as the written file has it."""
-    with pytest.raises(ValueError, match=r"cannot express.*: --drop ") as caught:
-        save_as(model, folder / "refused", format_)
-    hint = str(caught.value).partition(": --drop ")[2]
-    assert set(hint.removesuffix(" goes on without").split()) == set(parts)
+    """The model as the file has it that was written without these parts; with them it is an error that names them."""
+    with pytest.raises(UnsupportedPartError, match="--drop") as caught:
+        save_as(model, folder / "unsupported", format_)
+    assert set(caught.value.parts) == set(parts)
     path = save_as(model, folder / "out", format_, drop=parts)
     return plainvit.load(path, dtype=None, **FORMATS[format_][2])
 
@@ -390,33 +325,31 @@ def same_weights(found: Any, expected: State) -> None:
         assert torch.equal(state[name], x), name
 
 
-@pytest.mark.parametrize("format_", ["google", "timm", "torchvision"])
-def test_dropping_the_activation_leaves_the_librarys(tmp_path: Path, format_: str) -> None:
-    model = exact()() if format_ == "google" else tanh()()
-    found = dropped(model, tmp_path, format_, "activation")
-    assert found.config.activation == ("gelu_tanh" if format_ == "google" else "gelu")
-    same_weights(found, model.state_dict())
+# (format, part, our model, what the library has in its place)
+REPLACED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
+    ("google", "activation", exact(), {"activation": "gelu_tanh"}),
+    ("timm", "activation", tanh(), {"activation": "gelu"}),
+    ("torchvision", "activation", tanh(), {"activation": "gelu"}),
+    ("google", "norm_eps", tanh(norm_eps=1e-12), {"norm_eps": 1e-6}),
+    ("timm", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
+    ("timm folder", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
+    ("torchvision", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
+    ("google", "normalisation", tanh(**IMAGENET), {"mean": (0.5,) * 3, "std": (0.5,) * 3}),
+]
 
 
-@pytest.mark.parametrize("format_", ["google", "timm", "timm folder", "torchvision"])
-def test_dropping_norm_eps_leaves_1e_6(tmp_path: Path, format_: str) -> None:
-    model = tanh(norm_eps=1e-12)() if format_ == "google" else exact(norm_eps=1e-12)()
-    found = dropped(model, tmp_path, format_, "norm_eps")
-    assert found.config.norm_eps == 1e-6
-    same_weights(found, model.state_dict())
-
-
-def test_dropping_the_normalisation_leaves_googles(tmp_path: Path) -> None:
-    model = tanh(**IMAGENET)()
-    found = dropped(model, tmp_path, "google", "normalisation")
-    assert (found.config.mean, found.config.std) == ((0.5,) * 3, (0.5,) * 3)
+@pytest.mark.parametrize(("format_", "part", "build", "expected"), REPLACED)
+def test_dropped_arithmetic_is_replaced_by_the_librarys(
+    tmp_path: Path, format_: str, part: str, build: Callable[[], Any], expected: dict[str, Any]
+) -> None:
+    model = build()
+    found = dropped(model, tmp_path, format_, part)
+    assert found.config == model.config.replace(**expected)
     same_weights(found, model.state_dict())
 
 
 @pytest.mark.parametrize("format_", ["timm", "timm folder", "transformers"])
-def test_dropping_pre_logits_drops_the_head_that_reads_it(
-    tmp_path: Path, format_: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropping_pre_logits_drops_the_head(tmp_path: Path, format_: str, caplog: pytest.LogCaptureFixture) -> None:
     model = exact(representation=20)()
     found = dropped(model, tmp_path, format_, "pre_logits")
     assert (found.config.representation, found.config.classes) == (0, 0)
@@ -425,7 +358,7 @@ def test_dropping_pre_logits_drops_the_head_that_reads_it(
 
 
 @pytest.mark.parametrize("distillation", [False, True])
-def test_dropping_registers_takes_their_rows_along(tmp_path: Path, distillation: bool) -> None:
+def test_dropping_registers_drops_their_rows(tmp_path: Path, distillation: bool) -> None:
     model = exact(registers=3, posemb_prefix="all", distillation=distillation)()
     found = dropped(model, tmp_path, "transformers", "registers")
     expected, own = model.state_dict(), 1 + distillation
@@ -436,20 +369,20 @@ def test_dropping_registers_takes_their_rows_along(tmp_path: Path, distillation:
     assert found.config.distillation is distillation
 
 
-def test_dropping_registers_without_rows_leaves_the_table(tmp_path: Path) -> None:
-    model = tanh(registers=3, posemb_prefix="none")()
-    found = dropped(model, tmp_path, "google", "registers")
+@pytest.mark.parametrize(
+    ("format_", "build"),
+    [("google", tanh(registers=3, posemb_prefix="none")), ("torchvision", exact(registers=3))],
+    ids=["no rows", "a row for the class token, as DINOv2"],
+)
+def test_dropping_registers_without_rows_keeps_the_table(
+    tmp_path: Path, format_: str, build: Callable[[], Any]
+) -> None:
+    model = build()
+    found = dropped(model, tmp_path, format_, "registers")
     same_weights(found, {name: x for name, x in model.state_dict().items() if name != "registers"})
 
 
-def test_dropping_registers_that_have_no_rows_beside_a_class_row(tmp_path: Path) -> None:
-    """DINOv2's with registers: its table has a row for the class token and none for the registers."""
-    model = exact(registers=3)()
-    found = dropped(model, tmp_path, "torchvision", "registers")
-    same_weights(found, {name: x for name, x in model.state_dict().items() if name != "registers"})
-
-
-def test_dropping_distillation_leaves_the_class_tokens_head(tmp_path: Path) -> None:
+def test_dropping_distillation_keeps_the_class_tokens_head(tmp_path: Path) -> None:
     model = exact(distillation=True)()
     found = dropped(model, tmp_path, "torchvision", "distillation")
     gone = ("distillation_token", "head_distillation.")
@@ -467,7 +400,7 @@ def test_dropping_registers_and_distillation_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["google", "transformers", "torchvision"])
-def test_layer_scale_is_folded_into_the_layers_before(tmp_path: Path, format_: str) -> None:
+def test_dropped_layer_scale_is_merged_into_the_layers_before(tmp_path: Path, format_: str) -> None:
     model = (tanh if format_ == "google" else exact)(layer_scale=0.1)()
     found = dropped(model, tmp_path, format_, "layer_scale")
     images = tiny.images(size=(32, 32))
@@ -478,7 +411,7 @@ def test_layer_scale_is_folded_into_the_layers_before(tmp_path: Path, format_: s
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
-def test_dropping_the_standardisation_leaves_timms(tmp_path: Path, kind: str) -> None:
+def test_dropped_standardisation_is_replaced_by_timms(tmp_path: Path, kind: str) -> None:
     """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
     model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
     parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")
@@ -490,15 +423,15 @@ def test_dropping_the_standardisation_leaves_timms(tmp_path: Path, kind: str) ->
         assert tiny.difference(found(images), peer(images * 2 - 1)) < 1e-10
 
 
-def test_each_lack_has_to_be_named(tmp_path: Path) -> None:
+def test_every_unsupported_part_must_be_dropped(tmp_path: Path) -> None:
     model = exact(registers=3, posemb_prefix="all", layer_scale=0.1)()
-    with pytest.raises(ValueError, match=r"cannot express layer_scale") as caught:
+    with pytest.raises(UnsupportedPartError) as caught:
         plainvit.save(model, tmp_path / "m.pth", format="torchvision", drop=("registers",))
-    assert "registers (" not in str(caught.value)
+    assert caught.value.parts == ("layer_scale",)
     assert not list(tmp_path.iterdir())
 
 
-def test_dropping_what_the_format_has_changes_nothing(tmp_path: Path) -> None:
+def test_dropping_a_supported_part_changes_nothing(tmp_path: Path) -> None:
     model = exact(registers=3, posemb_prefix="all")()
     one = plainvit.save(model, tmp_path / "a.safetensors", format="timm")
     other = plainvit.save(model, tmp_path / "b.safetensors", format="timm", drop=("registers", "activation"))
@@ -507,20 +440,18 @@ def test_dropping_what_the_format_has_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["stem", "pool", "posemb", "resnet", "blocks", "axial", "norm", "image_size"])
-def test_what_has_no_meaning_without_the_part_cannot_be_dropped(tmp_path: Path, part: str) -> None:
-    with pytest.raises(ValueError, match=f"nothing called '{part}' can be dropped") as caught:
+def test_essential_parts_cannot_be_dropped(tmp_path: Path, part: str) -> None:
+    with pytest.raises(ValueError, match=f"--drop {part}") as caught:
         plainvit.save(exact()(), tmp_path / "m.pth", format="timm", drop=(part,))
     assert "\n" not in str(caught.value)
 
 
-def test_a_misspelt_drop_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing called 'registrs' can be dropped; nearest: registers"):
-        plainvit.save(exact()(), tmp_path / "m.pth", format="timm", drop=("registrs",))
-
-
-def test_a_misspelt_format_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"format 'tim' is unknown; nearest: timm"):
-        plainvit.save(exact()(), tmp_path / "m.pth", format="tim")
+@pytest.mark.parametrize(
+    ("arguments", "nearest"), [({"format": "timm", "drop": ("registrs",)}, "registers"), ({"format": "tim"}, "timm")]
+)
+def test_misspelt_words_name_the_nearest(tmp_path: Path, arguments: dict[str, Any], nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"nearest: {nearest}"):
+        plainvit.save(exact()(), tmp_path / "m.pth", **arguments)
 
 
 # Golden keys ----------------------------------------------------------------------------------------------------------
@@ -692,20 +623,20 @@ def test_every_golden_list_is_used() -> None:
 
 
 @pytest.mark.parametrize(("format_", "kind"), CASES)
-def test_what_we_write_has_the_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
+def test_written_names_equal_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
     path = save_as(KINDS[format_][kind][0](), tmp_path / "out", format_)
     found = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
     assert found == golden(format_)[kind]
 
 
 @pytest.mark.parametrize(("format_", "kind"), [(f, k) for f, k in CASES if KINDS[f][k][1]])
-def test_the_library_has_the_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
+def test_library_names_equal_golden_names(tmp_path: Path, format_: str, kind: str) -> None:
     build = KINDS[format_][kind][1]
     assert build is not None
     assert library_shapes(build(), tmp_path) == golden(format_)[kind]
 
 
-def test_the_tests_own_mapping_agrees_with_the_writer(tmp_path: Path) -> None:
+def test_writer_agrees_with_the_mapping_of_peers(tmp_path: Path) -> None:
     """peers.py maps timm's names to ours and shares nothing with the package: each checks the other."""
     for build, back in ((exact(layer_scale=0.1), from_timm), (partial(tiny.bit, numerics="timm"), from_timm_resnet)):
         model = build()
@@ -751,7 +682,7 @@ def write_described(path: Path, description: dict[str, Any], model: Any) -> Path
     return path
 
 
-def test_a_file_of_version_1_is_understood(tmp_path: Path) -> None:
+def test_file_of_schema_1_loads(tmp_path: Path) -> None:
     """The golden description, not one written by this version, says what the weights mean."""
     model = described_model()
     found = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
@@ -759,15 +690,15 @@ def test_a_file_of_version_1_is_understood(tmp_path: Path) -> None:
     same_weights(found, model.state_dict())
 
 
-def test_a_newer_schema_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_newer_schema_is_a_one_line_error(tmp_path: Path) -> None:
     path = write_described(tmp_path / "m.safetensors", golden_description() | {"schema": 2}, described_model())
-    with pytest.raises(ValueError, match=r"schema 2.*up to 1: update plainvit") as caught:
+    with pytest.raises(ValueError, match="schema 2") as caught:
         plainvit.load(path)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("format_", ["plainvit", "timm", "transformers", "torchvision"])
-def test_meaning_survives_in_every_safetensors_file(tmp_path: Path, format_: str) -> None:
+def test_every_safetensors_file_keeps_config_and_about(tmp_path: Path, format_: str) -> None:
     model = exact(**IMAGENET)()
     prepared = Preprocess(resize="crop", crop=0.5, interpolation="bicubic")
     names = tuple(f"class {number}" for number in range(7))
@@ -776,7 +707,7 @@ def test_meaning_survives_in_every_safetensors_file(tmp_path: Path, format_: str
     assert (found.config, found.about) == (model.config, model.about)
 
 
-def test_numerics_and_every_setting_survive(tmp_path: Path) -> None:
+def test_own_format_keeps_every_setting(tmp_path: Path) -> None:
     for settings in (
         {"activation": "gelu_sigmoid", "norm_eps": 1e-3},
         {"posemb": "sincos2d", "class_token": False, "pool": "average"},
@@ -789,7 +720,7 @@ def test_numerics_and_every_setting_survive(tmp_path: Path) -> None:
         same_weights(found, model.state_dict())
 
 
-def test_a_run_folder_loads(tmp_path: Path) -> None:
+def test_run_folder_loads(tmp_path: Path) -> None:
     """config.json there is the run's, not the model's: the weights say what they are."""
     model = tanh()()
     plainvit.save(model, tmp_path / "model.safetensors")
@@ -801,7 +732,7 @@ def test_a_run_folder_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["exact GELU", "LayerScale", "hybrid, timm's", "BiT, timm's"])
-def test_saving_leaves_the_model_as_it_was(tmp_path: Path, name: str) -> None:
+def test_saving_does_not_change_the_model(tmp_path: Path, name: str) -> None:
     model = MODELS[name][0]()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     config, about = model.config, model.about

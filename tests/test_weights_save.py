@@ -1,7 +1,4 @@
-"""`plainvit.save` writes whole or not at all: what was there before stays until the new file is complete on disk.
-
-Writers are broken midway, disks are full, folders are missing; the file system is read before and after.
-"""
+"""`plainvit.save` is atomic: the old file stays until the new one is complete on disk."""
 
 import json
 import os
@@ -67,7 +64,7 @@ def fail_midway(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("format_", SAVED)
-def test_a_write_that_fails_leaves_what_was_there(
+def test_failed_write_keeps_the_old_files(
     tmp_path: Path, format_: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old weights and, in a folder, the old descriptions: a new config.json over old weights is a broken model."""
@@ -81,7 +78,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("format_", ["timm folder", "transformers"])
-def test_the_folder_of_a_run_is_not_written_over(tmp_path: Path, format_: str) -> None:
+def test_run_folder_is_not_overwritten(tmp_path: Path, format_: str) -> None:
     """Their config.json has the name of the run's, without which it cannot go on, nor be compared."""
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"kind": "run"}')
@@ -92,7 +89,7 @@ def test_the_folder_of_a_run_is_not_written_over(tmp_path: Path, format_: str) -
 
 
 @pytest.mark.parametrize("format_", SAVED)
-def test_a_first_write_that_fails_leaves_nothing(tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_write_leaves_no_files(tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_midway(monkeypatch, OSError(28, "No space left on device"))
     with pytest.raises((OSError, ValueError)):
         save(format_, tmp_path)
@@ -100,15 +97,15 @@ def test_a_first_write_that_fails_leaves_nothing(tmp_path: Path, format_: str, m
 
 
 @pytest.mark.parametrize("format_", SAVED)
-def test_a_missing_folder_is_one_line(tmp_path: Path, format_: str) -> None:
-    with pytest.raises(ValueError, match="there is no folder") as caught:
+def test_missing_folder_is_a_one_line_error(tmp_path: Path, format_: str) -> None:
+    with pytest.raises(ValueError, match="no folder") as caught:
         save(format_, tmp_path / "missing")
     assert "\n" not in str(caught.value)
     assert tree(tmp_path) == {}
 
 
 @pytest.mark.parametrize("format_", SAVED)
-def test_a_folder_that_cannot_be_written_is_one_line(format_: str) -> None:
+def test_unwritable_folder_is_a_one_line_error(format_: str) -> None:
     """/proc takes no files, not even from root."""
     with pytest.raises((ValueError, OSError)) as caught:
         save(format_, Path("/proc"))
@@ -116,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(format_: str) -> None:
 
 
 @pytest.mark.parametrize("format_", ["timm folder", "transformers"])
-def test_a_file_where_a_folder_should_be_is_one_line(tmp_path: Path, format_: str) -> None:
+def test_file_instead_of_a_folder_is_a_one_line_error(tmp_path: Path, format_: str) -> None:
     (tmp_path / "m").write_text("old")
     with pytest.raises(ValueError, match="is a file") as caught:
         save(format_, tmp_path)
@@ -124,9 +121,11 @@ def test_a_file_where_a_folder_should_be_is_one_line(tmp_path: Path, format_: st
     assert (tmp_path / "m").read_text() == "old"
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
-@pytest.mark.parametrize("format_", SAVED)
-def test_the_mode_is_what_the_umask_leaves(tmp_path: Path, format_: str, mask: int, mode: int) -> None:
+MODES = [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)]
+
+
+@pytest.mark.parametrize(("format_", "mask", "mode"), [(name, *MODES[at % 4]) for at, name in enumerate(SAVED)])
+def test_file_mode_follows_the_umask(tmp_path: Path, format_: str, mask: int, mode: int) -> None:
     before = os.umask(mask)
     try:
         path = save(format_, tmp_path)
@@ -137,7 +136,7 @@ def test_the_mode_is_what_the_umask_leaves(tmp_path: Path, format_: str, mask: i
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {mode}
 
 
-def test_the_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Synced, renamed, and the folder synced: a power cut leaves the old file or the new."""
     events: list[str] = []
     sync, rename = os.fsync, os.replace
@@ -157,7 +156,7 @@ def test_the_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     assert events == ["file synced", "renamed", "folder synced"]
 
 
-def test_a_file_may_be_written_over_itself(tmp_path: Path) -> None:
+def test_loaded_file_can_be_overwritten(tmp_path: Path) -> None:
     """What was loaded is no view into the file."""
     for format_ in ("plainvit", "google"):
         path = save(format_, tmp_path)
@@ -169,7 +168,7 @@ def test_a_file_may_be_written_over_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["timm folder", "transformers"])
-def test_old_shards_do_not_outlive_a_new_file(tmp_path: Path, format_: str) -> None:
+def test_old_shards_are_removed(tmp_path: Path, format_: str) -> None:
     """A folder that held shards with an index is written anew: what loads is what was saved."""
     folder = save(format_, tmp_path)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
@@ -181,7 +180,7 @@ def test_old_shards_do_not_outlive_a_new_file(tmp_path: Path, format_: str) -> N
 
 
 @pytest.mark.parametrize("named", ["../precious.safetensors", "notes.txt", 1])
-def test_an_index_removes_no_file_that_is_no_shard(tmp_path: Path, named: str | int) -> None:
+def test_index_removes_only_shards(tmp_path: Path, named: str | int) -> None:
     folder = save("timm folder", tmp_path)
     kept = [tmp_path / "precious.safetensors", folder / "notes.txt"]
     for path in kept:
@@ -223,7 +222,7 @@ def save_on_full_disk(format_: str, folder: Path, limit: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", SAVED)
-def test_a_file_that_may_not_grow_is_one_line(tmp_path: Path, format_: str) -> None:
+def test_file_size_limit_is_a_one_line_error(tmp_path: Path, format_: str) -> None:
     """The limit on a file's size stops the writer midway, as a full disk does; nothing has to be mounted."""
     save(format_, tmp_path)
     before = tree(tmp_path)
@@ -245,7 +244,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("format_", ["plainvit", "google", "timm pth", "transformers"])
-def test_a_full_disk_is_one_line(full_disk: Path, format_: str) -> None:
+def test_full_disk_is_a_one_line_error(full_disk: Path, format_: str) -> None:
     (full_disk / "other").write_bytes(bytes(2**15))
     with pytest.raises((ValueError, OSError)) as caught:
         save(format_, full_disk)

@@ -156,13 +156,13 @@ def sweep(name: str, folder: Path, most: int | None = None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "unsupported"), FEW.items(), ids=FEW)
-def test_a_name_of_timm_is_equal_or_refused(tmp_path: Path, name: str, unsupported: str) -> None:
+def test_timm_model_is_equal_or_unsupported(tmp_path: Path, name: str, unsupported: str) -> None:
     (outcome,) = sweep(name, tmp_path, most=1).values()
     assert unsupported in outcome if unsupported else outcome == "equal"
 
 
 @pytest.mark.slow
-def test_every_name_of_timm_is_equal_or_refused(tmp_path: Path) -> None:
+def test_every_timm_model_is_equal_or_unsupported(tmp_path: Path) -> None:
     outcomes: dict[str, str] = {}
     failed: dict[str, str] = {}
     for name in NAMES:
@@ -177,7 +177,7 @@ def test_every_name_of_timm_is_equal_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_heads_and_activation_of_a_name_are_timms(name: str) -> None:
+def test_heads_and_activation_equal_timm(name: str) -> None:
     peer = build(name)
     block, norm = peer.blocks[0], peer.norm if hasattr(peer.norm, "eps") else peer.fc_norm
     activation = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}[type(block.mlp.act).__name__]

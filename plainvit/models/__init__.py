@@ -1,4 +1,4 @@
-"""Images -> logits: the models, and `create`, which makes one by its name.
+"""The models, and `create`, which makes one by its name.
 
 create("ViT-B/16")  create("R50x1+ViT-B/16")  create("BiT-R152x4")  create("Axial-ViT-B/32", classes=10)
 """
@@ -18,7 +18,7 @@ __all__ = ["ResNet", "Trace", "ViT", "build", "create"]
 
 
 def build(config: Model) -> ViT | ResNet:
-    """The model of a config, with PyTorch's default generator drawing its weights."""
+    """Builds the model of a config; PyTorch's default generator draws its weights."""
     match config:
         case ViTConfig():
             return ViT(config)
@@ -37,18 +37,31 @@ def create(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> ViT | ResNet:
-    """A new model by its name, with fresh weights.
+    """Creates a model by its name, with new weights.
 
-    classes=0 leaves the head off. image_size is one number or (height, width). numerics is whose arithmetic to follow
-    with the same weights: google, timm, transformers or torchvision. seed makes the weights repeatable. Any field of
-    the config is a setting: create("ViT-S/16", pool="average", class_token=False, posemb="sincos2d").
+    Args:
+        name: A name of `plainvit models`.
+        classes: The number of classes; 0 leaves the head off.
+        image_size: One number, or (height, width).
+        numerics: Whose arithmetic to follow: google, timm, transformers or torchvision.
+        seed: Makes the weights repeatable.
+        device: Where the weights are drawn.
+        dtype: The dtype of the weights.
+        settings: Any field of the config.
+
+    Returns:
+        The model in training mode.
+
+    Example:
+        model = plainvit.create("ViT-S/16", classes=10, pool="average", class_token=False)
     """
     config = configure(name, classes, image_size, numerics, **settings)
-    with torch.device("meta"):  # shapes only: weights are drawn once, and on the device where they will live
+    with torch.device("meta"):  # shapes only: weights are drawn once, on their device
         model = build(config)
     model = model.to(dtype).to_empty(device=device)
-    chosen = None if seed is None or torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
-    return model.initialise(chosen)
+    if seed is None or torch.device(device).type == "meta":
+        return model.initialise()
+    return model.initialise(torch.Generator(device).manual_seed(seed))
 
 
 def has_fast_path() -> bool:

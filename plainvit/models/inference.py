@@ -1,4 +1,4 @@
-"""What every use of a model's outputs needs: evaluation mode while it lasts, and values that are finite.
+"""Evaluation mode as a context, and a check that outputs are finite.
 
 with eval_mode(model):
     logits = model(images)

@@ -1,7 +1,7 @@
 """Initial weights by name: `google` as the paper's JAX code draws them, `timm` as timm's default does.
 
-Where PyTorch's own helpers would be wrong: Xavier on the fused qkv gives q, k, v a standard deviation sqrt(2) too
-small, so each is drawn as its own D x D matrix; and a truncated normal keeps its std only if the cut is corrected for.
+Two differences from PyTorch's helpers: q, k and v are drawn as separate D x D matrices, because Xavier on the fused
+matrix gives a std sqrt(2) too small; and the std of a truncated normal is corrected for the truncation.
 """
 
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from plainvit.models.resnet import Body, ResNet
     from plainvit.models.vit import ViT
 
-# Standard deviation of a unit normal cut at +-2: what is left after truncation, divided out again (as JAX does)
+# The std of a unit normal truncated at +-2; JAX divides by it
 TRUNCATED_STD = 0.87962566103423978
 
 
@@ -26,7 +26,7 @@ def lecun_normal(weight: Tensor, generator: Generator | None) -> None:
 
 @torch.no_grad()
 def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
-    """Draws every weight of a ViT anew, by its config's scheme."""
+    """Draws every weight of a ViT by the scheme `config.init`."""
     config = model.config
     draw = {"google": _google, "timm": _timm}[config.init]
     for name, weight in model.named_parameters():
@@ -39,7 +39,7 @@ def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
             (nn.init.ones_ if leaf == "weight" else nn.init.zeros_)(weight)
         else:
             draw(module, leaf, weight, generator)
-    if config.init == "timm":  # its patch embedding keeps PyTorch's default for convolutions, bias included
+    if config.init == "timm":  # the patch embedding has PyTorch's default for convolutions, also for the bias
         embedding = model.embedding
         for weight in embedding.parameters():
             nn.init.uniform_(weight, -(embedding.in_features**-0.5), embedding.in_features**-0.5, generator)
@@ -62,9 +62,9 @@ def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None)
             nn.init.normal_(weight, 0.0, 0.02, generator)
         case _, "probe":
             nn.init.xavier_uniform_(weight[0], generator=generator)
-        case _, "registers":  # not in the paper: the registers paper's
+        case _, "registers":  # not in the paper: follows the registers paper
             nn.init.normal_(weight, 0.0, 1e-6, generator)
-        case _, "distillation_token":  # not in the paper: DeiT's
+        case _, "distillation_token":  # not in the paper: follows DeiT
             nn.init.trunc_normal_(weight, std=0.02, generator=generator)
         case _:  # class token, heads, remaining biases
             nn.init.zeros_(weight)
@@ -84,7 +84,7 @@ def _timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -
 
 @torch.no_grad()
 def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator | None = None) -> None:
-    """Draws every weight of a ResNet anew. Standardisation makes the kernels' scale immaterial in the forward pass."""
+    """Draws every weight of a ResNet. Standardised convolutions do not depend on the scale of their kernels."""
     for name, weight in model.named_parameters():
         module, leaf = name.split(".")[-2:]
         if "norm" in module:
@@ -98,7 +98,7 @@ def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator 
                 nn.init.zeros_(weight)
         elif scheme == "google":
             lecun_normal(weight, generator)
-        elif not model.config.blocks:  # timm leaves a lone root to PyTorch's default
+        elif not model.config.blocks:  # timm uses PyTorch's default for a stem of the root alone
             nn.init.uniform_(weight, -(weight[0].numel() ** -0.5), weight[0].numel() ** -0.5, generator)
         else:
             nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -1,11 +1,11 @@
-"""Encoders of images with hidden patches, around the same ViT: the paper's masked patch prediction (4.6), MAE, SimMIM.
+"""Masked image modelling around the same ViT: the paper's masked patch prediction (4.6), MAE and SimMIM.
 
     net = MaskedViT(model, "mae", Masked(ratio=0.75, target="pixels", normalise=True))
-    answers = net.predict(images, order)      # [B, k, ...]: for the hidden patches alone
+    predictions = net.predict(images, order)  # [B, k, ...]: for the hidden patches alone
 
 `order` [B, n] lists the patches of each image, the k hidden ones first. MAE (arXiv 2111.06377) drops these before the
-first layer, so that the blocks work on n - k tokens only, and a small decoder answers for them. The paper (B.1.2) and
-SimMIM (arXiv 2111.09886) put a learned embedding in their place, and one linear layer answers.
+first layer, so that the blocks process n - k tokens only, and a small decoder predicts them. The paper (B.1.2) and
+SimMIM (arXiv 2111.09886) replace them by a learned embedding, and one linear layer predicts them.
 Letters are those of vit.py; n = h * w patches, k of them hidden.
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
 from plainvit.models.init import initialise_vit
-from plainvit.models.positions import sincos2d
+from plainvit.models.positions import Positions, sincos2d
 from plainvit.models.vit import Block, ViT, patchify
 
 Objective = Literal["masked", "mae", "simmim"]
 COLOURS = 512  # 3 bits of each of red, green and blue
-CELLS = {"colour": 1, "colours16": 4}  # a side of the grid of colours in a patch
+CELLS = {"colour": 1, "colours16": 4}  # rows and columns of colours in a patch
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -31,57 +31,57 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 
 def hidden_patches(config: ViTConfig, masked: Masked) -> int:
-    """k: how many patches of each image are hidden. Rounded up to whole units, as in MAE's and SimMIM's code."""
+    """k, the hidden patches of each image: rounded up to whole units, as in MAE's and SimMIM's code."""
     units = math.prod(side // masked.unit for side in config.grid)
     return math.ceil(round(masked.ratio * units, 6)) * masked.unit**2
 
 
 def answer_size(config: ViTConfig, masked: Masked) -> int:
-    """Numbers that are predicted for a hidden patch."""
+    """The number of values predicted for a hidden patch."""
     if masked.target == "pixels":
         return config.channels * math.prod(config.patch)
     return COLOURS * CELLS[masked.target] ** 2
 
 
 def check_maskable(config: Model | None, objective: str, masked: Masked) -> None:
-    """Whether the objective makes sense for a model; an error in one line where it does not."""
+    """Raises ValueError if the objective does not support the model."""
+    flag = f"--objective {objective}"
     if not isinstance(config, ViTConfig):
-        raise ValueError(
-            f"objective {objective!r} hides patches of a ViT, and this model is a ResNet: --model ViT-B/16"
-        )
+        raise ValueError(f"{flag} needs a ViT, this model is a ResNet: use --model ViT-B/16")
     if config.stem:
-        raise ValueError(
-            f"objective {objective!r} hides patches of pixels, which a hybrid's stem would mix: a plain ViT"
-        )
+        raise ValueError(f"{flag} does not support hybrids, whose stem mixes the pixels of patches: use a plain ViT")
     h, w = config.grid
     if h % masked.unit or w % masked.unit:
         raise ValueError(
-            f"a grid of {h} x {w} patches is not made of squares of masked.unit {masked.unit}; 1 always is"
+            f"a grid of {h} x {w} patches is not made of squares of --masked.unit {masked.unit}: use --masked.unit 1"
         )
     hidden = hidden_patches(config, masked)
     if not 0 < hidden < h * w:
-        words = f"masked.ratio {masked.ratio:g} hides {hidden} of {h} x {w} patches"
-        raise ValueError(f"{words}, and some must be hidden and some seen: a smaller patch, or larger images")
+        raise ValueError(
+            f"--masked.ratio {masked.ratio:g} hides {hidden} of {h} x {w} patches, but some must be hidden and some "
+            "visible: use a smaller patch or larger images"
+        )
     if masked.target in CELLS and config.channels != 3:
         raise ValueError(
-            f"masked.target {masked.target!r} is of red, green and blue, the model has {config.channels} "
-            "channels: --masked.target pixels"
+            f"--masked.target {masked.target} needs 3 channels, the model has {config.channels}: "
+            "use --masked.target pixels"
         )
     if masked.target == "colours16" and any(side % 4 for side in config.patch):
-        shape = " x ".join(map(str, config.patch))
+        patch = " x ".join(map(str, config.patch))
         raise ValueError(
-            f"masked.target 'colours16' cuts a patch into 4 x 4, and {shape} is not divisible by 4: 'colour'"
+            f"--masked.target colours16 needs a patch divisible by 4, got {patch}: use --masked.target colour"
         )
     if objective == "mae" and (config.axial or config.posemb == "relative" or config.posemb_at != "stem"):
         raise ValueError(
-            "objective 'mae' drops tokens, so positions are added once, and blocks are not axial: --model.posemb 1d"
+            f"{flag} does not support axial blocks, relative positions or positions at every layer: "
+            "use --model.posemb 1d"
         )
 
 
 class Decoder(nn.Module):
-    """MAE's: the encoded visible patches beside a mask token for each hidden one, through a few narrow blocks.
+    """MAE's decoder: the encoded visible patches and a mask token per hidden one, through a few narrow blocks.
 
-    Its parts are called as a ViT's are, so that the same scheme draws their initial weights.
+    Its parts have the names of a ViT's, so that the same scheme initialises them.
     """
 
     positions: Tensor
@@ -102,10 +102,10 @@ class Decoder(nn.Module):
         self.answer = nn.Linear(width, out)
 
     def forward(self, x: Tensor, order: Tensor, hidden: int) -> Tensor:
-        """x [B, prefix + n - k, D] as the encoder left it: answers [B, k, out]."""
-        x = self.embedding(x)  # under autocast the decoder, which nobody keeps, stays in low precision throughout
+        """Encoded tokens x [B, prefix + n - k, D] to predictions [B, k, out]."""
+        x = self.embedding(x)  # under autocast the residual stream of the decoder is low precision
         x = torch.cat((x, self.mask_token.to(x.dtype).expand(len(x), hidden, -1)), 1)  # [B, prefix + n, D]
-        # Blocks do not mind the order of tokens: the hidden ones stay last, and it is the positions that move
+        # Blocks do not depend on the order of tokens: the hidden ones stay last, and positions are reordered
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
         x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
         return self.answer(self.norm(self.decode(x, hidden)))  # [B, k, out]
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 
 
 class MaskedViT(nn.Module):
-    """A ViT (`model`, the part to keep) and what predicts hidden patches from its tokens."""
+    """A ViT (`model`, the part to keep) and the decoder or linear layer that predicts hidden patches."""
 
     squares: Tensor
 
@@ -135,9 +135,9 @@ class MaskedViT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> Self:
-        """Draws all weights but those of the ViT itself; nothing to do on the meta device.
+        """Draws all weights but those of the ViT itself; does nothing on the meta device.
 
-        Mask tokens and the decoder's last layer are MAE's; the linear layer that answers starts at 0, as heads do.
+        Mask tokens and the decoder's last layer follow MAE; the linear layer starts at 0, like heads.
         """
         decoder = self.decoder
         token = decoder.mask_token if isinstance(decoder, Decoder) else self.mask
@@ -154,14 +154,14 @@ class MaskedViT(nn.Module):
         return self
 
     def predict(self, images: Tensor, order: Tensor, source: Tensor | None = None) -> Tensor:
-        """Answers [B, k, ...] for the hidden patches, order[:, :k].
+        """Predictions [B, k, ...] for the hidden patches, order[:, :k].
 
-        `source` [B, n], for all but MAE, says what stands in each place: a patch, by its number, or -1 for the mask.
+        `source` [B, n], for all but MAE, is the patch shown at each position, or -1 for the mask.
         """
         if self.mask is None:
             return self.decoder(self.encode_visible(images, order), order, self.hidden)
         assert source is not None
-        # A patch's embedding is linear in its own pixels: to move the pixels is to move the embedding
+        # The embedding is linear per patch: moving pixels is moving embeddings
         x = self._embed(images, source.clamp(min=0))  # [B, n, D]
         x = self.model.prepend_tokens(torch.where((source < 0).unsqueeze(-1), self.mask.to(x.dtype), x))
         if self.model.positions and self.model.config.posemb_at == "stem":
@@ -170,11 +170,11 @@ class MaskedViT(nn.Module):
         return self.decoder(take(x[:, self.model.config.prefix :], order[:, : self.hidden]))
 
     def encode_visible(self, images: Tensor, order: Tensor) -> Tensor:
-        """MAE's encoder: what is hidden never enters, not even the embedding. [B, prefix + n - k, D]."""
+        """MAE's encoder, which never sees the hidden patches: [B, prefix + n - k, D]."""
         visible = order[:, self.hidden :]
         x = self.model.prepend_tokens(self._embed(images, visible))
         if self.model.positions:
-            x = x + self._positions_of(visible, x)
+            x = x + self._select_positions(visible, x)
         return self._encode(self.model.dropout(x))
 
     def _embed(self, images: Tensor, places: Tensor) -> Tensor:
@@ -183,16 +183,17 @@ class MaskedViT(nn.Module):
         pixels = self.model.normalise(images).to(self.model.embedding.weight.dtype)
         return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), places))
 
-    def _positions_of(self, places: Tensor, like: Tensor) -> Tensor:
-        """The vectors of the tokens before the patches and of the patches at `places`: [B, prefix + s, D]."""
+    def _select_positions(self, places: Tensor, like: Tensor) -> Tensor:
+        """The positions of the tokens before the patches and of the patches at `places`: [B, prefix + s, D]."""
         positions = self.model.positions[0]
+        assert isinstance(positions, Positions)
         first = torch.arange(positions.prefix, device=places.device).expand(len(places), -1)
-        # A copy for each image: gradients of one shared table would add up in any order on a GPU
+        # One copy per image: on a GPU, gradients of a shared table would be summed in random order
         table = positions.token_table().to(like.dtype).expand(len(places), -1, -1)
         return take(table, torch.cat((first, places + positions.prefix), 1))
 
     def _encode(self, x: Tensor) -> Tensor:
-        """All tokens are normed, also where the model norms a pooled vector: here nothing is pooled."""
+        """Normalises all tokens, also if the model normalises the pooled vector: here nothing is pooled."""
         x = self.model.encode_tokens(x)
         return self.model.norm(x) if self.model.config.norm_pooled else x
 

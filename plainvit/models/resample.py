@@ -1,9 +1,7 @@
-"""The same ViT at another image size or patch size (paper 3.2): positions and patch kernels carried to a new grid.
+"""Changes the image size or patch size of a ViT (paper 3.2): resamples positions and patch kernels.
 
-    model = resize(model, image_size=384)                   # as the code that the weights come from does
-    model = resize(model, (256, 192), method="bicubic-antialias")
-
-The grid is the model's own, rows and columns; nothing is guessed from a number of tokens.
+model = resize(model, image_size=384)                   # as the code that the weights come from
+model = resize(model, (256, 192), method="bicubic-antialias")
 """
 
 from typing import Any
@@ -24,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "bicubic-aligned": {"mode": "bicubic", "align_corners": True},  # torchvision
     "bicubic-offset": {"mode": "bicubic", "align_corners": False},  # DINO, DINOv2: sampled as if 0.1 cells larger
 }
-# The rule of each family's own code (About.family); Google's for any other
+# The method of each family's own code (About.family); Google's for any other
 FAMILY_METHODS = {
     "timm": "bicubic-antialias",
     "transformers ViT": "bicubic",
@@ -39,7 +37,7 @@ FAMILY_METHODS = {
 
 
 def choose_method(model: ViT) -> str:
-    """How the code that the weights come from resamples positions."""
+    """The method of the code that the weights come from."""
     if model.about.family == "DINOv2" and model.config.registers:
         return "bicubic-antialias"
     return FAMILY_METHODS.get(model.about.family, "bilinear-aligned")
@@ -52,7 +50,7 @@ def resize(
     patch: int | tuple[int, int] | None = None,
     method: str | None = None,
 ) -> ViT:
-    """A model for another image size or patch size, which takes over the old one's weights (unchanged ones shared).
+    """A model for another image size or patch size, which shares the weights that do not change.
 
     method is one of METHODS; None: that of the code that the weights come from (`choose_method`).
     """
@@ -64,7 +62,7 @@ def resize(
         patch=old.patch if patch is None else pair(patch),
     )
     if old.posemb == "relative" and new.grid != old.grid:
-        raise ValueError("relative positions are offsets in raster order of their own grid: they have no other size")
+        raise ValueError(f"relative positions cannot be resampled: use images of {old.grid[0]} x {old.grid[1]} patches")
     weights = model.state_dict()
     for name, weight in weights.items():
         if name == "embedding.weight" and new.patch != old.patch:
@@ -101,9 +99,9 @@ def _resample_positions(name: str, weight: Tensor, old: tuple[int, int], new: tu
 def resample_table(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], method: str = "bilinear-aligned"
 ) -> Tensor:
-    """A table [h*w, D] of vectors on one grid, read off on another; the same grid gives the same table."""
+    """Resamples a table [h*w, D] from one grid to another; the same grid gives the same table."""
     if len(table) != old[0] * old[1]:
-        raise ValueError(f"a table of {len(table)} positions is not a grid of {old[0]} x {old[1]}")
+        raise ValueError(f"a table of {len(table)} positions does not fit a grid of {old[0]} x {old[1]}")
     _check_method(method)
     if old == new:
         return table
@@ -119,7 +117,7 @@ def resample_table(
 def resample_kernel(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Patch kernels [D, C*P*Q] for another patch size, by the pseudo-inverse of bilinear resizing (FlexiViT).
 
-    A patch of the old size, resized to the new, gives the same token wherever that is possible (always, when larger).
+    A patch resized to a larger size gives the same token; to a smaller size, nearly the same.
     """
     if old == new:
         return weight

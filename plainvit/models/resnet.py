@@ -3,8 +3,8 @@
     model = plainvit.create("BiT-R50x1")
     model = plainvit.create("R50x1+ViT-B/16")     # its stem is a Body of this file
 
-Google's two code bases differ, and so do these: BiT is pre-activation (v2) with symmetric padding; the hybrid's stem
-is post-activation (v1) with TensorFlow's SAME padding. Letters: B batch, C channels, K classes.
+As in Google's code, BiT is pre-activation (v2) with symmetric padding, and the hybrid's stem is post-activation (v1)
+with TensorFlow's SAME padding. Letters: B batch, C channels, K classes.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from plainvit.models.trace import Trace, note
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """TensorFlow's SAME: just enough zeros for ceil(size / stride) outputs, the odd one at the end."""
+    """TensorFlow's SAME: zeros for ceil(size / stride) outputs; an odd one goes to the end."""
     pads: list[int] = []
     for size in (x.shape[-1], x.shape[-2]):
         total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
@@ -31,7 +31,7 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 class StdConv(nn.Conv2d):
-    """A convolution whose kernels have mean 0 and variance 1 per output channel, whatever the stored weights."""
+    """A convolution that standardises its kernels to mean 0 and variance 1 per output channel."""
 
     def __init__(self, config: ResNetConfig, c_in: int, c_out: int, kernel: int, stride: int = 1) -> None:
         padding = kernel // 2 if config.padding == "symmetric" else 0
@@ -123,8 +123,7 @@ class Body(nn.Module):
 
     def pool_root(self, x: Tensor) -> Tensor:
         x = x if self.root_norm is None else F.relu(self.root_norm(x))
-        # BiT pads with zeros, which count in the maximum of values of either sign: max_pool2d's own padding (-inf) is
-        # another function. After a ReLU the two agree, so zeros serve the hybrid as well.
+        # BiT pads with zeros, which may be the maximum; max_pool2d pads with -inf. After the hybrid's ReLU both agree.
         x = pad_same(x, 3, 2) if self.config.padding == "same" else F.pad(x, (1, 1, 1, 1))
         return F.max_pool2d(x, 3, 2)
 
@@ -145,13 +144,13 @@ class ResNet(nn.Module):
         self.initialise()
 
     def initialise(self, generator: torch.Generator | None = None) -> Self:
-        """Draws every weight anew by the config's scheme; nothing to do on the meta device."""
+        """Draws all weights by the scheme `config.init`; does nothing on the meta device."""
         if not self.body.root.weight.is_meta:
             initialise_resnet(self, self.config.init, generator)
         return self
 
     def forward(self, images: Tensor, trace: Trace | None = None) -> Tensor:
-        """Logits [B, K]. Convolutions take any size, so the image size is only the default of the config."""
+        """Logits [B, K]. Images may have any size; the config's is a default."""
         if trace is not None:
             trace.check(self.trace_names())
         x = note(trace, "pooled", self.feature_map(images, trace).mean((2, 3)))  # [B, C]
@@ -163,7 +162,7 @@ class ResNet(nn.Module):
             return self.feature_map(images).mean((2, 3))
         depth = len(self.body.stages)
         if not layers or not all(-depth <= layer < depth for layer in layers):
-            raise ValueError(f"layers {list(layers)} are not all among this model's 0 to {depth - 1}")
+            raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
         trace = Trace(*(f"stage{layer % depth + 1}" for layer in layers))
         self.feature_map(images, trace)
         return [trace[name] for name in trace.patterns]
@@ -171,8 +170,8 @@ class ResNet(nn.Module):
     def feature_map(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         if images.ndim != 4 or images.shape[1] != self.config.channels:
             raise ValueError(
-                f"images of shape {tuple(images.shape)} do not fit this model: it takes [batch, channels, height, "
-                f"width] with {self.config.channels} channels"
+                f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {self.config.channels}, "
+                "height, width]"
             )
         if self._cpu_bf16_refused:
             device.check_cpu_bf16(self.body.root.weight)
@@ -180,7 +179,7 @@ class ResNet(nn.Module):
         return note(trace, "encoded", self.body(note(trace, "pixels", x), trace))  # [B, C, H/32, W/32]
 
     def replace_head(self, classes: int) -> Self:
-        """For transfer: one linear layer of zeros."""
+        """For transfer: replaces the head by one of zeros."""
         like = self.body.root.weight
         self.config = self.config.replace(classes=classes)
         self.head = nn.Linear(self.config.width, classes, device=like.device, dtype=like.dtype) if classes else None

@@ -1,11 +1,11 @@
-"""Looking inside a forward pass without changing it.
+"""Records named intermediates of a forward pass without changing it.
 
     trace = Trace("block*/attention", "encoded", heads=[0, 3])
     model(images, trace)
     trace["block5/attention"]                 # [B, heads asked for, N, N]
 
-A trace keeps the live tensors that the pass computed, so gradients can be taken with respect to them; attention
-weights alone are computed beside the fused kernel, which never forms them.
+A trace keeps the tensors that the pass computed, so gradients can be taken with respect to them. Attention weights are
+computed in addition: the fused kernel never materializes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,20 +28,20 @@ class Trace(dict[str, Tensor]):
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def check(self, names: Sequence[str], heads: int = 0) -> None:
-        """Every pattern must name something, before anything is computed."""
+        """Raises ValueError if a pattern matches nothing or a head does not exist."""
         if torch.compiler.is_compiling():
-            _refuse_compiled()
+            _raise_compiled()
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"nothing in this model is named {pattern!r}; {nearest(pattern, names)}")
+                raise ValueError(f"trace pattern {pattern!r} matches nothing in this model; {nearest(pattern, names)}")
         if self.heads is not None and not heads:
-            raise ValueError("this model has no attention heads to choose among")
+            raise ValueError("this model has no attention heads: create the Trace without heads=")
         if self.heads is not None and not all(0 <= head < heads for head in self.heads):
-            raise ValueError(f"heads {list(self.heads)} are not all among this model's 0 to {heads - 1}")
+            raise ValueError(f"heads must be 0 to {heads - 1} for this model, got {list(self.heads)}")
 
 
 def note(trace: Trace | None, name: str, x: Tensor) -> Tensor:
-    """Passes x through, recording it where the trace asks for it."""
+    """Returns x, and records it if the trace asks for it."""
     if trace is not None and trace.wants(name):
         trace[name] = x
     return x
@@ -54,6 +54,6 @@ def assume_constant_result(function: Callable) -> Callable:
 
 
 @assume_constant_result
-def _refuse_compiled() -> None:
-    """A plain raise would be swallowed and the model silently run eagerly."""
-    raise ValueError("a trace needs the eager model: call the model itself, not its torch.compile'd form")
+def _raise_compiled() -> None:
+    """Raised in a constant function, because the compiler would catch a plain raise and run the model eagerly."""
+    raise ValueError("a trace does not work with a compiled model: call the model without torch.compile")

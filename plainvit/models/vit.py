@@ -221,7 +221,7 @@ class ViT(nn.Module):
             return self.represent(self.encode(images))
         depth = len(self.blocks)
         if not layers or not all(-depth <= layer < depth for layer in layers):
-            raise ValueError(f"layers {list(layers)} are not all among this model's 0 to {depth - 1}")
+            raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
         wanted = [layer % depth for layer in layers]
         kept: dict[int, Tensor] = {}
         x = self.embed(images)
@@ -317,11 +317,9 @@ class ViT(nn.Module):
         ]
 
     def check_images(self, images: Tensor) -> None:
-        wanted = (self.config.channels, *self.config.image_size)
-        if images.ndim != 4 or images.shape[1:] != wanted:
-            raise ValueError(
-                f"images of shape {tuple(images.shape)} do not fit this model: it takes [batch, channels, height, "
-                f"width] = [batch, {', '.join(map(str, wanted))}]"
-            )
+        expected = (self.config.channels, *self.config.image_size)
+        if images.ndim != 4 or images.shape[1:] != expected:
+            shape = ", ".join(map(str, expected))
+            raise ValueError(f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {shape}]")
         if self._cpu_bf16_refused:
             device.check_cpu_bf16(self.embedding.weight)

@@ -1,8 +1,8 @@
-"""Files -> named tensors, one at a time and only after their headers have been checked.
+"""Reads named tensors from files, one at a time and only after checking the header.
 
-Nothing here knows a model. A file is recognised by its first bytes, never by its suffix. Nothing in it is executed:
-NumPy archives are read without pickle, PyTorch files through `weights_only=True`, and no header is believed that
-claims more bytes than the file has.
+A file's kind is detected from its first bytes, not from its suffix. Nothing in a file is executed: NumPy archives are
+read without pickle, PyTorch files through `weights_only=True`. A header that claims more bytes than the file has is an
+error.
 """
 
 import argparse
@@ -28,23 +28,23 @@ from torch import Tensor
 from plainvit.disk import read_json
 
 SHARD_INDEX = "model.safetensors.index.json"
-MOST_WRAPPERS = 4
-SLACK = 256 * 2**20  # an honestly compressed archive may be this much larger unpacked than twice its size
+MAX_WRAPPERS = 4
+UNPACK_MARGIN = 256 * 2**20  # an archive may unpack to twice its size plus this many bytes
 CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
 
 
 class DamagedError(ValueError):
-    """A file that is not what was written; the command ends with exit code 3."""
+    """A file is damaged; the command ends with exit code 3."""
 
     exit_code = 3
 
 
-class ObjectsError(ValueError):
-    """A PyTorch file with Python objects in it, which are never loaded."""
+class UnsafePickleError(ValueError):
+    """A PyTorch file holds Python objects, which are never loaded."""
 
 
 class Tensors(Protocol):
-    """Named tensors of a file: shapes are known at once, values are read when asked for."""
+    """Named tensors of a file: shapes are known at once, values are read on request."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -52,12 +52,12 @@ class Tensors(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
-    def take(self, name: str) -> Tensor:
-        """The tensor, with memory of its own where that costs nothing, and let go of here."""
+    def pop(self, name: str) -> Tensor:
+        """Returns a tensor and forgets it, so that the caller may own its memory."""
         ...
 
     def check(self) -> None:
-        """Compares the content with the checksum stored in the file; a file without one passes."""
+        """Compares the content with the checksum in the file, if it has one."""
         ...
 
 
@@ -68,43 +68,43 @@ class SafetensorsFiles:
         self.path = paths[0]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.metadata: dict[str, str] = {}
-        self._home: dict[str, Any] = {}
+        self._locations: dict[str, Any] = {}
         for path in paths:
             try:
                 opened = safe_open(path, framework="pt")
                 self.metadata |= opened.metadata() or {}
                 for name, entry in _safetensors_header(path).items():
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    self._home[name] = path, entry
+                    self._locations[name] = path, entry
             except (SafetensorError, OSError, ValueError, OverflowError) as error:
-                raise DamagedError(f"{path} is not a whole safetensors file ({error}): fetch it again") from error
+                raise DamagedError(f"{path} is damaged ({error}): download it again") from error
 
     def read(self, name: str) -> Tensor:
-        """By its own bytes: the library's reader keeps the whole file mapped, and resident a second time."""
-        path, (kind, start, end) = self._home[name]
+        """Reads the bytes directly: the library maps the whole file, which would stay in memory a second time."""
+        path, (kind, start, end) = self._locations[name]
         if kind not in DTYPES:
-            raise ValueError(f"{name!r} has dtype {kind}, which is not that of weights")
+            raise ValueError(f"{name!r} has dtype {kind}: weights must be floats")
         data = bytearray(end - start)
         with path.open("rb") as file:
             file.seek(start)
             if file.readinto(data) != len(data):
-                raise ValueError(f"{path} was cut short while it was read")
+                raise ValueError(f"{path} became shorter while it was read")
         shape = self.shapes[name]
         return (
             torch.frombuffer(data, dtype=DTYPES[kind]).view(shape) if data else torch.empty(shape, dtype=DTYPES[kind])
         )
 
-    take = read
+    pop = read
 
     def check(self) -> None:
         stored = self.metadata.get(CHECKSUM)
         if stored is None:
             return
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # hashing runs outside Python's lock
-            digests = list(pool.map(lambda home: hash_range(home[0], *home[1][1:]), self._home.values()))
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # hashing releases the GIL
+            digests = list(pool.map(lambda where: hash_range(where[0], *where[1][1:]), self._locations.values()))
         entries = {
             name: (kind, self.shapes[name], digest)
-            for (name, (_, (kind, _, _))), digest in zip(self._home.items(), digests, strict=True)
+            for (name, (_, (kind, _, _))), digest in zip(self._locations.items(), digests, strict=True)
         }
         if hash_content(self.metadata, entries) != stored:
             raise DamagedError(
@@ -115,16 +115,16 @@ class SafetensorsFiles:
 
 
 def hash_content(metadata: Mapping[str, str], entries: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
-    """SHA-256 of all that decides the model: metadata, and {name: (dtype, shape, SHA-256 of the bytes)}.
+    """SHA-256 of the metadata and of {name: (dtype, shape, SHA-256 of the bytes)}.
 
-    The order of entries and their places in the file do not count: a file rewritten without a change stays valid.
+    It does not depend on the order of entries, so a file rewritten by another tool without a change stays valid.
     """
-    told = {key: value for key, value in metadata.items() if key != CHECKSUM}
-    return hashlib.sha256(json.dumps([told, entries], sort_keys=True).encode()).hexdigest()
+    hashed = {key: value for key, value in metadata.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps([hashed, entries], sort_keys=True).encode()).hexdigest()
 
 
 def hash_range(path: Path, start: int, end: int) -> str:
-    """SHA-256 of a part of a file, read in pieces."""
+    """SHA-256 of bytes start to end of a file, read in chunks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(start)
@@ -133,20 +133,14 @@ def hash_range(path: Path, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-# What the headers call the dtypes that are not refused by name later
+# safetensors' names of dtypes; the ones that are no floats are rejected later, with the name of the weight
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
-    """{name: (dtype, first byte, byte after the last)}; the library has checked the header before."""
+    """{name: (dtype, start, end)}; safe_open has checked the header before."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -159,16 +153,16 @@ def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
 
 
 class NpzFile:
-    """A NumPy archive, its members read one by one."""
+    """A NumPy archive whose members are read one by one."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = path, {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._members: dict[str, tuple[zipfile.ZipInfo, np.dtype, bool, int]] = {}
-        with _clear(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
+        with _report_damage(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())
-            if total > 2 * path.stat().st_size + SLACK:
-                raise ValueError(f"it would unpack to {total:,} bytes")
+            if total > 2 * path.stat().st_size + UNPACK_MARGIN:
+                raise ValueError(f"it would unpack to {total:,} bytes, far more than its size")
             for member in archive.infolist():
                 if member.filename.endswith(".npy"):
                     self._add(archive, member)
@@ -184,24 +178,22 @@ class NpzFile:
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which are never loaded")
         if math.prod(shape) * dtype.itemsize != member.file_size - start:
-            raise ValueError(
-                f"the header of {name} claims shape {shape}, its data has {member.file_size - start} bytes"
-            )
+            raise ValueError(f"the header of {name} claims shape {shape}, but it has {member.file_size - start} bytes")
         self.shapes[name] = shape
         self._members[name] = member, dtype, fortran, start
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            with _clear(self.path, "NumPy archive"):
+            with _report_damage(self.path, "NumPy archive"):
                 self._last = name, self._array(name)
         return self._tensor(self._last[1])
 
-    def take(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Tensor:
         tensor, self._last = self.read(name), None
         return tensor
 
     def check(self) -> None:
-        """A NumPy archive has no checksum of ours."""
+        """NumPy archives have no checksum."""
 
     def _array(self, name: str) -> np.ndarray:
         member, dtype, fortran, start = self._members[name]
@@ -210,7 +202,7 @@ class NpzFile:
             with zipfile.ZipFile(self.path) as archive, archive.open(member) as stream:
                 stream.read(start)
                 return np.frombuffer(bytearray(stream.read()), dtype).reshape(shape, order=order)
-        with self.path.open("rb") as file:  # a stored member's bytes lie as they are after its local header
+        with self.path.open("rb") as file:  # the bytes of an uncompressed member follow its local header
             file.seek(member.header_offset)
             fields = struct.unpack("<4s5H3I2H", file.read(30))
             offset = member.header_offset + 30 + fields[-2] + fields[-1] + start
@@ -221,57 +213,56 @@ class NpzFile:
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which NumPy does not know
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
-            raise ValueError(f"an array of dtype {array.dtype} is not weights")
+            raise ValueError(f"dtype {array.dtype} is not supported: weights must be floats")
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
 
 
 class TorchFile:
-    """A PyTorch file: a dictionary of tensors, perhaps inside another that a training run saved around it."""
+    """A PyTorch file with a state dict, possibly nested in a training checkpoint."""
 
-    # What training codes wrap a state dict in; averaged weights first, as their own evaluations take those
+    # Keys under which training scripts save a state dict; averaged weights first, since these are evaluated
     WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, str] = {}
-        with _clear(path, "PyTorch file"):
+        with _report_damage(path, "PyTorch file"):
             loaded = _load_torch(path)
         self.wrapper = ""
-        for _ in range(MOST_WRAPPERS):
+        for _ in range(MAX_WRAPPERS):
             if not isinstance(loaded, Mapping):
                 break
             inside = next((key for key in self.WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
             if inside is None and any(isinstance(value, Tensor) for value in loaded.values()):
                 break
             if inside is None:
-                raise ValueError(
-                    f"{path} holds no state dict: its entries are {', '.join(map(repr, list(loaded)[:5]))}"
-                )
+                keys = ", ".join(map(repr, list(loaded)[:5]))
+                raise ValueError(f"{path} has no state dict: its entries are {keys}")
             self.wrapper, loaded = inside, loaded[inside]
         if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-            raise ValueError(f"{path} holds a {type(loaded).__name__}, not a state dict")
+            raise ValueError(f"{path} is a {type(loaded).__name__}, not a state dict")
         self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
         if any(
             t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized for t in self._tensors.values()
         ):
-            raise ValueError(f"{path} holds tensors that are not plain numbers (sparse, quantised or without data)")
+            raise ValueError(f"{path} has sparse, quantised or meta tensors: save it with dense ones")
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         if size > 2 * path.stat().st_size:
-            raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file holds: do not trust it")
+            raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def take(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Tensor:
         return self._tensors.pop(name)
 
     def check(self) -> None:
-        """A PyTorch file has no checksum of ours."""
+        """PyTorch files have no checksum."""
 
 
-class Renamed:
-    """A file under other names: {new: (old, None)}, or (old, layer) where old stacks all layers."""
+class RenamedTensors:
+    """A file under other names: {new: (old, None)}, or (old, layer) if old stacks all layers."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
         self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
@@ -283,16 +274,16 @@ class Renamed:
         tensor = self._tensors.read(old)
         return tensor if layer is None else tensor[layer]
 
-    def take(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Tensor:
         old, layer = self._names[name]
-        return self._tensors.take(old) if layer is None else self._tensors.read(old)[layer].clone()
+        return self._tensors.pop(old) if layer is None else self._tensors.read(old)[layer].clone()
 
     def check(self) -> None:
         self._tensors.check()
 
 
 def _load_torch(path: Path) -> object:
-    """Tensors and plain containers only; argparse.Namespace is allowed because training codes store their flags so."""
+    """Loads tensors and plain containers, and argparse.Namespace, in which training scripts store their flags."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -301,34 +292,34 @@ def _load_torch(path: Path) -> object:
                 raise
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             if not named:
-                raise ValueError("it is damaged, or holds more than tensors") from error
+                raise ValueError("it is damaged, or has more than tensors") from error
             load = f"torch.load({path.name!r}, weights_only=False)['state_dict']"
-            trusted = f"if you trust it, save its weights alone: torch.save({load}, 'weights.pth')"
-            raise ObjectsError(f"{path} holds {named[1]} objects, which are never loaded; {trusted}") from error
+            raise UnsafePickleError(
+                f"{path} has {named[1]} objects, which plainvit never loads. If you trust the file, save its weights "
+                f"alone: torch.save({load}, 'weights.pth')"
+            ) from error
 
 
 @contextlib.contextmanager
-def _clear(path: Path, kind: str) -> Iterator[None]:
-    """Whatever a reader trips over becomes one line."""
+def _report_damage(path: Path, kind: str) -> Iterator[None]:
+    """Turns any exception of a reader into a DamagedError of one line."""
     try:
         yield
-    except ObjectsError:
+    except UnsafePickleError:
         raise
     except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DamagedError(f"{path} is not a sound {kind}: {reason}") from error
+        raise DamagedError(f"{path} is not a valid {kind}: {reason}") from error
 
 
 def open_file(path: Path) -> Tensors:
-    """The tensors of a weights file of any kind."""
+    """Opens a weights file of any kind."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
-        raise ValueError(
-            f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` or download the file itself"
-        )
+        raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` or download the file")
     if start.startswith(b"PK"):
-        with _clear(path, "archive"), zipfile.ZipFile(path) as archive:
+        with _report_damage(path, "archive"), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
         return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFile(path)
     if len(start) > 8 and start[8:9] == b"{":
@@ -337,42 +328,39 @@ def open_file(path: Path) -> Tensors:
         return TorchFile(path)
     if not start:
         raise ValueError(f"{path} is empty")
-    raise ValueError(f"{path} is neither safetensors, nor .npz, nor a PyTorch file: it starts with {start[:12]!r}")
+    raise ValueError(f"{path} is neither safetensors nor .npz nor a PyTorch file: it starts with {start[:12]!r}")
 
 
 def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
-    """The tensors of a folder as the hub lays it out: one file, or shards with an index; `safe_only`, safetensors.
+    """Opens a folder as on the hub: one file, or shards with an index. `safe_only` accepts safetensors alone.
 
-    With both it is the file: transformers reads that, and where it writes one leaves the index of older shards behind.
+    A folder with both is read from the file, as transformers does: it leaves the index of older shards behind.
     """
-    index = folder / SHARD_INDEX
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        names = read_json(index).get("weight_map")
-        shards = list(names.values()) if isinstance(names, dict) else []
-        if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
-            raise ValueError(f"{index} is not a list of shards")
-        shards = sorted(set(shards))
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{folder} lacks the shard {missing[0]!r}")
-        return SafetensorsFiles([folder / name for name in shards])
+    if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        return _open_shards(folder)
     known = ("model.safetensors",) if safe_only else ("model.safetensors", "pytorch_model.bin", "model.pth")
     found = [folder / name for name in known if (folder / name).is_file()] or [
         path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
     ]
-    if not found:
-        checkpoints = [*_numbered(folder), *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
-        if checkpoints:
-            newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
-            more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
-            raise ValueError(f"{folder} holds checkpoints of a training run ({newest}{more}): give {checkpoints[0]}")
-        raise ValueError(
-            f"{folder} has no weights in it: expected {' or '.join(known[:2])}, or another .safetensors file"
-        )
-    return open_file(found[0])
+    if found:
+        return open_file(found[0])
+    numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
+    numbered.sort(key=lambda path: -int(path.name[11:]))  # of transformers' Trainer, newest first
+    checkpoints = [*numbered, *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
+    if checkpoints:
+        newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
+        more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
+        raise ValueError(f"{folder} has checkpoints of a training run ({newest}{more}): use {checkpoints[0]}")
+    raise ValueError(f"{folder} has no weights: expected {' or '.join(known[:2])}, or another .safetensors file")
 
 
-def _numbered(folder: Path) -> list[Path]:
-    """The folders checkpoint-N that transformers' Trainer writes, the newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
-    return sorted(found, key=lambda path: -int(path.name[11:]))
+def _open_shards(folder: Path) -> Tensors:
+    names = read_json(folder / SHARD_INDEX).get("weight_map")
+    shards = list(names.values()) if isinstance(names, dict) else []
+    if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
+        raise ValueError(f"{folder / SHARD_INDEX} is not a list of shards")
+    paths = [folder / name for name in sorted(set(shards))]
+    missing = next((path.name for path in paths if not path.is_file()), None)
+    if missing:
+        raise ValueError(f"{folder} lacks the shard {missing!r}")
+    return SafetensorsFiles(paths)

@@ -1,8 +1,8 @@
 """Google's NumPy archives: vit_jax (original, AugReg, SAM, hybrids), big_vision, and BiT's.
 
-Key by key these are flax's names: kernels are transposed against PyTorch's, q, k and v are apart and split by head.
-big_vision differs in module numbers, keeps positions at the root without a row for the class token, may stack all
-layers in one array, and puts everything under a prefix.
+Names are flax's; kernels are transposed relative to PyTorch's, and q, k and v are separate and split by head.
+big_vision numbers its modules differently, stores positions at the root without a row for the class token, may stack
+all layers in one array, and puts everything under a prefix.
 """
 
 import re
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 
 from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.names import UNITS
-from plainvit.weights.files import Renamed, Tensors
+from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.grids import Hints, count_layers, count_units, read_grid
 from plainvit.weights.layout import (
     CONV1X1_HWIO,
     HWIO,
-    LEAD1,
+    LEADING_AXIS,
     PATCHES_HWIO,
-    TRANSPOSED,
-    Change,
+    TRANSPOSE,
+    Conversion,
+    Entry,
     Found,
     Layout,
-    To,
+    entry,
     linear,
-    to,
 )
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 _CODE = "Google's code"
 _BLOCK = re.compile(r"Transformer/encoderblock_(\d+)/")
 _STACKED = "Transformer/encoderblock/"
@@ -38,38 +38,41 @@ def _head_width(config: Model) -> int:
 
 
 # Attention by head: kernels [D, H, d] into the heads, [H, d, D] out of them, biases [H, d]
-INTO_HEADS = Change(lambda t, c: t.mT.reshape(t.shape[1], -1, _head_width(c)), lambda t: t.flatten(1).mT)
-HEAD_BIAS = Change(lambda t, c: t.reshape(-1, _head_width(c)), lambda t: t)
-OUT_OF_HEADS = Change(lambda t, c: t.mT.reshape(-1, _head_width(c), t.shape[0]), lambda t: t.flatten(0, 1).mT)
+INTO_HEADS = Conversion(lambda t, c: t.mT.reshape(t.shape[1], -1, _head_width(c)), lambda t: t.flatten(1).mT)
+HEAD_BIAS = Conversion(lambda t, c: t.reshape(-1, _head_width(c)), lambda t: t)
+OUT_OF_HEADS = Conversion(lambda t, c: t.mT.reshape(-1, _head_width(c), t.shape[0]), lambda t: t.flatten(0, 1).mT)
 
 
-def _dense(ours: str, name: str) -> dict[str, To]:
-    return linear(ours, f"{name}/", change=TRANSPOSED, kernel="kernel")
+def _dense(ours: str, name: str) -> dict[str, Entry]:
+    return linear(ours, f"{name}/", conversion=TRANSPOSE, kernel="kernel")
 
 
-def _norm(ours: str, name: str) -> dict[str, To]:
+def _norm(ours: str, name: str) -> dict[str, Entry]:
     return linear(ours, f"{name}/", kernel="scale")
 
 
-def _attention(ours: dict[str, tuple[str, ...]], out: str, name: str) -> dict[str, To]:
-    """{our layer: theirs that it stacks}, and the layer out of the heads."""
-    layout = {f"{out}.weight": to(f"{name}/out/kernel", change=OUT_OF_HEADS), f"{out}.bias": to(f"{name}/out/bias")}
+def _attention(ours: dict[str, tuple[str, ...]], out: str, name: str) -> dict[str, Entry]:
+    """Entries of an attention; `ours` maps each of our layers to the layers that it stacks, `out` is the projection."""
+    layout = {
+        f"{out}.weight": entry(f"{name}/out/kernel", conversion=OUT_OF_HEADS),
+        f"{out}.bias": entry(f"{name}/out/bias"),
+    }
     for layer, parts in ours.items():
-        layout[f"{layer}.weight"] = to(*(f"{name}/{part}/kernel" for part in parts), change=INTO_HEADS)
-        layout[f"{layer}.bias"] = to(*(f"{name}/{part}/bias" for part in parts), change=HEAD_BIAS)
+        layout[f"{layer}.weight"] = entry(*(f"{name}/{part}/kernel" for part in parts), conversion=INTO_HEADS)
+        layout[f"{layer}.bias"] = entry(*(f"{name}/{part}/bias" for part in parts), conversion=HEAD_BIAS)
     return layout
 
 
 def vit_layout(prefix: str = "", *, big_vision: bool = False) -> Layout:
-    """Names of a ViT or hybrid; big_vision numbers its modules anew."""
+    """Names of a ViT or hybrid."""
     block = prefix + "Transformer/encoderblock_{i}"
     attention, mlp, norm2 = (0, 0, 1) if big_vision else (1, 3, 2)
     positions = "pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"
     pool = prefix + "MAPHead_0"
     return {
-        **linear("embedding", f"{prefix}embedding/", change=PATCHES_HWIO, kernel="kernel"),
-        "class_token": to(f"{prefix}cls", change=LEAD1),
-        "positions.0.table": to(prefix + positions, change=LEAD1),
+        **linear("embedding", f"{prefix}embedding/", conversion=PATCHES_HWIO, kernel="kernel"),
+        "class_token": entry(f"{prefix}cls", conversion=LEADING_AXIS),
+        "positions.0.table": entry(prefix + positions, conversion=LEADING_AXIS),
         **_norm("blocks.{i}.norm1", f"{block}/LayerNorm_0"),
         **_attention(
             {"blocks.{i}.attention.qkv": ("query", "key", "value")},
@@ -80,7 +83,7 @@ def vit_layout(prefix: str = "", *, big_vision: bool = False) -> Layout:
         **_dense("blocks.{i}.mlp.fc1", f"{block}/MlpBlock_{mlp}/Dense_0"),
         **_dense("blocks.{i}.mlp.fc2", f"{block}/MlpBlock_{mlp}/Dense_1"),
         **_norm("norm", f"{prefix}Transformer/encoder_norm"),
-        "pool.probe": to(f"{pool}/probe"),
+        "pool.probe": entry(f"{pool}/probe"),
         **_attention(
             {"pool.q": ("query",), "pool.kv": ("key", "value")},
             "pool.out",
@@ -95,60 +98,59 @@ def vit_layout(prefix: str = "", *, big_vision: bool = False) -> Layout:
     }
 
 
-def _stem_layout(prefix: str) -> dict[str, To]:
+def _stem_layout(prefix: str) -> dict[str, Entry]:
     unit, ours = prefix + "block{s1}/unit{u1}", "stem.stages.{s}.{u}"
-    layout = {"stem.root.weight": to(f"{prefix}conv_root/kernel", change=HWIO)}
+    layout = {"stem.root.weight": entry(f"{prefix}conv_root/kernel", conversion=HWIO)}
     layout |= _norm("stem.root_norm", f"{prefix}gn_root")
     for number in "123":
-        layout[f"{ours}.conv{number}.weight"] = to(f"{unit}/conv{number}/kernel", change=HWIO)
+        layout[f"{ours}.conv{number}.weight"] = entry(f"{unit}/conv{number}/kernel", conversion=HWIO)
         layout |= _norm(f"{ours}.norm{number}", f"{unit}/gn{number}")
-    layout[f"{ours}.projection.weight"] = to(f"{unit}/conv_proj/kernel", change=HWIO)
+    layout[f"{ours}.projection.weight"] = entry(f"{unit}/conv_proj/kernel", conversion=HWIO)
     return layout | _norm(f"{ours}.norm_projection", f"{unit}/gn_proj")
 
 
 def bit_layout() -> Layout:
     """Names of BiT: a, b, c are the three convolutions of a unit, each after its norm."""
     unit, ours = "resnet/block{s1}/unit{u1:02d}", "body.stages.{s}.{u}"
-    layout = {"body.root.weight": to("resnet/root_block/standardized_conv2d/kernel", change=HWIO)}
+    layout = {"body.root.weight": entry("resnet/root_block/standardized_conv2d/kernel", conversion=HWIO)}
     for number, letter in zip("123", "abc", strict=True):
-        layout[f"{ours}.conv{number}.weight"] = to(f"{unit}/{letter}/standardized_conv2d/kernel", change=HWIO)
+        layout[f"{ours}.conv{number}.weight"] = entry(f"{unit}/{letter}/standardized_conv2d/kernel", conversion=HWIO)
         layout |= linear(f"{ours}.norm{number}", f"{unit}/{letter}/group_norm/", kernel="gamma", bias="beta")
-    layout[f"{ours}.projection.weight"] = to(f"{unit}/a/proj/standardized_conv2d/kernel", change=HWIO)
+    layout[f"{ours}.projection.weight"] = entry(f"{unit}/a/proj/standardized_conv2d/kernel", conversion=HWIO)
     layout |= linear("body.norm", "resnet/group_norm/", kernel="gamma", bias="beta")
-    return layout | linear("head", "resnet/head/conv2d/", change=CONV1X1_HWIO, kernel="kernel")
+    return layout | linear("head", "resnet/head/conv2d/", conversion=CONV1X1_HWIO, kernel="kernel")
 
 
-def recognise(tensors: Tensors) -> bool:
+def matches(tensors: Tensors) -> bool:
     return any(name == "embedding/kernel" or name.endswith("/embedding/kernel") for name in tensors.shapes) or any(
         name.startswith("resnet/root_block/") for name in tensors.shapes
     )
 
 
 def find(tensors: Tensors, hints: Hints) -> tuple[Found, Tensors]:
-    """What model this archive holds, and the archive under the names of its layout."""
+    """The model of an archive, and the archive under the names of its layout."""
     if any(name.startswith("resnet/root_block/") for name in tensors.shapes):
         return _find_bit(tensors)
-    prefix = min((n for n in tensors.shapes if n.endswith("embedding/kernel")), key=len).removesuffix(
-        "embedding/kernel"
-    )
-    tensors = _unstacked(tensors, prefix)
+    kernel = min((name for name in tensors.shapes if name.endswith("embedding/kernel")), key=len)
+    prefix = kernel.removesuffix("embedding/kernel")
+    tensors = _unstack(tensors, prefix)
     return _find_vit(tensors, prefix, hints), tensors
 
 
-def _unstacked(tensors: Tensors, prefix: str) -> Tensors:
-    """big_vision's scanned layers, one array for all, as one name per layer."""
+def _unstack(tensors: Tensors, prefix: str) -> Tensors:
+    """Gives each layer of big_vision's stacked arrays its own name."""
     stacked = prefix + _STACKED
     if not any(name.startswith(stacked) for name in tensors.shapes):
         return tensors
     names: dict[str, tuple[str, int | None]] = {}
     for name, shape in tensors.shapes.items():
         if name.startswith(stacked) and shape:
-            if not 0 < shape[0] <= MOST_LAYERS:
+            if not 0 < shape[0] <= MAX_LAYERS:
                 raise ValueError(f"this big_vision file stacks {shape[0]:,} layers: it is damaged")
             names |= {name.replace(_STACKED, f"Transformer/encoderblock_{i}/"): (name, i) for i in range(shape[0])}
         else:
             names[name] = name, None
-    return Renamed(tensors, names)
+    return RenamedTensors(tensors, names)
 
 
 def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
@@ -159,12 +161,12 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
     mlp = f"Transformer/encoderblock_0/MlpBlock_{0 if big_vision else 3}/Dense_0/kernel"
     for name in ("embedding/kernel", attention, mlp):
         if len(shapes.get(name, ())) != {"embedding/kernel": 4, attention: 3, mlp: 2}[name]:
-            raise ValueError(f"this Google file has no usable {prefix}{name}: it is incomplete, or of another model")
+            raise ValueError(f"this Google file has no valid {prefix}{name}: it is incomplete, or of another model")
     *patch, channels, width = shapes["embedding/kernel"]
     class_token, pooled = "cls" in shapes, any(name.startswith("MAPHead_0/") for name in shapes)
     table = shapes.get("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding")
     if table is None and not big_vision:
-        raise ValueError("this Google file has no table of positions: it is incomplete, or of another model")
+        raise ValueError("this Google file has no position embeddings: it is incomplete, or of another model")
     stem = _find_stem(shapes)
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     prefix_rows = 0 if big_vision else int(class_token)
@@ -200,7 +202,7 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
         layout=layout,
         sources=sources,
         about={"preprocess": {"resize": "squash", "interpolation": "bilinear", "antialias": False}},
-        # optimizer state, counters, the text tower: what lies beside the image tower's prefix
+        # outside the prefix: optimizer state, counters, the text tower
         ignore=lambda name: bool(prefix) and not name.startswith(prefix),
         notes=[f"image size {size.source}"] if size.source.startswith("assumed") else [],
     )
@@ -223,14 +225,14 @@ def _find_stem(shapes: dict[str, tuple[int, ...]]) -> ResNetConfig | None:
 
 
 def _find_bit(tensors: Tensors) -> tuple[Found, Tensors]:
-    """Some files number the convolutions (standardized_conv2d_12); the numbers say nothing."""
+    """BiT; some files number the convolutions (standardized_conv2d_12), and the numbers have no meaning."""
     names = {re.sub(r"(conv2d|group_norm)_\d+/", r"\1/", name): (name, None) for name in tensors.shapes}
     if len(names) < len(tensors.shapes):
         raise ValueError("this BiT file has one weight under two names")
-    tensors = Renamed(tensors, dict(names))
+    tensors = RenamedTensors(tensors, dict(names))
     root = tensors.shapes.get("resnet/root_block/standardized_conv2d/kernel", ())
     if len(root) != 4:
-        raise ValueError("this BiT file has no usable root convolution: it is incomplete, or of another model")
+        raise ValueError("this BiT file has no valid root convolution: it is incomplete, or of another model")
     head = tensors.shapes.get("resnet/head/conv2d/kernel")
     config = ResNetConfig(
         blocks=count_units(tensors.shapes, r"resnet/block(\d+)/unit(\d+)/", 1),
@@ -250,15 +252,15 @@ def _find_bit(tensors: Tensors) -> tuple[Found, Tensors]:
 
 
 def layout_for(config: Model) -> Layout:
-    """The layout that vit_jax reads, or big_vision's where only that can say it."""
+    """The layout of vit_jax, or big_vision's for models that only big_vision has."""
     if isinstance(config, ResNetConfig):
         return bit_layout()
     big_vision = not config.class_token or config.posemb_prefix == "none" or config.pool == "attention"
     return vit_layout("params/" if big_vision else "", big_vision=big_vision)
 
 
-def lacks(config: Model) -> Iterator[tuple[str, str]]:
-    """(part, why) for what Google's code would compute otherwise or has no name for."""
+def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, reason) for what Google's code computes differently or does not have."""
     half = (0.5,) * config.channels
     if config.mean != half or config.std != half:
         yield "normalisation", "Google's code takes pixels in [-1, 1]"
@@ -266,7 +268,7 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
         if (config.standardise, config.norm_eps, config.padding) != ("var+1e-10", 1e-5, "symmetric"):
             yield "standardise", "BiT computes w / sqrt(var + 1e-10), GroupNorm 1e-5, symmetric padding"
         if config.blocks not in UNITS.values():
-            yield "blocks", "not a ResNet of BiT's"
+            yield "blocks", "BiT has no ResNet of this depth"
         return
     if config.activation != "gelu_tanh":
         yield "activation", "Google's code has the tanh GELU only"
@@ -281,10 +283,10 @@ def lacks(config: Model) -> Iterator[tuple[str, str]]:
     if config.layer_scale is not None:
         yield "layer_scale", "Google's code has none"
     if config.norm_pooled:
-        yield "pool", "Google's code norms all tokens before pooling"
+        yield "pool", "Google's code normalises all tokens before pooling"
     if config.pool != "token" and config.class_token:
         yield "pool", "Google's average and attention pooling have no class token"
     if config.posemb not in ("1d", "sincos2d"):
         yield "posemb", "Google's code has learned 1-D and sin-cos positions only"
     if config.posemb == "sincos2d" and config.class_token:
-        yield "posemb", "big_vision's own class token comes with a learned table"
+        yield "posemb", "big_vision has a class token only with learned positions"

@@ -1,7 +1,7 @@
-"""Names and shapes of one format against ours: a table that reads and writes.
+"""A table per format that maps our parameter names and shapes to the format's, for reading and for writing.
 
-A layout maps our parameter names, with {i} for a block, {s} and {u} for a ResNet's stage and unit, to a format's names
-and to the change of shape between the two. Reading and writing use the same table, so a round trip is exact.
+The keys of a layout are our parameter names, with {i} for a block, {s} and {u} for a ResNet's stage and unit. Reading
+and writing use the same table, so a round trip is exact.
 """
 
 import re
@@ -19,69 +19,76 @@ from plainvit.weights.files import Tensors
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of shape, from ours (the config may be needed) and back."""
+class Conversion:
+    """Changes the shape of a tensor: `write` from ours to the format's (it may need the config), `read` back."""
 
-    theirs: Callable[[Tensor, Model], Tensor]
-    ours: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Model], Tensor]
+    read: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class To:
-    """Where a parameter of ours is in a format. Under several names it is cut into as many parts along its rows."""
+class Entry:
+    """The names of one of our parameters in a format. Several names: it is split into as many parts along its rows."""
 
     names: tuple[str, ...]
-    change: Change
+    conversion: Conversion
 
 
-Layout = Mapping[str, To]
+Layout = Mapping[str, Entry]
 
 
 @dataclass
 class Found:
-    """What a format makes of a file: the model it describes and how to read it."""
+    """The model that a file describes, and how to read it."""
 
     family: str
     config: Model
     layout: Layout
     sources: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # preprocess, class_names
-    ignore: Callable[[str], bool] = lambda _: False  # keys that belong to the file but not to the model
+    ignore: Callable[[str], bool] = lambda _: False  # names in the file that are not the model's
     notes: list[str] = field(default_factory=list)
-    default: str = "shapes of the weights"  # where the settings without an entry in `sources` were learned
+    default: str = "shapes of the weights"  # the source of settings without an entry in `sources`
+
+
+def list_assumptions(sources: Mapping[str, str]) -> list[str]:
+    """A note for each setting whose source is an assumption."""
+    return [f"{name}: {source}" for name, source in sources.items() if source.startswith("assumed")]
 
 
 def _patch_kernel(weight: Tensor, config: Model) -> Tensor:
-    """[D, C*P*Q] as a convolution's [D, C, P, Q]."""
+    """[D, C*P*Q] as the kernel of a convolution, [D, C, P, Q]."""
     assert isinstance(config, ViTConfig)
     return weight.reshape(len(weight), -1, *config.patch)
 
 
-# Where theirs has the same numbers in another shape, `fill` gives them ours back
-SAME = Change(lambda t, _: t, lambda t: t)
-LEAD1 = Change(lambda t, _: t.unsqueeze(0), lambda t: t)  # [n, D] <-> [1, n, D]
-CONV1X1 = Change(lambda t, _: t[:, :, None, None], lambda t: t)  # a linear layer kept as a 1 x 1 convolution
-PATCHES = Change(_patch_kernel, lambda t: t)
-TRANSPOSED = Change(lambda t, _: t.mT, lambda t: t.mT)
-HWIO = Change(lambda t, _: t.permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
-PATCHES_HWIO = Change(lambda t, c: _patch_kernel(t, c).permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
-CONV1X1_HWIO = Change(lambda t, _: t.mT[None, None], lambda t: t.reshape(t.shape[-2:]).mT)
+# `read` is the identity where only the shape differs: `build_model` restores ours
+SAME = Conversion(lambda t, _: t, lambda t: t)
+LEADING_AXIS = Conversion(lambda t, _: t.unsqueeze(0), lambda t: t)  # [n, D] <-> [1, n, D]
+CONV1X1 = Conversion(lambda t, _: t[:, :, None, None], lambda t: t)  # a linear layer stored as a 1 x 1 convolution
+PATCHES = Conversion(_patch_kernel, lambda t: t)
+TRANSPOSE = Conversion(lambda t, _: t.mT, lambda t: t.mT)
+HWIO = Conversion(lambda t, _: t.permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
+PATCHES_HWIO = Conversion(lambda t, c: _patch_kernel(t, c).permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
+CONV1X1_HWIO = Conversion(lambda t, _: t.mT[None, None], lambda t: t.reshape(t.shape[-2:]).mT)
 
 
-def to(*names: str, change: Change = SAME) -> To:
-    return To(names, change)
+def entry(*names: str, conversion: Conversion = SAME) -> Entry:
+    return Entry(names, conversion)
 
 
-def linear(ours: str, *names: str, change: Change = SAME, kernel: str = "weight", bias: str = "bias") -> dict[str, To]:
+def linear(
+    ours: str, *names: str, conversion: Conversion = SAME, kernel: str = "weight", bias: str = "bias"
+) -> dict[str, Entry]:
     """The two entries of a linear or norm layer; `names` are the layers, `kernel` and `bias` their parameters."""
     return {
-        f"{ours}.weight": To(tuple(name + kernel for name in names), change),
-        f"{ours}.bias": To(tuple(name + bias for name in names), SAME),
+        f"{ours}.weight": Entry(tuple(name + kernel for name in names), conversion),
+        f"{ours}.bias": Entry(tuple(name + bias for name in names), SAME),
     }
 
 
-def locate(layout: Layout, name: str) -> To | None:
-    """The entry of one of our parameters, its indices filled in; None where the format has no place for it."""
+def locate(layout: Layout, name: str) -> Entry | None:
+    """The entry of one of our parameters with its indices filled in, or None if the format does not have it."""
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
     if "stages." in name:
         pattern, values = re.sub(r"stages\.\d+\.\d+\.", "stages.{s}.{u}.", name), dict(zip("su", numbers, strict=False))
@@ -90,86 +97,86 @@ def locate(layout: Layout, name: str) -> To | None:
     if pattern not in layout:
         return None
     fields = {key: int(value) for key, value in values.items()}
-    fields |= {f"{key}1": value + 1 for key, value in fields.items()}
-    return To(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].change)
+    fields |= {f"{key}1": value + 1 for key, value in fields.items()}  # formats that count from 1
+    return Entry(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].conversion)
 
 
-def fill(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
-    """Builds the model and moves the file's tensors into it one by one, so that it is never held twice."""
+def build_model(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
+    """Builds the model and moves the file's tensors into it one by one, so that memory never holds them twice."""
     with torch.device("meta"):
         model = build(found.config)
-    places = {name: locate(found.layout, name) for name in model.state_dict()}
-    _check_names(found, places, tensors)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    _check_shapes(found, places, shapes, tensors)
-    # Neighbours in the file are read together: a layer-stacked file is then unpacked once per array
-    order = sorted(places, key=lambda name: (re.sub(r"\d+", "", name), name))
+    entries = _check_names(found, shapes, tensors)
+    _check_shapes(found, entries, shapes, tensors)
+    # Neighbours in the file are read together, so a file that stacks its layers is unpacked once per array
+    order = sorted(entries, key=lambda name: (re.sub(r"\d+", "", name), name))
     weights: dict[str, Tensor] = {}
     for name in order:
-        place = places[name]
-        assert place is not None
-        parts = [place.change.ours(_checked(tensors.take(their), their)) for their in place.names]
-        weights[name] = _owned(parts, shapes[name], dtype)
+        conversion = entries[name].conversion
+        parts = [conversion.read(check_values(tensors.pop(their), their)) for their in entries[name].names]
+        weights[name] = _merge_parts(parts, shapes[name], dtype)
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
-def _owned(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-    """The parts as one tensor of the shape and dtype wanted; a lone part that fits is taken as it is."""
-    only = parts[0]
-    whole_storage = only.is_contiguous() and only.untyped_storage().nbytes() == only.numel() * only.element_size()
-    if len(parts) == 1 and dtype in (None, only.dtype) and whole_storage:
-        return only.view(shape)
-    whole = torch.empty(shape, dtype=dtype or parts[0].dtype)
-    for target, part in zip(whole.chunk(len(parts)), parts, strict=True):
+def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    """The parts as one tensor of this shape and dtype; a single part that fits is not copied."""
+    first = parts[0]
+    owns_storage = first.is_contiguous() and first.untyped_storage().nbytes() == first.numel() * first.element_size()
+    if len(parts) == 1 and dtype in (None, first.dtype) and owns_storage:
+        return first.view(shape)
+    merged = torch.empty(shape, dtype=dtype or first.dtype)
+    for target, part in zip(merged.chunk(len(parts)), parts, strict=True):
         target.copy_(part.reshape(target.shape))
-    if whole.dtype != parts[0].dtype and not torch.isfinite(whole).all():
+    if merged.dtype != first.dtype and not torch.isfinite(merged).all():
         raise ValueError(f"a weight is too large for {str(dtype).removeprefix('torch.')}: load with another dtype")
-    return whole
+    return merged
 
 
-def _checked(tensor: Tensor, name: str) -> Tensor:
+def check_values(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, if it has finite floating-point values."""
     if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which is not that of weights")
-    if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():  # without a mask as large as it is
-        raise ValueError(f"{name} holds values that are not finite: the file is damaged or its training diverged")
+        raise ValueError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}: weights must be floats")
+    if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():  # needs no mask of the same size
+        raise ValueError(f"{name} has non-finite values (NaN or Inf): the file is damaged or its training diverged")
     return tensor
 
 
-def _check_names(found: Found, places: Mapping[str, To | None], tensors: Tensors) -> None:
-    wanted = {their for place in places.values() if place for their in place.names}
-    homeless = [name for name, place in places.items() if place is None]
-    if homeless:
-        raise ValueError(f"this {found.family} file is described as having {some(homeless)}, which its format has not")
-    missing = sorted(wanted - tensors.shapes.keys())
+def _check_names(found: Found, names: Iterable[str], tensors: Tensors) -> dict[str, Entry]:
+    """{our name: its entry}, if the file has exactly the weights of the model."""
+    located = {name: locate(found.layout, name) for name in names}
+    entries = {name: place for name, place in located.items() if place is not None}
+    file = f"this {found.family} file"
+    if len(entries) < len(located):
+        homeless = join_names(name for name in located if name not in entries)
+        raise ValueError(f"{file} describes a model with {homeless}, which its format does not support")
+    expected = {their for place in entries.values() for their in place.names}
+    missing = sorted(expected - tensors.shapes.keys())
     if missing:
-        raise ValueError(f"this {found.family} file lacks {some(missing)}: it is incomplete, or of another model")
-    extra = [name for name in tensors.shapes if name not in wanted and not found.ignore(name)]
+        raise ValueError(f"{file} lacks {join_names(missing)}: it is incomplete, or of another model")
+    extra = [name for name in tensors.shapes if name not in expected and not found.ignore(name)]
     if extra:
-        raise ValueError(f"this {found.family} file has weights that are not known there: {some(extra)}")
+        raise ValueError(f"{file} has unknown weights: {join_names(extra)}")
+    return entries
 
 
 def _check_shapes(
-    found: Found, places: Mapping[str, To | None], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
+    found: Found, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
 ) -> None:
-    for name, place in places.items():
-        assert place is not None
-        for their, example in theirs(place, torch.empty(shapes[name], device="meta"), found.config):
-            if not _same_shape(tensors.shapes[their], tuple(example.shape)):
+    for name, place in entries.items():
+        for their, example in write_parameter(place, torch.empty(shapes[name], device="meta"), found.config):
+            actual, expected = tensors.shapes[their], tuple(example.shape)
+            # Old files store GroupNorm's vectors as (1, 1, 1, c)
+            if actual != expected and not (len(expected) == 1 and actual == (1, 1, 1, *expected)):
                 raise ValueError(
-                    f"{their} has shape {tensors.shapes[their]} where this {found.family} model has "
-                    f"{tuple(example.shape)}: the file is damaged, or of another model"
+                    f"{their} has shape {actual} where this {found.family} model has {expected}: "
+                    "the file is damaged, or of another model"
                 )
 
 
-def _same_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Equal, but for old files that keep GroupNorm's vectors as (1, 1, 1, c)."""
-    return found == expected or (len(expected) == 1 and found == (1, 1, 1, *expected))
-
-
-def unexpressed(layout: Layout, names: Iterable[str]) -> list[str]:
-    """Which of our parameters a format has no place for."""
+def find_unsupported(layout: Layout, names: Iterable[str]) -> list[str]:
+    """Our parameters that a format does not have."""
     return [name for name in names if locate(layout, name) is None]
 
 
@@ -179,17 +186,17 @@ def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[s
     for name, weight in weights.items():
         place = locate(layout, name)
         assert place is not None, name
-        out |= {their: tensor.contiguous() for their, tensor in theirs(place, weight, config)}
+        out |= {their: tensor.contiguous() for their, tensor in write_parameter(place, weight, config)}
     return out
 
 
-def theirs(place: To, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]:
-    """A parameter of ours under a format's names and in its shapes."""
+def write_parameter(place: Entry, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]:
+    """One of our parameters under a format's names and in its shapes."""
     parts = weight.chunk(len(place.names))
-    return [(name, place.change.theirs(part, config)) for name, part in zip(place.names, parts, strict=True)]
+    return [(name, place.conversion.write(part, config)) for name, part in zip(place.names, parts, strict=True)]
 
 
-def some(names: Iterable[str], count: int = 3) -> str:
-    """The first few of a list, and how many more."""
-    names = [repr(name)[1:-1] for name in names]  # a name from a file may hold anything
+def join_names(names: Iterable[str], count: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    names = [repr(name)[1:-1] for name in names]  # a name from a file may hold any character
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -1,8 +1,7 @@
-"""plainvit's own format, and the description that it leaves in every safetensors file it writes.
+"""plainvit's own format, and the description in every safetensors file that plainvit writes.
 
-Names are those of the models. The metadata entry "plainvit" holds a schema version, the format of the names (a timm
-file that plainvit wrote says so), the whole config and what is known beyond it. A .pth or .npz file that plainvit wrote
-has the same in FILE.plainvit.json next to it.
+Names are those of our models. The metadata entry "plainvit" holds a schema version, the format of the names (plainvit,
+timm ...), the config, preprocessing and class names. For .pth and .npz files FILE.plainvit.json holds the same.
 """
 
 import hashlib
@@ -21,64 +20,63 @@ from plainvit.disk import read_json
 from plainvit.models import build
 from plainvit.weights import google, timm, torchvision, transformers
 from plainvit.weights.files import DamagedError, Tensors, hash_range
-from plainvit.weights.layout import SAME, Found, Layout, To
+from plainvit.weights.layout import SAME, Entry, Found, Layout
 
-SCHEMA = 1  # a newer one is refused
-OTHERS: Mapping[str, ModuleType] = {
+SCHEMA = 1  # a newer one is an error
+LIBRARIES: Mapping[str, ModuleType] = {
     "google": google,
     "timm": timm,
     "transformers": transformers,
     "torchvision": torchvision,
 }
-MOST_TOKENS = 1_000_000
-FORMATS = ("plainvit", *OTHERS)
+MAX_TOKENS = 1_000_000
+FORMATS = ("plainvit", *LIBRARIES)
 
 
 def layout_for(format: str, config: Model, names: Iterable[str]) -> Layout:  # noqa: A002
-    """The layout of a format by its name; `names` are needed for our own, which is whatever the model has."""
-    return OTHERS[format].layout_for(config) if format in OTHERS else _own_layout(names)
+    """The layout of a format; our own is made from `names`, the parameters of the model."""
+    return LIBRARIES[format].layout_for(config) if format in LIBRARIES else _own_layout(names)
 
 
 def _own_layout(names: Iterable[str]) -> Layout:
-    """Our names are our names, with their indices as a layout spells them."""
     patterns = (re.sub(r"stages\.\d+\.\d+\.", "stages.{s}.{u}.", name) for name in names)
     patterns = {re.sub(r"blocks\.\d+\.", "blocks.{i}.", pattern) for pattern in patterns}
-    return {pattern: To((pattern,), SAME) for pattern in patterns}
+    return {pattern: Entry((pattern,), SAME) for pattern in patterns}
 
 
 def describe(format: str, config: Model, about: About) -> dict[str, Any]:  # noqa: A002
-    """The metadata of every safetensors file that plainvit writes, in whatever format its weights are."""
+    """The description in every safetensors file that plainvit writes."""
     return {"schema": SCHEMA, "format": format, "config": to_json(config), "about": asdict(about)}
 
 
 def sidecar(path: Path) -> Path:
-    """Where the description of a .pth or .npz file is, which cannot hold it: in a file next to it."""
+    """The file next to a .pth or .npz file that describes it."""
     return path.with_name(f"{path.name}.plainvit.json")
 
 
-def hash_described(path: Path, described: Mapping[str, Any]) -> str:
+def hash_with_description(path: Path, described: Mapping[str, Any]) -> str:
     """SHA-256 of a weights file together with its description."""
     weights = hash_range(path, 0, path.stat().st_size)
     return hashlib.sha256(f"{weights} {json.dumps(described, sort_keys=True)}".encode()).hexdigest()
 
 
 def read_sidecar(path: Path) -> dict[str, str]:
-    """The metadata of a weights file from its sidecar; {} where it has none."""
+    """The metadata of a weights file from its sidecar; {} if there is none."""
     described, name = read_json(sidecar(path)), sidecar(path).name
-    if described and described.pop("sha256", "") != hash_described(path, described):
-        words = f"{path} and {name} do not belong together: one of them is damaged or was changed"
-        raise DamagedError(f"{words}. Copy both again, or delete {name} to load the weights without it")
+    if described and described.pop("sha256", "") != hash_with_description(path, described):
+        raise DamagedError(
+            f"{path} does not match {name}: one of them is damaged or was changed. Copy both again, or delete {name} "
+            "to load the weights without it"
+        )
     return {"plainvit": json.dumps(described)} if described else {}
 
 
-def _check_extent(config: Model, tensors: Tensors) -> None:
-    """No model is built, not even its shapes, that is far larger than the file."""
-    if isinstance(config, ViTConfig) and (config.depth > len(tensors.shapes) or config.tokens > MOST_TOKENS):
-        raise ValueError(
-            f"it describes {config.depth:,} layers and {config.tokens:,} tokens, which the file cannot hold"
-        )
+def _check_size(config: Model, tensors: Tensors) -> None:
+    """Rejects a config of a model far larger than the file, before anything is built."""
+    if isinstance(config, ViTConfig) and (config.depth > len(tensors.shapes) or config.tokens > MAX_TOKENS):
+        raise ValueError(f"it describes {config.depth:,} layers and {config.tokens:,} tokens, more than the file has")
     if isinstance(config, ResNetConfig) and sum(config.blocks) > len(tensors.shapes):
-        raise ValueError(f"it describes {sum(config.blocks):,} units, which the file cannot hold")
+        raise ValueError(f"it describes {sum(config.blocks):,} units, more than the file has")
 
 
 def find(tensors: Tensors, path: Path) -> Found:
@@ -90,7 +88,7 @@ def find(tensors: Tensors, path: Path) -> Found:
         config = from_json(described["config"])
         if format_ not in FORMATS:
             raise ValueError(f"format {format_!r} is unknown")
-        _check_extent(config, tensors)
+        _check_size(config, tensors)
         with torch.device("meta"):
             layout = layout_for(format_, config, build(config).state_dict())
         sources = {name: str(source) for name, source in dict(about["sources"]).items()}
@@ -98,9 +96,8 @@ def find(tensors: Tensors, path: Path) -> Found:
         names = tuple(str(name) for name in about["class_names"])
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} has a description that plainvit cannot read: {reason}") from error
-    beyond = {"preprocess": preprocess, "class_names": names}
-    found = Found(str(about.get("family")), config, layout, sources, beyond)
+        raise ValueError(f"the description in {path} is invalid: {reason}") from error
+    found = Found(str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names})
     found.default = "the file's own description"
     found.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
     return found

@@ -1,4 +1,4 @@
-"""Mean, std, resize, crop and interpolation: set by the caller, or reported where a file does not say them.
+"""Mean, std, resize, crop and interpolation: set by the caller, or assumed and reported.
 
 plainvit.load("m.pth", mean=0.5, std=0.5, crop=0.9)        plainvit evaluate m.pth --mean 0.5 --std 0.5 --crop 0.9
 """
@@ -11,11 +11,11 @@ from plainvit.config import Preprocess, nearest
 from plainvit.weights.layout import Found
 
 GIVEN = "given by the caller"
-STATED = ("config.json", "preprocessor_config.json", GIVEN)  # how a source begins that is no assumption
+STATED = ("config.json", "preprocessor_config.json", GIVEN)  # sources that are no assumption start with one
 
 
 class Pixels(TypedDict, total=False):
-    """How a photo becomes the model's input. None leaves a setting to the file, or to the convention of its format."""
+    """How an image becomes the model's input. None: as the file says, or by the convention of its format."""
 
     mean: float | Sequence[float] | None
     std: float | Sequence[float] | None
@@ -26,7 +26,7 @@ class Pixels(TypedDict, total=False):
 
 
 def set_pixels(found: Found, pixels: Pixels) -> None:
-    """Replaces what was found by what the caller gives."""
+    """Replaces the settings that the caller gives."""
     for name in pixels:
         if name not in Pixels.__annotations__:
             raise TypeError(f"load() has no argument {name!r}; {nearest(name, Pixels.__annotations__)}")
@@ -39,22 +39,22 @@ def set_pixels(found: Found, pixels: Pixels) -> None:
     found.config = found.config.replace(**values)
     preprocess = Preprocess(**found.about.get("preprocess", {})).replace(**given)
     if "crop" in given and preprocess.resize == "squash":
-        raise ValueError("--crop is what a centre crop keeps: give --resize crop or --resize squash-crop with it")
+        raise ValueError("--crop needs a centre crop: add --resize crop or --resize squash-crop")
     found.about["preprocess"] = asdict(preprocess)
 
 
 def find_source(found: Found, name: str) -> str:
-    """Where a setting of the pixels was learned."""
+    """The source of a preprocessing setting."""
     group = "mean" if name in ("mean", "std") else "preprocess"
     return found.sources.get(name, found.sources.get(group, found.default))
 
 
 def describe_assumptions(found: Found) -> str:
-    """One line with the settings that neither the file, nor one next to it, nor the caller states; or ""."""
+    """One line with the settings that neither the file, nor one next to it, nor the caller states; "" if none."""
     preprocess = Preprocess(**found.about.get("preprocess", {}))
     values: dict[str, object] = {
-        "mean": " ".join(map(str, _shorten(found.config.mean))),
-        "std": " ".join(map(str, _shorten(found.config.std))),
+        "mean": " ".join(map(str, _merge_equal(found.config.mean))),
+        "std": " ".join(map(str, _merge_equal(found.config.std))),
         "resize": preprocess.resize,
         "crop": f"{preprocess.crop:.4g}",
         "interpolation": preprocess.interpolation + ("" if preprocess.antialias else " without antialias"),
@@ -64,13 +64,12 @@ def describe_assumptions(found: Found) -> str:
     sources = {name: source for name in values if not (source := find_source(found, name)).startswith(STATED)}
     if not sources:
         return ""
-    words = ", ".join(f"{name} {values[name]}" for name in sources)
+    settings = ", ".join(f"{name} {values[name]}" for name in sources)
     flags = ", ".join(f"--{name}" for name in sources)
-    why = "; ".join(
-        dict.fromkeys(source.removeprefix("assumed: ").removeprefix("that of ") for source in sources.values())
-    )
-    return f"assumed {words}, as in {why}; give {flags} if it was trained with others (before `train`: to `convert`)"
+    reasons = (source.removeprefix("assumed: ").removeprefix("that of ") for source in sources.values())
+    why = "; ".join(dict.fromkeys(reasons))
+    return f"assumed {settings}, as in {why}; set {flags} if it was trained with others (before `train`: to `convert`)"
 
 
-def _shorten(values: tuple[float, ...]) -> tuple[float, ...]:
+def _merge_equal(values: tuple[float, ...]) -> tuple[float, ...]:
     return values[:1] if len(set(values)) == 1 else values

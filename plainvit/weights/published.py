@@ -1,10 +1,9 @@
-"""Published weights by name: model, recipe, data and image size in one word.
+"""Published weights by name: model, recipe, data and image size.
 
     plainvit weights          plainvit.load("vit_b16_augreg_i21k_i1k_224")
 
-Addresses, licences and parameters are those in timm's and transformers' own tables and models (tests compare them with
-the installed libraries). Accuracies are ImageNet top-1 and ReaL as timm's results files report them, with timm's
-evaluation; where that was not at hand the field is empty.
+Addresses, licences and parameter counts are those of timm and transformers (tests compare them with the installed
+libraries). Accuracies are ImageNet top-1 and ReaL from timm's results files; None if unknown.
 """
 
 from dataclasses import dataclass

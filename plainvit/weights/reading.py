@@ -1,7 +1,7 @@
-"""Weights of any known format -> a model.
+"""Loads a model from weights of any known format.
 
-A file is recognised by what is in it. What the weights cannot say (heads, grid, arithmetic, preprocessing) comes from
-what lies beside them, from the caller, or from the family's convention; `model.about.sources` says which.
+The format is detected from the names in a file. What weights do not contain (heads, grid, arithmetic, preprocessing)
+comes from files next to them, from the caller, or from the family's convention; `model.about.sources` says which.
 """
 
 import logging
@@ -19,9 +19,9 @@ from plainvit.models import ResNet, ViT
 from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
-from plainvit.weights.files import Renamed, Tensors, open_file, open_folder
+from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
-from plainvit.weights.layout import Found, fill, some
+from plainvit.weights.layout import Found, build_model, join_names
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from plainvit.models.fast.inference import InferenceModel
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
-ALL = "`plainvit weights` lists them all"
-# A weight of each family of names that has it exactly once
+LIST_ALL = "`plainvit weights` lists them all"
+# One weight of each family, which a model has exactly once
 ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", transformers.PATCH_KERNEL)
 log = logging.getLogger("plainvit")
 
@@ -76,27 +76,36 @@ def load(
     optimise: bool | Literal["fp8"] = False,
     **pixels: Unpack[Pixels],
 ) -> "ViT | ResNet | InferenceModel":
-    """A model from weights of any known format: a file, a folder, `hf:org/name[@revision]`, or a published name.
+    """Loads a model from weights of any known format. What was assumed, replaced or left out is logged.
 
-    classes replaces the head by one of zeros; image_size resamples the positions on the true grid, as the code that
-    the weights come from does (`resample` names another method). heads and grid say what a bare file cannot.
-    dtype=None keeps the file's own. optimise gives a model that only answers, as fast as this machine can. "fp8" lets
-    it multiply 8-bit floats too, on a GPU that does: faster, and rounded to 1/16 at most, so that some close calls fall
-    the other way; `agreement(images)` of the model says how many. True never takes fp8. mean, std, resize, crop,
-    interpolation and antialias replace what the file says or its format implies. What was assumed, replaced or left out
-    is logged in a line each.
+    Args:
+        source: A file, a folder, `hf:org/name[@revision]`, or a published name (`plainvit weights`).
+        classes: Replaces the head by one of zeros for this many classes; 0 removes it.
+        image_size: Resamples the positions for this image size: one number or (height, width).
+        heads: The number of attention heads, if the file does not contain it.
+        grid: Rows and columns of patches, if the file does not contain them.
+        resample: How to resample positions; None: as the code that the weights come from.
+        dtype: The dtype of the weights; None keeps the file's own.
+        optimise: True returns an InferenceModel, as fast as this machine allows. "fp8" also allows fp8 matmuls on a
+            GPU that has them: faster, but close decisions may change; `model.agreement(images)` measures how many.
+        pixels: mean, std, resize, crop, interpolation and antialias replace the file's own.
+
+    Returns:
+        The model in evaluation mode.
+
+    Example:
+        model = plainvit.load("B_16.npz", classes=10, image_size=384)
     """
     if optimise not in (False, True, "fp8"):
-        raise ValueError(f"optimise {optimise!r} is unknown: True, False or 'fp8'")
+        raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
     found, tensors = look(source, heads=heads, image_size=image_size, grid=grid, **pixels)
     tensors.check()
-    model = fill(found, tensors, dtype)
-    model.about = _about(found)
+    model = build_model(found, tensors, dtype)
+    model.about = _make_about(found)
     notes = list(found.notes)
-    head = model.head
-    if head is not None and classes is None and not head.weight.any():
+    if model.head is not None and classes is None and not model.head.weight.any():
         notes.append("its head is all zeros: features only, until it is trained")
-    model = _adapted(model, classes, None if image_size is None else pair(image_size), resample, notes)
+    model = _adapt(model, classes, None if image_size is None else pair(image_size), resample, notes)
     for note in notes:
         log.warning("%s: %s", source, note)
     if not optimise:
@@ -114,76 +123,82 @@ def look(
     grid: tuple[int, int] | None = None,
     **pixels: Unpack[Pixels],
 ) -> tuple[Found, Tensors]:
-    """What a source holds, by its headers alone: nothing is loaded yet."""
+    """Describes a source from its headers, without reading the weights."""
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
-    unfinished, mend = _unfinished(path)
+    unfinished, advice = _describe_unfinished_run(path)
     if unfinished and not (path / "model.safetensors").is_file():
-        raise ValueError(f"{unfinished}, and has no weights yet: {mend}")
+        raise ValueError(f"{unfinished}, and has no weights yet: {advice}")
     if path.is_dir():
-        tensors, beside = open_folder(path, safe_only=_from_hub(source)), path
+        is_from_hub = isinstance(source, str) and not Path(source).exists()
+        tensors = open_folder(path, safe_only=is_from_hub)
     elif path.is_file():
-        tensors, beside = open_file(path), None
+        tensors = open_file(path)
     else:
         raise ValueError(f"there is no file or folder {path}")
     tensors.metadata |= own.read_sidecar(tensors.path)
     described = "plainvit" in tensors.metadata
     try:
-        found, tensors = _find(tensors, path, beside, hints)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values no format writes
-        raise ValueError(f"{path} is not a sound model: {type(error).__name__}, {error}".replace("\n", " ")) from error
+        found, tensors = _find(tensors, path, hints)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
+        raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
     set_pixels(found, pixels)
     assumed = "" if described else describe_assumptions(found)
-    # One line says all that is assumed of the pixels
+    # One line for all assumptions about pixels
     found.notes = [note for note in found.notes if not note.startswith(("mean: ", "preprocess: "))]
     found.notes += [assumed] if assumed else []
     found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
     return found, tensors
 
 
-def _find(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tuple[Found, Tensors]:
+def _find(tensors: Tensors, path: Path, hints: Hints) -> tuple[Found, Tensors]:
     """Asks each format whether these are its names."""
     if "plainvit" in tensors.metadata:
         return own.find(tensors, path), tensors
     tensors, outside = _strip_prefix(tensors)
-    found, tensors = _find_foreign(tensors, path, beside, hints)
+    found, tensors = _find_foreign(tensors, path, hints)
     if outside:
-        found.notes.append(f"left out weights that are not the model's: {some(outside)}")
+        found.notes.append(f"left out weights that are not the model's: {join_names(outside)}")
     return found, tensors
 
 
-def _find_foreign(tensors: Tensors, path: Path, beside: Path | None, hints: Hints) -> tuple[Found, Tensors]:
-    config = read_json(beside / "config.json") if beside else {}
-    if transformers.recognise(tensors):
-        processor = read_json(beside / "preprocessor_config.json") if beside else {}
+def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[Found, Tensors]:
+    config = read_json(path / "config.json") if path.is_dir() else {}
+    if transformers.matches(tensors):
+        processor = read_json(path / "preprocessor_config.json") if path.is_dir() else {}
         return transformers.find(tensors, hints, config, processor), tensors
-    if torchvision.recognise(tensors):
+    if torchvision.matches(tensors):
         return torchvision.find(tensors, hints), tensors
-    if google.recognise(tensors):
+    if google.matches(tensors):
         return google.find(tensors, hints)
-    if timm.recognise(tensors):
+    if timm.matches(tensors):
         return timm.find(tensors, hints, config)
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
-        raise ValueError(f"{path} is a checkpoint of a run, to go on from: give the run's folder, {folder.parents[1]}")
-    raise ValueError(f"{path} holds no model that plainvit knows: its first weights are {_first(tensors)}")
+        raise ValueError(
+            f"{path} is a checkpoint of a run, not its weights: give the run's folder, {folder.parents[1]}"
+        )
+    first = join_names(tensors.shapes) or "missing"
+    raise ValueError(f"{path} has no model that plainvit knows: its first weights are {first}")
 
 
 def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """The weights under the prefix that a training code gave its model, and the names of those outside it.
+    """The weights under the prefix that a training script gave its model, and the names of the other weights.
 
-    Lightning's modules save `model.` or `net.`, compiled ones `model._orig_mod.`, next to the weights of a loss. A head
-    next to a `backbone.` belongs to it. Names that need no change are left as they are.
+    Lightning saves `model.` or `net.`, compiled modules `model._orig_mod.`, next to the weights of a loss. A head next
+    to a `backbone.` belongs to it.
     """
     prefixes = {
-        _prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
+        _find_prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
     }
     outer = sorted(one for one in prefixes if not any(one != other and one.startswith(other) for other in prefixes))
     if not outer or outer == [""]:
         return tensors, []
     if len(outer) > 1:
-        which = f"{{k.removeprefix({outer[0]!r}): v for k, v in weights.items() if k.startswith({outer[0]!r})}}"
-        raise ValueError(f"it holds {len(outer)} models, under {some(outer)}: save the one you want alone, as {which}")
+        chosen = f"{{k.removeprefix({outer[0]!r}): v for k, v in weights.items() if k.startswith({outer[0]!r})}}"
+        raise ValueError(
+            f"the file has {len(outer)} models, under {join_names(outer)}: save the one you want alone, as {chosen}"
+        )
     prefix = outer[0]
     names: dict[str, tuple[str, int | None]] = {
         name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
@@ -192,15 +207,15 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
         parent = prefix.removesuffix("backbone.")
         heads = [name for name in tensors.shapes if name.startswith(f"{parent}head.")]
         names = {name.removeprefix(parent): (name, None) for name in heads} | names
-    inside = Renamed(tensors, names)
-    if not any(family.recognise(inside) for family in (transformers, torchvision, timm)):
+    inside = RenamedTensors(tensors, names)
+    if not any(family.matches(inside) for family in (transformers, torchvision, timm)):
         return tensors, []
     used = {old for old, _ in names.values()}
     return inside, [name for name in tensors.shapes if name not in used]
 
 
-def _prefix(name: str, anchor: str) -> str:
-    """What stands before a model's own names; "" too where only transformers' names follow, of which `vit.` is one."""
+def _find_prefix(name: str, anchor: str) -> str:
+    """The part of a name before the model's own names; `vit.` and `deit.` are transformers' own."""
     prefix = name.removesuffix(anchor)
     if anchor != transformers.PATCH_KERNEL:
         return prefix
@@ -210,26 +225,24 @@ def _prefix(name: str, anchor: str) -> str:
     return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
 
 
-def _unfinished(folder: Path) -> tuple[str, str]:
-    """How far a run has come that has not ended, and what ends it; nothing of any other folder or file."""
-    said = read_json(folder / "status.json") if folder.is_dir() else {}
-    if said.get("state") in (None, "done"):
+def _describe_unfinished_run(folder: Path) -> tuple[str, str]:
+    """(how far an unfinished run has come, how to finish it); empty for any other folder or file."""
+    status = read_json(folder / "status.json") if folder.is_dir() else {}
+    if status.get("state") in (None, "done"):
         return "", ""
-    mend = "its `plainvit train` command once more goes on with it"
-    if said["state"] == "diverged":
-        mend = "another --out with a lower --optim.lr begins anew"
-    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
-    if said["state"] == "running":  # or killed: then it could not say so
-        return f"{folder} is a run whose last checkpoint is of step {max(kept, default=0)} of {said.get('steps')}", mend
-    return f"{folder} is a run that stopped at step {said.get('step')} of {said.get('steps')} ({said['state']})", mend
-
-
-def _from_hub(source: str | Path) -> bool:
-    return isinstance(source, str) and not Path(source).exists()
+    advice = "its `plainvit train` command resumes it"
+    if status["state"] == "diverged":
+        advice = "another --out with a lower --optim.lr starts over"
+    if status["state"] == "running":  # or killed before it could write its state
+        saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+        progress = f"whose last checkpoint is of step {max(saved, default=0)} of {status.get('steps')}"
+    else:
+        progress = f"that stopped at step {status.get('step')} of {status.get('steps')} ({status['state']})"
+    return f"{folder} is a run {progress}", advice
 
 
 def resolve(source: str | Path) -> Path:
-    """A path as it is; a hub address or a published name, fetched or found in the hub's cache."""
+    """The path of a source; a hub address or a published name is fetched, or found in the hub's cache."""
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)
     if source.startswith("hf:"):
@@ -237,14 +250,15 @@ def resolve(source: str | Path) -> Path:
     if source in PUBLISHED:
         return hub.fetch(PUBLISHED[source].hub, HUB_FILES)
     if "/" in source and is_model(source):
-        raise ValueError(f"{source!r} names a model, not weights; {nearest(source, PUBLISHED)}; {ALL}")
+        raise ValueError(f"{source!r} names a model, not weights; {nearest(source, PUBLISHED)}; {LIST_ALL}")
     if re.fullmatch(r"[\w-]+", source):
-        words = f"there is no file {source!r}, nor published weights of that name"
-        raise ValueError(f"{words}; {nearest(source, PUBLISHED)}; {ALL}")
+        raise ValueError(
+            f"there is no file {source!r}, nor published weights of that name; {nearest(source, PUBLISHED)}; {LIST_ALL}"
+        )
     return Path(source)
 
 
-def _adapted(
+def _adapt(
     model: ViT | ResNet, classes: int | None, size: tuple[int, int] | None, resample: str | None, notes: list[str]
 ) -> ViT | ResNet:
     old = model.config
@@ -259,21 +273,16 @@ def _adapted(
         return model
     resample = choose_method(model) if resample is None else resample
     model = resize(model, size, method=resample)
-    before, after = (
-        " x ".join(map(str, config.grid)) for config in (old, model.config) if isinstance(config, ViTConfig)
-    )
-    notes.append(f"positions resampled from {before} to {after} ({resample})")
+    assert isinstance(old, ViTConfig)
+    grids = (" x ".join(map(str, config.grid)) for config in (old, model.config))
+    notes.append(f"positions resampled from {' to '.join(grids)} ({resample})")
     return model
 
 
-def _about(found: Found) -> About:
+def _make_about(found: Found) -> About:
     names = tuple(found.about.get("class_names") or ())
     if names and len(names) != found.config.classes:
         found.notes.append(f"{len(names)} class names for {found.config.classes} classes: left out")
         names = ()
     preprocess = Preprocess(**found.about.get("preprocess", {}))
     return About(family=found.family, preprocess=preprocess, class_names=names, sources=found.sources)
-
-
-def _first(tensors: Tensors) -> str:
-    return some(tensors.shapes) or "none at all"

@@ -1,12 +1,19 @@
-"""timm's names of models: what they say that the weights do not, and the names under which plainvit writes.
+"""timm's config.json, read and written: the name of an architecture implies settings that the weights do not show.
 
-config.json as timm writes it has the name of the architecture; heads and activation are in timm's code alone. A test
-compares the table with the installed timm, name by name.
+A test compares the table of names with the installed timm.
 """
 
-from plainvit.weights.grids import refuse
+import math
+from collections.abc import Mapping
+from typing import Any
 
-# (activation, heads): names of the ViTs, DeiTs and hybrids of timm that plainvit reads; all have LayerNorm's 1e-6
+from plainvit.config import About, Model, ResNetConfig, ViTConfig
+from plainvit.weights.grids import unsupported_model
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
+IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so that a folder supports any
+
+# (activation, heads): timm's ViTs, DeiTs and hybrids that plainvit reads; all have LayerNorm 1e-6
 _BY_SETTINGS = {
     ("gelu", 2): """
         test_vit test_vit2
@@ -76,13 +83,13 @@ _BY_SETTINGS = {
 ARCHITECTURES: dict[str, tuple[str, int]] = {
     name: settings for settings, names in _BY_SETTINGS.items() for name in names.split()
 }
-# Names whose weights may look like a plain ViT's: what these are
+# Parts of names whose weights may look like a plain ViT's
 UNSUPPORTED = {
     "test_vit3": "a ViT with attention pooling over all tokens",
     "rope": "a ViT with rotary positions",
     "dinov3": "a ViT with rotary positions",
 }
-# (units of each stage, width), (units, widening): the names to write
+# Names to write, by (units of each stage, width) and by (units of each stage, widening)
 HYBRIDS: dict[tuple[tuple[int, ...], int], str] = {
     ((), 192): "vit_tiny_r_s16_p8_224",
     ((2, 2, 2, 2), 384): "vit_small_r26_s32_224",
@@ -99,9 +106,75 @@ RESNETS: dict[tuple[tuple[int, ...], int], str] = {
 }
 
 
-def refuse_unknown(architecture: str) -> None:
-    """A name whose heads, activation and positions plainvit does not know is not guessed at; "" is no name."""
-    if not architecture or architecture in ARCHITECTURES or architecture in RESNETS.values():
+def check_architecture(name: str) -> None:
+    """Rejects names whose heads, activation and positions are unknown; "" is allowed."""
+    if not name or name in ARCHITECTURES or name in RESNETS.values():
         return
-    what = next((what for part, what in UNSUPPORTED.items() if part in architecture), f"timm's {architecture}")
-    raise refuse(what, f"architecture {architecture!r} in config.json")
+    what = next((what for part, what in UNSUPPORTED.items() if part in name), f"timm's {name}")
+    raise unsupported_model(what, f"architecture {name!r} in config.json")
+
+
+def read_about(sidecar: Mapping[str, Any], crop: float) -> dict[str, Any]:
+    """Preprocessing and class names from config.json; `crop` is used if it does not say."""
+    published = sidecar.get("pretrained_cfg") or {}
+    crop = published.get("crop_pct") or crop
+    squash = "squash" if crop == 1 else "squash-crop"
+    preprocess = {
+        "resize": squash if published.get("crop_mode") == "squash" else "crop",
+        "crop": crop,
+        "interpolation": published.get("interpolation") or "bicubic",
+    }
+    names = tuple(published.get("label_names") or sidecar.get("label_names") or ())
+    return {"preprocess": preprocess, "class_names": names}
+
+
+def make_sidecar(config: Model, about: About) -> dict[str, Any]:
+    """config.json as timm.create_model("local-dir:FOLDER") reads it: what the bare weights cannot say."""
+    published: dict[str, Any] = {
+        "input_size": [config.channels, *config.image_size],
+        "mean": list(config.mean),
+        "std": list(config.std),
+        "num_classes": config.classes,
+        "interpolation": about.preprocess.interpolation,
+        "crop_pct": 1.0 if about.preprocess.resize == "squash" else about.preprocess.crop,  # timm crops either way
+        "crop_mode": "center" if about.preprocess.resize == "crop" else "squash",
+        "label_names": list(about.class_names) or None,
+    }
+    if isinstance(config, ResNetConfig):
+        architecture, arguments = RESNETS.get((config.blocks, config.widen)), {"in_chans": config.channels}
+    else:
+        architecture = "deit_base_distilled_patch16_224" if config.distillation else "vit_base_patch16_224"
+        architecture = HYBRIDS.get((config.stem.blocks, config.width)) if config.stem else architecture
+        arguments = _make_arguments(config)
+    if architecture is None:
+        raise ValueError("timm has no model of this shape to name in config.json: write a .safetensors file instead")
+    described = {"architecture": architecture, "num_classes": config.classes, "model_args": arguments}
+    return described | {"pretrained_cfg": {key: value for key, value in published.items() if value is not None}}
+
+
+def _make_arguments(config: ViTConfig) -> dict[str, Any]:
+    """The arguments of timm's VisionTransformer; with these one architecture's name stands for every size."""
+    ratio = config.mlp_dim / config.width
+    if int(config.width * ratio) != config.mlp_dim:  # timm's formula, one too few if the ratio was rounded down
+        ratio = math.nextafter(ratio, math.inf)
+    arguments: dict[str, Any] = {
+        "img_size": list(config.image_size),
+        "patch_size": config.patch[0] if config.patch[0] == config.patch[1] else list(config.patch),
+        "in_chans": config.channels,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": ratio,
+        "act_layer": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
+    }
+    if config.distillation:
+        return arguments
+    arguments |= {
+        "class_token": config.class_token,
+        "global_pool": {"token": "token", "average": "avg", "attention": "map"}[config.pool],
+        "fc_norm": config.norm_pooled,
+        "reg_tokens": config.registers,
+        "no_embed_class": config.posemb_prefix == "none" or not config.prefix,
+        "pos_embed": "learn" if config.posemb == "1d" else "none",
+    }
+    return arguments | ({} if config.layer_scale is None else {"init_values": config.layer_scale})

@@ -1,11 +1,11 @@
-"""torchvision's VisionTransformer, before and after it renamed the MLP's layers. New names are written."""
+"""torchvision's VisionTransformer, with old and new names of the MLP's layers; the new ones are written."""
 
 from collections.abc import Iterator
 
 from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, refuse
-from plainvit.weights.layout import LEAD1, PATCHES, Found, Layout, linear, to
+from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
+from plainvit.weights.layout import LEADING_AXIS, PATCHES, Found, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
 BLOCK = "encoder.layers.encoder_layer_{i}."
@@ -14,9 +14,9 @@ BLOCK = "encoder.layers.encoder_layer_{i}."
 def vit_layout(*, old: bool = False) -> Layout:
     attention = f"{BLOCK}self_attention."
     return {
-        **linear("embedding", "conv_proj.", change=PATCHES),
-        "class_token": to("class_token", change=LEAD1),
-        "positions.0.table": to("encoder.pos_embedding", change=LEAD1),
+        **linear("embedding", "conv_proj.", conversion=PATCHES),
+        "class_token": entry("class_token", conversion=LEADING_AXIS),
+        "positions.0.table": entry("encoder.pos_embedding", conversion=LEADING_AXIS),
         **linear("blocks.{i}.norm1", f"{BLOCK}ln_1."),
         **linear("blocks.{i}.attention.qkv", attention, kernel="in_proj_weight", bias="in_proj_bias"),
         **linear("blocks.{i}.attention.out", f"{attention}out_proj."),
@@ -29,19 +29,19 @@ def vit_layout(*, old: bool = False) -> Layout:
     }
 
 
-def recognise(tensors: Tensors) -> bool:
+def matches(tensors: Tensors) -> bool:
     return "encoder.pos_embedding" in tensors.shapes and any(name.startswith("conv_proj.") for name in tensors.shapes)
 
 
 def find(tensors: Tensors, hints: Hints) -> Found:
     shapes = tensors.shapes
     if any(name.startswith("conv_proj.conv_bn") for name in shapes):
-        raise refuse("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
+        raise unsupported_model("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
     first = BLOCK.format(i=0)
     old = f"{first}mlp.linear_1.weight" in shapes
     fc1 = shapes.get(f"{first}mlp.{'linear_1' if old else '0'}.weight", ())
     if len(shapes.get("conv_proj.weight", ())) != 4 or len(fc1) != 2:
-        raise ValueError("this torchvision file has no usable conv_proj or first layer: it is incomplete")
+        raise ValueError("this torchvision file has no valid conv_proj or first layer: it is incomplete")
     width, channels, *patch = shapes["conv_proj.weight"]
     size = read_grid(shapes["encoder.pos_embedding"][1], (patch[0], patch[1]), (1,), hints)
     heads, heads_source = read_heads(width, hints, "torchvision")
@@ -67,10 +67,10 @@ def find(tensors: Tensors, hints: Hints) -> Found:
         "image_size": size.source,
         "mean": "torchvision's transforms",
     }
-    # 384 px and above, and H/14 at any size: the SWAG weights, resized to their own size with bicubic; else 256 -> 224
+    # The SWAG weights (384 px and above, and H/14) resize to their own size with bicubic; the others to 256, then crop
     shape = (width, patch[0])
     swag = config.image_size[0] >= 384 or shape == (1280, 14)
-    short = 242 if shape == (1024, 16) else 256  # L/16 alone is resized to 242
+    short = 242 if shape == (1024, 16) else 256  # L/16 resizes to 242
     preprocess = {
         "resize": "crop",
         "crop": 1.0 if swag else 224 / short,
@@ -78,12 +78,12 @@ def find(tensors: Tensors, hints: Hints) -> Found:
     }
     if swag:
         sources["preprocess"] = "assumed: that of torchvision's SWAG weights"
-    elif shape in ((768, 16), (1024, 16)):  # the weights alone do not tell the two apart
+    elif shape in ((768, 16), (1024, 16)):  # the weights do not show which of the two
         other = "SWAG_LINEAR has crop 1.0, bicubic"
         sources["preprocess"] = f"assumed: that of torchvision's IMAGENET1K_V1; {other}"
     else:
         sources["preprocess"] = "assumed: that of torchvision's IMAGENET1K_V1"
-    notes = [f"{key}: {value}" for key, value in sources.items() if value.startswith("assumed")]
+    notes = list_assumptions(sources)
     return Found("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
 
 
@@ -92,8 +92,8 @@ def layout_for(config: Model) -> Layout:
     return vit_layout()
 
 
-def lacks(config: Model) -> Iterator[tuple[str, str]]:
-    """(part, why) for what torchvision's ViT computes otherwise or does not have."""
+def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, reason) for what torchvision's ViT computes differently or does not have."""
     if isinstance(config, ResNetConfig):
         yield "resnet", "torchvision has no BiT"
         return

@@ -1,4 +1,4 @@
-"""A model -> weights in any known format, whole or not at all; the same model gives the same bytes."""
+"""Writes a model in any known format, atomically; the same model gives the same bytes."""
 
 import hashlib
 import json
@@ -15,74 +15,96 @@ from torch import Tensor
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
-from plainvit.weights import own, timm, transformers
+from plainvit.weights import own, timm_names, transformers
 from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
-from plainvit.weights.layout import emit, unexpressed
+from plainvit.weights.layout import emit, find_unsupported
 from plainvit.weights.reading import load
 
 log = logging.getLogger("plainvit")
 
 
-def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: Sequence[str] = ()) -> Path:  # noqa: A002
-    """Writes a model in any of the formats, whole or not at all.
+class UnsupportedPartError(ValueError):
+    """A format does not support parts of a model."""
 
-    google is one .npz; plainvit, timm and torchvision one file (.safetensors, or .pth for the latter two); timm may be
-    a folder with its config.json; transformers is a folder. What the format cannot express is refused by name, unless
-    `drop` names it. A .pth or .npz file holds weights alone: preprocessing, class names and the like are written into
-    FILE.plainvit.json next to it, from where `load` reads them.
+    def __init__(self, message: str, parts: Iterable[str]) -> None:
+        super().__init__(message)
+        self.parts = tuple(parts)
+
+
+def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: Sequence[str] = ()) -> Path:  # noqa: A002
+    """Writes a model in one of the formats, atomically.
+
+    A .pth or .npz file holds weights alone: preprocessing and class names go to FILE.plainvit.json next to it, from
+    where `load` reads them.
+
+    Args:
+        model: The model to write.
+        path: google: an .npz file. plainvit, timm, torchvision: a .safetensors file, or .pth for the latter two.
+            timm: also a folder with its config.json. transformers: a folder.
+        format: plainvit, google, timm, transformers or torchvision.
+        drop: Parts of the model to leave out because the format does not support them; otherwise they are an error.
+
+    Returns:
+        The path.
+
+    Example:
+        plainvit.save(model, "folder", format="transformers")
     """
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
     folder = format == "transformers" or (format == "timm" and path.suffix not in (".safetensors", ".pth", ".bin"))
-    config, weights = _without(model, _lacks(format, model.config, folder), drop, format)
+    config, weights = _drop_parts(model, _list_unsupported(format, model.config, folder), drop, format)
     layout = own.layout_for(format, config, weights)
-    stray = unexpressed(layout, weights)
-    assert not stray, f"{format} has no place for {stray}, and did not say so"
+    unsupported = find_unsupported(layout, weights)
+    assert not unsupported, f"{format}.list_unsupported does not list {unsupported}"
     out = emit(layout, weights, config)
     described = own.describe(format, config, model.about)
     metadata = {"plainvit": json.dumps(described)}
-    if format != "plainvit":  # transformers asks for it
+    if format != "plainvit":  # transformers requires it
         metadata["format"] = "pt"
     if format == "google":
-        _write_with_sidecar(path, lambda beside: _write_npz(beside, out), described)
+        _write_with_sidecar(path, lambda target: _write_npz(target, out), described)
     elif folder:
-        _write_folder(path, out, metadata, _sidecars(format, config, model.about, weights))
+        _write_folder(path, out, metadata, _make_sidecars(format, config, model.about, weights))
     elif path.suffix in (".pth", ".bin") and format != "plainvit":
-        _write_with_sidecar(path, lambda beside: write_torch(beside, out), described)
+        _write_with_sidecar(path, lambda target: write_torch(target, out), described)
     else:
-        write_atomically(path, lambda beside: write_safetensors(beside, out, metadata))
+        write_atomically(path, lambda target: write_safetensors(target, out, metadata))
     return path
 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
-    """A file that holds weights alone, and next to it what they mean."""
+    """Writes a file of weights, and next to it their description."""
     digest, sidecar = "", own.sidecar(path)
 
-    def write_weights(beside: Path) -> None:
+    def write_weights(target: Path) -> None:
         nonlocal digest
-        write(beside)
-        digest = own.hash_described(beside, described)
+        write(target)
+        digest = own.hash_with_description(target, described)
 
-    def write_description(beside: Path) -> None:
-        text = json.dumps(described | {"sha256": digest}, indent=2, ensure_ascii=False) + "\n"
-        beside.write_text(text, encoding="utf-8")
+    def write_description(target: Path) -> None:
+        _write_json(target, described | {"sha256": digest})
 
     write_together({path: write_weights, sidecar: write_description})
     log.warning("%s holds weights alone: preprocessing and class names are in %s next to it", path, sidecar.name)
 
 
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """With a checksum, and the same bytes for the same content: the library orders metadata at random."""
+    """Adds a checksum, and writes the same bytes for the same content: the library orders metadata at random."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as the library has it
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, like the library
     raw = {name: tensors[name].contiguous().flatten().view(torch.uint8).numpy().data for name in order}
     content = {
         name: (names[tensors[name].dtype], tuple(tensors[name].shape), hashlib.sha256(raw[name]).hexdigest())
         for name in order
     }
-    told = dict(metadata) | {CHECKSUM: hash_content(metadata, content)}
-    header: dict[str, Any] = {"__metadata__": {key: told[key] for key in sorted(told)}}
+    checked = dict(metadata) | {CHECKSUM: hash_content(metadata, content)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(checked.items()))}
     end = 0
     for name in order:
         dtype, shape, _ = content[name]
@@ -96,20 +118,21 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 
 
 def convert(source: str | Path, target: str | Path, format: str, drop: Sequence[str] = (), **hints: Any) -> Path:  # noqa: A002
-    """Weights from one format to another, every number as it was."""
+    """Converts weights from one format to another without changing a value."""
     return save(load(source, dtype=None, **hints), target, format, drop)
 
 
-def _lacks(format: str, config: Model, folder: bool) -> list[tuple[str, str]]:  # noqa: A002
-    """(part, why) for everything that a format cannot express."""
+def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[str, str]]:  # noqa: A002
+    """(part, reason) for everything that a format does not support."""
     if format == "plainvit":
         return []
-    beyond = _beyond(config) if isinstance(config, ViTConfig) else ()
-    said = timm.SIDECAR_SAYS if format == "timm" and folder else ()
-    return [*beyond, *(lack for lack in own.OTHERS[format].lacks(config) if lack[0] not in said)]
+    ablations = _list_ablations(config) if isinstance(config, ViTConfig) else ()
+    supported = timm_names.IN_SIDECAR if format == "timm" and folder else ()
+    parts = own.LIBRARIES[format].list_unsupported(config)
+    return [*ablations, *((part, reason) for part, reason in parts if part not in supported)]
 
 
-def _beyond(config: ViTConfig) -> Iterable[tuple[str, str]]:
+def _list_ablations(config: ViTConfig) -> Iterable[tuple[str, str]]:
     """The paper's ablations, which no other library has."""
     if config.axial:
         yield "axial", "only plainvit has axial blocks"
@@ -119,15 +142,15 @@ def _beyond(config: ViTConfig) -> Iterable[tuple[str, str]]:
         yield "posemb_at", "only plainvit adds positions at every layer"
 
 
-# What may be dropped; the rest has no meaning without the part
+# What --drop accepts; without any other part the rest of the model has no meaning
 DROPS = (
-    *("activation", "norm_eps", "standardise", "normalisation"),  # the target's own takes its place
+    *("activation", "norm_eps", "standardise", "normalisation"),  # replaced by the target's own
     *("pre_logits", "registers", "layer_scale", "distillation"),
 )
 
 
-def _dropped(part: str, config: Model, format: str) -> Model:  # noqa: A002
-    """The config as the target will read it, without the part."""
+def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: A002
+    """The config without a part, or with the target's own in its place."""
     match part:
         case "activation" | "norm_eps":
             return config.replace(**{part: VIT_NUMERICS[format][part]})
@@ -148,44 +171,40 @@ def _dropped(part: str, config: Model, format: str) -> Model:  # noqa: A002
             return config.replace(distillation=False)
 
 
-def _without(
+def _drop_parts(
     model: ViT | ResNet,
-    lacking: list[tuple[str, str]],
+    unsupported: list[tuple[str, str]],
     drop: Sequence[str],
     format: str,  # noqa: A002
 ) -> tuple[Model, dict[str, Tensor]]:
-    """Config and weights less the parts that the caller agreed to lose; an error for the others."""
+    """Config and weights without the unsupported parts that `drop` names; the others are an error."""
     for part in drop:
         if part not in DROPS:
-            raise ValueError(f"nothing called {part!r} can be dropped; {nearest(part, DROPS)}")
-    refused = [(part, why) for part, why in lacking if part not in drop]
-    if refused:
-        parts = "; ".join(f"{part} ({why})" for part, why in refused)
-        asked = [*drop, *(part for part, _ in refused)]
-        hint = f": --drop {' '.join(asked)} goes on without" if set(asked) <= set(DROPS) else ""
-        raise ValueError(f"format {format!r} cannot express {parts}{hint}")
+            raise ValueError(f"--drop {part} is not supported; {nearest(part, DROPS)}")
+    remaining = [(part, why) for part, why in unsupported if part not in drop]
+    if remaining:
+        parts = "; ".join(f"{part} ({why})" for part, why in remaining)
+        dropped = [*drop, *(part for part, _ in remaining)]
+        hint = f": add --drop {' '.join(dropped)} to leave it out" if set(dropped) <= set(DROPS) else ""
+        raise UnsupportedPartError(f"format {format!r} does not support {parts}{hint}", (part for part, _ in remaining))
     config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    for part, _ in lacking:
+    for part, _ in unsupported:
         weights = _drop_weights(part, config, weights)
-        config = _dropped(part, config, format)
+        config = _drop_from_config(part, config, format)
         log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
-    for part in set(drop) - {part for part, _ in lacking}:
-        log.warning("%s was not dropped: none stands in the way of format %r", part, format)
+    for part in set(drop) - {part for part, _ in unsupported}:
+        log.warning("--drop %s has no effect: format %r supports what the model has", part, format)
     return config, weights
 
 
 def _drop_weights(part: str, config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     prefixes = {
-        "pre_logits": ("pre_logits.", "head."),  # the head reads the hidden layer: alone it means nothing
+        "pre_logits": ("pre_logits.", "head."),  # the head reads the hidden layer
         "registers": ("registers",),
         "distillation": ("distillation_token", "head_distillation."),
     }.get(part, ())
-    kept = (
-        {name: weight for name, weight in weights.items() if not name.startswith(prefixes)}
-        if prefixes
-        else dict(weights)
-    )
-    if part == "layer_scale":  # folded into the layer before it: the same function, to rounding
+    kept = {name: weight for name, weight in weights.items() if not prefixes or not name.startswith(prefixes)}
+    if part == "layer_scale":  # merged into the layer before it: the same function up to rounding
         for name in [name for name in kept if name.endswith(".scale")]:
             layer = name.replace("residual1.scale", "attention.out").replace("residual2.scale", "mlp.fc2")
             scale = kept.pop(name)
@@ -200,35 +219,34 @@ def _drop_weights(part: str, config: Model, weights: dict[str, Tensor]) -> dict[
     return kept
 
 
-def _sidecars(format: str, config: Model, about: About, weights: dict[str, Tensor]) -> dict[str, dict[str, Any]]:  # noqa: A002
+def _make_sidecars(format: str, config: Model, about: About, weights: dict[str, Tensor]) -> dict[str, dict[str, Any]]:  # noqa: A002
     if format == "timm":
-        return {"config.json": timm.sidecar_for(config, about)}
+        return {"config.json": timm_names.make_sidecar(config, about)}
     assert isinstance(config, ViTConfig)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    return transformers.sidecars_for(config, about, dtype)
+    return transformers.make_sidecars(config, about, dtype)
 
 
 def _write_folder(
     path: Path, out: dict[str, Tensor], metadata: dict[str, str], sidecars: dict[str, dict[str, Any]]
 ) -> None:
-    """All files or none; shards of an earlier model go with the new one's arrival."""
+    """Writes all files or none, then removes the shards of an earlier model."""
     new = not path.exists()
     if path.is_file():
-        raise ValueError(f"cannot write {path}: it is a file, and this format is a folder")
+        raise ValueError(f"cannot write {path}: it is a file, and this format needs a folder")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if run_settings(path):
-        raise ValueError(f"{path} is the folder of a run, whose config.json would be lost: give another folder")
+        raise ValueError(f"{path} is the folder of a run, whose config.json would be lost: use another folder")
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise DiskError(f"cannot write into {path}: {error.strerror}") from error
-    old = [path / name for name in _shards(path)]
+    old = [path / name for name in _list_shards(path)]
     writers: dict[Path, Callable[[Path], object]] = {}
     for name, value in sidecars.items():
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        writers[path / name] = lambda beside, text=text: beside.write_text(text, encoding="utf-8")
-    writers[path / "model.safetensors"] = lambda beside: write_safetensors(beside, out, metadata)
+        writers[path / name] = lambda target, value=value: _write_json(target, value)
+    writers[path / "model.safetensors"] = lambda target: write_safetensors(target, out, metadata)
     try:
         write_together(writers)
     except DiskError:
@@ -239,8 +257,8 @@ def _write_folder(
         stale.unlink(missing_ok=True)
 
 
-def _shards(folder: Path) -> list[str]:
-    """The index of a sharded model and the shards that it names, the index first."""
+def _list_shards(folder: Path) -> list[str]:
+    """The index of a sharded model, then the shards that it names."""
     index = folder / SHARD_INDEX
     if not index.is_file():
         return []
@@ -256,7 +274,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def write_torch(path: Path, value: object) -> None:
-    """Through an open file: given a name, torch.save stores that of the temporary file inside."""
+    """Passes an open file: given a path, torch.save would store the name of the temporary file."""
     with path.open("wb") as file:
         torch.save(value, file)
 

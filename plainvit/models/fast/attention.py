@@ -22,8 +22,8 @@ from torch import Tensor
 
 from plainvit.models.trace import assume_constant_result
 
-MOST_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
-LARGE = 2**24  # numbers in qkv: some 30 us of a large GPU's time
+MAX_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
+LARGE = 2**24  # values in qkv: about 30 us on a large GPU
 LOG2E = 1.4426950408889634
 
 
@@ -70,12 +70,12 @@ TILES: dict[tuple[int, int], Tiles] = {
 
 
 def choose(tokens: int, width: int) -> Tiles:
-    """The tiles for so many tokens and heads so wide."""
+    """The tiles for a number of tokens and a head width."""
     return next(tiles for (most, d), tiles in TILES.items() if tokens <= most and width == d)
 
 
 def split(length: int, widest: int) -> tuple[int, ...]:
-    """Powers of two from 16 to `widest` that cover a length with little to spare: 197 is 128, 64 and 5 of 16."""
+    """Powers of two from 16 to `widest` that cover a length with little padding: 197 is 128 + 64 + 16."""
     tiles: list[int] = []
     while length > sum(tiles):
         rest = length - sum(tiles)
@@ -89,7 +89,7 @@ def split(length: int, widest: int) -> tuple[int, ...]:
 
 
 class Packed(NamedTuple):
-    """What is asked of a qkv [B, N, 3D]: of one that is yet to be made, too."""
+    """Shape, dtype and device of a qkv [B, N, 3D] that may not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,36 +97,36 @@ class Packed(NamedTuple):
 
 
 def fits(qkv: Tensor | Packed, heads: int) -> bool:
-    """Whether short_attention takes this qkv [B, N, 3D]."""
+    """Whether short_attention supports this qkv [B, N, 3D]."""
     return unfit(qkv, heads) is None
 
 
 def is_faster(qkv: Tensor | Packed, heads: int) -> bool:
-    """Whether it fits and is faster than PyTorch's: Python needs longer to start a kernel of Triton's than of theirs.
+    """Whether short_attention supports this qkv and is faster than PyTorch's attention.
 
-    Compiled code, and the CUDA graphs that are made of it, lose nothing there; otherwise small ones are left to them.
+    Python needs longer to launch a Triton kernel, so in eager code only large inputs gain; compiled code always does.
     """
     return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and fits(qkv, heads)
 
 
 def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
-    """One line saying why not, or None."""
+    """Why short_attention does not support this qkv, or None."""
     if len(qkv.shape) != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
         return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
-    if not 1 <= qkv.shape[1] <= MOST_TOKENS:
-        return f"{qkv.shape[1]} tokens: short attention takes 1 to {MOST_TOKENS}"
+    if not 1 <= qkv.shape[1] <= MAX_TOKENS:
+        return f"{qkv.shape[1]} tokens: short attention supports 1 to {MAX_TOKENS}"
     if qkv.shape[2] // (3 * heads) not in HEAD_WIDTHS:
-        return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention takes {HEAD_WIDTHS}"
+        return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention supports {HEAD_WIDTHS}"
     if qkv.device.type != "cuda":
         return f"qkv is on {qkv.device.type}: short attention needs a CUDA device"
     if qkv.dtype not in DTYPES:
-        return f"qkv is {qkv.dtype}: short attention takes bf16 and fp16"
+        return f"qkv is {qkv.dtype}: short attention supports bf16 and fp16"
     return None if device_ready(qkv.device.index) else "short attention needs triton and an NVIDIA GPU from Ampere on"
 
 
 @assume_constant_result
 def device_ready(index: int) -> bool:
-    """Asked once for each compiled graph; the compiler need not look inside."""
+    """Whether a GPU can run the kernels. The compiler evaluates it once per graph."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(index) >= (8, 0)
@@ -134,12 +134,12 @@ def device_ready(index: int) -> bool:
 
 def _check(qkv: Tensor, heads: int) -> None:
     reason = unfit(qkv, heads)
-    if reason and not interpreted(qkv):
+    if reason and not is_interpreted(qkv):
         raise ValueError(reason)
 
 
-def interpreted(x: Tensor) -> bool:
-    """Whether Triton's interpreter stands in for a GPU, as in tests on any machine."""
+def is_interpreted(x: Tensor) -> bool:
+    """Whether Triton's interpreter replaces a GPU, as in tests."""
     return not x.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -147,20 +147,20 @@ def interpreted(x: Tensor) -> bool:
 
 
 def _kernels() -> Any:
-    """Loaded on first use: triton is not everywhere, and slow to load."""
+    """Imported on first use: triton is optional, and slow to import."""
     from plainvit.models.fast import attention_kernels
 
     return attention_kernels
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Kernels take any stride but the last: a gradient of a sum, say, has 0 there."""
+def _make_dense(x: Tensor) -> Tensor:
+    """Kernels need a last stride of 1; the gradient of a sum has 0."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor]:
     """Tokens [B, N, D], and the base-2 logarithm of each softmax's sum [B, H, N]."""
-    qkv = _dense(qkv)
+    qkv = _make_dense(qkv)
     B, N, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     d = D // heads
     out, lse = qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
@@ -179,11 +179,11 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
 def run_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the packed qkv, [B, N, 3D], and that summed up over images and tokens, fp32 [3D].
+    """The gradient of the packed qkv, [B, N, 3D], and its sum over images and tokens, fp32 [3D].
 
-    As a softmax's weights add up to 1, those of values sum up to the tokens' gradient, and those of keys to 0.
+    Because softmax weights sum to 1, the gradients of values sum to the output's gradient, and those of keys to 0.
     """
-    grad, qkv = _dense(grad), _dense(qkv)
+    grad, qkv = _make_dense(grad), _make_dense(qkv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
         return dqkv, lse.new_zeros(qkv.shape[2])
@@ -193,8 +193,8 @@ def run_backward(
     return dqkv, torch.cat((queries, torch.zeros_like(queries), values))
 
 
-def _shared(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the kernels of the backward pass have in common: strides, scales and heads; the sizes they are cut for."""
+def _backward_arguments(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that both backward kernels share: strides, scales and heads; constant sizes."""
     d = qkv.shape[2] // (3 * heads)
     strides = qkv.stride(0), qkv.stride(1), grad.stride(0), grad.stride(1)
     return (*strides, LOG2E * d**-0.5, d**-0.5, heads), {"N": qkv.shape[1], "PARTS": split(d, 64)}
@@ -204,7 +204,7 @@ def run_queries(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch
 ) -> Tensor:
     """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
-    rest, sizes = _shared(grad, qkv, heads)
+    rest, sizes = _backward_arguments(grad, qkv, heads)
     programs = -(-qkv.shape[1] // launch.rows)
     sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
@@ -217,7 +217,7 @@ def run_queries(
 
 def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
     """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
-    rest, sizes = _shared(grad, qkv, heads)
+    rest, sizes = _backward_arguments(grad, qkv, heads)
     N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
@@ -251,7 +251,7 @@ def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> tuple[
     return qkv.new_empty(qkv.shape), lse.new_empty(qkv.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, int, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
     qkv, ctx.heads, bias = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(qkv, *output)
@@ -262,13 +262,13 @@ def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, No
     return dqkv, None, None if ctx.bias is None else summed.to(ctx.bias)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def short_attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
     """softmax(q kT / sqrt(d)) v of each head, eqs. 5-8: qkv [B, N, 3D], q | k | v head by head -> [B, N, D].
 
-    bias [3D]: what was added to every token of qkv, there without a gradient. Its gradient is the sum of qkv's, which
-    the backward pass has at hand: another pass over it would take a sixth of the time of these kernels.
+    bias [3D] is the bias that was added to qkv without a gradient. Its gradient is the sum of qkv's, which the backward
+    kernels compute on the way; a separate pass would cost a sixth of their time.
     """
     return _forward(qkv, heads, bias)[0]

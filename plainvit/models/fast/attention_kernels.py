@@ -1,5 +1,5 @@
 # type: ignore
-"""The Triton kernels of plainvit.models.fast.attention, which loads this module on use: triton is not everywhere.
+"""The Triton kernels of plainvit.models.fast.attention, which imports this module on first use: triton is optional.
 
 FlashAttention's equations (arXiv 2205.14135, 2307.08691) with tiles for sequences of up to 288 tokens. No gradient is
 summed across programs, so no kernel needs atomics.
@@ -19,8 +19,8 @@ from triton.language import constexpr
 
 
 @triton.constexpr_function
-def before(widths, number):
-    """Where a tile begins."""
+def tile_start(widths, number):
+    """The first column of a tile."""
     return sum(widths[:number])
 
 
@@ -36,7 +36,7 @@ def load(start, first, stride, N: constexpr, ROWS: constexpr, PARTS: constexpr):
     tiles = ()
     rows = first + tl.arange(0, ROWS)
     for i in tl.static_range(len(PARTS)):
-        columns = before(PARTS, i) + tl.arange(0, PARTS[i])
+        columns = tile_start(PARTS, i) + tl.arange(0, PARTS[i])
         tiles = tiles + (tl.load(start + rows[:, None] * stride + columns[None, :], rows[:, None] < N, 0.0),)
     return tiles
 
@@ -46,7 +46,7 @@ def store(start, tiles, factor, first, stride, N: constexpr, ROWS: constexpr, PA
     """Rows below N, each times `factor`."""
     rows = first + tl.arange(0, ROWS)
     for i in tl.static_range(len(PARTS)):
-        columns = before(PARTS, i) + tl.arange(0, PARTS[i])
+        columns = tile_start(PARTS, i) + tl.arange(0, PARTS[i])
         tile = (tiles[i] * factor).to(start.dtype.element_ty)
         tl.store(start + rows[:, None] * stride + columns[None, :], tile, rows[:, None] < N)
 
@@ -54,7 +54,7 @@ def store(start, tiles, factor, first, stride, N: constexpr, ROWS: constexpr, PA
 @triton.jit
 def store_sums(start, sums, PARTS: constexpr):
     for i in tl.static_range(len(PARTS)):
-        tl.store(start + before(PARTS, i) + tl.arange(0, PARTS[i]), sums[i])
+        tl.store(start + tile_start(PARTS, i) + tl.arange(0, PARTS[i]), sums[i])
 
 
 @triton.jit
@@ -94,8 +94,8 @@ def add_weighted(sums, weights, rows, PARTS: constexpr):
 
 
 @triton.jit
-def delta_of(grad, out, PARTS: constexpr):
-    """rowsum(dO * O): what the softmax's normalisation takes off each gradient."""
+def compute_delta(grad, out, PARTS: constexpr):
+    """rowsum(dO * O): what the softmax's normalisation subtracts from each gradient."""
     delta = tl.sum(grad[0].to(tl.float32) * out[0].to(tl.float32), 1)
     for i in tl.static_range(1, len(PARTS)):
         delta += tl.sum(grad[i].to(tl.float32) * out[i].to(tl.float32), 1)
@@ -103,8 +103,8 @@ def delta_of(grad, out, PARTS: constexpr):
 
 
 @triton.jit
-def begin(pointer, head, batch_stride, H, D: constexpr):
-    """Where a head, counted over all images, begins in a tensor [B, N, ... H D]."""
+def head_start(pointer, head, batch_stride, H, D: constexpr):
+    """The address of a head, counted over all images, in a tensor [B, N, ... H D]."""
     return pointer + (head // H).to(tl.int64) * batch_stride + (head % H) * D
 
 
@@ -113,7 +113,7 @@ def add_online(
     most, total, sums, queries, keys, values, scale, first,
     N: constexpr, WIDTH: constexpr, MASKED: constexpr, PARTS: constexpr,
 ):  # fmt: skip
-    """The softmax so far and one more tile of keys: what was summed shrinks where a greater logit is met."""
+    """Adds one tile of keys to an online softmax; earlier sums are rescaled if the maximum grows."""
     logits = product(queries, keys, PARTS)
     if MASKED:
         logits = tl.where((first + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
@@ -132,10 +132,10 @@ def attention_forward(
     N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
 ):  # fmt: skip
     """out [B, N, H D] and lse [B, H, N]: one program per block of queries, keys and values in a loop."""
-    D: constexpr = before(PARTS, len(PARTS))
+    D: constexpr = tile_start(PARTS, len(PARTS))
     LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
-    q = begin(qkv, head, batch_stride, H, D)
+    q = head_start(qkv, head, batch_stride, H, D)
     k = q + H * D
     v = k + H * D
     lse += head.to(tl.int64) * N
@@ -150,13 +150,13 @@ def attention_forward(
         values = load(v, t * WIDTHS[0], token_stride, N, WIDTHS[0], PARTS)
         most, total, sums = add_online(most, total, sums, queries, keys, values, scale, 0, N, WIDTHS[0], False, PARTS)
     for t in tl.static_range(LOOPED, len(WIDTHS)):
-        tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
-        tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_keys = load(k, tile_start(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_values = load(v, tile_start(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
         most, total, sums = add_online(
             most, total, sums, queries, tile_keys, tile_values, scale,
-            before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
+            tile_start(WIDTHS, t), N, WIDTHS[t], tile_start(WIDTHS, t + 1) > N, PARTS,
         )  # fmt: skip
-    store(begin(out, head, N * H * D, H, D), sums, 1.0 / total[:, None], first, H * D, N, ROWS, PARTS)
+    store(head_start(out, head, N * H * D, H, D), sums, 1.0 / total[:, None], first, H * D, N, ROWS, PARTS)
     tl.store(lse + rows, most + tl.log2(total), rows < N)
 
 
@@ -182,17 +182,17 @@ def attention_backward_queries(
     scale, shrink, H, N: constexpr, PARTS: constexpr, WIDTHS: constexpr, ROWS: constexpr, PROGRAMS: constexpr,
 ):  # fmt: skip
     """dQ, the delta [B, H, N] that dK and dV need, and sums over queries of dQ and of dO: [B PROGRAMS, 2 H D]."""
-    D: constexpr = before(PARTS, len(PARTS))
+    D: constexpr = tile_start(PARTS, len(PARTS))
     LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
-    q = begin(qkv, head, batch_stride, H, D)
+    q = head_start(qkv, head, batch_stride, H, D)
     k = q + H * D
     v = k + H * D
     first = tl.program_id(0) % PROGRAMS * ROWS
     rows = first + tl.arange(0, ROWS)
     queries = load(q, first, token_stride, N, ROWS, PARTS)
-    grads = load(begin(grad, head, grad_batch_stride, H, D), first, grad_token_stride, N, ROWS, PARTS)
-    taken = delta_of(grads, load(begin(out, head, N * H * D, H, D), first, H * D, N, ROWS, PARTS), PARTS)
+    grads = load(head_start(grad, head, grad_batch_stride, H, D), first, grad_token_stride, N, ROWS, PARTS)
+    taken = compute_delta(grads, load(head_start(out, head, N * H * D, H, D), first, H * D, N, ROWS, PARTS), PARTS)
     tl.store(delta + head.to(tl.int64) * N + rows, taken, rows < N)
     total = tl.load(lse + head.to(tl.int64) * N + rows, rows < N, 0.0)
     sums = zeros(ROWS, PARTS)
@@ -203,13 +203,13 @@ def attention_backward_queries(
             sums, queries, grads, keys, values, total, taken, scale, 0, N, WIDTHS[0], False, PARTS
         )  # fmt: skip
     for t in tl.static_range(LOOPED, len(WIDTHS)):
-        tile_keys = load(k, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
-        tile_values = load(v, before(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_keys = load(k, tile_start(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
+        tile_values = load(v, tile_start(WIDTHS, t), token_stride, N, WIDTHS[t], PARTS)
         sums = add_to_queries(
             sums, queries, grads, tile_keys, tile_values, total, taken, scale,
-            before(WIDTHS, t), N, WIDTHS[t], before(WIDTHS, t + 1) > N, PARTS,
+            tile_start(WIDTHS, t), N, WIDTHS[t], tile_start(WIDTHS, t + 1) > N, PARTS,
         )  # fmt: skip
-    store(begin(dqkv, head, N * 3 * H * D, H, D), sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
+    store(head_start(dqkv, head, N * 3 * H * D, H, D), sums, shrink, first, 3 * H * D, N, ROWS, PARTS)
     row = (head // H).to(tl.int64) * PROGRAMS + tl.program_id(0) % PROGRAMS
     summed += row * (2 * H * D) + (head % H) * D
     store_sums(summed, sum_rows(sums, shrink, PARTS), PARTS)  # rows of padding are 0
@@ -223,7 +223,7 @@ def add_to_keys(
 ):  # fmt: skip
     """dK + dST Q and dV + PT dO of one block of queries; keys come first, so that PT and dST can stay in registers.
 
-    Padded queries have P = 1, dO = 0 and dS = 0. Padded keys have rows of their own, which nobody stores.
+    Padded queries have P = 1, dO = 0 and dS = 0. Padded keys have rows of their own, which are not stored.
     """
     rows = first + tl.arange(0, ROWS)
     queries = load(q, first, token_stride, N, ROWS, PARTS)
@@ -241,13 +241,13 @@ def attention_backward_keys(
     qkv, lse, grad, delta, dqkv, batch_stride, token_stride, grad_batch_stride, grad_token_stride,
     scale, shrink, H, N: constexpr, PARTS: constexpr, KEYS: constexpr, WIDTHS: constexpr, PROGRAMS: constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys: queries pass by, in blocks of WIDTHS rows."""
-    D: constexpr = before(PARTS, len(PARTS))
+    """dK and dV of one block of keys: loops over queries in blocks of WIDTHS rows."""
+    D: constexpr = tile_start(PARTS, len(PARTS))
     LOOPED: constexpr = count_looped(N, WIDTHS)
     head = tl.program_id(0) // PROGRAMS
-    q = begin(qkv, head, batch_stride, H, D)
-    grad = begin(grad, head, grad_batch_stride, H, D)
-    dk = begin(dqkv, head, N * 3 * H * D, H, D) + H * D
+    q = head_start(qkv, head, batch_stride, H, D)
+    grad = head_start(grad, head, grad_batch_stride, H, D)
+    dk = head_start(dqkv, head, N * 3 * H * D, H, D) + H * D
     lse += head.to(tl.int64) * N
     delta += head.to(tl.int64) * N
     key = tl.program_id(0) % PROGRAMS * KEYS
@@ -262,7 +262,7 @@ def attention_backward_keys(
         )  # fmt: skip
     for t in tl.static_range(LOOPED, len(WIDTHS)):
         dks, dvs = add_to_keys(
-            dks, dvs, keys, values, q, grad, lse, delta, before(WIDTHS, t), token_stride, grad_token_stride, scale,
+            dks, dvs, keys, values, q, grad, lse, delta, tile_start(WIDTHS, t), token_stride, grad_token_stride, scale,
             N, WIDTHS[t], PARTS,
         )  # fmt: skip
     store(dk, dks, shrink, key, 3 * H * D, N, KEYS, PARTS)

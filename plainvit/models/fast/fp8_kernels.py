@@ -1,8 +1,8 @@
 # type: ignore
-"""The Triton kernel of plainvit.models.fast.fp8, which loads this module on use: triton is not everywhere.
+"""The Triton kernel of plainvit.models.fast.fp8, which imports this module on first use: triton is optional.
 
-A row is read once: its GELU where one is asked for, the largest number, and the quotients in e4m3 are made while it
-lies in registers. The compiler reads rows longer than 1,024 twice, and computes their GELU twice.
+It reads a row once and computes GELU, maximum and e4m3 values in registers. The compiler would read rows longer than
+1,024 twice, and compute their GELU twice.
 """
 
 # Triton's language only looks like Python: type checkers cannot follow it, and it has no starred tuples.
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from plainvit.models.fast.attention_kernels import before
+from plainvit.models.fast.attention_kernels import tile_start
 from plainvit.models.fast.gelu_kernels import normal
 
 
 @triton.jit
-def activated(x, ACTIVATION: constexpr):
+def activate(x, ACTIVATION: constexpr):
     """x itself, or a GELU of it."""
     if ACTIVATION == "":
         return x
@@ -31,12 +31,12 @@ def quantise_rows(x, out, scales, most, least, K: constexpr, WIDTHS: constexpr, 
     largest = 0.0
     tiles = ()
     for t in tl.static_range(len(WIDTHS)):
-        columns = before(WIDTHS, t) + tl.arange(0, WIDTHS[t])
-        tile = activated(tl.load(x + row * K + columns, columns < K, 0.0).to(tl.float32), ACTIVATION)
+        columns = tile_start(WIDTHS, t) + tl.arange(0, WIDTHS[t])
+        tile = activate(tl.load(x + row * K + columns, columns < K, 0.0).to(tl.float32), ACTIVATION)
         largest = tl.maximum(largest, tl.max(tl.abs(tile)))
         tiles = tiles + (tile,)
     scale = tl.maximum(largest, least) / most
     for t in tl.static_range(len(WIDTHS)):
-        columns = before(WIDTHS, t) + tl.arange(0, WIDTHS[t])
+        columns = tile_start(WIDTHS, t) + tl.arange(0, WIDTHS[t])
         tl.store(out + row * K + columns, (tiles[t] / scale).to(out.dtype.element_ty), columns < K)
     tl.store(scales + row, scale)

@@ -1,17 +1,17 @@
 """The GELU x Phi(x) by a short formula, for compiled code on GPUs in bf16.
 
-    register_decompositions()                 # the compiler fuses the formula and its derivative into what is around
-        y = gelu(x)                           # F.gelu(x), off by 6e-6 of it, where bf16 rounds to 2e-3
-        z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), which keeps x alone to learn from
-    y = linear_gelu(x, weight, bias)          # gelu(F.linear(x, weight, bias)) in one kernel, to learn nothing from
+    register_decompositions()                 # the compiler fuses the formula and its derivative with its neighbours
+        y = gelu(x)                           # F.gelu(x) with a relative error of 6e-6; bf16 rounds to 2e-3
+        z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), keeping x alone for backward
+    y = linear_gelu(x, weight, bias)          # gelu(F.linear(x, weight, bias)) in one kernel, for inference
 
-An MLP's hidden numbers are the largest of all activations, and its GELU should take no longer than to read and to write
-them. The error function of the GPU's library does: some 30 instructions, with branches. But the logarithm of the normal
-distribution's tail, log Phi(-a), is nearly a parabola, so that 7 multiply-adds and one exponential do.
+The hidden values of an MLP are the largest activations, and their GELU should be limited by memory alone. The GPU's
+error function is not: some 30 instructions, with branches. The logarithm of the normal distribution's tail,
+log Phi(-a), is nearly a parabola, so 7 multiply-adds and one exponential suffice.
 
-Operators, because the slope is written out: that of the formula itself would take twice as long. Not an
-autograd.Function: inside of `checkpoint` PyTorch 2.11 keeps the slope, in fp32, in place of computing it again.
-Letters: R tokens, M hidden numbers of each, D width.
+The gradient is written out, because autograd's of the formula would take twice as long. These are custom operators:
+with an autograd.Function inside `checkpoint`, PyTorch 2.11 keeps the gradient in fp32 instead of recomputing it.
+Letters: R tokens, M hidden values per token, D width.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plainvit.models.trace import assume_constant_result
 
-# log Phi(-a) = log(1/2) + ... for 0 <= a <= 6, minimax: off by 4e-6 there. Beyond, it falls on towards Phi(-a) = 0.
+# Coefficients of log Phi(-a) for 0 <= a <= 6, minimax with an error of 4e-6; beyond, it falls towards Phi(-a) = 0
 TAIL = (
     -0.6931471824645996,
     -0.7979609966278076,
@@ -35,8 +35,8 @@ TAIL = (
     4.209228063700721e-05,
     -1.2433595202310244e-06,
 )
-ROWS, TURNS, COLUMNS = 16, 8, 128  # of gelu_gradients: a program's tile, and how many of them one below the other
-PRODUCT = {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 8}  # of linear_gelu; and 8 warps, 3 stages
+ROWS, TURNS, COLUMNS = 16, 8, 128  # of gelu_gradients: a program computes TURNS tiles of ROWS x COLUMNS
+PRODUCT = {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 8}  # tile sizes of linear_gelu
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The form with a tanh, which is a sigmoid of twice as much: without the tanh of the GPU's library, again long."""
+    """The tanh form, computed by a sigmoid, which is faster than the GPU's tanh."""
     return _gelu(x, True)
 
 
 def normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Phi(x), and x times its slope."""
+    """Phi(x), and x times its derivative."""
     a = x.abs()
     log = TAIL[-1] * a + TAIL[-2]
     for coefficient in reversed(TAIL[:-2]):
@@ -59,9 +59,9 @@ def normal(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands for Phi in the form with a tanh, and x times its slope."""
+    """The tanh form's approximation of Phi, and x times its derivative."""
     linear, cubic = (8 / math.pi) ** 0.5, (8 / math.pi) ** 0.5 * 0.044715
-    square = (x * x).clamp(max=100)  # beyond, it is 0 or 1, and a slope of 0 times infinity would be none
+    square = (x * x).clamp(max=100)  # beyond, phi is 0 or 1; avoids 0 times Inf in the derivative
     phi = torch.sigmoid(x * (linear + cubic * square))
     return phi, phi * (1 - phi) * x * (linear + 3 * cubic * square)
 
@@ -92,7 +92,7 @@ def _(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:  # noqa: ARG001
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:  # noqa: ARG001
     x, ctx.tanh = inputs
     ctx.save_for_backward(x)
 
@@ -101,17 +101,17 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return _gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
 
 
-_gelu.register_autograd(_differentiate, setup_context=_keep)
+_gelu.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
-# With the product that follows ----------------------------------------------------------------------------------------
+# With the matmul that follows -----------------------------------------------------------------------------------------
 
 
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, *, tanh: bool) -> Tensor:
-    """A GELU of x [..., M] times weight [D, M], and a bias [D]: [..., D], in x's precision.
+    """F.linear(gelu(x), weight, bias) for x [..., M] and weight [D, M]: [..., D], in x's precision.
 
-    For its gradients x is kept, and the GELU computed again. before [M]: what was added to every row of x, there
-    without a gradient. It has one here, for the pass that makes the gradient of x can sum it up.
+    The backward pass keeps x and recomputes the GELU. before [M] is the bias that was added to x without a gradient:
+    its gradient is computed here, in the same pass as the gradient of x.
     """
     return _gelu_linear(x.flatten(0, -2), weight, bias, before, tanh).unflatten(0, x.shape[:-1])
 
@@ -121,7 +121,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool
 
 
 def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of the GELU: that of x [R, M], the GELU itself, and sums of the first, fp32 [some, M]."""
+    """The gradient of x [R, M] from that of the GELU, the GELU, and partial sums of the gradient, fp32 [.., M]."""
     if not x.is_cuda:
         found = _gradient(grad, x, tanh)
         return found, _value(x, tanh), found.float().sum(0, keepdim=True)
@@ -151,7 +151,7 @@ def _(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:  # 
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(programs, x.shape[1], dtype=torch.float32)
 
 
-def _keep_for_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save_for_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     x, weight, bias, before, ctx.tanh = inputs
     ctx.dtypes = bias.dtype, before.dtype
     ctx.save_for_backward(x, weight)
@@ -165,18 +165,18 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight, grad.sum(0, dtype=torch.float32).to(bias), sums.sum(0).to(before), None
 
 
-_gelu_linear.register_autograd(_differentiate_product, setup_context=_keep_for_product)
+_gelu_linear.register_autograd(_differentiate_product, setup_context=_save_for_matmul)
 
 
-# With the product before it -------------------------------------------------------------------------------------------
+# With the matmul before it --------------------------------------------------------------------------------------------
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A GELU of x [..., D] times weight [M, D] and a bias [M]: [..., M]. On a GPU only where `copies_tiles`."""
+    """gelu(F.linear(x, weight, bias)) for x [..., D] and weight [M, D]: [..., M]. On a GPU only if `copies_tiles`."""
     return _linear_gelu(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
-def _ended(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not x.is_cuda:
         return _value(F.linear(x, weight, bias), False)
     from plainvit.models.fast import gelu_kernels
@@ -188,20 +188,20 @@ def _ended(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     launch: Any = gelu_kernels.linear_gelu[(programs,)]
     with torch.cuda.device_of(x):
         launch(
-            *tiled(aligned(x), aligned(weight), y, bias), R, M, D,
+            *describe_tiles(align_rows(x), align_rows(weight), y, bias), R, M, D,
             **PRODUCT, PROGRAMS=programs, num_warps=8, num_stages=3,
         )  # fmt: skip
     return y
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Row after row, from a multiple of 16 bytes on: a GPU copies no other tiles."""
+def align_rows(x: Tensor) -> Tensor:
+    """Contiguous, and aligned to 16 bytes, as tensor descriptors require."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def tiled(x: Tensor, weight: Tensor, y: Tensor, bias: Tensor) -> tuple[Any, ...]:
-    """The kernel's tensors, as its tiles take them."""
+def describe_tiles(x: Tensor, weight: Tensor, y: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    """The kernel's tensors as tensor descriptors."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, columns, inner = PRODUCT["ROWS"], PRODUCT["COLUMNS"], PRODUCT["INNER"]
@@ -210,7 +210,7 @@ def tiled(x: Tensor, weight: Tensor, y: Tensor, bias: Tensor) -> tuple[Any, ...]
     return of_x, of_weight, bias, of_y
 
 
-_linear_gelu = torch.library.custom_op("plainvit::linear_gelu", _ended, mutates_args=())
+_linear_gelu = torch.library.custom_op("plainvit::linear_gelu", _linear_then_gelu, mutates_args=())
 
 
 @_linear_gelu.register_fake
@@ -220,7 +220,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: ARG001
 
 @assume_constant_result
 def copies_tiles(index: int) -> bool:
-    """Whether that GPU, on which Triton runs, copies tiles by itself: Hopper's, for which the kernel is made."""
+    """Whether a GPU has tensor descriptors: Hopper, for which the kernel is written."""
     has = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
     return has and torch.cuda.get_device_capability(index)[0] == 9
 
@@ -230,13 +230,13 @@ def copies_tiles(index: int) -> bool:
 
 @assume_constant_result
 def register_decompositions() -> bool:
-    """Whether the compiler takes the formulas, here given to it; it would start the operators as they are."""
+    """Registers the formulas with the compiler, which would otherwise call the operators; False if it cannot."""
     try:
         from torch._inductor.decomposition import select_decomp_table
 
         operators = torch.ops.plainvit
         formulas = {operators.gelu: _value, operators.gelu_backward: _gradient, operators.gelu_linear: _product}
         select_decomp_table().update({operator.default: formula for operator, formula in formulas.items()})
-    except (ImportError, AttributeError):  # no public part of PyTorch: another version may have it elsewhere
+    except (ImportError, AttributeError):  # a private part of PyTorch, which other versions may not have
         return False
     return True

@@ -1,10 +1,10 @@
 # type: ignore
-"""The Triton kernels of plainvit.models.fast.gelu, which loads this module on use: triton is not everywhere.
+"""The Triton kernels of plainvit.models.fast.gelu, which imports this module on first use: triton is optional.
 
-gelu_gradients: one pass over an MLP's hidden numbers and their gradients makes all that a backward pass wants of them.
-The compiler makes two: it does not sum up over rows what it writes along them.
-linear_gelu: a product that ends with the GELU, so that the hidden numbers are written once and not read again. Each
-program makes tile after tile, and loads for the next one while it writes the last.
+gelu_gradients: one pass over an MLP's hidden values and their gradients computes all that the backward pass needs. The
+compiler would need two, because it does not fuse a sum over rows with writing them.
+linear_gelu: a matmul that ends with the GELU, so the hidden values are written once and not read again. Each program
+computes several tiles, and loads the next one while it writes the last.
 """
 
 import triton
@@ -18,7 +18,7 @@ TAIL = constexpr(gelu.TAIL)
 
 @triton.jit
 def normal(x, TANH: constexpr):
-    """Phi(x), and x times its slope: as plainvit.models.fast.gelu has both forms."""
+    """Phi(x), and x times its derivative, as in plainvit.models.fast.gelu."""
     if TANH:
         square = tl.minimum(x * x, 100.0)
         phi = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282859875 * square))
@@ -69,7 +69,7 @@ def linear_gelu(
     """y [R, M] = gelu(x [R, D] weight [M, D]T + bias [M]). All but the bias as tiles, those of y half as wide."""
     down, across = tl.cdiv(R, ROWS), tl.cdiv(M, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
-        first = tile // (GROUP * across) * GROUP  # so many rows of tiles at a time: what they share stays in the cache
+        first = tile // (GROUP * across) * GROUP  # GROUP rows of tiles at a time share cached operands
         height, place = tl.minimum(down - first, GROUP), tile % (GROUP * across)
         row, column = (first + place % height) * ROWS, place // height * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
