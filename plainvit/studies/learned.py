@@ -55,10 +55,10 @@ def untrained(config: Config) -> Config:
 def model_of(config: Config, folder: Path) -> ViT:
     """What a run delivered, or would begin from."""
     if config.steps or config.epochs:
-        return attention.check(load(folder))
+        return attention.require_vit(load(folder))
     assert config.model
     model = build(config.model).initialise(torch.Generator().manual_seed(config.seed))
-    return attention.check(model).eval()
+    return attention.require_vit(model).eval()
 
 
 def above(limit: float, values: Sequence[float]) -> Gap:
