@@ -31,12 +31,12 @@ def base(budget: Budget) -> Config:
             return tiny.replace(model=model, augment=augment, optim=optim, **changes)
 
 
-def pretrained(budget: Budget) -> Config:
+def pretrain_config(budget: Budget) -> Config:
     """What all fine-tunings begin from: the base, on classes that they are not fine-tuned on."""
     return base(budget).replace(data="digits:01234") if budget == "cpu" else base(budget)
 
 
-def finetuned(budget: Budget, data: str) -> Config:
+def finetune_config(budget: Budget, data: str) -> Config:
     """A short fine-tuning on one of DOWNSTREAM, the same for every arm: a head of zeros, one rate, no weight decay.
 
     An arm from scratch is this with a model, and perhaps a rate, of its own. It has the optimiser of the base, since

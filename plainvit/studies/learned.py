@@ -43,16 +43,16 @@ def wide_patches(budget: Budget) -> Config:
     return config.replace(model=vit(config).replace(image_size=(16, 16), patch=(4, 4)))
 
 
-def twins(config: Config) -> dict[str, Arm]:
+def trained_and_untrained(config: Config) -> dict[str, Arm]:
     """A run, and the same of no steps: the weights that it began from."""
-    return {"trained": Arm(config), "untrained": Arm(untrained(config), trained=False)}
+    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), trained=False)}
 
 
-def untrained(config: Config) -> Config:
+def untrained_config(config: Config) -> Config:
     return config.replace(steps=0, epochs=0.0)
 
 
-def model_of(config: Config, folder: Path) -> ViT:
+def load_model(config: Config, folder: Path) -> ViT:
     """What a run delivered, or would begin from."""
     if config.steps or config.epochs:
         return attention.require_vit(load(folder))
@@ -61,7 +61,7 @@ def model_of(config: Config, folder: Path) -> ViT:
     return attention.require_vit(model).eval()
 
 
-def above(limit: float, values: Sequence[float]) -> Gap:
+def difference_from(limit: float, values: Sequence[float]) -> Gap:
     """How far above a fixed limit the seeds lie."""
     return gap([limit] * len(values), values)
 
@@ -71,14 +71,14 @@ def above(limit: float, values: Sequence[float]) -> Gap:
 
 def measure_positions(config: Config, folder: Path) -> dict[str, float]:
     """How the similarity of positions follows the grid; and its mean at each offset, for the figure."""
-    similar = embeddings.similarity(model_of(config, folder))
-    found, offsets = embeddings.structure(similar), by_offset(similar)
+    similar = embeddings.similarity(load_model(config, folder))
+    found, offsets = embeddings.structure(similar), mean_by_offset(similar)
     told = {"nearness": found.nearness, "beside": (found.row + found.column) / 2, "elsewhere": found.elsewhere}
     told["contrast"] = found.contrast
     return told | {f"offset {y},{x}": float(value) for (y, x), value in np.ndenumerate(offsets)}
 
 
-def by_offset(similar: np.ndarray) -> np.ndarray:
+def mean_by_offset(similar: np.ndarray) -> np.ndarray:
     """[h, w]: the mean similarity of two positions that are so many rows and columns apart."""
     h, w = similar.shape[:2]
     y, x = np.divmod(np.arange(h * w), w)
@@ -90,10 +90,10 @@ def decide_positions(found: Found) -> Verdict:
     near = {arm: found.of(arm, "nearness") for arm in TWIN}
     beside = gap(found.of("trained", "elsewhere"), found.of("trained", "beside"))
     more = gap(found.of("untrained", "contrast"), found.of("trained", "contrast"))
-    trained, not_yet = above(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
+    trained, not_yet = difference_from(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
     why = (
-        f"similarity follows nearness by {trained.told(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row or "
-        f"column {beside.told()} more similar than others, {more.told()} more so than untrained"
+        f"similarity follows nearness by {trained.describe(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row "
+        f"or column {beside.describe()} more similar than others, {more.describe()} more so than untrained"
     )
     return settle([one.sign for one in (trained, beside, more, not_yet)], why)
 
@@ -133,15 +133,15 @@ def _offsets(found: Found, arm: str) -> np.ndarray:
 
 def measure_filters(config: Config, folder: Path) -> dict[str, float]:
     """Of the first principal components of the patch projection: what they explain, and how smooth they are."""
-    model = model_of(config, folder)
-    found, count = embeddings.filters(model), components(model)
-    smooth = low_frequencies(found.tiles)
+    model = load_model(config, folder)
+    found, count = embeddings.filters(model), count_components(model)
+    smooth = low_frequency_share(found.tiles)
     told = {"share": float(found.variance[:count].sum()), "smooth": float(smooth[:count].mean()), "count": float(count)}
     told |= {f"variance {at}": float(value) for at, value in enumerate(found.variance)}
     return told | {f"smooth {at}": float(value) for at, value in enumerate(smooth)}
 
 
-def components(model: ViT) -> int:
+def count_components(model: ViT) -> int:
     """The paper's 28; of a small patch or a narrow model an eighth of all that there are, as 28 would be most of them.
 
     Twice the share of an untrained model has to be possible.
@@ -150,7 +150,7 @@ def components(model: ViT) -> int:
     return max(min(embeddings.TILES, min(width - 1, inputs) // 8), 1)
 
 
-def low_frequencies(tiles: np.ndarray) -> np.ndarray:
+def low_frequency_share(tiles: np.ndarray) -> np.ndarray:
     """[n]: the share of each tile's energy in the lower half of frequencies along both axes; of noise it is a quarter.
 
     By the orthonormal cosine transform, which unlike Fourier's does not see an edge where a tile's sides meet.
@@ -170,11 +170,11 @@ def _cosines(n: int) -> np.ndarray:
 def decide_filters(found: Found) -> Verdict:
     share, smooth = {arm: found.mean(arm, "share") for arm in TWIN}, found.of("trained", "smooth")
     twice = gap([2 * one for one in found.of("untrained", "share")], found.of("trained", "share"))
-    low = above(0.6, smooth)
+    low = difference_from(0.6, smooth)
     why = (
         f"the first {found.mean('trained', 'count'):.0f} components explain {share['trained']:.1%}, "
         f"{share['trained'] / share['untrained']:.2f} times the untrained {share['untrained']:.1%}; "
-        f"{low.told(limit=0.6)} of their energy is of low frequency "
+        f"{low.describe(limit=0.6)} of their energy is of low frequency "
         f"(untrained {found.mean('untrained', 'smooth'):.2f})"
     )
     return settle([twice.sign, low.sign], why)
@@ -210,7 +210,7 @@ def draw_filters(found: Found) -> Figure:
 
 def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     """Mean attention distance of every head in pixels, and what the rules ask of it."""
-    model = model_of(config, folder).to(choose_device("auto"))
+    model = load_model(config, folder).to(choose_device("auto"))
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
@@ -236,13 +236,13 @@ def distances(found: np.ndarray) -> dict[str, float]:
 def decide_attention(found: Found) -> Verdict:
     half = gap([one / 2 for one in found.of("trained", "widest")], found.of("trained", "range"))
     late = gap(found.of("trained", "early"), found.of("trained", "late"))
-    rise = above(0.5, found.of("trained", "rise"))
+    rise = difference_from(0.5, found.of("trained", "rise"))
     learned = gap(found.of("untrained", "range"), found.of("trained", "range"))
     why = (
-        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.told(' px')} against "
-        f"half of the widest head, {learned.told(' px')} against untrained; the last third of the layers looks "
-        f"{late.told(' px')} further than the first; distance follows depth by "
-        f"{rise.told(limit=0.5)}"
+        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.describe(' px')} against "
+        f"half of the widest head, {learned.describe(' px')} against untrained; the last third of the layers looks "
+        f"{late.describe(' px')} further than the first; distance follows depth by "
+        f"{rise.describe(limit=0.5)}"
     )
     return settle([one.sign for one in (half, late, rise, learned)], why)
 
@@ -251,7 +251,7 @@ def decide_hybrid(found: Found) -> Verdict:
     further = gap(found.of("ViT", "nearest"), found.of("hybrid", "nearest"))
     why = (
         f"the most local head of the first layer looks {found.mean('hybrid', 'nearest'):.1f} px far in the hybrid, "
-        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.told(' px')}"
+        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.describe(' px')}"
     )
     return settle([further.sign], why)
 
@@ -305,7 +305,7 @@ STUDIES = (
         "same row or column are more similar than others, both by more than two standard errors; in the untrained twin "
         "the correlation is below 0.5, and row and column stand out less, by as much",
         metric="nearness",
-        arms=lambda budget: twins(base(budget)),
+        arms=lambda budget: trained_and_untrained(base(budget)),
         measure=measure_positions,
         decide=decide_positions,
         draw=draw_positions,
@@ -320,7 +320,7 @@ STUDIES = (
         "share that they do untrained, and on average more than 0.6 of their energy is in the lower half of "
         "frequencies along both axes; both by more than two standard errors",
         metric="share",
-        arms=lambda budget: twins(wide_patches(budget)),
+        arms=lambda budget: trained_and_untrained(wide_patches(budget)),
         measure=measure_filters,
         decide=decide_filters,
         draw=draw_filters,
@@ -335,7 +335,7 @@ STUDIES = (
         "than those of the untrained twin; the last third of the layers looks further than the first; the rank "
         "correlation of depth with a layer's mean is above 0.5; all by more than two standard errors",
         metric="range",
-        arms=lambda budget: twins(base(budget)),
+        arms=lambda budget: trained_and_untrained(base(budget)),
         measure=measure_attention,
         decide=decide_attention,
         draw=draw_attention,

@@ -23,10 +23,22 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
-from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
-from plainvit.studies.learned import model_of, untrained
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, best_rate, gap, held_out, settle, warn_of_rate
-from plainvit.studies.transfer import at_rate, rates, scratch_model
+from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config
+from plainvit.studies.drawings import draw_dots, draw_mean
+from plainvit.studies.learned import load_model, untrained_config
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Found,
+    Study,
+    Verdict,
+    best_rate,
+    gap,
+    held_out,
+    settle,
+    warn_if_rate_at_edge,
+)
+from plainvit.studies.transfer import rates, scratch_model, set_rate
 
 SHOTS, DRAWS = 5, 10
 SUPPORT, JUDGED = 50, 2000  # images a class that shots are drawn from; held-out images that are judged, at most
@@ -36,15 +48,15 @@ SHORTER = (64, 16, 4, 1)  # parts of the whole pre-training
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def predicted(budget: Budget, *, target: str = "colour", ratio: float = 0.5, shorter: int = 1) -> Config:
+def masked_config(budget: Budget, *, target: str = "colour", ratio: float = 0.5, shorter: int = 1) -> Config:
     """Masked patch prediction in place of labels: the same model, images, crops, optimiser and steps."""
-    config = pretrained(budget)
+    config = pretrain_config(budget)
     config = config.replace(augment=config.augment.replace(mixup=0.0, cutmix=0.0), ema_window=0.0)
     hidden = Masked(ratio=ratio).replace(target=target)
-    return shortened(config.replace(objective="masked", masked=hidden), shorter)
+    return divide_steps(config.replace(objective="masked", masked=hidden), shorter)
 
 
-def shortened(config: Config, by: int) -> Config:
+def divide_steps(config: Config, by: int) -> Config:
     return config if by == 1 else config.replace(steps=config.steps // by, epochs=config.epochs / by)
 
 
@@ -55,46 +67,46 @@ def downstream(budget: Budget) -> str:
 
 def fine_tunings(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
     """Each pre-training, and after it the fine-tuning that is compared under its name."""
-    config = finetuned(budget, downstream(budget))
+    config = finetune_config(budget, downstream(budget))
     after = {name: Arm(config, x=at, after=f"{name}, before") for at, name in enumerate(upstream)}
-    return _before(upstream) | after
+    return _upstream_arms(upstream) | after
 
 
-def searched(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
+def rate_arms(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
     """The same at each of some rates, as the paper searches them for every start by itself."""
     data = downstream(budget)
-    found, config = _before(upstream), finetuned(budget, data)
+    found, config = _upstream_arms(upstream), finetune_config(budget, data)
     for name in upstream:
         for lr in rates(budget, data):
-            found[f"{name} at {lr:.1e}"] = Arm(at_rate(config, lr), after=f"{name}, before")
+            found[f"{name} at {lr:.1e}"] = Arm(set_rate(config, lr), after=f"{name}, before")
     return found
 
 
-def _before(upstream: Mapping[str, Config]) -> dict[str, Arm]:
+def _upstream_arms(upstream: Mapping[str, Config]) -> dict[str, Arm]:
     return {f"{name}, before": Arm(config, counts=False) for name, config in upstream.items()}
 
 
 def from_scratch(budget: Budget) -> Config:
     """The fine-tuning with nothing before it."""
-    config = finetuned(budget, downstream(budget))
+    config = finetune_config(budget, downstream(budget))
     return config.replace(model=scratch_model(budget, config))
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    starts = {"masked": predicted(budget), "supervised": pretrained(budget)}
-    rated = {lr: at_rate(from_scratch(budget), lr) for lr in rates(budget, downstream(budget))}
+    starts = {"masked": masked_config(budget), "supervised": pretrain_config(budget)}
+    rated = {lr: set_rate(from_scratch(budget), lr) for lr in rates(budget, downstream(budget))}
     scratch = {f"scratch at {lr:.1e}": Arm(config) for lr, config in rated.items()}
-    others = {"pixels": predicted(budget, target="pixels"), "15 %": predicted(budget, ratio=0.15)}
-    return scratch | searched(budget, starts) | fine_tunings(budget, others)
+    others = {"pixels": masked_config(budget, target="pixels"), "15 %": masked_config(budget, ratio=0.15)}
+    return scratch | rate_arms(budget, starts) | fine_tunings(budget, others)
 
 
 def step_arms(budget: Budget) -> dict[str, Arm]:
-    upstream = {f"{by_steps(budget, by):,} steps": predicted(budget, shorter=by) for by in SHORTER}
+    upstream = {f"{count_steps(budget, by):,} steps": masked_config(budget, shorter=by) for by in SHORTER}
     return {"scratch": Arm(from_scratch(budget))} | fine_tunings(budget, upstream)
 
 
-def by_steps(budget: Budget, shorter: int) -> int:
-    return predicted(budget, shorter=shorter).steps
+def count_steps(budget: Budget, shorter: int) -> int:
+    return masked_config(budget, shorter=shorter).steps
 
 
 # Measurement ----------------------------------------------------------------------------------------------------------
@@ -108,7 +120,7 @@ def measure(config: Config, folder: Path) -> dict[str, float]:
 @cache
 def few_shot_before(config: Config) -> float:
     """Once for all rates: the optimiser plays no part in it."""
-    start = config.init or model_of(untrained(config), Path())
+    start = config.init or load_model(untrained_config(config), Path())
     return few_shot(config, Predictor(start, precision="fp32", batch=256))
 
 
@@ -137,10 +149,10 @@ def _some(source: Source) -> Source:
 
 def best(found: Found, start: str) -> str:
     """At the rate that is best in the mean: a choice on the images that are compared on, for every start alike."""
-    return best_rate(found, rated(found, start))
+    return best_rate(found, arms_by_rate(found, start))
 
 
-def rated(found: Found, start: str) -> list[str]:
+def arms_by_rate(found: Found, start: str) -> list[str]:
     return [name for name in found.values if name.startswith(f"{start} at ")]
 
 
@@ -149,7 +161,7 @@ def decide(found: Found) -> Verdict:
     starts = ("scratch", "masked", "supervised")
     scratch, masked, supervised = (best(found, start) for start in starts)
     for start in starts:
-        warn_of_rate(found, best(found, start), rated(found, start))
+        warn_if_rate_at_edge(found, best(found, start), arms_by_rate(found, start))
     helps, below = gap(found.of(scratch), found.of(masked)), gap(found.of(masked), found.of(supervised))
     others = {name: gap(found.of(name, "few_shot"), found.of(masked, "few_shot")) for name in ("pixels", "15 %")}
     why = f"{masked} - {scratch} {helps}, {supervised} - {masked} {below}; few-shot, "
@@ -193,21 +205,15 @@ def draw(found: Found) -> Figure:
         (axes[0, 1], "few_shot", five, "5-shot before it, %"),
     ):
         for at, name in enumerate(names.values()):
-            values = 100 * np.array(found.of(name, metric))
-            _bar(panel, at, float(values.mean()), COLOURS["blue"])
-            panel.scatter(np.full(len(values), at), values, s=14, color=COLOURS["blue"], alpha=0.5, linewidths=0)
-        _name(panel, list(names), title)
-    for at, (_, value) in enumerate(PAPER.items()):
-        _bar(axes[0, 2], at, value, COLOURS["orange"])
-    _name(axes[0, 2], list(PAPER), "paper: ImageNet, ViT-B/16, %")
+            draw_mean(panel, at, 100 * np.array(found.of(name, metric)), COLOURS["blue"])
+        _set_names(panel, list(names), title)
+    for at, value in enumerate(PAPER.values()):
+        draw_mean(axes[0, 2], at, [value], COLOURS["orange"])
+    _set_names(axes[0, 2], list(PAPER), "paper: ImageNet, ViT-B/16, %")
     return figure
 
 
-def _bar(panel: Axes, at: float, value: float, colour: str) -> None:
-    panel.plot([at - 0.28, at + 0.28], [value] * 2, color=colour, linewidth=2.4)
-
-
-def _name(panel: Axes, names: list[str], title: str) -> None:
+def _set_names(panel: Axes, names: list[str], title: str) -> None:
     panel.set_xticks(range(len(names)), names, fontsize=7.5)
     panel.set(title=title, xlim=(-0.6, len(names) - 0.4))
 
@@ -221,8 +227,7 @@ def draw_steps(found: Found) -> Figure:
     steps = [int(name.split()[0].replace(",", "")) for name in names]
     panel.plot(steps, [100 * found.mean(name) for name in names], color=COLOURS["blue"], label="masked prediction")
     for at, name in zip(steps, names, strict=True):
-        values = 100 * np.array(found.of(name))
-        panel.scatter(np.full(len(values), at), values, s=14, color=COLOURS["blue"], alpha=0.5, linewidths=0)
+        draw_dots(panel, at, 100 * np.array(found.of(name)), COLOURS["blue"])
     panel.axhline(100 * found.mean("scratch"), color=COLOURS["muted"], linestyle="--", linewidth=1.2, label="scratch")
     panel.set(title="fine-tuned, held-out top-1, %", xlabel="steps of pre-training", xscale="log")
     panel.set_xticks(steps, [f"{one:,}" for one in steps])

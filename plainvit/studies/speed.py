@@ -29,8 +29,7 @@ from plainvit.models import build
 from plainvit.names import configure
 from plainvit.planning import cost, memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
-from plainvit.studies.compute import mark
-from plainvit.studies.drawings import SERIES
+from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
 SIDES: dict[Budget, tuple[int, ...]] = {
@@ -59,13 +58,13 @@ def arms(budget: Budget) -> dict[str, Arm]:
     for name, model in models(budget).items():
         for side in SIDES[budget]:
             config = Config(
-                model=model.replace(image_size=(side, side)), batch=images_at_once(budget, side), device=device(budget)
+                model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device(budget)
             )
             found[f"{name} at {side} px"] = Arm(config, x=side, group=name, trained=False)
     return found
 
 
-def images_at_once(budget: Budget, side: int) -> int:
+def batch_size(budget: Budget, side: int) -> int:
     """On a GPU so many that it has as much to do at each side: 256 of 224 pixels."""
     return 8 if budget == "cpu" else min(2 ** round(math.log2(256 * (224 / side) ** 2)), 2048)
 
@@ -85,7 +84,7 @@ def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
         model = build(config.model)
     sizes = {config.batch} if config.device == "cpu" else {config.batch, max(config.batch // 4, 1)}
     rate = max(images_per_second(model, config, size) for size in sizes)
-    most = batch_by_arithmetic(config.model) if config.device == "cpu" else batch_by_peaks(model, config)
+    most = estimate_batch(config.model) if config.device == "cpu" else measure_batch(model, config)
     return {"images_per_second": rate, "largest_batch": float(most)}
 
 
@@ -94,7 +93,7 @@ def images_per_second(model: nn.Module, config: Config, size: int) -> float:
     images = random_images(config, size)
     best, spent = math.inf, 0.0
     model.eval()
-    with torch.inference_mode(), autocast(config.device), one_thread(config.device):
+    with torch.inference_mode(), autocast(config.device), use_one_thread(config.device):
         model(images)
         while spent < SECONDS:
             seconds = _seconds(model, images)
@@ -116,7 +115,7 @@ def _seconds(model: nn.Module, images: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def one_thread(kind: str) -> Iterator[None]:
+def use_one_thread(kind: str) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if kind == "cpu" else threads)
     try:
@@ -135,21 +134,21 @@ def autocast(kind: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
-def batch_by_arithmetic(model: Model) -> int:
+def estimate_batch(model: Model) -> int:
     """In fp32, as a CPU trains."""
     return memory.largest_micro_batch(memory.Step(model=model, images=2, element_bytes=4), H200)
 
 
-def batch_by_peaks(model: nn.Module, config: Config) -> int:
+def measure_batch(model: nn.Module, config: Config) -> int:
     """Memory grows by the same with each image: two small steps say by how much, and what stands beside them."""
     few = max(config.batch // 16, 2)
     low, high = (_peak(model, config, size) for size in (few, 3 * few))
     total = torch.cuda.get_device_properties(config.device).total_memory * USABLE_MEMORY
     count = sum(parameter.numel() for parameter in model.parameters())
-    return line_through(few, low, 3 * few, high, total - 12 * count)  # gradients, and AdamW's two numbers for each
+    return extrapolate_batch(few, low, 3 * few, high, total - 12 * count)  # gradients, and AdamW's two numbers for each
 
 
-def line_through(few: int, low: float, more: int, high: float, room: float) -> int:
+def extrapolate_batch(few: int, low: float, more: int, high: float, room: float) -> int:
     """How many images fit into `room` where `few` take `low` bytes and `more` take `high`."""
     each = (high - low) / (more - few)
     return max(int((room - low) / each + few), 0)
@@ -184,12 +183,12 @@ def exponents(found: Found, group: str) -> list[float]:
     return [-float(np.polyfit(sides, row, 1)[0]) for row in rows]
 
 
-def twin(found: Found, group: str) -> str:
+def nearest_resnet(found: Found, group: str) -> str:
     """The ResNet of the nearest multiply-adds in the middle of the range; "" where none is near."""
     work = {name: _work(found, name) for name in (group, *kinds(found)[1])}
-    apart = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
-    nearest = min(apart, key=lambda name: apart[name], default="")
-    return nearest if nearest and apart[nearest] <= math.log(ALIKE) else ""
+    difference = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
+    nearest = min(difference, key=lambda name: difference[name], default="")
+    return nearest if nearest and difference[nearest] <= math.log(ALIKE) else ""
 
 
 def _work(found: Found, group: str) -> int:
@@ -206,7 +205,7 @@ def decide(found: Found) -> Verdict:
         fall = exponents(found, name)
         signs.append(gap(fall, [4.0] * len(fall)).sign)
         words.append(f"{name} slows down by the power {np.mean(fall):.2f} of the side")
-        if other := twin(found, name):
+        if other := nearest_resnet(found, name):
             batches, rates = (_ratios(found, name, other, what) for what in ("largest_batch", "images_per_second"))
             signs.append(1 if min(batches) >= 1 else -1)
             words.append(
@@ -236,7 +235,7 @@ def draw(found: Found) -> Figure:
             dashed = "--" if group in resnets else "-"
             places = [found.arms[name].x for name in names]
             panel.plot(places, values, dashed, marker="o", color=SERIES[at % len(SERIES)], label=group)
-        mark(panel, sorted({arm.x for arm in found.arms.values()}))
+        set_log_ticks(panel, sorted({arm.x for arm in found.arms.values()}))
         panel.set_yscale("log")
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
