@@ -274,11 +274,11 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit = Visit(browser, hostile, viewport={"width": 1100, "height": 900})
     before = visit.canvases()
     assert len(before) == 1 + 2 + 4  # the large one, two layers, four heads
-    assert "Layer 2, mean of its heads: where the class token looks." in visit.words()
-    assert "Nothing reads" not in visit.words()
+    assert "Layer 2, mean of its heads: attention of the class token." in visit.words()
+    assert "do not affect" not in visit.words()
     assert visit.page.get_by_label("heat map", exact=True).is_checked()  # images of 32 pixels
     visit.click(1, 4)
-    assert "Nothing reads a patch after the last layer" in visit.words()
+    assert "do not affect the prediction" in visit.words()
     after = visit.canvases()
     assert all(one != other for one, other in zip(before, after, strict=True))
     assert "row 1, column 4" in visit.words()
@@ -291,14 +291,14 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.page.get_by_role("button", name="head 3").click()
     visit.settled()
     assert "Layer 1, head 3" in visit.words()
-    assert "Nothing reads" not in visit.words()
-    even, most = 100 / 17, float(visit.words().split("brightest place: ")[1].split()[0])
-    assert "spread evenly it would be 5.9 %" in visit.words()
-    assert ("Nearly even" in visit.words()) == (most < 2 * even)
+    assert "do not affect" not in visit.words()
+    even, most = 100 / 17, float(visit.words().split("Largest value: ")[1].split()[0])
+    assert "uniform attention: 5.9 %" in visit.words()
+    assert ("Nearly uniform" in visit.words()) == (most < 2 * even)
     assert visit.canvases()[0] != chosen[0]
     visit.page.get_by_role("button", name="the class token").click()
     visit.settled()
-    assert "the class token looks" in visit.words()
+    assert "attention of the class token" in visit.words()
     cell = visit.page.locator("button.token")
     assert re.fullmatch(r"class token\s+\d+ %", cell.inner_text())  # of all attention; the test above has which
     filled = visit.page.locator("button.token i").bounding_box()["height"] / cell.bounding_box()["height"]

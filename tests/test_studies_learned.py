@@ -220,7 +220,7 @@ def test_planted_filters_are_found(tmp_path: Path) -> None:
 
 def looks(first: tuple[float, float], last: tuple[float, float]) -> dict[str, float]:
     """Of four layers of two heads, from the first to the last."""
-    return learned.distances(np.linspace(first, last, 4))
+    return learned.summarize_distances(np.linspace(first, last, 4))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_the_hybrid_differs_in_its_stem_alone() -> None:
 
 def test_what_is_read_off_the_distances() -> None:
     found = np.random.default_rng(0).uniform(0, 30, (7, 3))
-    told = learned.distances(found)
+    told = learned.summarize_distances(found)
     assert told["range"] == found[0].max() - found[0].min()
     assert told["nearest"] == min(found[0])
     assert told["widest"] == max(found.ravel())

@@ -222,7 +222,7 @@ def test_a_fine_tuning_is_measured_with_what_it_began_from(tmp_path: Path, monke
         folder.mkdir()
     (after / "results.json").write_text(json.dumps({"val": {"top1": 0.75, "nll": 1.0, "images": 100}}))
     plainvit.save(build(MODEL).initialise(torch.Generator().manual_seed(5)), before / "model.safetensors")
-    monkeypatch.setattr(masked, "JUDGED", 100)
+    monkeypatch.setattr(masked, "EVALUATED", 100)
     found = masked.measure(TUNED.replace(model=None, init=str(before)), after)
     assert found["top1"] == 0.75
     scratch = masked.measure(TUNED.replace(seed=5), after)

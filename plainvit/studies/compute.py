@@ -71,7 +71,7 @@ def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
 
 
 def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
-    """Along the axis: exaFLOPs of training."""
+    """x is the training compute in exaFLOPs."""
     config, found = short_run(budget), models(budget)
     return {
         f"{kind} {size}": _arm(config.replace(model=model), kind)
@@ -85,7 +85,7 @@ def _arm(config: Config, kind: str) -> Arm:
 
 
 def complete_model(config: Config) -> Model:
-    """The model with the head that its data gives it, as its cost is counted."""
+    """The model with the head for its dataset."""
     assert config.model is not None
     return config.model.replace(classes=config.model.classes or CLASSES.get(config.data, 0))
 
@@ -100,7 +100,7 @@ def curves(found: Found, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slopes(found: Found, kind: str) -> list[float]:
-    """What a doubling of compute brings, by least squares through the models of each seed."""
+    """Gain per doubling of compute for each seed, by least squares."""
     places, rows = curves(found, kind)
     return [float(np.polyfit(places, row, 1)[0]) for row in rows]
 
@@ -156,15 +156,15 @@ def table6(kind: str) -> list[tuple[float, float]]:
 
 @styled()
 def draw(found: Found) -> Figure:
-    """Ours beside Table 6, both against compute on a logarithmic axis."""
+    """Our results next to Table 6, by compute on a logarithmic axis."""
     figure, axes = new_figure(1, 2, PANEL)
     kinds = list(dict.fromkeys(arm.group for arm in found.arms.values()))
     thousands, unit = flops_unit(max(arm.x for arm in found.arms.values()))
     for kind in kinds:
         draw_line(axes[0, 0], found, found.group(kind), COLOURS[kind], kind, 1000.0**thousands)
         axes[0, 1].plot(*zip(*table6(kind), strict=True), marker="o", markersize=4, color=COLOURS[kind], label=kind)
-    axes[0, 0].set(title="plainvit, held-out top-1, %", xlabel=f"compute of training, {unit}")
-    axes[0, 1].set(title="paper, mean of five sets, %", xlabel="compute of pre-training, exaFLOPs")
+    axes[0, 0].set(title="plainvit, held-out top-1, %", xlabel=f"training compute, {unit}")
+    axes[0, 1].set(title="paper, mean of five sets, %", xlabel="pre-training compute, exaFLOPs")
     set_log_ticks(axes[0, 0], [1000.0**thousands * found.arms[arm].x for arm in found.group("ViT")])
     set_log_ticks(axes[0, 1], [50, 200, 1000, 4000])
     for panel in axes[0]:
@@ -173,7 +173,7 @@ def draw(found: Found) -> Figure:
 
 
 def flops_unit(exaflops: float) -> tuple[int, str]:
-    """(how many thousands to multiply exaFLOPs by, the unit's name) for a number that is easy to read."""
+    """(power of 1000 to multiply exaFLOPs by, name of the unit) for readable numbers."""
     names = ("exaFLOPs", "petaFLOPs", "teraFLOPs", "gigaFLOPs", "megaFLOPs")
     at = min(max(math.ceil(-math.log10(exaflops) / 3), 0), len(names) - 1)
     return at, names[at]

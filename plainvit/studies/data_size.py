@@ -45,15 +45,15 @@ SHARES: dict[Budget, tuple[float, ...]] = {
     "cpu": (0.05, 0.1, 0.25, 1.0),
     "gpu": (0.05, 0.1, 0.25, 1.0),
 }
-SMALL = 0.25  # the shares at which overfitting is compared, at most
-JUDGED = 4096  # training images that are classified, at most
+SMALL = 0.25  # largest share at which overfitting is compared
+EVALUATED = 4096  # largest number of training images that are classified
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
 def early_stopping_config(budget: Budget) -> Config:
-    """One setting for all shares: AdamW, crops and flips alone, the best of its validations."""
+    """The same for all shares: AdamW, crops and flips only, early stopping."""
     config = plain(budget)
     if budget == "cpu":
         return config.replace(data=pretrain_config(budget).data, evaluations=10, patience=3)
@@ -94,12 +94,12 @@ def size_arms(budget: Budget) -> dict[str, Arm]:
 def sizes(model: ViTConfig) -> dict[str, ViTConfig]:
     """Half and twice as wide; heads keep their width."""
 
-    def wide(by: float) -> ViTConfig:
+    def scale(by: float) -> ViTConfig:
         changes = {name: round(by * getattr(model, name)) for name in ("width", "mlp_dim")}
         heads = max(round(by * model.heads), 1)
         return model.replace(heads=heads if changes["width"] % heads == 0 else 1, **changes)
 
-    return {"small": wide(0.5), "middle": model, "large": wide(2)}
+    return {"small": scale(0.5), "middle": model, "large": scale(2)}
 
 
 # Measurement ----------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def measure(config: Config, folder: Path) -> dict[str, float]:
 
 
 def transfer_config(config: Config) -> Config:
-    """The set that features are judged on, of its training images alone."""
+    """The dataset for few-shot evaluation; training images only."""
     upstream = {pretrain_config(budget).data: DOWNSTREAM[budget][0] for budget in ("cpu", "gpu")}
     return Config(data=upstream[config.data], data_root=config.data_root, holdout=0.3)
 
@@ -124,10 +124,10 @@ def cost(predictor: Predictor) -> dict[str, float]:
 
 
 def measure_overfitting(config: Config, folder: Path) -> dict[str, float]:
-    """How much better the training images are classified than held-out ones, as both are prepared to evaluate."""
+    """Accuracy on training images minus held-out images, both with evaluation preprocessing."""
     predictor = Predictor(folder, precision="fp32", batch=256)
     train = open_splits(config).train
-    some = Subset(train, np.unique(np.linspace(0, len(train) - 1, JUDGED).astype(int)))
+    some = Subset(train, np.unique(np.linspace(0, len(train) - 1, EVALUATED).astype(int)))
     prepared = Prepared(some, predictor.size, predictor.preprocess, keep=False)
     found = held_out(config, folder)
     top1 = classify(predictor, prepared).top1
@@ -138,7 +138,7 @@ def measure_overfitting(config: Config, folder: Path) -> dict[str, float]:
 
 
 def decide(found: Found) -> Verdict:
-    """The ResNet is ahead where there is least, and the less so the more there is."""
+    """The ResNet leads on the smallest subset, and its lead shrinks with more data."""
     pairs = list(zip(found.group(VIT), found.group(RESNET), strict=True))
     gaps = [gap(found.of(a, "few_shot"), found.of(b, "few_shot")) for a, b in pairs]
     places = [found.arms[a].x for a, _ in pairs]
@@ -151,13 +151,13 @@ def decide(found: Found) -> Verdict:
 
 
 def describe_costs(found: Found) -> str:
-    """What the arms of each curve cost."""
-    said: list[str] = []
+    """Multiply-adds and parameters of each curve."""
+    parts: list[str] = []
     for name in dict.fromkeys(arm.group for arm in found.arms.values()):
         one = found.values[found.group(name)[0]][0]
         if "million_macs" in one:
-            said.append(f"{name}: {one['million_macs']:.3g} M MACs, {one['million_parameters']:.2g} M parameters")
-    return "; ".join(said)
+            parts.append(f"{name}: {one['million_macs']:.3g} M MACs, {one['million_parameters']:.2g} M parameters")
+    return "; ".join(parts)
 
 
 def decide_overfitting(found: Found) -> Verdict:
@@ -178,7 +178,7 @@ def decide_sizes(found: Found) -> Verdict:
 
 # Figures --------------------------------------------------------------------------------------------------------------
 
-SHARE = "share of the training images, %"
+SHARE = "fraction of the training images, %"
 TABLE5 = {  # B/16 and L/16, ImageNet after fine-tuning, over millions of images: ImageNet, ImageNet-21k, JFT-300M
     "small": [(1.28, 77.91), (14.2, 83.97), (303.0, 84.15)],
     "large": [(1.28, 76.53), (14.2, 85.15), (303.0, 87.12)],
@@ -190,7 +190,7 @@ def draw(found: Found) -> Figure:
 
 
 def draw_overfitting(found: Found) -> Figure:
-    return set_arm_ticks(draw_curves(found, SHARE, "training less held-out top-1, points", {}, ""), found)
+    return set_arm_ticks(draw_curves(found, SHARE, "training - held-out top-1, points", {}, ""), found)
 
 
 def draw_sizes(found: Found) -> Figure:

@@ -1,11 +1,11 @@
-"""Claims 24 and 25: masked patch prediction helps against scratch, less than labels do; more of it helps less and less.
+"""Claims 24 and 25: masked patch prediction beats no pre-training but not labels; its returns diminish.
 
     plainvit study masked --budget cpu
     plainvit study masked-steps --budget cpu
 
-The same model learns from the same images for as many steps, with labels or from hidden patches, and is then fine-tuned
-on another set; every fine-tuning is the same. Few-shot is of the weights that the fine-tuning begins from, on the same
-set: 5 images a class, mean of 10 draws, least squares as in the paper (4.1).
+The same model is pre-trained on the same images for the same steps, with labels or by masked prediction, and then
+fine-tuned on another dataset with the same settings. Few-shot accuracy is that of the pre-trained weights on the
+downstream dataset: 5 images per class, mean of 10 draws, least squares as in the paper (4.1).
 """
 
 from collections.abc import Mapping
@@ -41,15 +41,15 @@ from plainvit.studies.study import (
 from plainvit.studies.transfer import rates, scratch_model, set_rate
 
 SHOTS, DRAWS = 5, 10
-SUPPORT, JUDGED = 50, 2000  # images a class that shots are drawn from; held-out images that are judged, at most
-SHORTER = (64, 16, 4, 1)  # parts of the whole pre-training
+SUPPORT, EVALUATED = 50, 2000  # images per class to draw shots from; largest number of held-out images
+SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
 def masked_config(budget: Budget, *, target: str = "colour", ratio: float = 0.5, shorter: int = 1) -> Config:
-    """Masked patch prediction in place of labels: the same model, images, crops, optimiser and steps."""
+    """Masked patch prediction instead of labels: the same model, images, crops, optimizer and steps."""
     config = pretrain_config(budget)
     config = config.replace(augment=config.augment.replace(mixup=0.0, cutmix=0.0), ema_window=0.0)
     hidden = Masked(ratio=ratio).replace(target=target)
@@ -61,19 +61,19 @@ def divide_steps(config: Config, by: int) -> Config:
 
 
 def downstream(budget: Budget) -> str:
-    """The set that is fine-tuned on."""
+    """The dataset for fine-tuning."""
     return DOWNSTREAM[budget][0]
 
 
 def fine_tunings(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
-    """Each pre-training, and after it the fine-tuning that is compared under its name."""
+    """Each pre-training, and a fine-tuning under its name that is compared."""
     config = finetune_config(budget, downstream(budget))
     after = {name: Arm(config, x=at, after=f"{name}, before") for at, name in enumerate(upstream)}
     return _upstream_arms(upstream) | after
 
 
 def rate_arms(budget: Budget, upstream: Mapping[str, Config]) -> dict[str, Arm]:
-    """The same at each of some rates, as the paper searches them for every start by itself."""
+    """Fine-tunings at several learning rates for each pre-training, as in the paper."""
     data = downstream(budget)
     found, config = _upstream_arms(upstream), finetune_config(budget, data)
     for name in upstream:
@@ -87,7 +87,7 @@ def _upstream_arms(upstream: Mapping[str, Config]) -> dict[str, Arm]:
 
 
 def from_scratch(budget: Budget) -> Config:
-    """The fine-tuning with nothing before it."""
+    """The fine-tuning without pre-training."""
     config = finetune_config(budget, downstream(budget))
     return config.replace(model=scratch_model(budget, config))
 
@@ -113,24 +113,24 @@ def count_steps(budget: Budget, shorter: int) -> int:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:
-    """Top-1 after fine-tuning, and few-shot of what it begins from."""
+    """Top-1 after fine-tuning, and few-shot accuracy of its initial weights."""
     return held_out(config, folder) | {"few_shot": few_shot_before(config.replace(optim=Optim()))}
 
 
 @cache
 def few_shot_before(config: Config) -> float:
-    """Once for all rates: the optimiser plays no part in it."""
+    """Cached for all rates: it does not depend on the optimizer."""
     start = config.init or load_model(untrained_config(config), Path())
     return few_shot(config, Predictor(start, precision="fp32", batch=256))
 
 
 def few_shot(config: Config, predictor: Predictor) -> float:
-    """5-shot top-1 on held-out images of the config's set; the draws are the same for every model."""
+    """5-shot top-1 on held-out images of the config's dataset; the draws are the same for every model."""
     splits = open_splits(config)
     assert splits.val is not None
     count, labels = len(splits.classes), splits.train.labels
     support = Subset(splits.train, np.sort(probe.draw_shots(labels, count, (SUPPORT,), 0)[SUPPORT]))
-    pair = frozen.Pair(_features(predictor, support), _features(predictor, _some(splits.val)), count)
+    pair = frozen.Pair(_features(predictor, support), _features(predictor, _limit_images(splits.val)), count)
     return frozen.few_shot(pair, frozen.Settings(shots=(SHOTS,), seeds=DRAWS))[str(SHOTS)]["top1"]
 
 
@@ -138,17 +138,17 @@ def _features(predictor: Predictor, source: Source) -> frozen.Features:
     return extract(predictor, source, quiet=True)
 
 
-def _some(source: Source) -> Source:
-    if len(source) <= JUDGED:
+def _limit_images(source: Source) -> Source:
+    if len(source) <= EVALUATED:
         return source
-    return Subset(source, np.linspace(0, len(source) - 1, JUDGED).astype(int))
+    return Subset(source, np.linspace(0, len(source) - 1, EVALUATED).astype(int))
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
 def best(found: Found, start: str) -> str:
-    """At the rate that is best in the mean: a choice on the images that are compared on, for every start alike."""
+    """The arm with the best mean rate, chosen on the compared images for every start."""
     return best_rate(found, arms_by_rate(found, start))
 
 
@@ -157,7 +157,7 @@ def arms_by_rate(found: Found, start: str) -> list[str]:
 
 
 def decide(found: Found) -> Verdict:
-    """The order of the three, and that neither other way of hiding is better in few-shot, beyond noise."""
+    """scratch < masked < supervised, and neither other masking is better in few-shot."""
     starts = ("scratch", "masked", "supervised")
     scratch, masked, supervised = (best(found, start) for start in starts)
     for start in starts:
@@ -173,7 +173,7 @@ def decide(found: Found) -> Verdict:
 
 
 def decide_steps(found: Found) -> Verdict:
-    """The longest is better than the shortest, and the last fourfold gains less than the first did."""
+    """The longest is better than the shortest, and the last factor of four gains less than the first."""
     rows = np.array([found.of(name) for name in lengths(found)])  # [lengths, seeds]
     total, first, last = gap(rows[0], rows[-1]), rows[1] - rows[0], rows[-1] - rows[-2]
     falls = gap(last, first)
@@ -185,7 +185,7 @@ def decide_steps(found: Found) -> Verdict:
 
 
 def lengths(found: Found) -> list[str]:
-    """From the shortest."""
+    """Arms from the shortest pre-training."""
     return [name for name in found.values if not name.startswith("scratch")]
 
 
@@ -196,13 +196,13 @@ PAPER = {"scratch": 77.91, "masked": 79.9, "supervised": 84.15}  # ViT-B/16, fin
 
 @styled()
 def draw(found: Found) -> Figure:
-    """After fine-tuning, few-shot before it, and the paper's."""
+    """Accuracy after fine-tuning, few-shot before it, and the paper's values."""
     figure, axes = new_figure(1, 3, (3.5, 2.7))
     three = {start: best(found, start) for start in PAPER}
-    five = {"15 %": "15 %", "pixels": "pixels"} | three  # of these two only few-shot is compared
+    five = {"15 %": "15 %", "pixels": "pixels"} | three  # compared in few-shot only
     for panel, metric, names, title in (
         (axes[0, 0], "top1", three, "fine-tuned, held-out top-1, %"),
-        (axes[0, 1], "few_shot", five, "5-shot before it, %"),
+        (axes[0, 1], "few_shot", five, "5-shot before fine-tuning, %"),
     ):
         for at, name in enumerate(names.values()):
             draw_mean(panel, at, 100 * np.array(found.of(name, metric)), COLOURS["blue"])
@@ -220,7 +220,7 @@ def _set_names(panel: Axes, names: list[str], title: str) -> None:
 
 @styled()
 def draw_steps(found: Found) -> Figure:
-    """Accuracy after fine-tuning over the steps before it; a dashed line is without any."""
+    """Accuracy after fine-tuning by pre-training steps; dashed: without pre-training."""
     figure, axes = new_figure(1, 1, PANEL)
     panel: Axes = axes[0, 0]
     names = lengths(found)
@@ -229,7 +229,7 @@ def draw_steps(found: Found) -> Figure:
     for at, name in zip(steps, names, strict=True):
         draw_dots(panel, at, 100 * np.array(found.of(name)), COLOURS["blue"])
     panel.axhline(100 * found.mean("scratch"), color=COLOURS["muted"], linestyle="--", linewidth=1.2, label="scratch")
-    panel.set(title="fine-tuned, held-out top-1, %", xlabel="steps of pre-training", xscale="log")
+    panel.set(title="fine-tuned, held-out top-1, %", xlabel="pre-training steps", xscale="log")
     panel.set_xticks(steps, [f"{one:,}" for one in steps])
     panel.minorticks_off()
     panel.legend(loc="best")

@@ -1,10 +1,10 @@
-"""Claim 23: attention, rolled out through the layers, lies on the object that the answer rests on (Figures 6 and 14).
+"""Claim 23: attention rollout highlights the object (Figures 6 and 14).
 
 plainvit study rollout --budget cpu
 
-On `shapes`, where every object's outline is known: the share of the rollout that lies on it, by its share of the area.
-The model has timm's small initial weights, whose attention is even. Google's are large enough for texture alone to draw
-attention, so that a small object gets more than its share before any training.
+On `shapes`, where the mask of every object is known: the fraction of the rollout on the object divided by its fraction
+of the area. The model has timm's small initial weights, whose attention is uniform. Google's are larger, so that
+texture alone attracts attention before any training.
 """
 
 import math
@@ -27,7 +27,7 @@ from plainvit.studies.drawings import draw_mean
 from plainvit.studies.learned import difference_from, load_model, trained_and_untrained
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
-IMAGES, SHOWN = 200, 3  # judged; drawn with their maps in the figure, of the first seed
+IMAGES, SHOWN = 200, 3  # measured; shown in the figure
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
@@ -35,7 +35,7 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 
 def shapes_config(budget: Budget) -> Config:
-    """Objects of 6 to 10 pixels' radius in 8 x 8 patches."""
+    """Objects with a radius of 6 to 10 pixels, 8 x 8 patches."""
     model = ViTConfig(
         width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
     )
@@ -51,32 +51,32 @@ def shapes_config(budget: Budget) -> Config:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:
-    """Mean over images of the object's share of the rollout by its share of the area; some maps of the first seed."""
+    """Mean ratio of rollout and area on the object; some maps of the first seed."""
     model = load_model(config, folder).to(choose_device("auto"))
     source = validation_shapes(model.config.image_size[0])
     mass, area, maps = rollout_on_object(model, source, IMAGES)
-    told = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
+    numbers = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
     shown = np.ndenumerate(maps[:SHOWN]) if config.seed == 0 else ()
-    return told | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
+    return numbers | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
 
 
 def validation_shapes(side: int) -> Shapes:
-    """Images that no run trains on, which are not the test images either."""
+    """Images that are neither training nor test images."""
     return shapes("val", f"size={side},count={IMAGES}")
 
 
 def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(share of the rollout on the object [N], share of the area that it covers [N], the rollouts [N, h, w])."""
+    """(fraction of the rollout on the object [N], fraction of the area [N], rollouts [N, h, w])."""
     drawn = [source.draw(index) for index in range(count)]
     images = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
     masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
-    rolled = attention.rollout(model, images).double()
-    rolled = rolled / rolled.sum((1, 2), keepdim=True)
-    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w], of each patch
-    return (rolled * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), rolled.numpy()
+    maps = attention.rollout(model, images).double()
+    maps = maps / maps.sum((1, 2), keepdim=True)
+    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w]
+    return (maps * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), maps.numpy()
 
 
-# The rule and the figure ----------------------------------------------------------------------------------------------
+# Rule and figure ------------------------------------------------------------------------------------------------------
 
 
 def decide(found: Found) -> Verdict:
@@ -90,7 +90,7 @@ def decide(found: Found) -> Verdict:
 
 @styled()
 def draw(found: Found) -> Figure:
-    """The ratio of each seed; beside it some images under the maps of the first seed."""
+    """The ratio of each seed; next to it some images with the maps of the first seed."""
     figure, axes = new_figure(SHOWN, 4, (1.5, 1.25))
     grid = axes[0, 0].get_gridspec()
     for panel in axes[:, 0]:
@@ -110,7 +110,7 @@ def draw(found: Found) -> Figure:
 
 
 def shade_by_map(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """An image [H, W, 3] as bright as the values [h, w] of its patches: an even map beside a peaked one is dim."""
+    """An image [H, W, 3] with brightness proportional to the map [h, w]."""
     bright = np.kron(values, np.ones((image.shape[0] // len(values), image.shape[1] // values.shape[1])))
     return (image * (0.15 + 0.85 * bright[..., None])).round().astype(np.uint8)
 
@@ -121,11 +121,11 @@ def _draw_ratios(panel: Axes, found: Found) -> None:
     panel.axhline(1, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
     panel.set_xticks((0, 1), ("trained", "untrained"), fontsize=7)
     panel.set(xlim=(-0.6, 1.6))
-    panel.set_title("on the object,\nby its area")
+    panel.set_title("rollout / area\nof the object")
 
 
 def read_maps(values: dict[str, float]) -> np.ndarray:
-    """[SHOWN, h, w] of the maps that a measurement holds."""
+    """[SHOWN, h, w]"""
     found = [value for name, value in values.items() if name.startswith("map ")]
     side = math.isqrt(len(found) // SHOWN)
     return np.array(found).reshape(SHOWN, side, side)

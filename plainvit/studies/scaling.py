@@ -1,12 +1,12 @@
-"""Which way to make a ViT larger: depth, width, MLP, patches or all; and what predicts its accuracy.
+"""Scaling depth, width, MLP and patches of a ViT, and what predicts its accuracy.
 
     plainvit study depth-and-width --budget cpu
     plainvit study patch-size --budget cpu
     plainvit study predictor --budget cpu
 
-ViT (arXiv 2010.11929), D.2 and Figure 8; claims 13, 14 and 15. As there, one thing at a time is scaled of a small model
-whose MLP is twice as wide as its tokens, and all together; the paper gives its figure and no numbers. Gains are counted
-for each doubling of multiply-adds, so that arms need not cost exactly the same. 14 changes the patch of the base.
+ViT (arXiv 2010.11929), D.2 and Figure 8; claims 13, 14 and 15. As there, one dimension of a
+small model is scaled at a time, and all together; the paper has a figure and no numbers. Gains are per doubling of
+multiply-adds, so that arms need not cost exactly the same. Claim 14 changes the patch of the base.
 """
 
 import math
@@ -64,7 +64,7 @@ def scaled(model: ViTConfig) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Along the axis: multiply-adds, as multiples of the small model's."""
+    """x is the multiply-adds relative to the small model."""
     config = small(budget)
     of_one = cost.macs(complete_model(config))
     found = {"small": Arm(config, x=1.0, group="small")}
@@ -90,7 +90,7 @@ def all_arms(budget: Budget) -> dict[str, Arm]:
 
 
 def gains(found: Found, arm: str) -> list[float]:
-    """What a doubling of compute brings along an axis, for each seed, from the small model to the arm."""
+    """Gain per doubling of compute from the small model to the arm, for each seed."""
     doublings = math.log2(found.arms[arm].x)
     return [difference / doublings for difference in found.differences("small", arm)]
 
@@ -143,7 +143,7 @@ def draw_axes(found: Found) -> Figure:
     figure, [[axes]] = new_figure(1, 1, (6.4, 3.4))
     for axis, colour in zip(AXES, (*SERIES[:4], COLOURS["ink"]), strict=True):
         draw_line(axes, found, ["small", *found.group(axis)], colour, axis)
-    axes.set(title="held-out top-1, %, as one thing is scaled", xlabel="compute, multiples of the small model's")
+    axes.set(title="held-out top-1, %, by scaled dimension", xlabel="compute relative to the small model")
     set_log_ticks(axes, [1, 2, 4])
     axes.legend()
     return figure
@@ -161,7 +161,7 @@ def draw_patches(found: Found) -> Figure:
     axes[0, 1].legend()
     set_log_ticks(axes[0, 1], [16, 32])
     for panel in axes[0]:
-        panel.set_xlabel("side of a patch, pixels")
+        panel.set_xlabel("patch side, pixels")
         panel.invert_xaxis()
     return figure
 
