@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tiny import vit
 from torch import Tensor
 
-from plainvit.analyse.attention import distances, head_numbers, heads, looks, relevance, rollout
+from plainvit.analyse.attention import head_statistics, heads, looks, patch_distances, relevance, rollout
 from plainvit.models import ViT, create
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def test_a_look_at_the_neighbour_is_one_patch_far() -> None:
             there = x + 1 if x + 1 < w else x - 1
             attention[:, :, prefix + y * w + x, prefix + y * w + there] = 0.75
             attention[:, :, prefix + y * w + x, 0] = 0.25  # to the class token: no distance
-    distance, entropy, outside = head_numbers(model, 0, attention)
+    distance, entropy, outside = head_statistics(model, 0, attention)
     assert distance.tolist() == [model.config.patch[1]] * model.config.heads
     assert outside.tolist() == pytest.approx([0.25] * model.config.heads)
     bits = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
@@ -158,16 +158,16 @@ def test_rollout_of_identity_is_identity(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hybrids_are_measured_in_pixels_of_the_image() -> None:
     model = create("R26x1+ViT-S/32", classes=0, image_size=64)
-    assert distances(model, 0).max() == pytest.approx(32 * math.sqrt(2))  # a grid of 2 x 2
+    assert patch_distances(model, 0).max() == pytest.approx(32 * math.sqrt(2))  # a grid of 2 x 2
 
 
 def test_axial_layers_look_along_one_axis() -> None:
     model = vit(axial=True, class_token=False, pool="average")
     (h, w), (p, q) = model.config.grid, model.config.patch
-    assert distances(model, 0).max() == q * (w - 1)
-    assert distances(model, 1).max() == p * (h - 1)
+    assert patch_distances(model, 0).max() == q * (w - 1)
+    assert patch_distances(model, 1).max() == p * (h - 1)
     assert heads(model, images_for(model)).distance.shape == (len(model.blocks), model.config.heads)
-    with pytest.raises(ValueError, match="one axis"):
+    with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
 
 
@@ -182,6 +182,6 @@ def test_a_batch_in_parts_is_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     images = images_for(model, 7)
     whole = heads(model, images).distance, rollout(model, images)
-    monkeypatch.setattr("plainvit.analyse.attention.CELLS", 3 * model.config.heads * model.config.tokens**2)
+    monkeypatch.setattr("plainvit.analyse.attention.MAX_WEIGHTS", 3 * model.config.heads * model.config.tokens**2)
     torch.testing.assert_close(heads(model, images).distance, whole[0])
     torch.testing.assert_close(rollout(model, images), whole[1])

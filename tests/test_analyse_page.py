@@ -21,7 +21,7 @@ from tiny import mostly_slow, vit
 from torch import Tensor
 
 import plainvit
-from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, explorer, omissions, plan, views
+from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, describe_omissions, explorer, plan, views
 from plainvit.analyse.page import Section, page
 from plainvit.analyse.understand import understand
 from plainvit.config import About
@@ -133,17 +133,14 @@ def test_a_plan_that_is_everything_leaves_nothing_out() -> None:
     model = vit()
     found = plan(model, 3)
     assert found == Plan(3, (3, 5), (3, 5), [[0, 1, 2, 3]] * 3)
-    assert omissions(found, model, 3) == ""
+    assert describe_omissions(found, model, 3) == ""
 
 
 def test_what_is_left_out_is_said() -> None:
     model = meta("ViT-L/16", image_size=384)
-    said = omissions(plan(model, 128), model, 128)
-    assert said == (
-        "To stay below 10 MB, it shows 1 image, maps of layers are pooled to 12 x 12, "
-        "maps of heads are pooled to 6 x 6, single heads are there for 12 of 24 layers."
-    )
-    assert "single heads are left out" in omissions(plan(model, 6, 2_000_000), model, 6)
+    text = describe_omissions(plan(model, 128), model, 128)
+    assert [part in text for part in ("1 image", "12 x 12", "6 x 6", "12 of 24 layers")] == [True] * 4
+    assert "single heads are omitted" in describe_omissions(plan(model, 6, 2_000_000), model, 6)
     assert plan(model, 6, 1).keys == (1, 1)  # there is always a plan
 
 
@@ -199,8 +196,7 @@ def test_names_do_no_harm(hostile: Path) -> None:
     assert [name for name, _ in tags].count("script") == 2  # the data and the explorer
     assert not [one for one in tags if any(key.startswith("on") for key in one[1])]
     assert not [one for one in tags if one[0] in ("iframe", "object", "embed", "link", "form", "base")]
-    assert "What &lt;b onclick=alert(1)&gt; has learned" in hostile.read_text()
-    assert "16 patches (4 rows of 4) of 8 x 8 pixels each, for images of 32 x 32 pixels" in hostile.read_text()
+    assert "Analysis of &lt;b onclick=alert(1)&gt;" in hostile.read_text()
 
 
 def test_the_page_asks_for_nothing_and_names_its_one_script(hostile: Path) -> None:
@@ -278,11 +274,11 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit = Visit(browser, hostile, viewport={"width": 1100, "height": 900})
     before = visit.canvases()
     assert len(before) == 1 + 2 + 4  # the large one, two layers, four heads
-    assert "Layer 2, mean of its heads: where the class token looks." in visit.words()
-    assert "Nothing reads" not in visit.words()
+    assert "Layer 2, mean of its heads: attention of the class token." in visit.words()
+    assert "do not affect" not in visit.words()
     assert visit.page.get_by_label("heat map", exact=True).is_checked()  # images of 32 pixels
     visit.click(1, 4)
-    assert "Nothing reads a patch after the last layer" in visit.words()
+    assert "do not affect the prediction" in visit.words()
     after = visit.canvases()
     assert all(one != other for one, other in zip(before, after, strict=True))
     assert "row 1, column 4" in visit.words()
@@ -295,21 +291,21 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.page.get_by_role("button", name="head 3").click()
     visit.settled()
     assert "Layer 1, head 3" in visit.words()
-    assert "Nothing reads" not in visit.words()
-    even, most = 100 / 17, float(visit.words().split("brightest place: ")[1].split()[0])
-    assert "spread evenly it would be 5.9 %" in visit.words()
-    assert ("Nearly even" in visit.words()) == (most < 2 * even)
+    assert "do not affect" not in visit.words()
+    even, most = 100 / 17, float(visit.words().split("Largest value: ")[1].split()[0])
+    assert "uniform attention: 5.9 %" in visit.words()
+    assert ("Nearly uniform" in visit.words()) == (most < 2 * even)
     assert visit.canvases()[0] != chosen[0]
     visit.page.get_by_role("button", name="the class token").click()
     visit.settled()
-    assert "the class token looks" in visit.words()
+    assert "attention of the class token" in visit.words()
     cell = visit.page.locator("button.token")
     assert re.fullmatch(r"class token\s+\d+ %", cell.inner_text())  # of all attention; the test above has which
     filled = visit.page.locator("button.token i").bounding_box()["height"] / cell.bounding_box()["height"]
     assert abs(100 * filled - int(cell.inner_text().split()[-2])) < 5
     visit.page.locator(".choose button").nth(1).click()
     visit.settled()
-    assert visit.page.title() == "What <b onclick=alert(1)> has learned"  # no name has run
+    assert visit.page.title() == "Analysis of <b onclick=alert(1)>"  # no name has run
     visit.leave()
 
 

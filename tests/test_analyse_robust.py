@@ -11,8 +11,8 @@ from tiny import bit, vit
 from torch import Tensor, nn
 
 from plainvit.analyse import robust
-from plainvit.analyse.attention import distances
-from plainvit.analyse.tokens import cka, likeness, outliers, pooled
+from plainvit.analyse.attention import patch_distances
+from plainvit.analyse.tokens import cka, cka_matrix, outliers, pooled
 
 GRID = (3, 5)
 
@@ -52,7 +52,7 @@ def test_cka_by_its_definition() -> None:
 def test_layers_are_most_like_themselves() -> None:
     layers = pooled(vit(), images())
     assert [layer.shape for layer in layers] == [(6, 48)] * 3
-    found = likeness(layers, layers)
+    found = cka_matrix(layers, layers)
     torch.testing.assert_close(found.diagonal(), torch.ones(3))
     torch.testing.assert_close(found, found.mT)
     stages = pooled(bit(), torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8))
@@ -91,12 +91,12 @@ def test_removed_parts_are_really_gone() -> None:
     head = vit()
     head.load_state_dict(model.state_dict())
     head.blocks[1].attention.out.weight.data[:, 24:36] = 0  # the third of four heads
-    with robust.without_head(model, 1, 2):
+    with robust.zero_head(model, 1, 2):
         torch.testing.assert_close(robust.logits(model, shown), robust.logits(head, shown))
     shorter = vit()
     shorter.load_state_dict(model.state_dict())
     shorter.blocks = nn.ModuleList([shorter.blocks[0], shorter.blocks[2]])
-    with robust.without_layer(model, 1):
+    with robust.skip_layer(model, 1):
         torch.testing.assert_close(robust.logits(model, shown), robust.logits(shorter, shown))
     with torch.no_grad():
         torch.testing.assert_close(robust.logits(model, shown), model(shown).float())  # all is back
@@ -140,10 +140,10 @@ def test_removals_that_share_their_beginning_are_whole_passes(changes: dict[str,
     found = robust.removed(model, shown, labels)
     assert found.heads is not None
     for layer in range(3):
-        with robust.without_layer(model, layer):
+        with robust.skip_layer(model, layer):
             assert found.layers[layer] == robust.accuracy(model, shown, labels)
         for head in range(4):
-            with robust.without_head(model, layer, head):
+            with robust.zero_head(model, layer, head):
                 assert found.heads[layer, head] == robust.accuracy(model, shown, labels)
     assert found.heads.min() < 1
     alone = robust.removed(model, shown, labels, heads=False)
@@ -153,15 +153,12 @@ def test_removals_that_share_their_beginning_are_whole_passes(changes: dict[str,
 
 def test_layers_and_heads_out_of_range() -> None:
     model = vit()
-    with pytest.raises(ValueError, match="there is no layer 3: this model has 0 to 2"), robust.without_layer(model, 3):
+    with pytest.raises(ValueError, match="layer 3"), robust.skip_layer(model, 3):
         pass
-    with (
-        pytest.raises(ValueError, match="there is no head -1: this model has 0 to 3"),
-        robust.without_head(model, 0, -1),
-    ):
+    with pytest.raises(ValueError, match="head -1"), robust.zero_head(model, 0, -1):
         pass
-    with pytest.raises(ValueError, match="no layer 7"):
-        distances(model, 7)
+    with pytest.raises(ValueError, match="layer 7"):
+        patch_distances(model, 7)
 
 
 # Patches --------------------------------------------------------------------------------------------------------------
@@ -169,29 +166,29 @@ def test_layers_and_heads_out_of_range() -> None:
 
 def test_cutting_and_joining_are_inverse() -> None:
     shown = images(2)
-    patches = robust.cut(shown, GRID)
+    patches = robust.split_patches(shown, GRID)
     assert torch.equal(patches[1, 5 + 2], shown[1, :, 8:16, 16:24])
-    assert torch.equal(robust.joined(patches, GRID), shown)
+    assert torch.equal(robust.join_patches(patches, GRID), shown)
 
 
 def test_hidden_patches_are_the_mean_and_the_rest_stays() -> None:
     shown = images(3)
-    order = robust.orders(3, 15, seed=4)
-    found = robust.cut(robust.hide(shown, order, 6, GRID), GRID)
+    order, patches = robust.random_orders(3, 15, seed=4), robust.split_patches(shown, GRID)
+    found = robust.split_patches(robust.hide_patches(shown, order, 6, GRID), GRID)
     for image in range(3):
         mean = shown[image].float().mean((1, 2)).round().to(torch.uint8)
         for rank, place in enumerate(order[image].tolist()):
-            expected = mean[:, None, None].expand(3, 8, 8) if rank < 6 else robust.cut(shown, GRID)[image, place]
+            expected = mean[:, None, None].expand(3, 8, 8) if rank < 6 else patches[image, place]
             assert torch.equal(found[image, place], expected)
-    assert torch.equal(robust.hide(shown, order, 0, GRID), shown)
+    assert torch.equal(robust.hide_patches(shown, order, 0, GRID), shown)
 
 
 def test_shuffling_keeps_every_patch() -> None:
     shown = images(2)
-    order = robust.orders(2, 15, seed=4)
-    found = robust.cut(robust.shuffle(shown, order, GRID), GRID)
+    order = robust.random_orders(2, 15, seed=4)
+    found = robust.split_patches(robust.shuffle_patches(shown, order, GRID), GRID)
     for place in range(15):
-        assert torch.equal(found[1, place], robust.cut(shown, GRID)[1, int(order[1, place])])
+        assert torch.equal(found[1, place], robust.split_patches(shown, GRID)[1, int(order[1, place])])
 
 
 def test_a_model_without_positions_does_not_mind_shuffled_patches() -> None:
@@ -216,11 +213,11 @@ def test_occlusion_ends_where_nothing_is_left_to_see() -> None:
 
 def test_moving_by_hand() -> None:
     shown = images(1)
-    moved = robust.move(shown, 3)
+    moved = robust.shift_images(shown, 3)
     assert moved.dtype == torch.uint8
     assert torch.equal(moved[..., 3:, 3:], shown[..., :-3, :-3])
     assert torch.equal(moved[..., 2, 3:], shown[..., 1, :-3])  # mirrored at the border, which is not repeated
-    assert torch.equal(robust.move(shown, 0), shown)
+    assert torch.equal(robust.shift_images(shown, 0), shown)
 
 
 def test_a_shift_that_moves_whole_patches_of_a_constant_image_changes_nothing() -> None:
@@ -247,7 +244,7 @@ class Bright(nn.Module):
         self.place, self.scale = place, nn.Parameter(torch.tensor(8.0))
 
     def forward(self, shown: Tensor) -> Tensor:
-        level = robust.cut(shown, GRID)[:, self.place].float().mean((1, 2, 3)) / 255
+        level = robust.split_patches(shown, GRID)[:, self.place].float().mean((1, 2, 3)) / 255
         return torch.stack((self.scale * (level - 0.75), torch.zeros_like(level)), 1)
 
 
@@ -281,5 +278,5 @@ def test_faithfulness_uses_the_models_first_answer() -> None:
     assert len(found.deletion_areas) == 4
     assert np.mean(found.deletion_areas) == pytest.approx(np.trapezoid(found.deletion, [0, 0.3, 1]))
     assert each.mean() == pytest.approx(found.deletion[0])
-    with pytest.raises(ValueError, match="from 0 to 1"):
+    with pytest.raises(ValueError, match="start at 0"):
         robust.faithfulness(model, shown, maps, shares=[0.5, 1])

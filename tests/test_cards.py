@@ -174,7 +174,7 @@ def test_absent_classes_do_not_count_in_macro_means(tmp_path: Path) -> None:
     assert [done.card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
     page = (tmp_path / "report.html").read_text()
     assert "top-5" not in page  # of three classes it says nothing
-    assert "guessing would get 50.0\u202f%" in page
+    assert "chance level 50.0\u202f%" in page
     assert "on average it says" in page
 
 
@@ -185,9 +185,9 @@ def test_the_folder_has_report_figures_and_tables(both: tuple[Assessed, Assessed
     for words in (
         "top-1 accuracy",
         "top-5",
-        "By class",
-        "The surest errors",
-        "Is it as sure",
+        "Metrics by class",
+        "Most confident errors",
+        "Calibration",
         both[0].card.model["weights"],
     ):
         assert words in page

@@ -240,8 +240,8 @@ def test_it_goes_on_from_weights_with_a_head(tmp_path: Path, quick: None) -> Non
 def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
     fit(config("mae"), tmp_path / "run", quiet=True)
     page = (tmp_path / "run/report.html").read_text()
-    assert "Hidden patches" in page
-    assert page.count("Images, what was left of them, and predictions at step") == 3
+    assert "Masked prediction" in page
+    assert page.count("Images, masked images and predictions at step") == 3
     assert "as a masked autoencoder" in page
     assert "validation loss" in page
     assert "top-1" not in page

@@ -8,7 +8,7 @@ from plainvit.config import differences
 from plainvit.models import build
 from plainvit.studies import choices, compute
 from plainvit.studies.bases import base
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition
+from plainvit.studies.study import BUDGETS, Budget, Found, Study, hash_definition
 
 every_study = pytest.mark.parametrize("study", choices.STUDIES, ids=lambda study: study.name)
 
@@ -24,7 +24,7 @@ def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds:
 @every_study
 def test_every_arm_can_be_run(study: Study, budget: Budget) -> None:
     arms = study.arms(budget)
-    assert definition(arms) == definition(study.arms(budget))
+    assert hash_definition(arms) == hash_definition(study.arms(budget))
     for arm in arms.values():
         assert arm.config.model
         assert arm.config.holdout

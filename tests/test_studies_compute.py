@@ -17,7 +17,18 @@ from plainvit.planning.memory import Step, memory
 from plainvit.studies import axial, compute, optimisers, scaling, speed
 from plainvit.studies.bases import DOWNSTREAM, base
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, alike, definition, gap, no_worse, stages, table
+from plainvit.studies.study import (
+    BUDGETS,
+    Budget,
+    Found,
+    Study,
+    check_equivalent,
+    check_no_worse,
+    gap,
+    hash_definition,
+    order_stages,
+    table,
+)
 
 STUDIES = [
     study for file in (compute, scaling, optimisers, axial, speed) for study in file.STUDIES
@@ -52,8 +63,8 @@ def buildable(model: Model) -> None:
 @every_study
 def test_every_arm_can_be_run(study: Study, budget: Budget) -> None:
     arms = study.arms(budget)
-    assert definition(arms) == definition(study.arms(budget))
-    assert [arm for stage in stages(arms) for arm in stage]
+    assert hash_definition(arms) == hash_definition(study.arms(budget))
+    assert [arm for stage in order_stages(arms) for arm in stage]
     assert len({run_hash(arm.config) + arm.after for arm in arms.values()}) == len(arms), "two arms are one run"
     for arm in arms.values():
         assert (arm.config.model is None) == bool(arm.after), "a model of its own, or that of the arm before it"
@@ -77,19 +88,19 @@ def test_two_seeds_decide_nothing(study: Study) -> None:
 
 
 def test_no_worse_wants_a_loss_above_the_margin_to_be_ruled_out() -> None:
-    assert no_worse(gap([0.5, 0.5, 0.5], [0.6, 0.61, 0.62])) == 1
-    assert no_worse(gap([0.5, 0.5, 0.5], [0.499, 0.501, 0.5])) == 1
-    assert no_worse(gap([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
-    assert no_worse(gap([0.5, 0.5, 0.5], [0.48, 0.481, 0.482])) == -1
-    assert no_worse(gap([0.5, 0.5], [0.6, 0.6])) == 0
+    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.6, 0.61, 0.62])) == 1
+    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.499, 0.501, 0.5])) == 1
+    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
+    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.48, 0.481, 0.482])) == -1
+    assert check_no_worse(gap([0.5, 0.5], [0.6, 0.6])) == 0
 
 
 def test_alike_wants_a_difference_above_the_margin_to_be_ruled_out() -> None:
-    assert alike(gap([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
-    assert alike(gap([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, "near each other, but too noisy to say"
-    assert alike(gap([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
-    assert alike(gap([0.5, 0.5, 0.5], [0.488, 0.491, 0.487])) == -1
-    assert alike(gap([0.5, 0.5], [0.5, 0.5])) == 0
+    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
+    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, "near each other, but too noisy to say"
+    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
+    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.488, 0.491, 0.487])) == -1
+    assert check_equivalent(gap([0.5, 0.5], [0.5, 0.5])) == 0
 
 
 # Compute --------------------------------------------------------------------------------------------------------------
@@ -110,7 +121,7 @@ def test_kinds_are_matched_in_compute(budget: Budget) -> None:
     config = arms["ViT medium"].config
     model = build(base(budget).model.replace(classes=10 if budget == "cpu" else 200))
     images = config.steps * config.batch
-    assert cost.parameters(compute.whole(config)) == sum(p.numel() for p in model.parameters())
+    assert cost.parameters(compute.complete_model(config)) == sum(p.numel() for p in model.parameters())
     assert arms["ViT medium"].x == pytest.approx(6 * cost.macs(model.config) * images / 1e18)
 
 
@@ -151,7 +162,7 @@ def test_models_are_compared_at_equal_compute() -> None:
     """A point on the line between two ViTs is neither above nor below them."""
     arms = compute.HYBRIDS.arms("cpu")
     found = Found(arms, {name: [{"top1": math.log2(arm.x) / 100 + 1}] * 2 for name, arm in arms.items()})
-    inside = compute.beyond_vit(found, "hybrid")[:, 1]
+    inside = compute.lead_over_vit(found, "hybrid")[:, 1]
     assert inside == pytest.approx([0, 0], abs=1e-12)
 
 
@@ -231,7 +242,7 @@ def test_patches_change_few_parameters(budget: Budget) -> None:
     counts = []
     for arm in scaling.patch_arms(budget).values():
         with torch.device("meta"):
-            counts.append(sum(p.numel() for p in build(compute.whole(arm.config)).parameters()))
+            counts.append(sum(p.numel() for p in build(compute.complete_model(arm.config)).parameters()))
     assert max(counts) / min(counts) < 1.03
 
 
@@ -251,15 +262,16 @@ def test_more_parameters_than_allowed_are_noticed() -> None:
 
 def test_predictor_is_decided_by_its_rule() -> None:
     arms = scaling.all_arms("cpu")
-    macs = {name: math.log(cost.macs(compute.whole(arm.config))) / 100 for name, arm in arms.items()}
-    counts = {name: math.log(cost.parameters(compute.whole(arm.config))) / 100 for name, arm in arms.items()}
+    macs = {name: math.log(cost.macs(compute.complete_model(arm.config))) / 100 for name, arm in arms.items()}
+    counts = {name: math.log(cost.parameters(compute.complete_model(arm.config))) / 100 for name, arm in arms.items()}
     assert scaling.PREDICTOR.decide(planted(scaling.PREDICTOR, macs)).outcome == "reproduced"
     assert scaling.PREDICTOR.decide(planted(scaling.PREDICTOR, counts)).outcome == "not reproduced"
     noise = dict(zip(arms, np.random.default_rng(1).uniform(0.4, 0.6, len(arms)), strict=True))
     assert scaling.PREDICTOR.decide(planted(scaling.PREDICTOR, noise, 0.1)).outcome == "not decided"
     found = planted(scaling.PREDICTOR, counts, 0.003)
     expected = spearmanr(
-        [cost.macs(compute.whole(arm.config)) for arm in arms.values()], [v[0]["top1"] for v in found.values.values()]
+        [cost.macs(compute.complete_model(arm.config)) for arm in arms.values()],
+        [v[0]["top1"] for v in found.values.values()],
     )
     assert scaling.correlations(found)["multiply-adds"][0] == pytest.approx(expected.statistic)  # pyright: ignore[reportAttributeAccessIssue]
     assert scaling.PREDICTOR.draw(found)
@@ -348,11 +360,11 @@ def test_speed_is_decided_by_its_rule(power: float, batch: float, outcome: str) 
 
 def test_models_are_compared_with_their_like() -> None:
     found = Found(speed.arms("gpu"), {})
-    pairs = {name: speed.twin(found, name) for name in speed.kinds(found)[0]}
+    pairs = {name: speed.nearest_resnet(found, name) for name in speed.kinds(found)[0]}
     assert pairs == {"ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}
     without = Found({name: arm for name, arm in found.arms.items() if arm.group != "BiT-R50x2"}, {})
-    assert speed.twin(without, "ViT-B/16") == "", "R50x1 has far fewer multiply-adds"
-    assert speed.images_at_once("gpu", 224) == 256
+    assert speed.nearest_resnet(without, "ViT-B/16") == "", "R50x1 has far fewer multiply-adds"
+    assert speed.batch_size("gpu", 224) == 256
 
 
 def test_a_speed_is_that_of_the_model() -> None:
@@ -368,7 +380,7 @@ def test_a_speed_is_that_of_the_model() -> None:
 
 @pytest.mark.parametrize("model", [ViTConfig(), ResNetConfig(blocks=(3, 4, 6, 3))])
 def test_the_largest_batch_fills_the_memory(model: ViTConfig | ResNetConfig) -> None:
-    most = speed.batch_by_arithmetic(model)
+    most = speed.estimate_batch(model)
     room = H200.usable_bytes
     steps = [Step(model=model, images=2 * n, micro_batch=n, element_bytes=4) for n in (most, most + 2)]
     sizes = [memory(step)["total"] for step in steps]
@@ -378,5 +390,5 @@ def test_the_largest_batch_fills_the_memory(model: ViTConfig | ResNetConfig) -> 
 
 def test_a_line_through_two_peaks() -> None:
     """5 GB stand beside 0.5 GB for each image: 70 images fit into 40 GB."""
-    assert speed.line_through(4, 7e9, 12, 11e9, 40e9) == 70
-    assert speed.line_through(4, 7e9, 12, 11e9, 1e9) == 0
+    assert speed.extrapolate_batch(4, 7e9, 12, 11e9, 40e9) == 70
+    assert speed.extrapolate_batch(4, 7e9, 12, 11e9, 1e9) == 0

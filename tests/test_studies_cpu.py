@@ -43,8 +43,8 @@ def rate() -> Study:
     still = made.replace(optim=made.optim.replace(lr=1e-9))
 
     def decide(found: positions.Found) -> Verdict:
-        apart = gap(found.of("still"), found.of("learns"))
-        return Verdict({1: "reproduced", 0: "not decided", -1: "not reproduced"}[apart.sign], str(apart))
+        difference = gap(found.of("still"), found.of("learns"))
+        return Verdict({1: "reproduced", 0: "not decided", -1: "not reproduced"}[difference.sign], str(difference))
 
     return Study(
         name="rate",

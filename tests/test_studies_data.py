@@ -18,7 +18,7 @@ from plainvit.planning.cost import macs
 from plainvit.studies import data_size, pooling, positions, regularisation
 from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, definition, stages
+from plainvit.studies.study import BUDGETS, Budget, Found, Study, hash_definition, order_stages
 from plainvit.train.run import fit
 
 DATA_SIZE, OVERFITTING, MODEL_SIZE = data_size.STUDIES
@@ -126,8 +126,8 @@ def test_pooling() -> None:
 def test_every_arm_is_a_run(study: Study, budget: Budget) -> None:
     """Each config is a valid one, no two are the same run, and their models can be built."""
     arms = study.arms(budget)
-    assert len(definition(arms)) == 16
-    assert sum(map(len, stages(arms))) == len(arms)
+    assert len(hash_definition(arms)) == 16
+    assert sum(map(len, order_stages(arms))) == len(arms)
     assert len({(run_hash(arm.config), arm.after) for arm in arms.values()}) == len(arms)
     for arm in arms.values():
         assert arm.after or arm.config.model
@@ -205,7 +205,7 @@ def test_few_shot_is_on_other_classes(tmp_path: Path) -> None:
     made = arm.config.replace(steps=4, evaluations=1, device="cpu")
     fit(made, tmp_path / "run", quiet=True, bare=True)
     found = data_size.measure(made, tmp_path / "run")
-    assert data_size.another(made).data == "digits:56789"
-    assert 0.2 < found["few_shot"] <= 1, "above chance: even features of hardly trained weights tell digits apart"
+    assert data_size.transfer_config(made).data == "digits:56789"
+    assert 0.2 < found["few_shot"] <= 1, "above chance: even features of hardly trained weights tell digits difference"
     assert found["million_macs"] == pytest.approx(1.68, abs=0.01)
-    assert data_size.another(data_size.arms("gpu")["ViT, 25 %"].config).data == "cifar10"
+    assert data_size.transfer_config(data_size.arms("gpu")["ViT, 25 %"].config).data == "cifar10"

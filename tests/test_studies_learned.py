@@ -17,7 +17,7 @@ from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.studies import learned, rollout
 from plainvit.studies.bases import base
-from plainvit.studies.study import BUDGETS, Found, Study, definition
+from plainvit.studies.study import BUDGETS, Found, Study, hash_definition
 from plainvit.train.transfer import initial_model, resolve
 
 POSITIONS, FILTERS, ATTENTION, HYBRID = learned.STUDIES
@@ -50,7 +50,7 @@ def delivered(model: ViT, folder: Path) -> Path:
 def test_arms_of_every_budget_are_models_that_build(study: Study) -> None:
     for budget in BUDGETS:
         arms = study.arms(budget)
-        assert definition(arms) == definition(study.arms(budget))
+        assert hash_definition(arms) == hash_definition(study.arms(budget))
         for arm in arms.values():
             assert arm.config.model
             with torch.device("meta"):
@@ -69,25 +69,25 @@ def test_the_base_is_one_arm_of_all_at_gpu() -> None:
 
 def test_a_twin_has_the_weights_that_the_run_begins_from(tmp_path: Path) -> None:
     config = base("cpu").replace(seed=3)
-    arms = learned.twins(config)
+    arms = learned.trained_and_untrained(config)
     assert not arms["untrained"].trained
-    twin = learned.model_of(arms["untrained"].config, tmp_path).state_dict()
+    twin = learned.load_model(arms["untrained"].config, tmp_path).state_dict()
     splits = open_splits(config)
     start = initial_model(resolve(config, splits), splits).state_dict()
     assert set(start) - set(twin) == {"head.weight", "head.bias"}
     assert all(torch.equal(start[name], twin[name]) for name in twin)
-    other = learned.model_of(learned.untrained(config.replace(seed=4)), tmp_path).state_dict()
+    other = learned.load_model(learned.untrained_config(config.replace(seed=4)), tmp_path).state_dict()
     assert not torch.equal(other["embedding.weight"], twin["embedding.weight"])
 
 
 def test_a_run_is_measured_by_what_it_delivered(tmp_path: Path) -> None:
     model = build(SMALL)
     assert isinstance(model, ViT)
-    found = learned.model_of(DIGITS, delivered(model, tmp_path))
+    found = learned.load_model(DIGITS, delivered(model, tmp_path))
     assert torch.equal(found.embedding.weight, model.embedding.weight)
     plainvit.save(build(ResNetConfig(blocks=(1,))), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no attention"):
-        learned.model_of(DIGITS, tmp_path)
+        learned.load_model(DIGITS, tmp_path)
 
 
 # 19 -------------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_positions_are_decided_by_their_rule(
 
 def test_similarity_by_offset() -> None:
     random = np.random.default_rng(0).normal(size=(3, 4, 3, 4))
-    found = learned.by_offset(random)
+    found = learned.mean_by_offset(random)
     for rows in range(3):
         for columns in range(4):
             pairs = [
@@ -144,7 +144,7 @@ def test_planted_positions_are_found(tmp_path: Path) -> None:
     assert found["nearness"] > 0.95
     assert found["contrast"] > 0.05
     assert found["offset 2,3"] == pytest.approx(cosine(2, 3), abs=1e-6)
-    drawn = learned.measure_positions(learned.untrained(DIGITS), tmp_path)
+    drawn = learned.measure_positions(learned.untrained_config(DIGITS), tmp_path)
     assert abs(drawn["nearness"]) < 0.3
     assert drawn["offset 0,0"] == pytest.approx(1)
 
@@ -178,15 +178,15 @@ def test_low_frequencies_are_those_of_the_cosine_transform(side: int) -> None:
     energy = np.asarray(dctn(tiles, axes=(1, 2), norm="ortho")) ** 2
     half = -(-side // 2)
     expected = energy[:, :half, :half].sum((1, 2, 3)) / (tiles**2).sum((1, 2, 3))
-    assert learned.low_frequencies(tiles) == pytest.approx(expected)
-    assert learned.low_frequencies(tiles).mean() == pytest.approx((half / side) ** 2, abs=0.02), "noise"
+    assert learned.low_frequency_share(tiles) == pytest.approx(expected)
+    assert learned.low_frequency_share(tiles).mean() == pytest.approx((half / side) ** 2, abs=0.02), "noise"
     even = np.ones((1, side, side, 3))
-    assert learned.low_frequencies(even) == pytest.approx([1])
+    assert learned.low_frequency_share(even) == pytest.approx([1])
 
 
 def test_a_checkerboard_is_rough() -> None:
     board = np.indices((8, 8)).sum(0) % 2 * 2.0 - 1
-    assert learned.low_frequencies(board[None, :, :, None])[0] < 0.01
+    assert learned.low_frequency_share(board[None, :, :, None])[0] < 0.01
 
 
 def test_how_many_components_count() -> None:
@@ -195,7 +195,7 @@ def test_how_many_components_count() -> None:
         with torch.device("meta"):
             model = build(SMALL.replace(**changes))
         assert isinstance(model, ViT)
-        assert learned.components(model) == count
+        assert learned.count_components(model) == count
 
 
 def test_planted_filters_are_found(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_planted_filters_are_found(tmp_path: Path) -> None:
     assert found["share"] == pytest.approx(1)
     assert found["variance 0"] + found["variance 1"] == pytest.approx(1)
     assert found["smooth 0"] > 0.9
-    drawn = learned.measure_filters(learned.untrained(DIGITS), tmp_path)
+    drawn = learned.measure_filters(learned.untrained_config(DIGITS), tmp_path)
     assert drawn["share"] < 0.4
     assert drawn["smooth"] == pytest.approx(0.25, abs=0.15)
 
@@ -220,14 +220,18 @@ def test_planted_filters_are_found(tmp_path: Path) -> None:
 
 def looks(first: tuple[float, float], last: tuple[float, float]) -> dict[str, float]:
     """Of four layers of two heads, from the first to the last."""
-    return learned.distances(np.linspace(first, last, 4))
+    return learned.summarize_distances(np.linspace(first, last, 4))
 
 
 @pytest.mark.parametrize(
     ("trained", "untrained", "outcome"),
     [
         (looks((5, 28), (29, 30)), looks((25, 26), (25, 26)), "reproduced"),
-        (looks((20, 28), (29, 30)), looks((25, 26), (25, 26)), "not reproduced"),  # the first heads are alike
+        (
+            looks((20, 28), (29, 30)),
+            looks((25, 26), (25, 26)),
+            "not reproduced",
+        ),  # the first heads are similar
         (looks((5, 28), (4, 20)), looks((25, 26), (25, 26)), "not reproduced"),  # the last do not look far
         (looks((5, 28), (29, 30)), looks((2, 29), (2, 29)), "not reproduced"),  # as it was before
     ],
@@ -253,7 +257,7 @@ def test_the_hybrid_differs_in_its_stem_alone() -> None:
 
 def test_what_is_read_off_the_distances() -> None:
     found = np.random.default_rng(0).uniform(0, 30, (7, 3))
-    told = learned.distances(found)
+    told = learned.summarize_distances(found)
     assert told["range"] == found[0].max() - found[0].min()
     assert told["nearest"] == min(found[0])
     assert told["widest"] == max(found.ravel())
@@ -302,12 +306,12 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
     """Even attention gives an object its share of the area; any other what its pixels add up to."""
     config = SMALL.replace(image_size=(32, 32), heads=2)
     source = shapes("val", "size=32,count=6")
-    mass, area, _ = rollout.on_object(even(config), source, 6)
+    mass, area, _ = rollout.rollout_on_object(even(config), source, 6)
     assert mass == pytest.approx(area, rel=1e-5)
     model = build(config.replace(init="google"))
     assert isinstance(model, ViT)
     model.initialise(torch.Generator().manual_seed(0)).embedding.weight.data.mul_(5)
-    mass, _, maps = rollout.on_object(model.eval(), source, 6)
+    mass, _, maps = rollout.rollout_on_object(model.eval(), source, 6)
     for index, rolled in enumerate(maps):
         pixels = np.kron(rolled, np.ones((4, 4))) / 16
         assert mass[index] == pytest.approx(pixels[source.draw(index)[1]].sum())
@@ -316,7 +320,7 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
 
 def test_maps_are_kept_of_the_first_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "IMAGES", 40)
-    config = learned.untrained(rollout.on_shapes("cpu"))
+    config = learned.untrained_config(rollout.shapes_config("cpu"))
     found = rollout.measure(config, tmp_path)
     assert found["ratio"] == pytest.approx(1, abs=0.03), "the untrained model has no favourite"
     maps = rollout.read_maps(found)
@@ -327,7 +331,7 @@ def test_maps_are_kept_of_the_first_seed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_patches_are_lit_by_their_values() -> None:
-    found = rollout.lit(np.full((8, 8, 3), 200, np.uint8), np.array([[0.0, 1.0], [0.5, 0.0]]))
+    found = rollout.shade_by_map(np.full((8, 8, 3), 200, np.uint8), np.array([[0.0, 1.0], [0.5, 0.0]]))
     assert found[:4, :4].max() == 30
     assert found[:4, 4:].min() == 200
     assert np.unique(found[4:, :4]).tolist() == [115]

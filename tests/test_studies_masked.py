@@ -20,8 +20,8 @@ from plainvit.evaluate.probe import draw_shots
 from plainvit.models import build
 from plainvit.models.masked import check_maskable
 from plainvit.studies import averaging, few_shot, masked
-from plainvit.studies.bases import pretrained
-from plainvit.studies.study import BUDGETS, Found, Study, definition, stages
+from plainvit.studies.bases import pretrain_config
+from plainvit.studies.study import BUDGETS, Found, Study, hash_definition, order_stages
 
 MASKED, STEPS = masked.STUDIES
 ALL = (MASKED, STEPS, few_shot.STUDY, averaging.STUDY)
@@ -50,8 +50,8 @@ def counted(study: Study) -> list[str]:
 def test_arms_of_every_budget_are_models_that_build(study: Study) -> None:
     for budget in BUDGETS:
         arms = study.arms(budget)
-        assert definition(arms) == definition(study.arms(budget))
-        assert [name for stage in stages(arms) for name in stage if arms[name].counts] == [
+        assert hash_definition(arms) == hash_definition(study.arms(budget))
+        assert [name for stage in order_stages(arms) for name in stage if arms[name].counts] == [
             name for name, arm in arms.items() if arm.counts
         ]
         for arm in arms.values():
@@ -78,11 +78,11 @@ def test_fine_tunings_differ_in_nothing_but_where_they_begin(study: Study) -> No
 
 @pytest.mark.parametrize("budget", ["cpu", "gpu"])
 def test_masked_prediction_has_the_model_the_images_and_the_steps_of_labels(budget: masked.Budget) -> None:
-    changed = differences(pretrained(budget), masked.predicted(budget))
+    changed = differences(pretrain_config(budget), masked.masked_config(budget))
     assert {name.split(".")[0] for name in changed} <= {"objective", "augment", "ema_window"}
-    pixels, few = masked.predicted(budget, target="pixels"), masked.predicted(budget, ratio=0.15)
-    assert set(differences(masked.predicted(budget), pixels)) == {"masked.target"}
-    assert set(differences(masked.predicted(budget), few)) == {"masked.ratio"}
+    pixels, few = masked.masked_config(budget, target="pixels"), masked.masked_config(budget, ratio=0.15)
+    assert set(differences(masked.masked_config(budget), pixels)) == {"masked.target"}
+    assert set(differences(masked.masked_config(budget), few)) == {"masked.ratio"}
     assert MASKED.arms(budget)["masked, before"] == STEPS.arms(budget)[counted_last(budget)], "one run for both"
 
 
@@ -152,8 +152,8 @@ def test_few_shot_is_decided_by_its_rule() -> None:
     along = dict(zip(names, zip(full, full / 2, strict=True), strict=True))
     assert study.decide(planted(study, along)).outcome == "reproduced"
     assert study.decide(planted(study, along, seeds=2)).outcome == "not decided"
-    apart = dict(zip(names, zip(full, np.random.default_rng(1).permutation(full), strict=True), strict=True))
-    assert study.decide(planted(study, apart)).outcome == "not reproduced"
+    difference = dict(zip(names, zip(full, np.random.default_rng(1).permutation(full), strict=True), strict=True))
+    assert study.decide(planted(study, difference)).outcome == "not reproduced"
     random = np.random.default_rng(0)
     values = {name: [{"top1": float(a), "few_shot": float(b)} for a, b in random.random((3, 2))] for name in names}
     mixed = Found(study.arms("cpu"), values)
@@ -222,7 +222,7 @@ def test_a_fine_tuning_is_measured_with_what_it_began_from(tmp_path: Path, monke
         folder.mkdir()
     (after / "results.json").write_text(json.dumps({"val": {"top1": 0.75, "nll": 1.0, "images": 100}}))
     plainvit.save(build(MODEL).initialise(torch.Generator().manual_seed(5)), before / "model.safetensors")
-    monkeypatch.setattr(masked, "JUDGED", 100)
+    monkeypatch.setattr(masked, "EVALUATED", 100)
     found = masked.measure(TUNED.replace(model=None, init=str(before)), after)
     assert found["top1"] == 0.75
     scratch = masked.measure(TUNED.replace(seed=5), after)

@@ -11,7 +11,16 @@ import small_runs as runs
 import plainvit
 from plainvit.config import Config
 from plainvit.disk import read_json
-from plainvit.studies.runs import FailedRunsError, Pace, Workers, code_hash, kind, run_all, run_hash, run_name
+from plainvit.studies.runs import (
+    FailedRunsError,
+    RunsDisplay,
+    Workers,
+    code_hash,
+    compile_key,
+    run_all,
+    run_hash,
+    run_name,
+)
 from plainvit.train.run import fit
 
 
@@ -49,7 +58,7 @@ def test_code_compiled_for_one_run_serves_the_next(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
-    with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed, the first of them bad: .*nowhere"):
+    with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed.*bad: .*nowhere"):
         run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
     assert (tmp_path / run_name(good) / "results.json").is_file()
 
@@ -61,8 +70,8 @@ def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
         path.mkdir()
         (path / "status.json").write_text('{"state": "done"}')
         (path / "environment.json").write_text('{"seconds": 100.0}')
-    assert Pace(set(paths), set(paths), 2, quiet=True).left() == ""
-    display = Pace(set(paths), set(paths[1:]), 2, quiet=True)
+    assert RunsDisplay(set(paths), set(paths), 2, quiet=True).left() == ""
+    display = RunsDisplay(set(paths), set(paths[1:]), 2, quiet=True)
     assert display.left() == "3m20s left", "runs of an earlier call count"
     display.finish(paths[1], "second")
     assert display.left() == "2m30s left"
@@ -72,8 +81,8 @@ def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
 
 def test_runs_of_one_kind_share_compiled_code() -> None:
     config = runs.config()
-    assert kind(config) == kind(config.replace(seed=3, init="a/1f", optim=config.optim.replace(lr=0.5)))
-    assert kind(config) != kind(config.replace(batch=2 * config.batch))
+    assert compile_key(config) == compile_key(config.replace(seed=3, init="a/1f", optim=config.optim.replace(lr=0.5)))
+    assert compile_key(config) != compile_key(config.replace(batch=2 * config.batch))
 
 
 def test_a_run_is_known_by_what_decides_its_result() -> None:

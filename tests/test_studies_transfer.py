@@ -16,10 +16,10 @@ from plainvit.config import Config, differences
 from plainvit.data.sources import open_source
 from plainvit.models import ViT, build
 from plainvit.studies import transfer
-from plainvit.studies.bases import DOWNSTREAM, base, finetuned, pretrained, vit
+from plainvit.studies.bases import DOWNSTREAM, base, finetune_config, pretrain_config, vit
 from plainvit.studies.drawings import draw_arms
 from plainvit.studies.runs import Workers, run_hash
-from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, definition, run_study, stages
+from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, hash_definition, order_stages, run_study
 from plainvit.train.run import fit
 
 TRANSFER, RESOLUTION, HEAD = transfer.STUDIES
@@ -102,8 +102,8 @@ def test_heads() -> None:
 def test_every_arm_is_a_run(study: Study, budget: Budget) -> None:
     """Valid configs whose models can be built; those that are compared are all after the same steps of a set."""
     arms = study.arms(budget)
-    assert len(definition(arms)) == 16
-    assert stages(arms)[0][0] == transfer.BEFORE
+    assert len(hash_definition(arms)) == 16
+    assert order_stages(arms)[0][0] == transfer.BEFORE
     keys = {(run_hash(arm.config), arm.after, arm.edit) for arm in arms.values()}
     assert len(keys) == len(arms)
     before = arms[transfer.BEFORE].config
@@ -114,7 +114,7 @@ def test_every_arm_is_a_run(study: Study, budget: Budget) -> None:
     compared = [arm.config for arm in arms.values() if arm.counts]
     for config in compared:
         assert config.holdout, "compared on held-out images"
-        assert config.steps == finetuned(budget, config.data).steps
+        assert config.steps == finetune_config(budget, config.data).steps
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -128,12 +128,12 @@ def test_arms_differ_in_one_thing(budget: Budget) -> None:
             assert {"model"} <= changed <= {"model", "optim.lr", "optim.grid"}
     for arm in transfer.resolution_arms(budget).values():
         if arm.counts:
-            changed = differences(finetuned(budget, DOWNSTREAM[budget][0]), arm.config).keys()
+            changed = differences(finetune_config(budget, DOWNSTREAM[budget][0]), arm.config).keys()
             assert changed <= {"image_size"}
 
 
 def test_gpu_runs_are_shared() -> None:
-    assert run_hash(pretrained("gpu")) == run_hash(base("gpu"))
+    assert run_hash(pretrain_config("gpu")) == run_hash(base("gpu"))
     first, second = (
         {run_hash(arm.config) for arm in make("gpu").values()} for make in (transfer.arms, transfer.resolution_arms)
     )
@@ -231,7 +231,9 @@ def test_a_study_with_edited_weights(tmp_path: Path) -> None:
     folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     assert len(folders) == 4
     assert sum("redraw_positions" in path.name for path in folders) == 1
-    assert definition(study.arms("cpu")) != definition({**study.arms("cpu"), "new": Arm(after, after="before")})
+    assert hash_definition(study.arms("cpu")) != hash_definition(
+        {**study.arms("cpu"), "new": Arm(after, after="before")}
+    )
     run_study(study, "cpu", tmp_path, Workers(), seeds=1, quiet=True)
     assert len([path for path in (tmp_path / "runs").iterdir() if path.is_dir()]) == 4, "nothing is made again"
 

@@ -1,10 +1,10 @@
-"""Where attention looks: distance and entropy of every head, and maps of what an answer rests on.
+"""Attention statistics of every head, and attention maps.
 
-    found = heads(model, images)                 found.distance [layers, heads] in pixels (Figures 7 and 11)
-    rollout(model, images)                       [B, h, w], attention multiplied through the layers (Figures 6 and 14)
+    heads(model, images).distance        [layers, heads] in pixels (Figures 7 and 11)
+    rollout(model, images)               [B, h, w], attention multiplied through the layers (Figures 6 and 14)
 
-The model runs as it is, with its fused kernel; the attention of a layer is computed beside it, reduced at once and let
-go, so that one layer of one batch is all that memory holds.
+The model runs with its fused kernel. The attention weights of each layer are recomputed next to it, reduced and freed,
+so that memory holds one layer of one batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,100 +16,101 @@ from torch import Tensor
 from plainvit.models import Trace, ViT
 from plainvit.models.inference import in_eval_mode
 
-CELLS = 60_000_000  # attention weights that are held at once: 240 MB
+MAX_WEIGHTS = 60_000_000  # attention weights in memory at the same time: 240 MB
 
 
-class Reduced(Trace):
-    """A trace that hands each layer's attention [B, H, N, N] on as soon as it is there, and keeps none of it."""
+class AttentionReducer(Trace):
+    """A trace that passes each layer's attention [B, H, N, N] to `reduce` and stores nothing."""
 
-    def __init__(self, use: Callable[[int, Tensor], None], *others: str) -> None:
-        super().__init__("block*/attention", *others)
-        self.use, self.layer = use, 0
+    def __init__(self, reduce: Callable[[int, Tensor], None]) -> None:
+        super().__init__("block*/attention")
+        self.reduce, self.layer = reduce, 0
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if name.endswith("/attention"):
-            self.use(self.layer, value)
-            self.layer += 1
-        else:
-            super().__setitem__(name, value)
+        self.reduce(self.layer, value)
+        self.layer += 1
 
 
-def check(model: object) -> ViT:
-    """Attention needs a model that attends."""
+def require_vit(model: object) -> ViT:
     if not isinstance(model, ViT):
         raise ValueError("this model has no attention: it is a ResNet")
     return model
 
 
-def check_place(model: ViT, layer: int, head: int = 0) -> None:
-    """That the model has such a layer and head; both count from 0."""
-    for what, number, count in (("layer", layer, len(model.blocks)), ("head", head, model.config.heads)):
-        if not 0 <= number < count:
-            raise ValueError(f"there is no {what} {number}: this model has 0 to {count - 1}")
+def require_global_attention(model: object) -> ViT:
+    model = require_vit(model)
+    if model.config.axial:
+        raise ValueError("axial attention covers one row or column, so there is no attention map of the whole image")
+    return model
 
 
-def batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tensor]:
-    """As many images at once as memory is meant to hold the attention of, in so many layers."""
-    size = max(CELLS // (layers * model.config.heads * model.config.tokens**2), 1)
-    device = model.embedding.weight.device
-    for some in images.split(size):
-        yield some.to(device)
+def check_layer_and_head(model: ViT, layer: int, head: int = 0) -> None:
+    for name, index, count in (("layer", layer, len(model.blocks)), ("head", head, model.config.heads)):
+        if not 0 <= index < count:
+            raise ValueError(f"{name} {index} is out of range: this model has {name}s 0 to {count - 1}")
 
 
-# Numbers of every head ------------------------------------------------------------------------------------------------
+def split_batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tensor]:
+    """Batches whose attention weights, in this many layers, fit into MAX_WEIGHTS; on the model's device."""
+    size = max(MAX_WEIGHTS // (layers * model.config.heads * model.config.tokens**2), 1)
+    for batch in images.split(size):
+        yield batch.to(model.embedding.weight.device)
+
+
+# Statistics of every head ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Heads:
     """Means over images and query patches, [layers, heads]."""
 
-    distance: Tensor  # pixels between a patch and where it looks
+    distance: Tensor  # pixels between a patch and the patches it attends to
     entropy: Tensor  # nats of a patch's attention over all tokens
-    outside: Tensor  # share of a patch's attention that goes to tokens which are no patches
+    outside: Tensor  # fraction of a patch's attention that goes to the class token and registers
 
 
 @torch.no_grad()
 @in_eval_mode
 def heads(model: ViT, images: Tensor) -> Heads:
-    """The attention of patches over patches, whose rows are made to sum to 1 again without the class token.
+    """Statistics of the attention between patches, renormalised to sum to 1 without the class token.
 
-    The paper does not say what it does with that token. Axial layers look along one axis only.
+    The paper does not say how it treats that token. Axial layers attend along one axis only.
     """
-    model = check(model)
+    model = require_vit(model)
     layers, count = len(model.blocks), len(images)
     sums = torch.zeros(3, layers, model.config.heads, dtype=torch.float64)
-    for some in batches(model, images):
+    for batch in split_batches(model, images):
 
-        def use(layer: int, attention: Tensor, share: float = len(some) / count) -> None:
-            sums[:, layer] += share * torch.stack(head_numbers(model, layer, attention)).double().cpu()
+        def add(layer: int, attention: Tensor, weight: float = len(batch) / count) -> None:
+            sums[:, layer] += weight * torch.stack(head_statistics(model, layer, attention)).double().cpu()
 
-        model(some, Reduced(use))
+        model(batch, AttentionReducer(add))
     return Heads(*sums)
 
 
-def head_numbers(model: ViT, layer: int, attention: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def head_statistics(model: ViT, layer: int, attention: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(distance, entropy, outside) [H] of one layer's attention [B, H, N, N]."""
     prefix = model.config.prefix
     rows = attention[:, :, prefix:]  # [B, H, n, N]
     patches = rows[..., prefix:]  # [B, H, n, n]
     inside = patches.sum(-1)  # [B, H, n]
-    apart = distances(model, layer).to(attention)
-    distance = (patches * apart).sum(-1) / inside.clamp(min=torch.finfo(inside.dtype).tiny)
+    pixels = patch_distances(model, layer).to(attention)
+    distance = (patches * pixels).sum(-1) / inside.clamp(min=torch.finfo(inside.dtype).tiny)
     entropy = -torch.special.xlogy(rows, rows).sum(-1)
     return distance.mean((0, 2)), entropy.mean((0, 2)), 1 - inside.mean((0, 2))
 
 
-def distances(model: ViT, layer: int) -> Tensor:
+def patch_distances(model: ViT, layer: int) -> Tensor:
     """[n, n] pixels between the centres of the patches that a layer attends over."""
-    check_place(model, layer)
+    check_layer_and_head(model, layer)
     (h, w), (height, width) = model.config.grid, model.config.image_size
     y, x = torch.arange(h) * (height / h), torch.arange(w) * (width / w)
     axis = model.blocks[layer].axis
     if axis is not None:
-        along = x if axis == "row" else y
-        return (along[:, None] - along).abs()
-    places = torch.cartesian_prod(y, x)  # [n, 2]
-    return torch.cdist(places, places)
+        line = x if axis == "row" else y
+        return (line[:, None] - line).abs()
+    centres = torch.cartesian_prod(y, x)  # [n, 2]
+    return torch.cdist(centres, centres)
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------
@@ -118,87 +119,83 @@ def distances(model: ViT, layer: int) -> Tensor:
 @torch.no_grad()
 @in_eval_mode
 def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
-    """[B, h, w]: each layer's attention, mean over heads, multiplied through the layers (Abnar and Zuidema 2020).
+    """[B, h, w]: the attention of each layer, mean over heads, multiplied through the layers (Abnar and Zuidema 2020).
 
-    With the residual a layer's matrix is half identity, as in that paper; without, as the ViT paper's text has it.
+    residual: average each layer's matrix with the identity, as in that paper; the ViT paper's text does not.
     """
-    model = whole(model)
-    found = []
-    for some in batches(model, images):
+    model = require_global_attention(model)
+    maps = []
+    for batch in split_batches(model, images):
         product: list[Tensor] = []
 
-        def use(_: int, attention: Tensor, product: list[Tensor] = product) -> None:
+        def multiply(_: int, attention: Tensor, product: list[Tensor] = product) -> None:
             mean = attention.mean(1)  # [B, N, N]
             mean = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 if residual else mean
             product[:] = [mean @ product[0] if product else mean]
 
-        model(some, Reduced(use))
-        found.append(read_out(model, product[0]).cpu())
-    return torch.cat(found)
+        model(batch, AttentionReducer(multiply))
+        maps.append(read_attention_map(model, product[0]).cpu())
+    return torch.cat(maps)
 
 
 @torch.no_grad()
 @in_eval_mode
 def looks(model: ViT, images: Tensor) -> Tensor:
-    """[B, layers, heads, h, w]: where the class token looks; without one, the mean over all patches' looks."""
-    model = whole(model)
-    found = []
-    for some in batches(model, images):
+    """[B, layers, heads, h, w]: attention of the class token; without one, the mean over all patches."""
+    model = require_global_attention(model)
+    maps = []
+    for batch in split_batches(model, images):
         layers: list[Tensor] = []
-        model(some, Reduced(lambda _, attention, kept=layers: kept.append(read_out(model, attention).cpu())))
-        found.append(torch.stack(layers, 1))
-    return torch.cat(found)
+
+        def keep(_: int, attention: Tensor, layers: list[Tensor] = layers) -> None:
+            layers.append(read_attention_map(model, attention).cpu())
+
+        model(batch, AttentionReducer(keep))
+        maps.append(torch.stack(layers, 1))
+    return torch.cat(maps)
 
 
 @in_eval_mode
 def relevance(model: ViT, images: Tensor, classes: Tensor | None = None) -> Tensor:
-    """[B, h, w] for the given classes, or the ones that the model chooses (Chefer, Gur and Wolf 2021).
+    """[B, h, w] for the given or else the predicted classes (Chefer, Gur and Wolf 2021).
 
-    A layer's attention counts where more of it would raise the class's logit: R + mean_h((grad * A)+) R, layer by
-    layer. The gradient of a weight follows from that of the head's output, which the fused kernel does compute.
+    Attention counts where more of it would raise the logit of the class: R + mean_h((grad * A)+) R, layer by layer. The
+    gradient of the weights follows from the gradient of the head's output, which the fused kernel computes.
     """
-    model = whole(model)
+    model = require_global_attention(model)
     if model.head is None:
-        raise ValueError("the model has no head, so there is no answer to explain")
-    found, start = [], 0
-    for some in batches(model, images, len(model.blocks)):  # all layers are needed at once
-        chosen = None if classes is None else classes[start : start + len(some)].to(some.device)
-        found.append(_relevance(model, some, chosen))
-        start += len(some)
-    return torch.cat(found)
+        raise ValueError("this model has no classification head, so there is no prediction to explain")
+    maps, start = [], 0
+    for batch in split_batches(model, images, len(model.blocks)):  # the backward pass needs all layers
+        chosen = None if classes is None else classes[start : start + len(batch)].to(batch.device)
+        maps.append(_batch_relevance(model, batch, chosen))
+        start += len(batch)
+    return torch.cat(maps)
 
 
-def _relevance(model: ViT, images: Tensor, chosen: Tensor | None) -> Tensor:
+def _batch_relevance(model: ViT, images: Tensor, classes: Tensor | None) -> Tensor:
     trace = Trace("block*/heads", "block*/values", "block*/attention")
     blocks = [f"block{layer}" for layer in range(len(model.blocks))]
     with torch.enable_grad():
         logits = model(images, trace)  # [B, K]
-        own = logits.amax(-1) if chosen is None else logits.gather(1, chosen[:, None])
-        slopes = torch.autograd.grad(own.sum(), [trace[f"{name}/heads"] for name in blocks])  # each [B, H, N, d]
-    start = torch.eye(model.config.tokens, device=images.device, dtype=trace["block0/attention"].dtype)
-    product = start.expand(len(images), -1, -1)
-    for name, slope in zip(blocks, slopes, strict=True):
+        score = logits.amax(-1) if classes is None else logits.gather(1, classes[:, None])
+        gradients = torch.autograd.grad(score.sum(), [trace[f"{name}/heads"] for name in blocks])  # each [B, H, N, d]
+    identity = torch.eye(model.config.tokens, device=images.device, dtype=trace["block0/attention"].dtype)
+    product = identity.expand(len(images), -1, -1)
+    for name, gradient in zip(blocks, gradients, strict=True):
         attention, values = trace[f"{name}/attention"].detach(), trace[f"{name}/values"].detach()
-        slope = slope.to(attention) @ values.to(attention).mT  # of the weights, [B, H, N, N]
-        product = product + (slope * attention).clamp(min=0).mean(1) @ product
-    return read_out(model, product - start).cpu()  # a patch does not explain by being itself
+        gradient = gradient.to(attention) @ values.to(attention).mT  # of the weights, [B, H, N, N]
+        product = product + (gradient * attention).clamp(min=0).mean(1) @ product
+    return read_attention_map(model, product - identity).cpu()
 
 
-def read_out(model: ViT, attention: Tensor) -> Tensor:
-    """[..., N, N] -> [..., h, w]: over the patches, the row of what the head reads.
+def read_attention_map(model: ViT, attention: Tensor) -> Tensor:
+    """[..., N, N] -> [..., h, w]: attention over the patches of the token that the head reads.
 
-    That is the class token's, the mean of DeiT's two tokens', or the mean of the patches'; a pooling by attention
-    weighs the patches itself, which is left out here.
+    That is the class token, the mean of DeiT's two tokens, or the mean of the patches (also with attention pooling,
+    whose own weights are not included).
     """
     prefix = model.config.prefix
     tokens = slice(1 + model.config.distillation) if model.config.pool == "token" else slice(prefix, None)
     row = attention[..., tokens, :].mean(-2)
     return row[..., prefix:].unflatten(-1, model.config.grid)
-
-
-def whole(model: object) -> ViT:
-    """Maps over the whole grid need layers that attend over the whole grid."""
-    model = check(model)
-    if model.config.axial:
-        raise ValueError("axial layers attend along one axis: there is no map of the whole image to read off")
-    return model

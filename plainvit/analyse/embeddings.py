@@ -1,7 +1,7 @@
-"""What a model's first layer and its positions have learned (the paper's Figure 7, left and centre; Figure 10).
+"""Filters of the first layer and similarity of position embeddings (Figure 7, left and centre; Figure 10).
 
-filters(model).tiles                     the principal components of the patch projection, as pictures
-similarity(model)                        the cosine of every position's vector with every other's
+filters(model).tiles                     principal components of the patch projection
+similarity(model)                        cosine similarity of every two position embeddings
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.analyse.attention import check_place
+from plainvit.analyse.attention import check_layer_and_head
 from plainvit.evaluate.chance import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
 from plainvit.models.resample import resample_table
 from plainvit.models.vit import Block
 
-TILES = 28  # as many as the paper shows
+TILES = 28  # as in the paper
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Filters:
     """Principal components of a first layer's kernels, the strongest first."""
 
     tiles: np.ndarray  # [n, height, width, channels], unit length, the largest value positive
-    variance: np.ndarray  # [n], share of the whole that each explains
+    variance: np.ndarray  # [n], fraction of the variance that each explains
 
 
 @torch.no_grad()
 def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
-    """Of the patch projection, one point for each of its D columns; where a ResNet comes first, of its root."""
+    """PCA of the kernels of the patch projection; of a hybrid or a ResNet, of its first convolution."""
     if isinstance(model, ViT) and model.stem is None:
         kernels = model.embedding.weight.view(-1, model.config.channels, *model.config.patch)  # [D, C, P, Q]
     else:
@@ -47,10 +47,10 @@ def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
     return Filters(tiles, variance[:count] / max(variance.sum(), np.finfo(float).tiny))
 
 
-def as_pictures(tiles: np.ndarray) -> np.ndarray:
-    """uint8 RGB: grey is 0, and each tile is stretched to its own largest value."""
+def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
+    """uint8 RGB: grey is 0; each tile is scaled by its largest absolute value."""
     if tiles.shape[-1] not in (1, 3):
-        raise ValueError(f"filters over {tiles.shape[-1]} channels have no colours: 1 or 3 can be shown")
+        raise ValueError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
     shown = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
     return np.broadcast_to(shown.round().astype(np.uint8), (*shown.shape[:-1], 3))
@@ -58,12 +58,12 @@ def as_pictures(tiles: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def position_vectors(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> Tensor:
-    """[h, w, D] of the patches' positions in a layer's table, resampled to another grid where one is given."""
+    """[h, w, D]: position embeddings of the patches in a layer's table, resampled to `grid` if given."""
     if not model.positions:
         kind = model.config.posemb
-        raise ValueError(f"positions of kind {kind!r} are no vectors that are added to the patches")
+        raise ValueError(f"posemb {kind!r} has no position embeddings that are added to the patches")
     if not 0 <= layer < len(model.positions):
-        raise ValueError(f"layer {layer} has no positions of its own: there are tables 0 to {len(model.positions) - 1}")
+        raise ValueError(f"layer {layer} has no position table: this model has tables 0 to {len(model.positions) - 1}")
     old = model.config.grid
     table = cast(Positions, model.positions[layer]).grid_table()
     if grid and grid != old:
@@ -72,7 +72,7 @@ def position_vectors(model: ViT, layer: int = 0, grid: tuple[int, int] | None = 
 
 
 def similarity(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> np.ndarray:
-    """[h, w, h, w] cosines: each position with all others. Of relative positions: of each offset with offset zero."""
+    """[h, w, h, w] cosines of each position with all others; for relative positions, of each offset with offset 0."""
     if model.config.posemb == "relative":
         return _offset_similarity(model, layer)
     vectors = position_vectors(model, layer, grid)
@@ -81,13 +81,13 @@ def similarity(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) 
 
 
 def cosines(vectors: Tensor) -> np.ndarray:
-    """[n, n]; a vector of zeros is like none."""
+    """[n, n] cosine similarities; 0 for a zero vector."""
     units = torch.nn.functional.normalize(vectors.detach().double(), dim=-1)
     return (units @ units.mT).cpu().numpy()
 
 
 def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
-    check_place(model, layer)
+    check_layer_and_head(model, layer)
     (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
     relative = block.attention.relative
     assert relative is not None
@@ -97,16 +97,16 @@ def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
 
 @dataclass
 class Structure:
-    """How similarity follows the grid: means over all positions, without that of a position with itself."""
+    """Mean similarity of a position with others, by where they are in the grid."""
 
-    row: float  # with the others of its row
-    column: float  # with the others of its column
-    elsewhere: float  # with all that are in neither
-    nearness: float  # rank correlation of similarity with nearness: 1 if the nearer is always the more similar
+    row: float  # in the same row
+    column: float  # in the same column
+    elsewhere: float  # in neither
+    nearness: float  # rank correlation of similarity and nearness
 
     @property
     def contrast(self) -> float:
-        """Row and column against elsewhere, the structure that the paper sees: 0 where there is none."""
+        """Mean of row and column minus elsewhere: the structure that the paper describes; 0 if there is none."""
         return (self.row + self.column) / 2 - self.elsewhere
 
 
@@ -125,26 +125,26 @@ def structure(similar: np.ndarray) -> Structure:
     )
 
 
-class Chance(NamedTuple):
-    """How often places in a random order are as alike within a row, and within a column."""
+class PValues(NamedTuple):
+    """How often randomly permuted positions are as similar within a row, and within a column."""
 
     row: float
     column: float
 
 
-def chance_of(similar: np.ndarray, shuffles: int = 199) -> Chance:
-    """By a permutation test each: positions may show one of the two alone."""
+def permutation_test(similar: np.ndarray, shuffles: int = 199) -> PValues:
+    """One permutation test for rows and one for columns."""
     h, w = similar.shape[:2]
     flat, random = similar.reshape(h * w, h * w), np.random.default_rng(0)
     y, x = np.divmod(np.arange(h * w), w)
     orders = [np.arange(h * w), *(random.permutation(h * w) for _ in range(shuffles))]
 
-    def chance(place: np.ndarray) -> float:
-        i, j = np.nonzero((place[:, None] == place) & ~np.eye(h * w, dtype=bool))
-        found = np.array([flat[order[i], order[j]].sum() for order in orders])
-        return float((found >= found[0] - 1e-9).mean())
+    def p_value(line: np.ndarray) -> float:
+        i, j = np.nonzero((line[:, None] == line) & ~np.eye(h * w, dtype=bool))
+        sums = np.array([flat[order[i], order[j]].sum() for order in orders])
+        return float((sums >= sums[0] - 1e-9).mean())
 
-    return Chance(chance(y), chance(x))
+    return PValues(p_value(y), p_value(x))
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""One evaluation from weights to a page: a model, a set, a card, the figures, the worst errors as pictures.
+"""Evaluate one model on one dataset split and write a folder with a card, figures and a report.
 
     done = assess("runs/photos", "photos/", split="test")          done.card, done.folder, done.result
     plainvit evaluate runs/photos --data photos/
@@ -36,14 +36,14 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
 
 log = logging.getLogger("plainvit")
-WORST = 24  # errors shown as pictures
+WORST = 24  # errors shown as images
 SAMPLES = 48  # predictions in the report of a run
 TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
 @dataclass(frozen=True)
 class Assessed:
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
     card: Card
     folder: Path
@@ -65,37 +65,37 @@ def assess(
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     quiet: bool = False,
 ) -> Assessed | None:
-    """Evaluates a model on one split and writes its folder; in other processes than the first, nothing is returned.
+    """Evaluates a model on one split and writes its folder; returns None in all processes but the main one.
 
-    preprocess changes single settings of the model's own, mean and std among them. Without `out` the folder is one of
-    its own in evaluations/.
+    preprocess overrides single settings of the model, mean and std included. The default folder is
+    evaluations/MODEL-DATA-SPLIT-HASH.
     """
-    _check(out, batch, workers)
+    _check_options(out, batch, workers)
     world = join_processes(device, TIMEOUT)
     try:
         predictor, labels = world.agree(
-            lambda: _opened(world, model, data, split, data_root, preprocess or {}, image_size, precision),
+            lambda: _open_model_and_data(world, model, data, split, data_root, preprocess or {}, image_size, precision),
             lambda both: both[1].fingerprint() + str(both[0].preprocess),
         )
-        result = _classified(world, predictor, labels, batch, workers, quiet)
-        done = _written(world, predictor, labels, result, out) if world.first else None
-        world.barrier()  # nobody leaves while another is still at work
+        result = _classify(world, predictor, labels, batch, workers, quiet)
+        done = _write_folder(world, predictor, labels, result, out) if world.first else None
+        world.barrier()  # processes leave together
         return done
     finally:
         world.leave()
 
 
-def _check(out: Path | None, batch: int, workers: int | None) -> None:
-    """Before the work, not after it: also that its results can be written."""
+def _check_options(out: Path | None, batch: int, workers: int | None) -> None:
+    """Fails before the evaluation rather than after it, also if the results cannot be written."""
     if batch < 1 or (workers or 0) < 0:
-        raise ValueError(f"a batch has at least one image, and workers are not below 0, got {batch}, {workers}")
+        raise ValueError(f"--batch must be at least 1 and --workers at least 0, got {batch} and {workers}")
     if out and (out / "config.json").is_file():
-        raise ValueError(f"{out} is the folder of a run, with a report and a card of its own: give another --out")
+        raise ValueError(f"--out {out} is the folder of a run, which has its own report: choose another folder")
     if out:
         make_folder(out)
 
 
-def _opened(
+def _open_model_and_data(
     world: World,
     model: str | Path,
     data: str,
@@ -105,60 +105,60 @@ def _opened(
     image_size: int | None,
     precision: Literal["auto", "fp32", "bf16"],
 ) -> tuple[Predictor, Labels]:
-    """Data first: it is opened sooner than weights, and wrong more often."""
+    """Data first: it opens faster than weights and fails more often."""
     source = choose(model, data, split, data_root)
-    told: Any = {} if str(model).startswith("timm:") else changes
-    predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size, **told)
+    overrides: Any = {} if str(model).startswith("timm:") else changes
+    predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size, **overrides)
     if not predictor.classes:
-        raise ValueError(f"{model} has no head: it gives features, not classes; fine-tune it, or give other weights")
-    if not told:  # another library's model: its pixels are its own, but photos may be prepared otherwise
+        raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
+    if not overrides:  # a timm model normalises by itself; resize and crop can still change
         predictor.preprocess = predictor.preprocess.replace(**changes)
         if "crop" in changes and predictor.preprocess.resize == "squash":
-            raise ValueError("--crop is what a centre crop keeps: give --resize crop or --resize squash-crop with it")
+            raise ValueError("--crop needs --resize crop or --resize squash-crop, got --resize squash")
     return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
 
 
-def _classified(
+def _classify(
     world: World, predictor: Predictor, labels: Labels, batch: int, workers: int | None, quiet: bool
 ) -> Result:
-    """With a progress bar of the first process, whose part is as large as any."""
+    """The main process shows progress; its part is as large as any."""
     source = labels.source
-    if workers is None:  # starting them takes longer than a small set does
+    if workers is None:  # starting workers takes longer than a small dataset
         workers = 0 if len(source) < 16 * batch else default_workers()
     prepared = Prepared(
         source, predictor.size, predictor.preprocess, batch=batch, workers=workers, world=world, keep=False
     )
-    share = len(range(world.rank, len(source), world.size))
-    with Display("evaluate", share, quiet=quiet or not world.first) as display:
+    local_images = len(range(world.rank, len(source), world.size))
+    with Display("evaluate", local_images, quiet=quiet or not world.first) as display:
 
-        def tell(done: Batch) -> None:
+        def report_progress(done: Batch) -> None:
             for index, reason in done.bad:
                 log.warning("%s: %s", source.name(index), reason)
             display.advance(display.done + len(done.index), "images")
 
-        return classify(predictor, prepared, labels, tell)
+        return classify(predictor, prepared, labels, report_progress)
 
 
-def _written(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Assessed:
+def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Assessed:
     card = make_card(predictor, labels, result, world)
     folder = out or Path("evaluations") / default_name(card)
     make_folder(folder / "figures")
     if labels.single:
         _write_classes(labels, result, folder)
     write_evaluation(card, labels, result, worst_errors(labels, result), folder)
-    write_card(card, folder, labels, result)  # last: a folder with a card is whole
+    write_card(card, folder, labels, result)  # last: a folder with a card is complete
     return Assessed(card, folder, result)
 
 
 def default_name(card: Card) -> str:
-    """The model, the data and a hash of all that decides the result: the same evaluation is the same folder."""
+    """Model, data, split and a hash of all that affects the result."""
     words = [slug(card.name), slug(card.data["spec"]), card.data["split"], card.identity()[:8]]
     return "-".join(word for word in words if word)
 
 
 def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
-    found = result.by_class()
-    columns = [labels.guess_names, *(found[name].tolist() for name in ("images", "precision", "recall", "f1"))]
+    numbers = result.by_class()
+    columns = [labels.guess_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
     figures.write_csv(
         folder / "classes.csv", [["class", "images", "precision", "recall", "f1"], *zip(*columns, strict=True)]
     )
@@ -168,21 +168,21 @@ def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
 
 
 def worst_errors(labels: Labels, result: Result, most: int = WORST) -> list[Sample]:
-    """The surest mistakes: they teach most."""
+    """The most confident errors."""
     wrong = np.flatnonzero(~result.right)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
-    return [_sample(labels, result, int(place)) for place in wrong]
+    return [_make_sample(labels, result, int(place)) for place in wrong]
 
 
 def choose_samples(labels: Labels, result: Result) -> list[Sample]:
-    """The surest mistakes, and right answers spread over the set."""
+    """The most confident errors, and correct predictions spread over the dataset."""
     wrong = worst_errors(labels, result, SAMPLES // 2)
     right = np.flatnonzero(result.right)
     places = right[np.unique(np.linspace(0, len(right) - 1, SAMPLES - len(wrong)).astype(int))] if len(right) else right
-    return [*wrong, *(_sample(labels, result, int(place)) for place in places)]
+    return [*wrong, *(_make_sample(labels, result, int(place)) for place in places)]
 
 
-def _sample(labels: Labels, result: Result, place: int) -> Sample:
+def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
     index = int(result.index[place])
     return Sample(
         image=thumbnail(labels.source, index),
@@ -194,7 +194,7 @@ def _sample(labels: Labels, result: Result, place: int) -> Sample:
 
 
 def thumbnail(source: Source, index: int) -> np.ndarray:
-    """An image as a page shows it, no larger than needed."""
+    """A small version for an HTML page."""
     pixels = source.image(index)
     shrink = min(1.0, 160 / max(pixels.shape[:2]))
     height, width = (max(int(extent * shrink), 1) for extent in pixels.shape[:2])
@@ -205,7 +205,7 @@ def thumbnail(source: Source, index: int) -> np.ndarray:
 
 
 def summary_table(done: Assessed) -> Group:
-    """The numbers with their intervals, and where the rest is."""
+    """Metrics with their confidence intervals, and the path of the report."""
     card = done.card
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("", no_wrap=True)

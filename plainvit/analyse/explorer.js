@@ -1,4 +1,4 @@
-/* Click a patch of an image and see where it looks, in every layer and head that the page holds.
+/* Click a patch of an image to see its attention in every layer and head that the page contains.
    The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
    token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
    reads: whether the head reads that token alone, heat, crisp: how the images are drawn at first,
@@ -45,7 +45,7 @@
     return decoded.get(key);
   }
 
-  // The image, dark where the patch does not look, or grey under a heat map; the patch itself is framed
+  // The image, dark where attention is low, or grey under a heat map; the selected patch has a frame
   async function paint(canvas, view) {
     busy(1);
     try { await shade(canvas, view); } finally { busy(-1); }
@@ -74,7 +74,7 @@
     if (canvas === main && token) showToken(grey[first + size] / 255);
   }
 
-  // What lies over a place of the image, [red, green, blue, alpha], by its share of the largest: shade, or a colour
+  // The overlay of a pixel, [red, green, blue, alpha], by its share of the largest: shade, or a colour
   const dimmed = (share) => [0, 0, 0, 215 * (1 - share)];
   const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
   function hot(share) {
@@ -95,11 +95,11 @@
     context.strokeRect((x * width) / columns, (y * height) / rows, width / columns, height / rows);
   }
 
-  // The parts of the stage
+  // Layout
   const left = make("div", root, { className: "stage" }), right = make("div", root, { className: "views" });
   const beside = make("div", left, { className: data.token ? "beside-token" : "" });
   const token = data.token && make("button", beside, { type: "button", className: "token" },
-    { title: `the ${data.token}: its share of the attention; click to see where it looks` });
+    { title: `the ${data.token}: its share of the attention; click to see its own attention` });
   if (token) {
     make("i", token);
     make("span", token, { textContent: data.token });
@@ -109,9 +109,9 @@
   const main = make("canvas", beside, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
     { role: "application", "aria-describedby": "explorer-words" });
   const scale = make("p", left, { className: "note scale" });
-  scale.append("none ");
+  scale.append("0 ");
   const ramp = make("span", scale, { className: "ramp" });
-  scale.append(" most attention of this map ");
+  scale.append(" largest attention of this map ");
   const heat = make("label", scale);
   make("input", heat, { type: "checkbox", checked: state.heat, onchange: (event) => change({ heat: event.target.checked }) });
   heat.append(" heat map");
@@ -139,7 +139,7 @@
   const title = make("h3", right), headStrip = make("div", right, { className: "strip heads" });
   let headTiles = [], headsOf = null;
 
-  // What is seen
+  // Views
   const mean = (layer) => ({ kind: "means", at: layer, keys: data.keys });
   const single = (layer, head) => ({ kind: "singles", at: singlesBefore[layer] + data.heads[layer].indexOf(head), keys: data.headKeys });
 
@@ -173,17 +173,17 @@
     event.preventDefault();
   };
 
-  function layHeads() {
+  function updateHeads() {
     if (headsOf === state.layer) return;
     headsOf = state.layer;
     headStrip.replaceChildren();
     const heads = data.heads[state.layer];
     headTiles = heads.map((head) => ({ head, ...tile(headStrip, "head " + (head + 1),
       () => change({ head: state.head === head ? null : head })) }));
-    title.textContent = `Heads of layer ${state.layer + 1}` + (heads.length ? "" : ": not in this page, which would grow too large");
+    title.textContent = `Heads of layer ${state.layer + 1}` + (heads.length ? "" : ": omitted to keep this page small");
   }
 
-  function tell() {
+  function describe() {
     const { image, query, layer, head } = state, guess = data.images[image].guess;
     const where = query === patches ? "the " + data.token :
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
@@ -191,18 +191,17 @@
     const view = head === null ? mean(layer) : single(layer, head);
     const largest = data[view.kind === "means" ? "largest" : "largestSingles"][image][view.at][query] / 10;
     const even = (100 * patches) / (view.keys[0] * view.keys[1] * data.tokens);
-    const most = ` At the brightest place: ${largest.toFixed(1)} % of its attention; spread evenly it would be ` +
-      `${even.toFixed(1)} %.` + (largest < 2 * even ? " Nearly even: no place gets twice that, and the map, scaled to its " +
-      "largest value, makes small differences look large." : "");
+    const most = ` Largest value: ${largest.toFixed(1)} %; uniform attention: ` +
+      `${even.toFixed(1)} %.` + (largest < 2 * even ? " Nearly uniform: the scale of the map exaggerates the differences." : "");
     const unread = data.reads && layer === layers - 1 && query < patches ?
-      ` Nothing reads a patch after the last layer: the answer is read from the ${data.token} alone.` : "";
-    words.textContent = `${who}: where ${where} looks.${unread}${most}` + (guess ? ` The model says: ${guess}.` : "");
+      ` Patches of the last layer do not affect the prediction: the head reads only the ${data.token}.` : "";
+    words.textContent = `${who}: attention of ${where}.${unread}${most}` + (guess ? ` Prediction: ${guess}.` : "");
     main.setAttribute("aria-label", words.textContent);
   }
 
   function draw() {
     const { image, layer, head, query } = state;
-    layHeads();
+    updateHeads();
     imageButtons.forEach((button, number) => button.setAttribute("aria-pressed", number === image));
     if (token) token.setAttribute("aria-pressed", query === patches);
     ramp.classList.toggle("heat", state.heat);
@@ -215,7 +214,7 @@
       paint(one.canvas, single(layer, one.head));
     });
     paint(main, head === null ? mean(layer) : single(layer, head));
-    tell();
+    describe();
   }
   draw();
 })();

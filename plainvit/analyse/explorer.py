@@ -1,8 +1,8 @@
-"""The explorer: a page in which one clicks a patch and sees where it looks, layer by layer and head by head.
+"""Interactive attention explorer: click a patch to see its attention in every layer and head.
 
-Attention is in the page as small grey pictures, one for each image and view (a layer's mean over heads, or one head).
-The class token, which has no place in the image, has a column of its own there and a cell of its own beside the image.
-What would make the page too large is pooled or left out, and the page says so.
+The page embeds attention as small grey PNGs, one for each image and view (the mean of a layer's heads, or one head).
+The class token has its own column in them and its own cell next to the image. What would make the page too large is
+pooled or omitted, and the page says so.
 """
 
 import base64
@@ -19,25 +19,25 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from plainvit.analyse.attention import Reduced, whole
-from plainvit.analyse.drawings import hides_shade
+from plainvit.analyse.attention import AttentionReducer, require_global_attention
+from plainvit.analyse.drawings import needs_heat_map
 from plainvit.analyse.page import CRISP, Html, element
 from plainvit.models import ViT
 from plainvit.models.inference import in_eval_mode
 
 BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the page stays below 10
 IMAGES = 6
-COARSEST = 6  # keys along a side: below, a map of a head says nothing
+COARSEST = 6  # keys along a side; coarser maps of single heads are not useful
 
 
 @dataclass
 class Plan:
-    """Which attention goes into the page."""
+    """Which attention the page embeds."""
 
     images: int
-    keys: tuple[int, int]  # the grid of keys of a layer's mean, perhaps coarser than the patches
-    head_keys: tuple[int, int]  # the same of single heads
-    heads: list[list[int]]  # of each layer, those that are there besides the mean
+    keys: tuple[int, int]  # grid of the layer means, may be coarser than the patches
+    head_keys: tuple[int, int]  # grid of single heads
+    heads: list[list[int]]  # single heads of each layer
 
     def size(self, queries: int) -> int:
         """Bytes before compression."""
@@ -47,86 +47,87 @@ class Plan:
 
 
 def plan(model: ViT, images: int, budget: int = BUDGET) -> Plan:
-    """The first of the plans that fits; the coarsest means of one image where none does."""
-    found = None
-    for found in _plans(model, min(images, IMAGES)):
-        if found.size(_queries(model)) <= budget:
-            return found
-    assert found is not None
-    return found
+    """The first plan within the budget; if there is none, the smallest one."""
+    candidate = None
+    for candidate in _list_plans(model, min(images, IMAGES)):
+        if candidate.size(_count_queries(model)) <= budget:
+            return candidate
+    assert candidate is not None
+    return candidate
 
 
-def _plans(model: ViT, images: int) -> Iterator[Plan]:
-    """From all there is to ever less: images go first, then fineness, then the heads of some layers, then of all."""
+def _list_plans(model: ViT, images: int) -> Iterator[Plan]:
+    """From everything to less: fewer images, then coarser maps, then the heads of fewer layers, then no heads."""
     grid, layers, heads = model.config.grid, len(model.blocks), list(range(model.config.heads))
-    single = [_pooled(grid, times) for times in (1, 2, 4, 8) if times == 1 or max(_pooled(grid, times)) >= COARSEST]
-    for apart in (1, 2, 3, 4, 6, 8, layers, 0):  # between layers whose heads are there; the last layer always is
-        chosen = [heads if apart and (layers - 1 - layer) % apart == 0 else [] for layer in range(layers)]
+    coarser = [_pool_grid(grid, factor) for factor in (2, 4, 8)]
+    single = [grid, *(pooled for pooled in coarser if max(pooled) >= COARSEST)]
+    for stride in (1, 2, 3, 4, 6, 8, layers, 0):  # every so many layers with single heads, always with the last
+        chosen = [heads if stride and (layers - 1 - layer) % stride == 0 else [] for layer in range(layers)]
         for count in range(images, 0, -1):
-            for head_keys in single if apart else single[-1:]:
-                for times in (1, 2):
-                    yield Plan(count, _pooled(grid, times), head_keys, chosen)
-    for times in (4, 8, 16, 32):
-        yield Plan(1, _pooled(grid, times), single[-1], [[] for _ in range(layers)])
+            for head_keys in single if stride else single[-1:]:
+                for factor in (1, 2):
+                    yield Plan(count, _pool_grid(grid, factor), head_keys, chosen)
+    for factor in (4, 8, 16, 32):
+        yield Plan(1, _pool_grid(grid, factor), single[-1], [[] for _ in range(layers)])
 
 
-def _pooled(grid: tuple[int, int], times: int) -> tuple[int, int]:
-    return -(-grid[0] // times), -(-grid[1] // times)
+def _pool_grid(grid: tuple[int, int], factor: int) -> tuple[int, int]:
+    return -(-grid[0] // factor), -(-grid[1] // factor)
 
 
-def _queries(model: ViT) -> int:
+def _count_queries(model: ViT) -> int:
     return model.config.grid[0] * model.config.grid[1] + (model.config.prefix > 0)
 
 
 @dataclass
 class Views:
-    """Of one image: matrices as `_matrix` makes them, and the largest of each of their rows."""
+    """Attention of one image: matrices of `_attention_matrix` and the maximum of each of their rows."""
 
     means: list[np.ndarray]
-    largest: list[np.ndarray]  # [queries] of each layer: the share of attention at the brightest place, in per mille
+    largest: list[np.ndarray]  # [queries] of each layer, in thousandths
     singles: list[np.ndarray]
-    largest_singles: list[np.ndarray]  # the same of each head
+    largest_singles: list[np.ndarray]  # [queries] of each head
 
 
 @torch.no_grad()
 @in_eval_mode
 def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
-    """Of one image [3, H, W], by one pass that keeps one layer at a time."""
+    """Views of one image [3, H, W] from one forward pass."""
     found = Views([], [], [], [])
 
-    def use(layer: int, attention: Tensor) -> None:
-        mean, largest = _matrix(model, attention[0].mean(0), wanted.keys)
+    def add(layer: int, attention: Tensor) -> None:
+        mean, largest = _attention_matrix(model, attention[0].mean(0), wanted.keys)
         found.means.append(mean)
         found.largest.append(largest)
         for head in wanted.heads[layer]:
-            single, largest = _matrix(model, attention[0, head], wanted.head_keys)
+            single, largest = _attention_matrix(model, attention[0, head], wanted.head_keys)
             found.singles.append(single)
             found.largest_singles.append(largest)
 
-    whole(model)(image[None].to(model.embedding.weight.device), Reduced(use))
+    require_global_attention(model)(image[None].to(model.embedding.weight.device), AttentionReducer(add))
     return found
 
 
-def _matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """[N, N] -> uint8 [patches, keys], each row to its own largest; and that in per mille.
+def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """[N, N] -> uint8 [queries, keys], each row scaled by its maximum; and the maxima in thousandths.
 
-    With a class token there is a row for it, the last, and a column: its share of all attention, 255 for the whole.
+    A class token adds a last row, and a last column with its fraction of the attention (255: all of it).
     """
     prefix, grid = model.config.prefix, model.config.grid
     rows = [attention[prefix:, prefix:], attention[:1, prefix:]] if prefix else [attention]
-    found = torch.cat(rows).float()  # [queries, n]
-    token = torch.cat((attention[prefix:, :1], attention[:1, :1])).float() if prefix else found[:, :0]  # [queries, 1]
+    weights = torch.cat(rows).float()  # [queries, n]
+    token = torch.cat((attention[prefix:, :1], attention[:1, :1])).float() if prefix else weights[:, :0]  # [queries, 1]
     if keys != grid:
-        found = F.adaptive_avg_pool2d(found.view(-1, 1, *grid), keys).flatten(1)
-        found = found * (grid[0] * grid[1] / (keys[0] * keys[1]))  # the attention of all patches of a place
-    largest = found.amax(1, keepdim=True)
-    shares = torch.cat((found / largest.clamp(min=torch.finfo(found.dtype).tiny), token), 1)
+        weights = F.adaptive_avg_pool2d(weights.view(-1, 1, *grid), keys).flatten(1)
+        weights = weights * (grid[0] * grid[1] / (keys[0] * keys[1]))  # sums instead of means
+    largest = weights.amax(1, keepdim=True)
+    shares = torch.cat((weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), token), 1)
     shown = (255 * shares).round().to(torch.uint8)  # [queries, keys (+ 1)]
     return shown.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy()
 
 
 def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Plan) -> tuple[Html, str]:
-    """(what goes into the page, its script). `shown` has of each image: source (a data: address), name, guess."""
+    """(HTML, script). `shown` has for each image: source (a data: URL), name, guess."""
     height, width = model.config.image_size
     seen = [views(model, image, wanted) for image in images[: wanted.images]]
     data = {
@@ -137,7 +138,7 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
         "headKeys": wanted.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
         "reads": model.config.pool == "token",
-        "heat": hides_shade(images[: wanted.images].permute(0, 2, 3, 1).numpy()),
+        "heat": needs_heat_map(images[: wanted.images].permute(0, 2, 3, 1).numpy()),
         "crisp": max(height, width) < CRISP,
         "heads": wanted.heads,
         "means": [[_png(view) for view in one.means] for one in seen],
@@ -145,8 +146,8 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
         "singles": [[_png(view) for view in one.singles] for one in seen],
         "largestSingles": [[view.tolist() for view in one.largest_singles] for one in seen],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no name can end the element
-    without = "The explorer needs a browser with JavaScript; all else on this page does not."
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name can close the element
+    without = "The explorer needs JavaScript; the rest of this page works without it."
     body = element(
         "div",
         Html(f'<script type="application/json" id="explorer-data">{text}</script>'),
@@ -156,21 +157,21 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
     return body, Path(__file__).with_name("explorer.js").read_text(encoding="utf-8")
 
 
-def omissions(wanted: Plan, model: ViT, images: int) -> str:
-    """What was left out, in words; empty where all is there."""
-    there, layers = [layer for layer, heads in enumerate(wanted.heads, 1) if heads], len(wanted.heads)
+def describe_omissions(wanted: Plan, model: ViT, images: int) -> str:
+    """What the page omits to stay small; empty if nothing."""
+    with_heads, layers = [layer for layer, heads in enumerate(wanted.heads, 1) if heads], len(wanted.heads)
     words = []
     if wanted.images < min(images, IMAGES):
-        words.append(f"it shows {wanted.images} image{'s' if wanted.images > 1 else ''}")
+        words.append(f"the explorer shows {wanted.images} image{'s' if wanted.images > 1 else ''}")
     if wanted.keys != model.config.grid:
         words.append(f"maps of layers are pooled to {wanted.keys[0]} x {wanted.keys[1]}")
-    if there and wanted.head_keys != model.config.grid:
+    if with_heads and wanted.head_keys != model.config.grid:
         words.append(f"maps of heads are pooled to {wanted.head_keys[0]} x {wanted.head_keys[1]}")
-    if not there:
-        words.append("single heads are left out")
-    elif len(there) < layers:
-        words.append(f"single heads are there for {len(there)} of {layers} layers")
-    return f"To stay below 10 MB, {', '.join(words)}." if words else ""
+    if not with_heads:
+        words.append("single heads are omitted")
+    elif len(with_heads) < layers:
+        words.append(f"single heads are shown for {len(with_heads)} of {layers} layers")
+    return f"To keep this file below 10 MB, {', '.join(words)}." if words else ""
 
 
 def _png(view: np.ndarray) -> str:

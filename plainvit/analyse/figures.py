@@ -1,4 +1,4 @@
-"""The one visual style of every figure in the project, and how a figure and its numbers become files.
+"""The visual style of all figures, and how figures and their data are saved.
 
 from plainvit.analyse.figures import new_axes, save, styled, svg
 
@@ -8,11 +8,10 @@ def losses(steps, values) -> Figure:
     axes.plot(steps, values, color=COLOURS["blue"])
     return figure
 
-save(losses(steps, values), Path("figures/losses.png"))   # for papers and slides, on white
-svg(losses(steps, values), "Loss by step")                # for a page: follows its font and its dark mode
+save(losses(steps, values), Path("figures/losses.png"))   # on white, for papers and slides
+svg(losses(steps, values), "Loss by step")                # for HTML: follows its font and dark mode
 
-Matplotlib's objects alone, without pyplot: no figure is kept anywhere, no display is needed. Its settings are
-process-wide by nature; they are the project's inside `styled` and as they were after it.
+Uses Matplotlib without pyplot: no global figures, no display. Matplotlib's settings are global; `styled` restores them.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from PIL import Image
 from plainvit.disk import write_atomically
 from plainvit.evaluate.outputs import write_rows
 
-# Okabe and Ito's colours, told apart by colour-blind eyes; a page gives each name a second value for dark mode
+# Okabe and Ito's colour-blind-safe palette; an HTML page gives each name a second value for dark mode
 COLOURS = {
     "paper": "#ffffff",
     "ink": "#1d2329",
@@ -50,11 +49,11 @@ COLOURS = {
 RIGHT, WRONG = COLOURS["green"], COLOURS["orange"]
 PANEL = (4.6, 2.7)  # inches
 DPI = 150
-LARGEST = 300_000  # bytes of a picture
+LARGEST = 300_000  # bytes of a PNG
 
 _SETTINGS: dict[str, Any] = {
     "font.size": 8.5,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same figure everywhere
     "text.color": COLOURS["ink"],
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
@@ -99,7 +98,7 @@ _SETTINGS: dict[str, Any] = {
 def styled() -> Iterator[None]:
     """The project's style, whatever the user's matplotlibrc says. As a decorator: of a function that draws."""
     with matplotlib.style.context(["default", _SETTINGS]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # names in any script are allowed; the font has not all
+        warnings.filterwarnings("ignore", message="Glyph")  # class names may use scripts that the font lacks
         yield
 
 
@@ -119,18 +118,18 @@ def new_axes(panel: tuple[float, float] = PANEL) -> tuple[Figure, Axes]:
 
 @styled()
 def save(figure: Figure, path: Path, limit: int = LARGEST) -> None:
-    """As PNG on white, whole or not at all. Photos in it take fewer colours, then fewer pixels, until it is small."""
-    dpi, image = float(DPI), _raster(figure, DPI)
+    """Writes a PNG atomically; one above the limit gets fewer colours, then fewer pixels."""
+    dpi, image = float(DPI), _render(figure, DPI)
     data = _png(image)
     if len(data) > limit:
         data = _png(image.quantize())
     while len(data) > limit and dpi > 20:
-        dpi *= 0.95 * math.sqrt(limit / len(data))  # bytes go with pixels, or nearly
-        data = _png(_raster(figure, dpi).quantize())
+        dpi *= 0.95 * math.sqrt(limit / len(data))  # bytes are roughly proportional to pixels
+        data = _png(_render(figure, dpi).quantize())
     write_atomically(path, lambda target: target.write_bytes(data))
 
 
-def _raster(figure: Figure, dpi: float) -> Image.Image:
+def _render(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], pil_kwargs={"compress_level": 1})
     return Image.open(buffer).convert("RGB")
@@ -144,52 +143,52 @@ def _png(image: Image.Image) -> bytes:
 
 @styled()
 def svg(figure: Figure, label: str) -> str:
-    """As an <svg> element for a page that defines the colours as CSS variables (--ink, --blue ...)."""
-    matplotlib.rcParams["svg.hashsalt"] = label  # names inside are repeatable, and differ between figures of a page
+    """An <svg> element for a page that defines the colours as CSS variables (--ink, --blue ...)."""
+    matplotlib.rcParams["svg.hashsalt"] = label  # deterministic ids that differ between figures
     buffer = io.StringIO()
-    nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    no_metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], count=2, flags=re.S)
     opening = re.match(r"<svg[^>]*?viewBox=\"([\d. ]+)\"[^>]*>", text)
     assert opening, "matplotlib's svg has a viewBox"
     text = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}">' + text[opening.end() :]
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # an id must be unique in a page
-    return re.sub(r'style="[^"]*"', _in_variables, text).strip()
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids must be unique in a page
+    return re.sub(r'style="[^"]*"', _use_css_variables, text).strip()
 
 
-def _in_variables(style: re.Match[str]) -> str:
+def _use_css_variables(style: re.Match[str]) -> str:
     text = style[0]
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
     return text
 
 
-# What comes from outside, and numbers ---------------------------------------------------------------------------------
+# Text and numbers -----------------------------------------------------------------------------------------------------
 
-_HARMLESS = "\u00a0\u202f\u200c\u200d"  # spaces, and joiners that are parts of words in Persian and Indic scripts
+_ALLOWED = "\u00a0\u202f\u200c\u200d"  # spaces, and joiners that Persian and Indic words need
 
 
 def printable(text: object, longest: int = 0) -> str:
-    """Text from outside without what could break a line, a file or the order of reading; shortened where asked."""
+    """Untrusted text without control characters, truncated to `longest` if given."""
     clean = str(text)
     if not clean.isprintable():
-        clean = "".join(letter if letter.isprintable() or letter in _HARMLESS else "\ufffd" for letter in clean)
+        clean = "".join(letter if letter.isprintable() or letter in _ALLOWED else "\ufffd" for letter in clean)
     return clean if not longest or len(clean) <= longest else clean[: longest - 1] + "…"
 
 
 def number(value: object) -> float:
-    """A finite number as it is, anything else as NaN: metrics hold null, and perhaps worse."""
+    """A finite number, or NaN for anything else, such as null."""
     if not isinstance(value, int | float):
         return math.nan
     try:
         return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer too large for a float
         return math.nan
 
 
 def cell(value: float) -> str:
-    """A number in a CSV file, in full precision; nothing for NaN."""
+    """A number for a CSV file, in full precision; empty for NaN."""
     return "" if math.isnan(value) else str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 

@@ -1,6 +1,5 @@
-"""Images with what a model said of them: the predictions of a page as figure, CSV and section, and a contact sheet.
+"""Images with their predictions: a gallery (figure, CSV and report section) and contact sheets.
 
-predictions(samples, Path("runs/pets"))                          a section; figures/gallery.png and .csv beside it
 plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(source, index, rows)
 plainvit data info photos/ --sheet sheet.png                     class_sheet(source)
 """
@@ -19,16 +18,16 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from plainvit.analyse.figures import COLOURS, RIGHT, WRONG, cell, new_axes, number, printable, save, styled, write_csv
-from plainvit.analyse.page import NONE, SPACE, Html, Section, bar, counted, element, figure_links, join, picture
+from plainvit.analyse.page import NONE, SPACE, Html, Section, bar, element, figure_links, join, picture, pluralize
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
-SIDE = 0.92  # of a picture, where its cell is 1 wide
-SHOWN = 24  # pictures of a gallery
-MOST = 96  # pictures of a contact sheet
+SIDE = 0.92  # of an image, in cells
+SHOWN = 24  # images of a gallery
+MOST = 96  # images of a contact sheet
 PIXELS = 192  # of a thumbnail on it
 BYTES = 4_000_000  # of its PNG
-TALL = 1.3  # a cell of it: names and probability stand below the picture
+TALL = 1.3  # height of its cells, with the text below the image
 
 
 @dataclass(frozen=True)
@@ -43,48 +42,50 @@ class Sample:
 
     def __post_init__(self) -> None:
         if self.image.dtype != np.uint8 or self.image.ndim != 3 or self.image.shape[2] != 3 or not self.image.size:
-            raise ValueError(f"{self.name}: an image is uint8 [h, w, 3], got {self.image.dtype} {self.image.shape}")
+            raise ValueError(
+                f"{self.name}: expected a uint8 image [h, w, 3], got {self.image.dtype} {self.image.shape}"
+            )
 
 
-def wrong_first(samples: Sequence[Sample]) -> list[Sample]:
-    """Mistakes before the rest, the surest of them first: they teach most."""
-    right = [one for one in samples if one.guess == one.truth]
-    wrong = [one for one in samples if one.guess != one.truth]
-    return sorted(wrong, key=lambda one: np.nan_to_num(-number(one.probability), nan=1.0)) + right
+def sort_wrong_first(samples: Sequence[Sample]) -> list[Sample]:
+    """Errors first, the most confident at the top."""
+    right = [sample for sample in samples if sample.guess == sample.truth]
+    wrong = [sample for sample in samples if sample.guess != sample.truth]
+    return sorted(wrong, key=lambda sample: np.nan_to_num(-number(sample.probability), nan=1.0)) + right
 
 
 @styled()
 def draw_gallery(samples: Sequence[Sample]) -> Figure:
-    """Predictions as a picture, mistakes first."""
-    shown = wrong_first(samples)[:SHOWN]
+    """Predictions as a figure, errors first."""
+    shown = sort_wrong_first(samples)[:SHOWN]
     columns = min(max(len(shown), 1), 6)
     rows = max(math.ceil(len(shown) / columns), 1)
-    figure, one = new_axes((1.45 * columns, 1.75 * rows))
+    figure, axes = new_axes((1.45 * columns, 1.75 * rows))
     for index, sample in enumerate(shown):
-        _draw_guess(one, sample, index % columns, index // columns * 1.21)
-    one.set(xlim=(-0.02, columns - 0.06), ylim=(1.21 * rows, -0.05), aspect="equal")
-    one.set_axis_off()
+        _draw_sample(axes, sample, index % columns, index // columns * 1.21)
+    axes.set(xlim=(-0.02, columns - 0.06), ylim=(1.21 * rows, -0.05), aspect="equal")
+    axes.set_axis_off()
     return figure
 
 
-def _draw_guess(axes: Axes, sample: Sample, left: float, top: float) -> None:
-    _show(axes, sample.image, left, top)
+def _draw_sample(axes: Axes, sample: Sample, left: float, top: float) -> None:
+    _draw_image(axes, sample.image, left, top)
     colour = RIGHT if sample.guess == sample.truth else WRONG
     axes.add_patch(Rectangle((left, top), SIDE, SIDE, fill=False, edgecolor=colour, linewidth=1.5))
     words = f"{printable(sample.guess, 14)} {_percent(sample.probability)}".strip()
     below = {"ha": "left", "va": "top", "fontsize": 6.5, "parse_math": False}
     axes.text(left, top + SIDE + 0.03, words, color=colour, **below)
     if sample.guess != sample.truth:
-        axes.text(left, top + SIDE + 0.135, f"truth: {printable(sample.truth, 15)}", color=COLOURS["muted"], **below)
+        axes.text(left, top + SIDE + 0.135, f"true: {printable(sample.truth, 15)}", color=COLOURS["muted"], **below)
 
 
-def _show(axes: Axes, pixels: np.ndarray, left: float, top: float) -> None:
-    """In the middle of its cell, whatever its shape; tiny ones keep their pixels."""
+def _draw_image(axes: Axes, pixels: np.ndarray, left: float, top: float) -> None:
+    """Centred in its cell; small images keep sharp pixels."""
     height, width = pixels.shape[:2]
-    tall, wide = SIDE * height / max(height, width), SIDE * width / max(height, width)
-    x, y = left + (SIDE - wide) / 2, top + (SIDE - tall) / 2
+    h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
+    x, y = left + (SIDE - w) / 2, top + (SIDE - h) / 2
     smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
-    axes.imshow(pixels, extent=(x, x + wide, y + tall, y), interpolation=smoothing, aspect="auto")
+    axes.imshow(pixels, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
 
 
 def _percent(share: float) -> str:
@@ -92,55 +93,53 @@ def _percent(share: float) -> str:
 
 
 def write_gallery(samples: Sequence[Sample], path: Path) -> None:
-    rows = [[one.name, one.truth, one.guess, cell(number(one.probability))] for one in wrong_first(samples)]
+    rows = [[each.name, each.truth, each.guess, cell(number(each.probability))] for each in sort_wrong_first(samples)]
     write_csv(path, [["name", "truth", "guess", "probability"], *rows])
 
 
-def predictions(
-    samples: Sequence[Sample], folder: Path, title: str = "Predictions", judged: tuple[int, int] | None = None
+def predictions_section(
+    samples: Sequence[Sample], folder: Path, title: str = "Predictions", totals: tuple[int, int] | None = None
 ) -> Section | None:
-    """With the figure and its numbers in the folder's figures/. judged: the mistakes and images there are in all."""
+    """Also writes figures/gallery.png and .csv. totals: numbers of errors and images in the whole split."""
     if not samples:
         return None
-    ordered = wrong_first(samples)
+    ordered = sort_wrong_first(samples)
     save(draw_gallery(samples), folder / "figures" / "gallery.png")
     write_gallery(samples, folder / "figures" / "gallery.csv")
-    wrong = [one for one in ordered if one.guess != one.truth]
-    parts: list[object] = [element("p", _chosen_of(len(wrong), len(ordered), judged), class_="note")]
-    for kind, shown in (("Wrong", wrong), ("Right", ordered[len(wrong) :])):
+    wrong = [sample for sample in ordered if sample.guess != sample.truth]
+    parts: list[object] = [element("p", _describe_selection(len(wrong), len(ordered), totals), class_="note")]
+    for kind, shown in (("Errors", wrong), ("Correct", ordered[len(wrong) :])):
         if shown:
             parts.append(element("h3", kind, " ", element("span", len(shown), class_="quiet")))
-            parts.append(element("div", *map(_framed, shown), class_="samples"))
+            parts.append(element("div", *map(_sample_card, shown), class_="samples"))
     return Section(title, join([*parts, figure_links("gallery")]))
 
 
-def _chosen_of(wrong: int, shown: int, judged: tuple[int, int] | None) -> str:
-    """Which of all predictions are shown, where they might be taken for all."""
-    if judged is None:
-        note = f"{wrong} wrong among {counted(shown, 'image')}" if wrong else "All of these are right"
-        return f"{note}. They are a choice, so the share of mistakes here is not the accuracy."
-    mistakes, images = judged
+def _describe_selection(wrong: int, shown: int, totals: tuple[int, int] | None) -> str:
+    """Which predictions are shown; a warning where the selection does not reflect the accuracy."""
+    biased = "Errors are over-represented in this selection."
+    if totals is None:
+        return f"{pluralize(wrong, 'error')} in {pluralize(shown, 'image')}. {biased}"
+    errors, images = totals
     if shown == images:
-        return f"All {counted(images, 'image')}: {mistakes:,} wrong."
-    if not mistakes:
-        return f"No mistake in {counted(images, 'image')}; these are {shown:,} of them."
-    right = f" and {shown - wrong:,} of the {images - mistakes:,} right answers" if shown > wrong else ""
-    if wrong == mistakes:
-        every = f"All {wrong:,} mistakes" if wrong > 1 else "The one mistake"
-        return f"{every} of {counted(images, 'image')}{right}."
-    note = f"The surest {wrong:,} of {mistakes:,} mistakes of {counted(images, 'image')}{right}."
-    return f"{note} They are a choice, so the share of mistakes here is not the accuracy."
+        return f"All {pluralize(images, 'image')}: {pluralize(errors, 'error')}."
+    if not errors:
+        return f"No errors in {pluralize(images, 'image')}; {shown:,} of them are shown."
+    right = f" and {shown - wrong:,} of {images - errors:,} correct predictions" if shown > wrong else ""
+    if wrong == errors:
+        return f"All errors ({wrong:,} of {pluralize(images, 'image')}){right}."
+    return f"The {wrong:,} most confident of {errors:,} errors in {pluralize(images, 'image')}{right}. {biased}"
 
 
-def _framed(sample: Sample) -> Html:
+def _sample_card(sample: Sample) -> Html:
     right, share = sample.guess == sample.truth, number(sample.probability)
-    sure = NONE if math.isnan(share) else f"{100 * share:.0f}{SPACE}%"
+    confidence = NONE if math.isnan(share) else f"{100 * share:.0f}{SPACE}%"
     words = [
-        element("div", element("b", sample.guess), element("span", sure, class_="quiet"), class_="line"),
-        "" if right else element("div", element("span", "truth: ", class_="quiet"), sample.truth),
+        element("div", element("b", sample.guess), element("span", confidence, class_="quiet"), class_="line"),
+        "" if right else element("div", element("span", "true: ", class_="quiet"), sample.truth),
         element("div", sample.name, class_="file", title=sample.name),
     ]
-    shown = picture(sample.image, f"{sample.truth}, guessed {sample.guess}")
+    shown = picture(sample.image, f"{sample.truth}, predicted {sample.guess}")
     kind = "sample right" if right else "sample wrong"
     return element("figure", shown, bar(share), element("figcaption", *words), class_=kind)
 
@@ -149,7 +148,7 @@ def _framed(sample: Sample) -> Html:
 
 
 def chosen(count: int, most: int = MOST) -> np.ndarray:
-    """Which of so many pictures are shown: all, or some spread evenly."""
+    """Indices of the images on a contact sheet: all, or a number of them spread evenly."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
@@ -157,26 +156,26 @@ def chosen(count: int, most: int = MOST) -> np.ndarray:
 def contact_sheet(
     source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]], note: str = ""
 ) -> Figure:
-    """The pictures at `index` of the source with their rows, as `plainvit predict` writes them, and a line below.
+    """The images at `index` with their rows as `plainvit predict` writes them, and a note below.
 
-    A row with a `label` in place of `guesses` is shown with this label alone.
+    A row with `label` instead of `guesses` shows that label.
     """
     columns = min(len(rows), 8 if len(rows) > 24 else 6)
     lines = math.ceil(len(rows) / columns)
-    told = textwrap.wrap(printable(note), 26 * columns)
-    foot = 0.02 + 0.11 * len(told) if told else 0.0
-    figure, one = new_axes((1.3 * columns, 1.3 * (TALL * lines + foot)))
+    note_lines = textwrap.wrap(printable(note), 26 * columns)
+    foot = 0.02 + 0.11 * len(note_lines) if note_lines else 0.0
+    figure, axes = new_axes((1.3 * columns, 1.3 * (TALL * lines + foot)))
     for place, (at, row) in enumerate(zip(index, rows, strict=True)):
-        _draw_row(one, _thumbnail(source, int(at)), row, place % columns, place // columns * TALL)
+        _draw_cell(axes, _thumbnail(source, int(at)), row, place % columns, place // columns * TALL)
     below: dict[str, Any] = {"fontsize": 6, "color": COLOURS["muted"], "va": "top", "parse_math": False}
-    one.text(0, TALL * lines + 0.01, "\n".join(told), **below)
-    one.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
-    one.set_axis_off()
+    axes.text(0, TALL * lines + 0.01, "\n".join(note_lines), **below)
+    axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
+    axes.set_axis_off()
     return figure
 
 
 def class_sheet(source: Source) -> Figure:
-    """Images spread evenly over the classes, each with its class and file name."""
+    """Images spread evenly over the classes, with class and file name."""
     index = np.argsort(source.labels, kind="stable")[chosen(len(source))]
     classes = {at: source.classes[label] if (label := source.labels[at]) >= 0 else "no label" for at in index}
     return contact_sheet(source, index, [{"name": source.name(int(at)), "label": classes[at]} for at in index])
@@ -191,10 +190,10 @@ def _thumbnail(source: Source, index: int) -> np.ndarray | None:
     return np.asarray(shown)
 
 
-def _draw_row(axes: Axes, pixels: np.ndarray | None, row: Mapping[str, Any], left: float, top: float) -> None:
+def _draw_cell(axes: Axes, pixels: np.ndarray | None, row: Mapping[str, Any], left: float, top: float) -> None:
     axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLOURS["line"], alpha=0.45, linewidth=0, zorder=-1))
     if pixels is not None:
-        _show(axes, pixels, left, top)
+        _draw_image(axes, pixels, left, top)
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     name = printable(str(row["name"]).rpartition("/")[2], 24)
     axes.text(left, top + SIDE + 0.21, name, fontsize=4.5, color=COLOURS["muted"], ha="left", **below)
@@ -202,11 +201,13 @@ def _draw_row(axes: Axes, pixels: np.ndarray | None, row: Mapping[str, Any], lef
         axes.text(left, top + SIDE + 0.06, printable(row["label"], 18), fontsize=6.5, ha="left", **below)
         return
     if not row["guesses"]:
-        axes.text(left, top + SIDE + 0.06, "no answer", fontsize=6.5, color=WRONG, ha="left", **below)
+        axes.text(left, top + SIDE + 0.06, "no prediction", fontsize=6.5, color=WRONG, ha="left", **below)
         return
     guess = row["guesses"][0]
-    sure = guess["probability"]
-    for share, colour in ((1.0, COLOURS["line"]), (sure, COLOURS["blue"])):  # a bar as long as the model is sure
+    confidence = guess["probability"]
+    for share, colour in ((1.0, COLOURS["line"]), (confidence, COLOURS["blue"])):
         axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * share, 0.025, facecolor=colour, linewidth=0))
     axes.text(left, top + SIDE + 0.07, printable(guess["label"], 15), fontsize=6.5, ha="left", **below)
-    axes.text(left + SIDE, top + SIDE + 0.07, f"{sure:.0%}", fontsize=6.5, color=COLOURS["muted"], ha="right", **below)
+    axes.text(
+        left + SIDE, top + SIDE + 0.07, f"{confidence:.0%}", color=COLOURS["muted"], fontsize=6.5, ha="right", **below
+    )

@@ -1,6 +1,6 @@
-"""What masked prediction looks like: each image, what was left of it, and what was predicted in its place.
+"""Figures of masked prediction: originals, masked images and predictions.
 
-figures/masked-0001000.png in a run folder, one a validation; the report shows the last, beside an early one.
+Each validation writes figures/masked-0001000.png in the run folder; the report shows three of them.
 """
 
 import re
@@ -13,22 +13,22 @@ from PIL import Image
 from plainvit.disk import write_atomically
 
 GAP = 4  # pixels between images
-SIDE = 112  # near which images are shown: enlarged or reduced by whole factors
-LARGEST = 4096  # pixels a side that a picture may have to be read again
+SIDE = 112  # pixels; images are enlarged or reduced by integer factors to about this size
+LARGEST = 4096  # pixels a side of a figure that the report reads
 
 
 def draw_masked(folder: Path, step: int, rows: Sequence[np.ndarray]) -> Path:
-    """A row each of originals, of corrupted images and of predictions, uint8 [m, H, W, 3]; a column an image."""
+    """Rows: originals, masked images and predictions, each uint8 [m, H, W, 3]."""
     path = folder / "figures" / f"masked-{step:07d}.png"
     path.parent.mkdir(exist_ok=True)
     image = Image.fromarray(mosaic(rows))
-    write_atomically(path, lambda beside: image.save(beside, "PNG", optimize=True))
+    write_atomically(path, lambda target: image.save(target, "PNG", optimize=True))
     return path
 
 
 def mosaic(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows below each other on white."""
-    shown = [[_sized(image) for image in row] for row in rows]
+    """One canvas with white gaps."""
+    shown = [[_resize(image) for image in row] for row in rows]
     height, width, _ = shown[0][0].shape
     down, across = height + GAP, width + GAP
     page = np.full((len(rows) * down - GAP, len(shown[0]) * across - GAP, 3), 255, np.uint8)
@@ -38,15 +38,15 @@ def mosaic(rows: Sequence[np.ndarray]) -> np.ndarray:
     return page
 
 
-def _sized(image: np.ndarray) -> np.ndarray:
-    """Without smoothing where it is enlarged."""
+def _resize(image: np.ndarray) -> np.ndarray:
+    """Enlarges without smoothing."""
     times = max(SIDE // max(image.shape[:2]), 1)
     smaller = Image.fromarray(image).reduce(-(-max(image.shape[:2]) // SIDE))
     return np.asarray(smaller).repeat(times, 0).repeat(times, 1)
 
 
 def masked_pictures(folder: Path) -> list[tuple[int, np.ndarray]]:
-    """(step, picture) of an early, a middle and the last validation, as far as there are any."""
+    """(step, figure) of an early, a middle and the last validation, if there are any."""
     found = {}
     for path in (folder / "figures").glob("masked-*.png"):
         if number := re.fullmatch(r"masked-(\d+)\.png", path.name):
@@ -57,7 +57,7 @@ def masked_pictures(folder: Path) -> list[tuple[int, np.ndarray]]:
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """None where it is no picture of a size that this draws."""
+    """None if it is not a readable PNG or too large."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
             return np.asarray(image.convert("RGB")) if max(image.size) <= LARGEST else None

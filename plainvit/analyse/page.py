@@ -1,9 +1,9 @@
-"""A page that is complete in itself: opens offline, suits a phone and dark mode, loads nothing.
+"""Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
 from plainvit.analyse.page import Section, element, page, table
 page("Digits", "What came out.", [Section("Numbers", table(["class", "images"], [("zero", 178)], numbers=[1]))])
 
-Every text that is not `Html` is escaped when it enters the page, so names of classes and files can do no harm.
+Every string that is not `Html` is escaped, so class and file names cannot inject markup.
 """
 
 import base64
@@ -24,12 +24,16 @@ from plainvit.analyse.figures import Figure, printable
 from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-CRISP = 64  # pixels along a side: in smaller images each is drawn as a square
-THUMB = 200  # pixels of the longer side: sharp on a phone, and 48 of them stay below 400 KB
-SPACE = "\u202f"  # narrow, and no line breaks at it
-NONE = "\u2013"  # stands for a value that is not there
+CRISP = 64  # pixels along a side; smaller images are shown without smoothing
+THUMB = 200  # pixels of the longer side; 48 of them stay below 400 KB
+SPACE = "\u202f"  # narrow no-break space
+NONE = "\u2013"  # a missing value
 WORST = 20  # classes shown before the rest is folded
-SPLIT = {"test": "test", "val": "validation", "train": "training"}  # in words; the first there is, is judged by
+SPLIT = {
+    "test": "test",
+    "val": "validation",
+    "train": "training",
+}  # reports show the first that exists
 DARK = {
     "paper": "#14171a",
     "ink": "#e4e8eb",
@@ -44,7 +48,7 @@ DARK = {
 
 
 class Html(str):
-    """Markup that is ready for the page; any other string is escaped when it enters it."""
+    """Markup; any other string is escaped."""
 
 
 class Section(NamedTuple):
@@ -61,32 +65,32 @@ def join(parts: Iterable[object]) -> Html:
 
 
 def element(name: str, *children: object, **attributes: str | None) -> Html:
-    """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; an attribute of None is left out."""
-    there = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
-    opening = "".join((f"<{name}", *(f' {key}="{escape(value)}"' for key, value in there.items()), ">"))
+    """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; attributes of None are omitted."""
+    present = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    opening = "".join((f"<{name}", *(f' {key}="{escape(value)}"' for key, value in present.items()), ">"))
     return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
 
 
 def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", script: str = "") -> str:
-    """A whole page: what it is about, the result (plain text, or Html with more than words), and the details.
+    """A page with a title, a lead (plain text or Html) and sections.
 
-    It runs no script but the one given, which its policy names by its hash.
+    Its content security policy allows no script but the given one.
     """
-    may = f"; script-src {_digest(script)}" if script else ""
-    made = "This page is complete in itself: it loads nothing" + ("." if script else " and runs no script.")
+    allowed = f"; script-src {_digest(script)}" if script else ""
+    made = "This page loads no external resources" + ("." if script else " and runs no scripts.")
     above = element("p", eyebrow, class_="eyebrow") if eyebrow else ""
     body = element(
         "main",
-        element("header", above, element("h1", title), _lead(lead)),
-        _contents(sections) if len(sections) > 2 else "",
-        *(element("section", element("h2", one.title), one.body, id=_anchor(one.title)) for one in sections),
+        element("header", above, element("h1", title), _lead_paragraph(lead)),
+        _table_of_contents(sections) if len(sections) > 2 else "",
+        *(element("section", element("h2", title), body, id=_anchor(title)) for title, body in sections),
         element("footer", f"Made by plainvit. {made}"),
         Html(f"<script>{script}</script>") if script else "",
     )
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{may}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{allowed}">'),
         element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         Html('<meta name="color-scheme" content="light dark">'),
         element("title", title),
@@ -98,23 +102,23 @@ def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", 
 def write_page(
     path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], script: str = ""
 ) -> Path:
-    """A page of the sections there are as a file, whole or not at all; `above` are the words of the eyebrow."""
-    text = page(title, lead, [one for one in sections if one], " · ".join(filter(None, above)), script)
+    """Writes a page atomically; sections that are None are omitted, `above` is the line above the title."""
+    text = page(title, lead, [section for section in sections if section], " · ".join(filter(None, above)), script)
     write_text(path, text)
     return path
 
 
 def _digest(script: str) -> str:
-    """As a Content-Security-Policy names a script that may run."""
+    """The hash of a script for the content security policy."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _lead(lead: str) -> Html:
+def _lead_paragraph(lead: str) -> Html:
     return lead if isinstance(lead, Html) else element("p", lead, class_="lead")
 
 
-def _contents(sections: Sequence[Section]) -> Html:
-    links = [element("li", element("a", one.title, href=f"#{_anchor(one.title)}")) for one in sections]
+def _table_of_contents(sections: Sequence[Section]) -> Html:
+    links = [element("li", element("a", title, href=f"#{_anchor(title)}")) for title, _ in sections]
     return element("nav", element("ul", *links), aria_label="Contents")
 
 
@@ -134,7 +138,7 @@ def _variables(colours: Mapping[str, str]) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
-    """Rows under titles; the columns named in numbers are set to the right, so that digits align."""
+    """A table; the columns in `numbers` are right-aligned."""
     aligned = dict.fromkeys(numbers, "number")
     head = element("tr", *(_cell("th", title, aligned.get(at)) for at, title in enumerate(titles)))
     body = [element("tr", *(_cell("td", value, aligned.get(at)) for at, value in enumerate(row))) for row in rows]
@@ -142,21 +146,21 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iter
 
 
 def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]) -> Html:
-    """A row for each class, the first of them in sight."""
+    """A row for each class; all but the first ones are folded."""
     shown = table(titles, rows[:WORST], numbers)
     if not rows[WORST:]:
         return shown
-    rest = element("summary", f"The other {counted(len(rows) - WORST, 'class', 'classes')}")
+    rest = element("summary", f"The other {pluralize(len(rows) - WORST, 'class', 'classes')}")
     return join([shown, element("details", rest, table(titles, rows[WORST:], numbers))])
 
 
 def _cell(name: str, value: object, kind: str | None) -> Html:
-    """Html that is a cell already stays as it is."""
+    """Html that already is a cell is not wrapped."""
     return value if isinstance(value, Html) and value.startswith(f"<{name}") else element(name, value, class_=kind)
 
 
 def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
-    """Names and values; those that changed stand out."""
+    """A table of names and values; those in `changed` are highlighted."""
     marked = dict.fromkeys(changed, "changed")
     rows = [
         element("tr", element("td", key, class_="key"), element("td", value), class_=marked.get(key))
@@ -175,60 +179,60 @@ def notice(*words: object, warning: bool = False) -> Html:
 
 
 def fact(name: str, value: str, *under: object, chief: bool = False) -> Html:
-    """A number in large figures, what it is above it, more words below."""
+    """A large number with its name above and notes below."""
     below = [element("dd", line, class_="under") for line in under if line]
     digits, space, unit = value.partition(SPACE)
     large = element("dd", digits, space, element("small", unit) if unit else "")
     return element("div", element("dt", name), large, *below, class_="fact chief" if chief else "fact")
 
 
-def command_line(line: str) -> Html:
+def code_block(line: str) -> Html:
     return element("pre", element("code", line))
 
 
 def inline_svg(figure: Figure, label: str) -> Html:
-    return Html(figures.svg(figure, label))  # its own text is escaped by matplotlib
+    return Html(figures.svg(figure, label))  # matplotlib escapes its text
 
 
 def figure_links(name: str) -> Html:
-    """Where the numbers of a figure are."""
+    """Links to the data and the PNG of a figure."""
     links = [element("a", f"figures/{name}.{kind}", href=f"figures/{name}.{kind}") for kind in ("csv", "png")]
-    return element("p", "The numbers are in ", links[0], ", the picture in ", links[1], ".", class_="note")
+    return element("p", "Data: ", links[0], ". Figure: ", links[1], ".", class_="note")
 
 
 def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
-    """Pixels as a small image inside the page: tiny ones as they are, photos as JPEG."""
+    """An embedded image: PNG if small, otherwise a JPEG thumbnail."""
     shown = Image.fromarray(image)
     tiny = max(shown.size) < CRISP
     if not tiny:
         shown.thumbnail((side, side))
-    source = address(shown, "png" if tiny else "jpeg", optimize=tiny)
+    source = data_url(shown, "png" if tiny else "jpeg", optimize=tiny)
     return element("img", src=source, alt=alt, class_="small" if tiny else None)
 
 
-def address(image: Image.Image, kind: Literal["png", "jpeg"], *, quality: int = 82, optimize: bool = False) -> str:
-    """An image as an address that needs no file."""
+def data_url(image: Image.Image, kind: Literal["png", "jpeg"], *, quality: int = 82, optimize: bool = False) -> str:
+    """An image as a data: URL."""
     buffer = io.BytesIO()
     image.save(buffer, kind, quality=quality, optimize=optimize)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-# Words and numbers ----------------------------------------------------------------------------------------------------
+# Formatting -----------------------------------------------------------------------------------------------------------
 
 
 def percent(share: float, images: float = 0) -> str:
-    """With as many digits as so many images can tell apart."""
+    """A fraction as a percentage; two decimals from 10,000 images on."""
     if math.isnan(share):
         return NONE
     return f"{100 * share:.{2 if images >= 10_000 else 1}f}{SPACE}%"
 
 
 def points(gap: float) -> str:
-    """The difference of two shares: it is no share itself."""
+    """A difference of fractions in percentage points."""
     return f"{100 * gap:.1f}{SPACE}points"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if math.isnan(seconds):
         return NONE
     if seconds < 60:
@@ -241,9 +245,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{days} days {rest} h"
 
 
-def counted(count: float, one: str, many: str = "") -> str:
+def pluralize(count: float, one: str, many: str = "") -> str:
     return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
 
 
-def not_scored(count: float, image: str) -> str:
-    return f"{counted(count, image)} could not be read and {'is' if count == 1 else 'are'} not scored."
+def describe_unscored(count: float, image: str) -> str:
+    return f"{pluralize(count, image)} could not be read and {'is' if count == 1 else 'are'} not included."

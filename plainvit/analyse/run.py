@@ -1,7 +1,7 @@
-"""What a run folder says about its run, read with care: any of its files may be missing, cut short or foreign.
+"""Reads a run folder; files may be missing, truncated or invalid.
 
 run = read_run(Path("runs/digits"))
-run.result("test"), run.curves["loss"], run.faults
+run.result("test"), run.curves["loss"], run.problems
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ FILES = {
     "config.json": "the settings",
     "data.json": "the names of the classes and the number of images",
     "metrics.jsonl": "the learning curves",
-    "results.json": "the evaluation of the finished weights",
+    "results.json": "the evaluation of the final weights",
     "environment.json": "the machine, the versions and the command",
     "status.json": "how the run ended",
 }
@@ -27,7 +27,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder says about its run; a part that is absent is empty."""
+    """The contents of a run folder; missing parts are empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -35,29 +35,29 @@ class Run:
     results: dict[str, Any]
     environment: dict[str, Any]
     status: dict[str, Any]
-    curves: Table  # thinned out
-    skipped: int  # steps that did not move the weights
-    faults: tuple[Html, ...]  # what is missing or cannot be read
+    curves: Table  # downsampled
+    skipped: int  # steps without an update
+    problems: tuple[Html, ...]  # missing or unreadable files
 
     @property
-    def judged(self) -> str:
-        """The split whose confusions are shown: test where there is one."""
-        return next((split for split in SPLIT if mapping(self.results.get(split))), "")
+    def split(self) -> str:
+        """The split that the report shows: test if there is one."""
+        return next((split for split in SPLIT if as_dict(self.results.get(split))), "")
 
     @property
     def chosen_on_val(self) -> bool:
-        return bool(self.results.get("chosen_on_val") or mapping(self.results.get("val")).get("chosen_on_val"))
+        return bool(self.results.get("chosen_on_val") or as_dict(self.results.get("val")).get("chosen_on_val"))
 
     def result(self, split: str) -> dict[str, Any]:
-        return mapping(self.results.get(split))
+        return as_dict(self.results.get(split))
 
     def images(self, split: str) -> float:
-        return number(mapping(mapping(self.data.get("splits")).get(split)).get("images"))
+        return number(as_dict(as_dict(self.data.get("splits")).get(split)).get("images"))
 
     def confusion(self) -> np.ndarray | None:
-        """Counts [truth, guess] of the judged split, where they are whole and square."""
+        """Counts [true class, predicted class] of the split; None if missing or malformed."""
         try:
-            matrix = np.array(self.result(self.judged).get("confusion"), float)
+            matrix = np.array(self.result(self.split).get("confusion"), float)
         except (TypeError, ValueError):
             return None
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
@@ -66,31 +66,31 @@ class Run:
         return matrix if matrix.any() else None
 
     def classes(self, count: int) -> list[str]:
-        """So many names; a number where there is no name."""
+        """Class names, with a number for each missing name."""
         names = self.data.get("classes")
         names = [printable(name) for name in names] if isinstance(names, list) else []
         return names[:count] + [f"class {index}" for index in range(len(names), count)]
 
 
-def mapping(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
 def read_run(folder: Path) -> Run:
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the folder of a run")
+        raise ValueError(f"{folder} is not a folder: expected a run folder, such as runs/NAME")
     found: dict[str, Any] = {}
-    faults: list[Html] = []
+    problems: list[Html] = []
     for name, meaning in FILES.items():
         read = read_metrics if name == "metrics.jsonl" else read_json
         try:
             found[name.partition(".")[0]] = read(folder / name)
-            fault = "" if (folder / name).is_file() else f" ({meaning})"
+            problem = "" if (folder / name).is_file() else f" ({meaning})"
         except (OSError, ValueError) as error:
-            fault = f" ({meaning}) cannot be read: {error}"
-        if fault:
-            faults.append(join([element("code", name), fault]))
+            problem = f" ({meaning}) cannot be read: {error}"
+        if problem:
+            problems.append(join([element("code", name), problem]))
     metrics = found.pop("metrics", tabulate([]))
     skipped = int((metrics["skipped"] > 0).sum())
     parts = {key: found.get(key, {}) for key in ("config", "data", "results", "environment", "status")}
-    return Run(folder=folder, curves=thin_table(metrics), skipped=skipped, faults=tuple(faults), **parts)
+    return Run(folder=folder, curves=thin_table(metrics), skipped=skipped, problems=tuple(problems), **parts)

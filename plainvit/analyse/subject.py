@@ -1,10 +1,10 @@
-"""What an analysis looks at, a model and images as it sees them; and what a part of it gives, figures with words.
+"""What an analysis examines (a model and images) and what its parts return (figures with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-next(filters(subject)).drawings[""].figure                    one of the parts in parts.py and maps.py
+next(analyse_filters(subject)).drawings[""].figure            one of the parts in parts.py and maps.py
 
-What does not apply to a model is a ValueError that says why; `understand` puts it into the page and goes on. Parts that
-take many passes look at as many images as a bounded number of multiply-adds allows, and say at how many.
+A part that does not apply to a model raises a ValueError with the reason, which the page shows. Parts that need many
+passes use as many images as a fixed number of multiply-adds allows, and say how many.
 """
 
 from collections.abc import Iterator
@@ -29,23 +29,23 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.planning.cost import macs
 
-LEAST = 16  # images below which accuracy says nothing
-TINY, SHRUNK = 64, 3  # pixels along a side, and how many times smaller, at which little of a photo is left
-WORK = {"cpu": 7e11, "cuda": 2e14}  # multiply-adds of a part that takes many passes: some ten seconds
+LEAST = 16  # images needed for an accuracy
+TINY, SHRUNK = 64, 3  # pixels along a side, and a reduction factor, at which photos lose most detail
+WORK = {"cpu": 7e11, "cuda": 2e14}  # multiply-adds of a part: about ten seconds
 
 
 @dataclass
 class Subject:
-    """A model, and images as it sees them."""
+    """A model, and images in its size."""
 
     predictor: Predictor
     images: Tensor  # [n, 3, H, W] uint8
     names: list[str]
-    labels: Tensor | None  # [n], where they are known and are the model's classes
-    which: str = "images"  # what they are, in words that follow their number
-    held_out: bool = False  # by the run whose model it is, of the data that it learned from
+    labels: Tensor | None  # [n], if known and the model's classes
+    which: str = "images"  # their description, after a number
+    held_out: bool = False  # of the training data, by the run of this model
     against: Predictor | None = None
-    other: str = ""  # what the model that it is compared with is called
+    other: str = ""  # name of the model in `against`
     thorough: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -55,14 +55,14 @@ class Subject:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The model's patches; a ResNet has none, and gets squares of about a fourteenth of the image."""
+        """The model's patches; for a ResNet, about 14 x 14 squares."""
         if isinstance(self.model, ViT):
             return self.model.config.grid
         height, width = self.model.config.image_size
-        return _divisor(height), _divisor(width)
+        return _largest_divisor(height), _largest_divisor(width)
 
-    def affordable(self, passes: float, most: int, least: int = LEAST) -> int:
-        """Images that a part with so many passes over each may look at."""
+    def affordable_images(self, passes: float, most: int, least: int = LEAST) -> int:
+        """Number of images for a part that needs this many passes for each."""
         count = min(most, len(self.images))
         if self.thorough:
             return count
@@ -70,32 +70,32 @@ class Subject:
         return max(min(count, int(work / (passes * macs(self.model.config)))), min(least, count))
 
     @cached_property
-    def answers(self) -> Tensor:
-        """[n, K] logits of all images."""
+    def logits(self) -> Tensor:
+        """[n, K]"""
         return robust.logits(self.model, self.images)
 
-    def some(self, count: int) -> tuple[Tensor, Tensor]:
-        """Images with labels; the model's own answers where there are none."""
+    def labelled_images(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first images with their labels, or with the model's predictions if there are no labels."""
         if self.model.head is None:
-            raise ValueError("the model has no head, so there is no answer to lose")
-        labels = self.answers.argmax(-1) if self.labels is None else self.labels
+            raise ValueError(robust.NO_HEAD)
+        labels = self.logits.argmax(-1) if self.labels is None else self.labels
         return self.images[:count], labels[:count]
 
-    def guesses(self, count: int) -> list[str]:
-        """What the model says of the first images, in words."""
+    def describe_predictions(self, count: int) -> list[str]:
+        """Predicted class and probability of the first images."""
         if self.model.head is None:
             return [""] * min(count, len(self.images))
-        best, names = self.answers[:count].softmax(-1).max(-1), self.predictor.class_names
+        best, names = self.logits[:count].softmax(-1).max(-1), self.predictor.class_names
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [f"{names[at]} ({100 * p:.0f} %)" for p, at in pairs]
 
 
-def _divisor(side: int) -> int:
+def _largest_divisor(side: int) -> int:
     return max(count for count in range(1, 15) if side % count == 0)
 
 
 class Drawing(NamedTuple):
-    """A figure and its numbers, which are written side by side."""
+    """A figure and its data."""
 
     figure: Figure
     numbers: Any
@@ -103,14 +103,14 @@ class Drawing(NamedTuple):
 
 @dataclass
 class Part:
-    """One figure or more, with words on how to read them."""
+    """One or more figures and how to read them."""
 
     name: str
     title: str
     words: str
     drawings: dict[str, Drawing]
-    html: Html | None = None  # what the page shows in place of the figures, where pictures are many
-    table: Html | None = None  # and what it shows below them
+    html: Html | None = None  # shown on the page instead of the figures
+    table: Html | None = None  # shown below them
 
 
 Parts = Iterator[Part]
@@ -119,21 +119,21 @@ Parts = Iterator[Part]
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
-def images_of(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
-    """Without --data, the run's own."""
+def resolve_images(model: str | Path, images: str, split: str, data_root: str) -> tuple[str, str, str]:
+    """(data, split, data root); without --data, those of the run."""
     if images:
         return images, split, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("which images? --data takes a folder, an archive, or a set that `plainvit data info` knows")
+        raise ValueError("--data is required: give a folder, an archive, or a dataset name (see `plainvit data info`)")
     return stored["data"], split, data_root or stored.get("data_root") or ""
 
 
 def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: int, model: str | Path = "") -> Subject:
-    """Images spread evenly over the source, as the model sees them; those that cannot be read are passed over."""
-    source = opened(spec, split, data_root, model)
+    """Images spread evenly over the source, in the model's size; unreadable ones are skipped."""
+    source = open_images(spec, split, data_root, model)
     rows: list[tuple[Tensor, str, int]] = []
-    sides: list[int] = []  # the shorter one of each image, as it lies there
+    sides: list[int] = []  # shorter side of each file
     broken: list[str] = []
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
         try:
@@ -143,49 +143,50 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
         except (ImageError, OSError) as error:
             broken.append(f"{source.name(index)}: {error}")
     if not rows:
-        raise DataError(f"no image of {spec} can be read; {broken[0].splitlines()[0]}")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # sets lie sorted by class
-    rows = [rows[place] for place in order]
-    labels, fits = torch.tensor([row[2] for row in rows]), _fits(predictor, source)
+        raise DataError(f"no image of {spec} can be read: {broken[0].splitlines()[0]}")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # files are sorted by class
+    rows = [rows[index] for index in order]
+    labels, fits = torch.tensor([row[2] for row in rows]), _has_matching_classes(predictor, source)
     fits = fits and bool((labels >= 0).all())
     subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
     own = trained_on(model, spec, data_root) is not None
-    subject.which, subject.held_out = _which(source, own, len(rows)), own and source.split != "train"
+    subject.which, subject.held_out = _describe_images(source, own, len(rows)), own and source.split != "train"
     if broken:
-        subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read; {broken[0]}.")
-    subject.notes += _shrunk(int(np.median(sides)), predictor.size)
+        subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read: {broken[0]}.")
+    subject.notes += _describe_shrinking(int(np.median(sides)), predictor.size)
     if not fits:
         subject.labels = None
-        said = "The images have no labels that the model knows: accuracy is agreement with its answers."
-        subject.notes += [said] if predictor.classes else []
+        note = "The images have no labels of this model: accuracy is agreement with its original predictions."
+        subject.notes += [note] if predictor.classes else []
     return subject
 
 
-def _which(source: Source, own: bool, count: int) -> str:
-    """What the images are to the model, that its maps are not taken for those of images it has never seen."""
+def _describe_images(source: Source, own: bool, count: int) -> str:
+    """What the images are, so that training images are not mistaken for unseen ones."""
     kinds = {"test": "test images", "val": "validation images"}
-    kinds |= {"val": "images that the run held out", "train": "images that the run learned from"} if own else {}
+    kinds |= {"val": "held-out images of the run", "train": "training images of the run"} if own else {}
     kind = kinds.get(source.split, "images") if source.classes else "images"
     return f"of the {len(source):,} {kind}" if count < len(source) else kind
 
 
-def _shrunk(side: int, wanted: tuple[int, int]) -> list[str]:
-    """That photos were made so small that a reader must not expect to recognise much."""
+def _describe_shrinking(side: int, wanted: tuple[int, int]) -> list[str]:
+    """A note if photos were reduced so much that little can be recognised."""
     height, width = wanted
     if min(wanted) > TINY or side < SHRUNK * min(wanted):
         return []
-    seen = f"{width} x {height} pixels, which is all that this model sees"
-    return [f"The images were shrunk, from {side} pixels along the shorter side (median) to {seen}."]
+    return [
+        f"The images were reduced from {side} pixels (median shorter side) to the model's {width} x {height} pixels."
+    ]
 
 
-def _fits(predictor: Predictor, source: Source) -> bool:
-    """Whether the images' labels are the model's classes."""
+def _has_matching_classes(predictor: Predictor, source: Source) -> bool:
+    """Whether the labels of the images are the classes of the model."""
     theirs, ours = tuple(source.classes), tuple(predictor.model.about.class_names)
     return len(theirs) == predictor.classes > 0 and (not ours or ours == theirs)
 
 
-def opened(spec: str, split: str, data_root: str, model: str | Path = "") -> Source:
-    """A set with labels where it is one, the images that its model was not trained on; otherwise just images."""
+def open_images(spec: str, split: str, data_root: str, model: str | Path = "") -> Source:
+    """A labelled dataset, without the training images of the model if possible; otherwise unlabelled images."""
     if any(letter in spec for letter in "*?["):
         return find([spec], split=split or "test", data_root=data_root or None)
     try:
@@ -193,7 +194,7 @@ def opened(spec: str, split: str, data_root: str, model: str | Path = "") -> Sou
     except AbsentSplit:
         if split:
             raise
-        return open_source(spec, "train", data_root=data_root or None)  # of a run that held none out
+        return open_source(spec, "train", data_root=data_root or None)  # a run without held-out images
     except DataError:
         if not Path(spec).exists():
             raise

@@ -8,17 +8,17 @@ window grows with the run, and so comes to a ninth of it at most.
 
 from matplotlib.figure import Figure
 
-from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
+from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config
 from plainvit.studies.drawings import draw_arms
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
 
 HALF = 0.5
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    config = finetuned(budget, DOWNSTREAM[budget][0])
+    config = finetune_config(budget, DOWNSTREAM[budget][0])
     return {
-        "before": Arm(pretrained(budget), counts=False),
+        "before": Arm(pretrain_config(budget), counts=False),
         "last weights": Arm(config, after="before"),
         "averaged": Arm(config.replace(ema_window=HALF), after="before"),
     }
@@ -29,7 +29,7 @@ def decide(found: Found) -> Verdict:
     why = f"averaged - last weights {more}"
     if found.of("last weights") == found.of("averaged"):
         return Verdict("not decided", f"{why}: no answer differs in number")
-    return settle([no_worse(more)], why)
+    return settle([check_no_worse(more)], why)
 
 
 def draw(found: Found) -> Figure:

@@ -12,8 +12,8 @@ from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config
 from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
-from plainvit.studies.compute import draw_seeds, mark, whole
-from plainvit.studies.drawings import SERIES
+from plainvit.studies.compute import complete_model
+from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
 KINDS = {"plain": False, "axial": True}
@@ -28,15 +28,16 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 
 def _millions(config: Config) -> float:
-    return cost.macs(whole(config)) / 1e6
+    return cost.macs(complete_model(config)) / 1e6
 
 
 def decide(found: Found) -> Verdict:
     """Axial is better, and takes more compute."""
-    apart = gap(found.of("plain"), found.of("axial"))
+    difference = gap(found.of("plain"), found.of("axial"))
     times = found.arms["axial"].x / found.arms["plain"].x
     return settle(
-        [apart.sign, 1 if times > 1 else -1], f"axial - plain {apart}, for {times:.2f} times the multiply-adds"
+        [difference.sign, 1 if times > 1 else -1],
+        f"axial - plain {difference}, for {times:.2f} times the multiply-adds",
     )
 
 
@@ -44,7 +45,7 @@ def decide(found: Found) -> Verdict:
 def draw(found: Found) -> Figure:
     figure, [[axes]] = new_figure()
     for name, colour in zip(KINDS, SERIES, strict=False):
-        draw_seeds(axes, found, [name], colour, "")
+        draw_line(axes, found, [name], colour, "")
         axes.plot(
             found.arms[name].x, 100 * found.mean(name), marker="_", markersize=22, markeredgewidth=2.4, color=colour
         )
@@ -57,7 +58,7 @@ def draw(found: Found) -> Figure:
             va="center",
         )
     axes.set(title="held-out top-1, %", xlabel="multiply-adds of an image, millions", xmargin=0.3)
-    mark(axes, [arm.x for arm in found.arms.values()])
+    set_log_ticks(axes, [arm.x for arm in found.arms.values()])
     return figure
 
 

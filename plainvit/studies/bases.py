@@ -1,14 +1,14 @@
-"""What the studies run at each budget, before an arm changes one thing of it.
+"""The base configs of the studies at each budget.
 
-cpu      a ViT of 0.1 million parameters on handwritten digits: seconds a run on two cores
-gpu      a ViT of 4 million parameters on Tiny-ImageNet: about a minute a run on one large GPU
+cpu      a ViT of 0.1 million parameters on handwritten digits: seconds per run on two cores
+gpu      a ViT of 4 million parameters on Tiny-ImageNet: about a minute per run on one large GPU
 """
 
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.recipes import recipe
 from plainvit.studies.study import Budget
 
-# What is fine-tuned on, that with the most images first
+# Datasets for fine-tuning, the largest first
 DOWNSTREAM: dict[Budget, tuple[str, ...]] = {
     "cpu": ("digits:56789",),
     "gpu": ("cifar10", "oxford-pets", "flowers102"),
@@ -16,7 +16,7 @@ DOWNSTREAM: dict[Budget, tuple[str, ...]] = {
 
 
 def base(budget: Budget) -> Config:
-    """A model from scratch; none of its settings was chosen on the images that the arms are compared on."""
+    """Training from scratch; no setting was tuned on the compared images."""
     match budget:
         case "cpu":
             digits = recipe("digits")
@@ -31,16 +31,16 @@ def base(budget: Budget) -> Config:
             return tiny.replace(model=model, augment=augment, optim=optim, **changes)
 
 
-def pretrained(budget: Budget) -> Config:
-    """What all fine-tunings begin from: the base, on classes that they are not fine-tuned on."""
+def pretrain_config(budget: Budget) -> Config:
+    """Pre-training for all fine-tunings: the base, on other classes."""
     return base(budget).replace(data="digits:01234") if budget == "cpu" else base(budget)
 
 
-def finetuned(budget: Budget, data: str) -> Config:
-    """A short fine-tuning on one of DOWNSTREAM, the same for every arm: a head of zeros, one rate, no weight decay.
+def finetune_config(budget: Budget, data: str) -> Config:
+    """A short fine-tuning on one of DOWNSTREAM: a head of zeros, one rate, no weight decay.
 
-    An arm from scratch is this with a model, and perhaps a rate, of its own. It has the optimiser of the base, since
-    the paper's SGD would not bring a ViT far from scratch.
+    Arms from scratch use it with a model. The optimizer is that of the base: the paper's SGD trains a ViT poorly from
+    scratch.
     """
     match budget:
         case "cpu":

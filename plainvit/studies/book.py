@@ -1,8 +1,8 @@
-"""Every study by its name, in the order of the claims' numbers; and one of the user's own, as FILE.py:STUDY.
+"""All studies by name, and studies from a user's file.
 
     plainvit study positions                  plainvit study my.py:STUDY
 
-A file of the user's is run: name only files that you trust.
+A user's file is executed: use only files that you trust.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from plainvit.config import nearest
 from plainvit.recipes import run_file
 
-if TYPE_CHECKING:  # which loads torch; the list of files does not
+if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
 FILES = (
@@ -31,24 +31,23 @@ def studies() -> "dict[str, Study]":
 def study(name: str) -> "Study":
     known = studies()
     if name not in known:
-        raise ValueError(f"there is no study {name!r}; {nearest(name, known)}")
+        raise ValueError(f"unknown study {name!r}; {nearest(name, known)}")
     return known[name]
 
 
 def own_study(word: str) -> "Study":
-    """The study of FILE.py:STUDY, with a name that is not taken and can be a folder's."""
+    """The study FILE.py:STUDY; its name must be a valid and unused folder name."""
     from plainvit.studies.study import Study
 
     file, _, name = (word + ":" if word.endswith(".py") else word).rpartition(":")
     if not Path(file).is_file():
-        raise ValueError(f"there is no file {file}, which the study {word} names")
+        raise ValueError(f"file {file} of study {word} does not exist")
     module = run_file(Path(file))
-    made = [one for one, value in vars(module).items() if isinstance(value, Study)]
-    if name not in made:
-        hint = f"it has {', '.join(made)}" if made else "it has none"
-        fault = f"has no study {name!r}" if name else "is a file of studies: name the one too"
-        raise ValueError(f"{file} {fault}; {hint}; a study of your own is FILE.py:STUDY")
+    defined = [key for key, value in vars(module).items() if isinstance(value, Study)]
+    if name not in defined:
+        problem = f"{file} has no study {name!r}" if name else f"the study in {file} is not named"
+        raise ValueError(f"{problem}: use FILE.py:STUDY; it defines {', '.join(defined) or 'no studies'}")
     found: Study = getattr(module, name)
     if not re.fullmatch(r"\w[\w-]*", found.name) or found.name in (*studies(), "runs", "all"):
-        raise ValueError(f"{file}: a study cannot be named {found.name!r}: give it a word of its own, as my-study")
+        raise ValueError(f"{file}: invalid or reserved study name {found.name!r}: choose another, such as 'my-study'")
     return replace(found, given=word)

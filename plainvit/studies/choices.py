@@ -12,9 +12,9 @@ and AugReg (2106.10270) on stochastic depth, at AugReg's rates; Hendrycks and Gi
 from matplotlib.figure import Figure
 
 from plainvit.studies.bases import base, vit
-from plainvit.studies.compute import brief
+from plainvit.studies.compute import short_run
 from plainvit.studies.drawings import draw_arms
-from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, no_worse, settle
+from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, check_no_worse, gap, settle
 
 NORMS = ("pre", "post")
 COLD = "no warm-up"
@@ -22,11 +22,11 @@ RATE = 0.1  # of dropout, and of stochastic depth in the last block
 NO_WORSE = "is not worse than {} by more than two standard errors, and no loss above a point is left open"
 
 
-def better(apart: Gap, first: str, second: str) -> str:
+def better(difference: Gap, first: str, second: str) -> str:
     """Which of the two, in words; the difference is second - first."""
-    if not apart.sign:
-        return f"neither is better for certain ({second} - {first} {apart})"
-    return f"{second if apart.sign > 0 else first} is better ({second} - {first} {apart})"
+    if not difference.sign:
+        return f"neither is better for certain ({second} - {first} {difference})"
+    return f"{second if difference.sign > 0 else first} is better ({second} - {first} {difference})"
 
 
 # Where the norm stands ------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def better(apart: Gap, first: str, second: str) -> str:
 
 def norm_arms(budget: Budget) -> dict[str, Arm]:
     """By AdamW, of which the literature speaks. More steps than usual may be skipped for not being finite."""
-    warm = brief(budget)
+    warm = short_run(budget)
     if budget == "cpu":  # it is deep models that post-norm is said to be hard to train in
         warm = warm.replace(model=vit(warm).replace(depth=6))
     cold = warm.replace(optim=warm.optim.replace(warmup=0.0), bad_steps=100)
@@ -48,7 +48,7 @@ def norm_arms(budget: Budget) -> dict[str, Arm]:
 def decide_norm(found: Found) -> Verdict:
     """Without warm-up pre-norm is better, and leaving it out costs post-norm more."""
     cold, warm = (gap(found.of(f"post{words}"), found.of(f"pre{words}")) for words in (f", {COLD}", ""))
-    losses = {norm: [a - b for a, b in zip(found.of(norm), found.of(f"{norm}, {COLD}"), strict=True)] for norm in NORMS}
+    losses = {norm: found.differences(f"{norm}, {COLD}", norm) for norm in NORMS}
     dearer = gap(losses["pre"], losses["post"])
     why = f"without warm-up {better(cold, 'post', 'pre')}; with it {better(warm, 'post', 'pre')}; "
     return settle([cold.sign, dearer.sign], f"{why}to leave it out costs post more than pre by {dearer}")
@@ -68,9 +68,9 @@ def depth_arms(budget: Budget) -> dict[str, Arm]:
 
 def decide_depth(found: Found) -> Verdict:
     """Stochastic depth is no worse than dropout."""
-    apart = gap(found.of("dropout"), found.of("stochastic depth"))
+    difference = gap(found.of("dropout"), found.of("stochastic depth"))
     none = "; ".join(f"{name} - neither {gap(found.of('neither'), found.of(name))}" for name in list(found.arms)[1:])
-    return settle([no_worse(apart)], f"{better(apart, 'dropout', 'stochastic depth')}; {none}")
+    return settle([check_no_worse(difference)], f"{better(difference, 'dropout', 'stochastic depth')}; {none}")
 
 
 # GELU or ReLU ---------------------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
 
 def decide_activation(found: Found) -> Verdict:
     """The GELU is no worse than the ReLU."""
-    apart = gap(found.of("ReLU"), found.of("GELU"))
-    return settle([no_worse(apart)], better(apart, "ReLU", "GELU"))
+    difference = gap(found.of("ReLU"), found.of("GELU"))
+    return settle([check_no_worse(difference)], better(difference, "ReLU", "GELU"))
 
 
 def draw_norm(found: Found) -> Figure:

@@ -14,9 +14,7 @@ import math
 from functools import partial
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import STEM_NUMERICS, Config, Model, Optim, ResNetConfig
@@ -24,7 +22,7 @@ from plainvit.evaluate import paper
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES
 from plainvit.studies.bases import base, vit
-from plainvit.studies.drawings import SERIES
+from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
 from plainvit.studies.study import FEWEST, Arm, Budget, Found, Study, Verdict, gap, settle
 
 KINDS = ("ViT", "ResNet", "hybrid")
@@ -36,7 +34,7 @@ SETS = ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers")  # of Table 6: R
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def brief(budget: Budget) -> Config:
+def short_run(budget: Budget) -> Config:
     """The base by AdamW and in fewer steps, so that many models can be trained."""
     config = base(budget)
     if budget == "gpu":
@@ -73,8 +71,8 @@ def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
 
 
 def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
-    """Along the axis: exaFLOPs of training."""
-    config, found = brief(budget), models(budget)
+    """x is the training compute in exaFLOPs."""
+    config, found = short_run(budget), models(budget)
     return {
         f"{kind} {size}": _arm(config.replace(model=model), kind)
         for kind in kinds
@@ -83,11 +81,11 @@ def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
 
 
 def _arm(config: Config, kind: str) -> Arm:
-    return Arm(config, x=cost.training_exaflops(whole(config), config.steps * config.batch), group=kind)
+    return Arm(config, x=cost.training_exaflops(complete_model(config), config.steps * config.batch), group=kind)
 
 
-def whole(config: Config) -> Model:
-    """The model with the head that its data gives it, as its cost is counted."""
+def complete_model(config: Config) -> Model:
+    """The model with the head for its dataset."""
     assert config.model is not None
     return config.model.replace(classes=config.model.classes or CLASSES.get(config.data, 0))
 
@@ -102,12 +100,12 @@ def curves(found: Found, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slopes(found: Found, kind: str) -> list[float]:
-    """What a doubling of compute brings, by least squares through the models of each seed."""
+    """Gain per doubling of compute for each seed, by least squares."""
     places, rows = curves(found, kind)
     return [float(np.polyfit(places, row, 1)[0]) for row in rows]
 
 
-def beyond_vit(found: Found, kind: str) -> np.ndarray:
+def lead_over_vit(found: Found, kind: str) -> np.ndarray:
     """[seeds, models]: how far each model is above a ViT of the same compute, between two of the ViTs where need be."""
     (at, ours), (known, vits) = curves(found, kind), curves(found, "ViT")
     return ours - np.array([np.interp(at, known, row) for row in vits])
@@ -116,19 +114,21 @@ def beyond_vit(found: Found, kind: str) -> np.ndarray:
 def decide_slopes(found: Found) -> Verdict:
     """A doubling of compute brings a ViT more than a ResNet."""
     steep = {kind: slopes(found, kind) for kind in ("ResNet", "ViT")}
-    apart = gap(steep["ResNet"], steep["ViT"])
+    difference = gap(steep["ResNet"], steep["ViT"])
     rates = " and ".join(f"{kind} {100 * np.mean(steep[kind]):+.2f}" for kind in ("ViT", "ResNet"))
-    level = -100 * beyond_vit(found, "ResNet").mean()
-    why = f"a doubling of compute brings {rates} points, a difference of {apart}; "
-    return settle([apart.sign], why + f"at equal compute ViT is {abs(level):.2f} {'above' if level > 0 else 'below'}")
+    level = -100 * lead_over_vit(found, "ResNet").mean()
+    why = f"a doubling of compute brings {rates} points, a difference of {difference}; "
+    return settle(
+        [difference.sign], why + f"at equal compute ViT is {abs(level):.2f} {'above' if level > 0 else 'below'}"
+    )
 
 
 def decide_hybrids(found: Found) -> Verdict:
     """A hybrid beats a ViT of the same compute where both are small, and by less where both are large."""
-    apart = beyond_vit(found, "hybrid")
-    zero = [0.0] * len(apart)
-    small, large = gap(zero, apart[:, 0].tolist()), gap(zero, apart[:, -1].tolist())
-    fall = gap(apart[:, -1].tolist(), apart[:, 0].tolist())
+    difference = lead_over_vit(found, "hybrid")
+    zero = [0.0] * len(difference)
+    small, large = gap(zero, difference[:, 0].tolist()), gap(zero, difference[:, -1].tolist())
+    fall = gap(difference[:, -1].tolist(), difference[:, 0].tolist())
     why = f"hybrid - ViT: the smallest {small}, the largest {large}; the former is larger by {fall}"
     return settle([small.sign, fall.sign], why)
 
@@ -156,41 +156,24 @@ def table6(kind: str) -> list[tuple[float, float]]:
 
 @styled()
 def draw(found: Found) -> Figure:
-    """Ours beside Table 6, both against compute on a logarithmic axis."""
+    """Our results next to Table 6, by compute on a logarithmic axis."""
     figure, axes = new_figure(1, 2, PANEL)
     kinds = list(dict.fromkeys(arm.group for arm in found.arms.values()))
     thousands, unit = flops_unit(max(arm.x for arm in found.arms.values()))
     for kind in kinds:
-        draw_seeds(axes[0, 0], found, found.group(kind), COLOURS[kind], kind, 1000.0**thousands)
+        draw_line(axes[0, 0], found, found.group(kind), COLOURS[kind], kind, 1000.0**thousands)
         axes[0, 1].plot(*zip(*table6(kind), strict=True), marker="o", markersize=4, color=COLOURS[kind], label=kind)
-    axes[0, 0].set(title="here, held-out top-1, %", xlabel=f"compute of training, {unit}")
-    axes[0, 1].set(title="paper, mean of five sets, %", xlabel="compute of pre-training, exaFLOPs")
-    mark(axes[0, 0], [1000.0**thousands * found.arms[arm].x for arm in found.group("ViT")])
-    mark(axes[0, 1], [50, 200, 1000, 4000])
+    axes[0, 0].set(title="plainvit, held-out top-1, %", xlabel=f"training compute, {unit}")
+    axes[0, 1].set(title="paper, mean of five sets, %", xlabel="pre-training compute, exaFLOPs")
+    set_log_ticks(axes[0, 0], [1000.0**thousands * found.arms[arm].x for arm in found.group("ViT")])
+    set_log_ticks(axes[0, 1], [50, 200, 1000, 4000])
     for panel in axes[0]:
         panel.legend()
     return figure
 
 
-def draw_seeds(axes: Axes, found: Found, names: list[str], colour: str, label: str, scale: float = 1.0) -> None:
-    """A line through the arms' means, and a dot for each seed."""
-    places = [scale * found.arms[name].x for name in names]
-    axes.plot(places, [100 * found.mean(name) for name in names], color=colour, label=label)
-    for place, name in zip(places, names, strict=True):
-        values = 100 * np.array(found.of(name))
-        axes.scatter(np.full(len(values), place), values, s=14, color=colour, alpha=0.5, linewidths=0)
-
-
-def mark(axes: Axes, places: list[float]) -> None:
-    """A logarithmic axis with these numbers on it, and no others."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}" if value < 10 else f"{value:,.0f}"))
-
-
 def flops_unit(exaflops: float) -> tuple[int, str]:
-    """(how many thousands to multiply exaFLOPs by, the unit's name) for a number that is easy to read."""
+    """(power of 1000 to multiply exaFLOPs by, name of the unit) for readable numbers."""
     names = ("exaFLOPs", "petaFLOPs", "teraFLOPs", "gigaFLOPs", "megaFLOPs")
     at = min(max(math.ceil(-math.log10(exaflops) / 3), 0), len(names) - 1)
     return at, names[at]

@@ -24,8 +24,8 @@ from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.planning.cost import macs, parameters
-from plainvit.studies.bases import DOWNSTREAM, pretrained, vit
-from plainvit.studies.drawings import draw_curves, mark_places
+from plainvit.studies.bases import DOWNSTREAM, pretrain_config, vit
+from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.masked import few_shot
 from plainvit.studies.regularisation import plain
 from plainvit.studies.study import (
@@ -34,9 +34,9 @@ from plainvit.studies.study import (
     Found,
     Study,
     Verdict,
+    check_no_worse,
     gap,
     held_out,
-    no_worse,
     settle,
 )
 
@@ -45,18 +45,18 @@ SHARES: dict[Budget, tuple[float, ...]] = {
     "cpu": (0.05, 0.1, 0.25, 1.0),
     "gpu": (0.05, 0.1, 0.25, 1.0),
 }
-SMALL = 0.25  # the shares at which overfitting is compared, at most
-JUDGED = 4096  # training images that are classified, at most
+SMALL = 0.25  # largest share at which overfitting is compared
+EVALUATED = 4096  # largest number of training images that are classified
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def early_stopped(budget: Budget) -> Config:
-    """One setting for all shares: AdamW, crops and flips alone, the best of its validations."""
+def early_stopping_config(budget: Budget) -> Config:
+    """The same for all shares: AdamW, crops and flips only, early stopping."""
     config = plain(budget)
     if budget == "cpu":
-        return config.replace(data=pretrained(budget).data, evaluations=10, patience=3)
+        return config.replace(data=pretrain_config(budget).data, evaluations=10, patience=3)
     return config.replace(optim=Optim(lr=1e-3, warmup=0.05, weight_decay=0.1), evaluations=20, patience=4)
 
 
@@ -68,7 +68,7 @@ def resnet(budget: Budget) -> Model:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    config = early_stopped(budget)
+    config = early_stopping_config(budget)
     return {
         f"{name}, {100 * share:.3g} %": Arm(config.replace(model=model, share=share), x=100 * share, group=name)
         for name, model in {VIT: config.model, RESNET: resnet(budget)}.items()
@@ -82,7 +82,7 @@ def small_arms(budget: Budget) -> dict[str, Arm]:
 
 def size_arms(budget: Budget) -> dict[str, Arm]:
     """Three ViTs on the second share and on all."""
-    config = early_stopped(budget)
+    config = early_stopping_config(budget)
     little = SHARES[budget][1]
     return {
         f"{name}, {100 * share:.3g} %": Arm(config.replace(model=model, share=share), x=100 * share, group=name)
@@ -94,12 +94,12 @@ def size_arms(budget: Budget) -> dict[str, Arm]:
 def sizes(model: ViTConfig) -> dict[str, ViTConfig]:
     """Half and twice as wide; heads keep their width."""
 
-    def wide(by: float) -> ViTConfig:
+    def scale(by: float) -> ViTConfig:
         changes = {name: round(by * getattr(model, name)) for name in ("width", "mlp_dim")}
         heads = max(round(by * model.heads), 1)
         return model.replace(heads=heads if changes["width"] % heads == 0 else 1, **changes)
 
-    return {"small": wide(0.5), "middle": model, "large": wide(2)}
+    return {"small": scale(0.5), "middle": model, "large": scale(2)}
 
 
 # Measurement ----------------------------------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ def sizes(model: ViTConfig) -> dict[str, ViTConfig]:
 def measure(config: Config, folder: Path) -> dict[str, float]:
     """5-shot on another set, top-1 on held-out images, and what the model costs."""
     predictor = Predictor(folder, precision="fp32", batch=256)
-    return held_out(config, folder) | cost(predictor) | {"few_shot": few_shot(another(config), predictor)}
+    return held_out(config, folder) | cost(predictor) | {"few_shot": few_shot(transfer_config(config), predictor)}
 
 
-def another(config: Config) -> Config:
-    """The set that features are judged on, of its training images alone."""
-    upstream = {pretrained(budget).data: DOWNSTREAM[budget][0] for budget in ("cpu", "gpu")}
+def transfer_config(config: Config) -> Config:
+    """The dataset for few-shot evaluation; training images only."""
+    upstream = {pretrain_config(budget).data: DOWNSTREAM[budget][0] for budget in ("cpu", "gpu")}
     return Config(data=upstream[config.data], data_root=config.data_root, holdout=0.3)
 
 
@@ -124,10 +124,10 @@ def cost(predictor: Predictor) -> dict[str, float]:
 
 
 def measure_overfitting(config: Config, folder: Path) -> dict[str, float]:
-    """How much better the training images are classified than held-out ones, as both are prepared to evaluate."""
+    """Accuracy on training images minus held-out images, both with evaluation preprocessing."""
     predictor = Predictor(folder, precision="fp32", batch=256)
     train = open_splits(config).train
-    some = Subset(train, np.unique(np.linspace(0, len(train) - 1, JUDGED).astype(int)))
+    some = Subset(train, np.unique(np.linspace(0, len(train) - 1, EVALUATED).astype(int)))
     prepared = Prepared(some, predictor.size, predictor.preprocess, keep=False)
     found = held_out(config, folder)
     top1 = classify(predictor, prepared).top1
@@ -138,52 +138,47 @@ def measure_overfitting(config: Config, folder: Path) -> dict[str, float]:
 
 
 def decide(found: Found) -> Verdict:
-    """The ResNet is ahead where there is least, and the less so the more there is."""
+    """The ResNet leads on the smallest subset, and its lead shrinks with more data."""
     pairs = list(zip(found.group(VIT), found.group(RESNET), strict=True))
     gaps = [gap(found.of(a, "few_shot"), found.of(b, "few_shot")) for a, b in pairs]
     places = [found.arms[a].x for a, _ in pairs]
     falls = rank_correlation(places, [one.mean for one in gaps])
     listed = "; ".join(f"{place:.3g} %: {one}" for place, one in zip(places, gaps, strict=True))
-    why = f"ResNet - ViT, 5-shot: {listed}; rank correlation with the share {falls:+.2f}. {costs(found)}"
+    why = f"ResNet - ViT, 5-shot: {listed}; rank correlation with the share {falls:+.2f}. {describe_costs(found)}"
     if gaps[0].sign > 0:
         return Verdict("reproduced" if falls <= -0.8 else "not reproduced", why)
     return Verdict("not reproduced" if gaps[0].sign < 0 else "not decided", why)
 
 
-def costs(found: Found) -> str:
-    """What the arms of each curve cost."""
-    said: list[str] = []
+def describe_costs(found: Found) -> str:
+    """Multiply-adds and parameters of each curve."""
+    parts: list[str] = []
     for name in dict.fromkeys(arm.group for arm in found.arms.values()):
         one = found.values[found.group(name)[0]][0]
         if "million_macs" in one:
-            said.append(f"{name}: {one['million_macs']:.3g} M MACs, {one['million_parameters']:.2g} M parameters")
-    return "; ".join(said)
+            parts.append(f"{name}: {one['million_macs']:.3g} M MACs, {one['million_parameters']:.2g} M parameters")
+    return "; ".join(parts)
 
 
 def decide_overfitting(found: Found) -> Verdict:
     pairs = list(zip(found.group(RESNET), found.group(VIT), strict=True))
     gaps = [gap(found.of(a, "overfitting"), found.of(b, "overfitting")) for a, b in pairs]
     listed = "; ".join(f"{found.arms[a].x:.3g} %: {one}" for (a, _), one in zip(pairs, gaps, strict=True))
-    return settle([one.sign for one in gaps], f"train - held-out, ViT less ResNet: {listed}. {costs(found)}")
-
-
-def apart(found: Found, a: str, b: str) -> list[float]:
-    """b - a, seed by seed."""
-    return [y - x for x, y in zip(found.of(a), found.of(b), strict=True)]
+    return settle([one.sign for one in gaps], f"train - held-out, ViT less ResNet: {listed}. {describe_costs(found)}")
 
 
 def decide_sizes(found: Found) -> Verdict:
     """The largest is not ahead of the smallest on little data, and gains on it with more."""
     (small, small_more), (large, large_more) = found.group("small"), found.group("large")
     little, much = gap(found.of(small), found.of(large)), gap(found.of(small_more), found.of(large_more))
-    grows = gap(apart(found, small, large), apart(found, small_more, large_more))
+    grows = gap(found.differences(small, large), found.differences(small_more, large_more))
     why = f"large - small: {little} on little data, {much} on more; it grows by {grows}"
-    return settle([no_worse(gap(found.of(large), found.of(small))), grows.sign], why)
+    return settle([check_no_worse(gap(found.of(large), found.of(small))), grows.sign], why)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
 
-SHARE = "share of the training images, %"
+SHARE = "fraction of the training images, %"
 TABLE5 = {  # B/16 and L/16, ImageNet after fine-tuning, over millions of images: ImageNet, ImageNet-21k, JFT-300M
     "small": [(1.28, 77.91), (14.2, 83.97), (303.0, 84.15)],
     "large": [(1.28, 76.53), (14.2, 85.15), (303.0, 87.12)],
@@ -191,17 +186,17 @@ TABLE5 = {  # B/16 and L/16, ImageNet after fine-tuning, over millions of images
 
 
 def draw(found: Found) -> Figure:
-    return mark_places(draw_curves(found, SHARE, "5-shot top-1, %", {}, ""), found)
+    return set_arm_ticks(draw_curves(found, SHARE, "5-shot top-1, %", {}, ""), found)
 
 
 def draw_overfitting(found: Found) -> Figure:
-    return mark_places(draw_curves(found, SHARE, "training less held-out top-1, points", {}, ""), found)
+    return set_arm_ticks(draw_curves(found, SHARE, "training - held-out top-1, points", {}, ""), found)
 
 
 def draw_sizes(found: Found) -> Figure:
     figure = draw_curves(found, SHARE, "held-out top-1, %", TABLE5, "paper, ImageNet, %: B/16 (small), L/16 (large)")
     figure.axes[1].set_xlabel("images, millions")
-    return mark_places(figure, found)
+    return set_arm_ticks(figure, found)
 
 
 STUDIES = (

@@ -15,16 +15,18 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config
 from plainvit.evaluate.chance import rank_correlation
-from plainvit.studies.bases import pretrained
-from plainvit.studies.learned import above
-from plainvit.studies.masked import SHORTER, by_steps, fine_tunings, measure, predicted, shortened
+from plainvit.studies.bases import pretrain_config
+from plainvit.studies.learned import difference_from
+from plainvit.studies.masked import SHORTER, count_steps, divide_steps, fine_tunings, masked_config, measure
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, settle
 
 
 def upstream(budget: Budget) -> dict[str, Config]:
-    labelled = {f"labels, 1/{by}" if by > 1 else "labels": shortened(pretrained(budget), by) for by in (16, 4, 1)}
-    masked = {f"masked, {by_steps(budget, by):,} steps": predicted(budget, shorter=by) for by in SHORTER}
-    other = {"pixels": predicted(budget, target="pixels"), "masked, 15 %": predicted(budget, ratio=0.15)}
+    labelled = {
+        f"labels, 1/{by}" if by > 1 else "labels": divide_steps(pretrain_config(budget), by) for by in (16, 4, 1)
+    }
+    masked = {f"masked, {count_steps(budget, by):,} steps": masked_config(budget, shorter=by) for by in SHORTER}
+    other = {"pixels": masked_config(budget, target="pixels"), "masked, 15 %": masked_config(budget, ratio=0.15)}
     return labelled | masked | other
 
 
@@ -40,9 +42,9 @@ def correlations(found: Found) -> list[float]:
 
 def decide(found: Found) -> Verdict:
     each = correlations(found)
-    over = above(0.7, each)
+    over = difference_from(0.7, each)
     words = ", ".join(f"{one:.2f}" for one in each)
-    why = f"rank correlation over {len(found.values)} upstream runs {over.told(limit=0.7)} ({words})"
+    why = f"rank correlation over {len(found.values)} upstream runs {over.describe(limit=0.7)} ({words})"
     return settle([over.sign], why)
 
 

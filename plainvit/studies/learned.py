@@ -1,12 +1,12 @@
-"""Claims 19 to 22: what a trained model has learned that its untrained twin has not (Figures 7, 10 and 11).
+"""Claims 19 to 22: what a trained model has learned, compared with the same model untrained (Figures 7, 10 and 11).
 
     plainvit study learned-positions --budget cpu
     plainvit study learned-filters --budget cpu
     plainvit study attention-distance --budget cpu
     plainvit study hybrid-attention --budget cpu
 
-On a GPU all but the hybrid are one run, the base, measured in several ways. Its twin has the weights that it began from
-and costs no run. The measurements are those of `plainvit analyse`; of attention on 128 held-out images, as the paper's.
+On a GPU all studies but the hybrid share one run, the base. The untrained model has the initial weights of the run. The
+measurements are those of `plainvit analyse`; attention is averaged over 128 held-out images, as in the paper.
 """
 
 import math
@@ -31,38 +31,38 @@ from plainvit.studies.bases import base, vit
 from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, settle
 from plainvit.weights import load
 
-IMAGES = 128  # as many as the paper averages attention over
+IMAGES = 128  # as in the paper
 TWIN = {"trained": COLOURS["blue"], "untrained": COLOURS["grey"]}
 
 
 def wide_patches(budget: Budget) -> Config:
-    """The base, with digits of twice the size: in patches of 2 pixels a filter has no shape, a ResNet no room."""
+    """The base; digits at twice the size, since patches of 2 pixels are too small for filters and a ResNet."""
     config = base(budget)
     if budget != "cpu":
         return config
     return config.replace(model=vit(config).replace(image_size=(16, 16), patch=(4, 4)))
 
 
-def twins(config: Config) -> dict[str, Arm]:
-    """A run, and the same of no steps: the weights that it began from."""
-    return {"trained": Arm(config), "untrained": Arm(untrained(config), trained=False)}
+def trained_and_untrained(config: Config) -> dict[str, Arm]:
+    """A run, and its initial weights."""
+    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), trained=False)}
 
 
-def untrained(config: Config) -> Config:
+def untrained_config(config: Config) -> Config:
     return config.replace(steps=0, epochs=0.0)
 
 
-def model_of(config: Config, folder: Path) -> ViT:
-    """What a run delivered, or would begin from."""
+def load_model(config: Config, folder: Path) -> ViT:
+    """The final weights of a run, or the initial ones if it has no steps."""
     if config.steps or config.epochs:
-        return attention.check(load(folder))
+        return attention.require_vit(load(folder))
     assert config.model
     model = build(config.model).initialise(torch.Generator().manual_seed(config.seed))
-    return attention.check(model).eval()
+    return attention.require_vit(model).eval()
 
 
-def above(limit: float, values: Sequence[float]) -> Gap:
-    """How far above a fixed limit the seeds lie."""
+def difference_from(limit: float, values: Sequence[float]) -> Gap:
+    """The difference of each seed from a fixed limit."""
     return gap([limit] * len(values), values)
 
 
@@ -70,16 +70,16 @@ def above(limit: float, values: Sequence[float]) -> Gap:
 
 
 def measure_positions(config: Config, folder: Path) -> dict[str, float]:
-    """How the similarity of positions follows the grid; and its mean at each offset, for the figure."""
-    similar = embeddings.similarity(model_of(config, folder))
-    found, offsets = embeddings.structure(similar), by_offset(similar)
-    told = {"nearness": found.nearness, "beside": (found.row + found.column) / 2, "elsewhere": found.elsewhere}
-    told["contrast"] = found.contrast
-    return told | {f"offset {y},{x}": float(value) for (y, x), value in np.ndenumerate(offsets)}
+    """Structure of position similarity, and its mean at each offset for the figure."""
+    similar = embeddings.similarity(load_model(config, folder))
+    found, offsets = embeddings.structure(similar), mean_by_offset(similar)
+    numbers = {"nearness": found.nearness, "beside": (found.row + found.column) / 2, "elsewhere": found.elsewhere}
+    numbers["contrast"] = found.contrast
+    return numbers | {f"offset {y},{x}": float(value) for (y, x), value in np.ndenumerate(offsets)}
 
 
-def by_offset(similar: np.ndarray) -> np.ndarray:
-    """[h, w]: the mean similarity of two positions that are so many rows and columns apart."""
+def mean_by_offset(similar: np.ndarray) -> np.ndarray:
+    """[h, w]: mean similarity of two positions by their distance in rows and columns."""
     h, w = similar.shape[:2]
     y, x = np.divmod(np.arange(h * w), w)
     place = (abs(y[:, None] - y) * w + abs(x[:, None] - x)).ravel()
@@ -90,30 +90,30 @@ def decide_positions(found: Found) -> Verdict:
     near = {arm: found.of(arm, "nearness") for arm in TWIN}
     beside = gap(found.of("trained", "elsewhere"), found.of("trained", "beside"))
     more = gap(found.of("untrained", "contrast"), found.of("trained", "contrast"))
-    trained, not_yet = above(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
+    trained, not_yet = difference_from(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
     why = (
-        f"similarity follows nearness by {trained.told(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row or "
-        f"column {beside.told()} more similar than others, {more.told()} more so than untrained"
+        f"similarity follows nearness by {trained.describe(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row "
+        f"or column {beside.describe()} more similar than others, {more.describe()} more so than untrained"
     )
     return settle([one.sign for one in (trained, beside, more, not_yet)], why)
 
 
 @styled()
 def draw_positions(found: Found) -> Figure:
-    """Similarity at each offset, as a picture for each twin."""
+    """Similarity at each offset, trained and untrained."""
     figure, axes = new_figure(1, 2, (3.4, 2.9))
     images = {arm: _offsets(found, arm) for arm in TWIN}
-    reach = max(abs(image.ravel()[1:]).max() for image in images.values())  # without 1, that of each with itself
+    limit = max(abs(image.ravel()[1:]).max() for image in images.values())  # without itself
     shown = None
     for panel, (arm, image) in zip(axes[0], images.items(), strict=True):
-        shown = panel.imshow(image, cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="none")
+        shown = panel.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none")
         panel.set(title=f"{arm}: nearness {found.mean(arm, 'nearness'):.2f}", xlabel="columns apart")
         panel.set_ylabel("rows apart")
         panel.grid(visible=False)
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
     assert shown is not None
-    figure.colorbar(shown, ax=list(axes[0]), shrink=0.85, label="mean cosine of two positions", extend="max")
+    figure.colorbar(shown, ax=list(axes[0]), shrink=0.85, label="mean cosine similarity", extend="max")
     return figure
 
 
@@ -132,28 +132,29 @@ def _offsets(found: Found, arm: str) -> np.ndarray:
 
 
 def measure_filters(config: Config, folder: Path) -> dict[str, float]:
-    """Of the first principal components of the patch projection: what they explain, and how smooth they are."""
-    model = model_of(config, folder)
-    found, count = embeddings.filters(model), components(model)
-    smooth = low_frequencies(found.tiles)
-    told = {"share": float(found.variance[:count].sum()), "smooth": float(smooth[:count].mean()), "count": float(count)}
-    told |= {f"variance {at}": float(value) for at, value in enumerate(found.variance)}
-    return told | {f"smooth {at}": float(value) for at, value in enumerate(smooth)}
+    """Explained variance and smoothness of the first principal components of the patch projection."""
+    model = load_model(config, folder)
+    found, count = embeddings.filters(model), count_components(model)
+    smooth = low_frequency_share(found.tiles)
+    numbers = {
+        "share": float(found.variance[:count].sum()),
+        "smooth": float(smooth[:count].mean()),
+        "count": float(count),
+    }
+    numbers |= {f"variance {at}": float(value) for at, value in enumerate(found.variance)}
+    return numbers | {f"smooth {at}": float(value) for at, value in enumerate(smooth)}
 
 
-def components(model: ViT) -> int:
-    """The paper's 28; of a small patch or a narrow model an eighth of all that there are, as 28 would be most of them.
-
-    Twice the share of an untrained model has to be possible.
-    """
+def count_components(model: ViT) -> int:
+    """The paper's 28, but at most an eighth of all components: twice the untrained share must be possible."""
     width, inputs = model.embedding.weight.shape
     return max(min(embeddings.TILES, min(width - 1, inputs) // 8), 1)
 
 
-def low_frequencies(tiles: np.ndarray) -> np.ndarray:
-    """[n]: the share of each tile's energy in the lower half of frequencies along both axes; of noise it is a quarter.
+def low_frequency_share(tiles: np.ndarray) -> np.ndarray:
+    """[n]: fraction of each tile's energy in the lower half of the frequencies along both axes; a quarter for noise.
 
-    By the orthonormal cosine transform, which unlike Fourier's does not see an edge where a tile's sides meet.
+    By the orthonormal cosine transform, which has no artefacts at the borders of a tile.
     """
     found = np.einsum("yi,nijc,xj->nyxc", _cosines(tiles.shape[1]), tiles, _cosines(tiles.shape[2])) ** 2
     low = found[:, : math.ceil(tiles.shape[1] / 2), : math.ceil(tiles.shape[2] / 2)]
@@ -161,7 +162,7 @@ def low_frequencies(tiles: np.ndarray) -> np.ndarray:
 
 
 def _cosines(n: int) -> np.ndarray:
-    """DCT-II as an orthogonal matrix [frequencies, places]."""
+    """DCT-II as an orthogonal matrix [frequencies, positions]."""
     waves = np.cos(np.pi / n * np.outer(np.arange(n), np.arange(n) + 0.5)) * math.sqrt(2 / n)
     waves[0] /= math.sqrt(2)
     return waves
@@ -170,11 +171,11 @@ def _cosines(n: int) -> np.ndarray:
 def decide_filters(found: Found) -> Verdict:
     share, smooth = {arm: found.mean(arm, "share") for arm in TWIN}, found.of("trained", "smooth")
     twice = gap([2 * one for one in found.of("untrained", "share")], found.of("trained", "share"))
-    low = above(0.6, smooth)
+    low = difference_from(0.6, smooth)
     why = (
         f"the first {found.mean('trained', 'count'):.0f} components explain {share['trained']:.1%}, "
         f"{share['trained'] / share['untrained']:.2f} times the untrained {share['untrained']:.1%}; "
-        f"{low.told(limit=0.6)} of their energy is of low frequency "
+        f"{low.describe(limit=0.6)} of their energy is of low frequency "
         f"(untrained {found.mean('untrained', 'smooth'):.2f})"
     )
     return settle([twice.sign, low.sign], why)
@@ -182,7 +183,7 @@ def decide_filters(found: Found) -> Verdict:
 
 @styled()
 def draw_filters(found: Found) -> Figure:
-    """What the first components explain together, and how smooth each is."""
+    """Cumulative explained variance, and smoothness of each component."""
     figure, axes = new_figure(1, 2, PANEL)
     explained, smooth = axes[0]
     for arm, colour in TWIN.items():
@@ -196,8 +197,8 @@ def draw_filters(found: Found) -> Figure:
     count = found.mean("trained", "count")
     explained.axvline(count, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
     smooth.axhline(60, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
-    explained.set(title="explained by the first components, %", xlabel="components", ylim=(0, 103))
-    smooth.set(title="energy of low frequency, %", xlabel="component", ylim=(0, 103))
+    explained.set(title="cumulative explained variance, %", xlabel="components", ylim=(0, 103))
+    smooth.set(title="low-frequency energy, %", xlabel="component", ylim=(0, 103))
     for panel in axes[0]:
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     explained.legend(loc="lower right")
@@ -209,20 +210,20 @@ def draw_filters(found: Found) -> Figure:
 
 
 def measure_attention(config: Config, folder: Path) -> dict[str, float]:
-    """Mean attention distance of every head in pixels, and what the rules ask of it."""
-    model = model_of(config, folder).to(choose_device("auto"))
+    """Mean attention distance of every head in pixels, and the statistics that the rules use."""
+    model = load_model(config, folder).to(choose_device("auto"))
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
     places = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
     images = predictor.stack(source.image(int(place)) for place in places)
-    return distances(attention.heads(model, images).distance.numpy())
+    return summarize_distances(attention.heads(model, images).distance.numpy())
 
 
-def distances(found: np.ndarray) -> dict[str, float]:
-    """Of [layers, heads] in pixels."""
+def summarize_distances(found: np.ndarray) -> dict[str, float]:
+    """Statistics of distances [layers, heads] in pixels."""
     means, third = found.mean(1), max(len(found) // 3, 1)
-    told = {
+    numbers = {
         "range": float(np.ptp(found[0])),  # of the first layer's heads
         "nearest": float(found[0].min()),
         "widest": float(found.max()),
@@ -230,19 +231,19 @@ def distances(found: np.ndarray) -> dict[str, float]:
         "late": float(means[-third:].mean()),
         "rise": rank_correlation(list(range(len(means))), means.tolist()),
     }
-    return told | {f"layer {layer} head {head}": float(one) for (layer, head), one in np.ndenumerate(found)}
+    return numbers | {f"layer {layer} head {head}": float(one) for (layer, head), one in np.ndenumerate(found)}
 
 
 def decide_attention(found: Found) -> Verdict:
     half = gap([one / 2 for one in found.of("trained", "widest")], found.of("trained", "range"))
     late = gap(found.of("trained", "early"), found.of("trained", "late"))
-    rise = above(0.5, found.of("trained", "rise"))
+    rise = difference_from(0.5, found.of("trained", "rise"))
     learned = gap(found.of("untrained", "range"), found.of("trained", "range"))
     why = (
-        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.told(' px')} against "
-        f"half of the widest head, {learned.told(' px')} against untrained; the last third of the layers looks "
-        f"{late.told(' px')} further than the first; distance follows depth by "
-        f"{rise.told(limit=0.5)}"
+        f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.describe(' px')} against "
+        f"half of the widest head, {learned.describe(' px')} against untrained; the last third of the layers looks "
+        f"{late.describe(' px')} further than the first; distance follows depth by "
+        f"{rise.describe(limit=0.5)}"
     )
     return settle([one.sign for one in (half, late, rise, learned)], why)
 
@@ -251,14 +252,14 @@ def decide_hybrid(found: Found) -> Verdict:
     further = gap(found.of("ViT", "nearest"), found.of("hybrid", "nearest"))
     why = (
         f"the most local head of the first layer looks {found.mean('hybrid', 'nearest'):.1f} px far in the hybrid, "
-        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.told(' px')}"
+        f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.describe(' px')}"
     )
     return settle([further.sign], why)
 
 
 @styled()
 def draw_attention(found: Found) -> Figure:
-    """A dot for each head of each seed, over the layers; a line through the layers' means (Figures 7 and 11)."""
+    """A dot for each head of each seed by layer, and the mean of each layer (Figures 7 and 11)."""
     figure, axes = new_figure(1, len(found.values), PANEL)
     top = max(found.mean(arm, "widest") for arm in found.values)
     for panel, arm in zip(axes[0], found.values, strict=True):
@@ -274,7 +275,7 @@ def _draw_heads(panel: Axes, seeds: Sequence[np.ndarray]) -> None:
     for found in seeds:
         at = np.repeat(layers, found.shape[1])
         panel.scatter(at, found.ravel(), s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
-    panel.plot(layers, np.mean(seeds, (0, 2)), color=COLOURS["orange"], label="mean of the layer")
+    panel.plot(layers, np.mean(seeds, (0, 2)), color=COLOURS["orange"], label="mean of layer")
     panel.legend(loc="lower right")
 
 
@@ -285,9 +286,9 @@ def _heads(values: dict[str, float]) -> np.ndarray:
 
 
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
-    """The same Transformer over as many tokens, of pixels or of a ResNet's cells."""
+    """The same Transformer with equally many tokens, from pixels or from a ResNet."""
     config = wide_patches(budget)
-    model, blocks = vit(config), (1,) if budget == "cpu" else (1, 1)  # which divide by 4, and by 8
+    model, blocks = vit(config), (1,) if budget == "cpu" else (1, 1)  # strides 4 and 8
     stem = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same", standardise="std+1e-5")
     hybrid = model.replace(stem=stem.replace(norm_eps=1e-6), patch=(1, 1))
     assert hybrid.grid == model.grid
@@ -305,7 +306,7 @@ STUDIES = (
         "same row or column are more similar than others, both by more than two standard errors; in the untrained twin "
         "the correlation is below 0.5, and row and column stand out less, by as much",
         metric="nearness",
-        arms=lambda budget: twins(base(budget)),
+        arms=lambda budget: trained_and_untrained(base(budget)),
         measure=measure_positions,
         decide=decide_positions,
         draw=draw_positions,
@@ -320,7 +321,7 @@ STUDIES = (
         "share that they do untrained, and on average more than 0.6 of their energy is in the lower half of "
         "frequencies along both axes; both by more than two standard errors",
         metric="share",
-        arms=lambda budget: twins(wide_patches(budget)),
+        arms=lambda budget: trained_and_untrained(wide_patches(budget)),
         measure=measure_filters,
         decide=decide_filters,
         draw=draw_filters,
@@ -335,7 +336,7 @@ STUDIES = (
         "than those of the untrained twin; the last third of the layers looks further than the first; the rank "
         "correlation of depth with a layer's mean is above 0.5; all by more than two standard errors",
         metric="range",
-        arms=lambda budget: twins(base(budget)),
+        arms=lambda budget: trained_and_untrained(base(budget)),
         measure=measure_attention,
         decide=decide_attention,
         draw=draw_attention,

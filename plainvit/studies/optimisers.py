@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Config, Optim
 from plainvit.evaluate import paper
-from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained
-from plainvit.studies.compute import brief, models
-from plainvit.studies.drawings import SERIES
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
+from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config
+from plainvit.studies.compute import models, short_run
+from plainvit.studies.drawings import SERIES, draw_mean
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
 
 KINDS = ("Adam", "SGD")
 TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers", "imagenet": "ImageNet"}
@@ -24,20 +24,20 @@ TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers",
 
 def upstream(budget: Budget) -> dict[str, Config]:
     """The pre-training by each optimiser."""
-    config = pretrained(budget) if budget == "cpu" else brief(budget)
+    config = pretrain_config(budget) if budget == "cpu" else short_run(budget)
     config = config.replace(model=models(budget)["ResNet"][1])
     return {"Adam": config, "SGD": config.replace(optim=bit(config))}
 
 
 def bit(config: Config) -> Optim:
-    """BiT's SGD, at the rate that it scales by the batch; warm-up and schedule are the other arm's."""
+    """BiT's SGD with a rate proportional to the batch; warm-up and schedule of the other arm."""
     optim, rate = config.optim, 0.03 * config.batch / 256
     return Optim(name="sgd", lr=rate, weight_decay=1e-4, warmup=optim.warmup, schedule=optim.schedule, clip=0.0)
 
 
 def tuned(budget: Budget, data: str) -> Config:
-    """The fine-tuning of all studies, but by SGD, at the highest rate of the paper's Table 4 for small sets."""
-    return finetuned(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
+    """The fine-tuning of all studies, but with SGD at the highest rate of Table 4 for small datasets."""
+    return finetune_config(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
@@ -50,15 +50,15 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 
 def averages(found: Found, kind: str) -> list[float]:
-    """For each seed, over all sets that were transferred to."""
+    """Mean over all downstream datasets for each seed."""
     return np.mean([found.of(arm) for arm in found.group(kind)], axis=0).tolist()
 
 
 def decide(found: Found) -> Verdict:
     """Adam's average is no worse."""
-    apart = gap(averages(found, "SGD"), averages(found, "Adam"))
+    difference = gap(averages(found, "SGD"), averages(found, "Adam"))
     means = " and ".join(f"{kind} {100 * np.mean(averages(found, kind)):.2f} %" for kind in KINDS)
-    return settle([no_worse(apart)], f"after fine-tuning, on average {means}; Adam - SGD {apart}")
+    return settle([check_no_worse(difference)], f"after fine-tuning, on average {means}; Adam - SGD {difference}")
 
 
 @styled()
@@ -66,15 +66,16 @@ def draw(found: Found) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
     sets = list(dict.fromkeys(arm.split(", ")[-1] for arm in found.arms))
     ours = {
-        kind: [[100 * x for arm in _on(found, kind, data) for x in found.of(arm)] for data in sets] for kind in KINDS
+        kind: [[100 * x for arm in _arms_on(found, kind, data) for x in found.of(arm)] for data in sets]
+        for kind in KINDS
     }
     theirs = {kind: [[_paper(kind, title)] for title in TITLES.values()] for kind in KINDS}
-    _bars(axes[0, 0], ours, [TITLES.get(data, data) for data in sets], "here, held-out top-1, %")
-    _bars(axes[0, 1], theirs, list(TITLES.values()), "paper, R50x1 after JFT-300M, %")
+    _draw_bars(axes[0, 0], ours, [TITLES.get(data, data) for data in sets], "plainvit, held-out top-1, %")
+    _draw_bars(axes[0, 1], theirs, list(TITLES.values()), "paper, R50x1 after JFT-300M, %")
     return figure
 
 
-def _on(found: Found, kind: str, data: str) -> list[str]:
+def _arms_on(found: Found, kind: str, data: str) -> list[str]:
     return [arm for arm in found.group(kind) if arm.endswith(f", {data}")]
 
 
@@ -84,16 +85,12 @@ def _paper(kind: str, column: str) -> float:
     return value
 
 
-def _bars(axes: Axes, values: dict[str, list[list[float]]], names: list[str], title: str) -> None:
+def _draw_bars(axes: Axes, values: dict[str, list[list[float]]], names: list[str], title: str) -> None:
     """For each set, the two optimisers side by side: a bar at the mean, a dot for each seed."""
     for side, colour, kind in zip((-0.18, 0.18), SERIES, KINDS, strict=False):
         for at, row in enumerate(values[kind]):
             label = kind if at == 0 else None
-            axes.plot(
-                [at + side - 0.13, at + side + 0.13], [np.mean(row)] * 2, color=colour, linewidth=2.4, label=label
-            )
-            if len(row) > 1:
-                axes.scatter([at + side] * len(row), row, s=14, color=colour, alpha=0.5, linewidths=0)
+            draw_mean(axes, at + side, row, colour, label, half=0.13)
     axes.set(title=title, xlim=(-0.6, len(names) - 0.4))
     axes.set_xticks(range(len(names)), names)
     axes.legend()

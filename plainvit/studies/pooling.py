@@ -6,7 +6,7 @@ plainvit study pooling --budget cpu
 from matplotlib.figure import Figure
 
 from plainvit.studies.bases import base, vit
-from plainvit.studies.drawings import draw_curves, mark_places
+from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.study import (
     FEWEST,
     Arm,
@@ -14,11 +14,11 @@ from plainvit.studies.study import (
     Found,
     Study,
     Verdict,
-    alike,
     best_rate,
+    check_equivalent,
     gap,
     settle,
-    warn_of_rate,
+    warn_if_rate_at_edge,
 )
 
 TOKEN, AVERAGE = "class token", "average"
@@ -47,17 +47,22 @@ def arms(budget: Budget) -> dict[str, Arm]:
 def decide(found: Found) -> Verdict:
     """The best of each against the other, and where on the grid the two lie."""
     token, average = (best_rate(found, found.group(name)) for name in (TOKEN, AVERAGE))
-    apart = gap(found.of(token), found.of(average))
+    difference = gap(found.of(token), found.of(average))
     lower = found.arms[average].x <= found.arms[token].x
-    why = f"at their best rates ({average}; {token}) average pooling is {apart} above the class token"
+    why = f"at their best rates ({average}; {token}) average pooling is {difference} above the class token"
     why += "" if lower else "; average pooling wants the higher rate"
-    if any([warn_of_rate(found, token, found.group(TOKEN)), warn_of_rate(found, average, found.group(AVERAGE))]):
+    if any(
+        [
+            warn_if_rate_at_edge(found, token, found.group(TOKEN)),
+            warn_if_rate_at_edge(found, average, found.group(AVERAGE)),
+        ]
+    ):
         why += "; a best rate is at an end of the grid, so a better one may lie beyond it"
-    return settle([alike(apart), (1 if lower else -1) if apart.seeds >= FEWEST else 0], why)
+    return settle([check_equivalent(difference), (1 if lower else -1) if difference.seeds >= FEWEST else 0], why)
 
 
 def draw(found: Found) -> Figure:
-    return mark_places(draw_curves(found, "learning rate", "held-out top-1, %", {}, ""), found, "{:.1e}")
+    return set_arm_ticks(draw_curves(found, "learning rate", "held-out top-1, %", {}, ""), found, "{:.1e}")
 
 
 STUDY = Study(

@@ -6,15 +6,14 @@ plainvit study position-places --budget cpu
 
 from itertools import combinations
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.evaluate.paper import table
 from plainvit.studies.bases import base, vit
-from plainvit.studies.drawings import SERIES, draw_arms
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, alike, gap, settle
+from plainvit.studies.drawings import SERIES, draw_arms, draw_line
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_equivalent, gap, settle
 
 PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}  # as Table 8 has its columns
 KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
@@ -43,7 +42,7 @@ def decide(found: Found) -> Verdict:
     why = "; ".join(f"{name} - none {one}" for name, one in gaps.items())
     why += f"; the kinds lie within {100 * (max(means) - min(means)):.2f} points, a third of the least gap is "
     needed = [one.sign for one in gaps.values()]
-    among = [alike(gap(found.of(a), found.of(b)), third) for a, b in combinations(gaps, 2)]
+    among = [check_equivalent(gap(found.of(a), found.of(b)), third) for a, b in combinations(gaps, 2)]
     return settle(needed + among * all(sign > 0 for sign in needed), f"{why}{100 * third:.2f}")
 
 
@@ -91,7 +90,7 @@ def decide_places(found: Found) -> Verdict:
         if place != "stem"
     }
     why = "against the stem: " + "; ".join(f"{name} {one}" for name, one in gaps.items())
-    return settle([alike(one) for one in gaps.values()], why)
+    return settle([check_equivalent(one) for one in gaps.values()], why)
 
 
 @styled()
@@ -100,21 +99,17 @@ def draw_places(found: Found) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
     ours, theirs = axes[0]
     for kind, colour in zip(TABLES, SERIES, strict=False):
-        names = found.group(kind)
-        ours.plot(range(len(names)), [100 * found.mean(name) for name in names], color=colour, label=kind)
-        for at, name in enumerate(names):
-            values = 100 * np.array(found.of(name))
-            ours.scatter(np.full(len(values), at), values, s=14, color=colour, alpha=0.5, linewidths=0)
+        draw_line(ours, found, found.group(kind), colour, kind)
         printed = [100 * value for value in paper()[kind].values()]
         theirs.plot(range(len(PLACES)), printed, marker="o", color=colour, label=kind)
     panel: Axes
-    for panel, title in ((ours, "here, held-out top-1, %"), (theirs, "paper, 5-shot, %")):
+    for panel, title in ((ours, "plainvit, held-out top-1, %"), (theirs, "paper, 5-shot, %")):
         panel.set_xticks(range(len(PLACES)), list(PLACES))
         panel.set(title=title, xlabel="where positions are added", xlim=(-0.3, len(PLACES) - 0.7))
         panel.legend()
     theirs.set_ylim(62, 66)
     low, high = ours.get_ylim()
-    spare = max(4 - (high - low), 0) / 2  # no narrower than the paper's, so that nothing looks larger than it is
+    spare = max(4 - (high - low), 0) / 2  # at least the range of the paper's panel
     ours.set_ylim(low - spare, high + spare)
     return figure
 

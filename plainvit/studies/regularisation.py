@@ -43,11 +43,11 @@ def arms(budget: Budget) -> dict[str, Arm]:
 def decide(found: Found) -> Verdict:
     """The best of the regularised against none."""
     best = max((arm for arm in found.values if arm != NONE), key=found.mean)
-    apart = gap(found.of(NONE), found.of(best))
+    difference = gap(found.of(NONE), found.of(best))
     config = found.arms[best].config
     warn_at_edge(config.optim.weight_decay, DECAYS, "the best weight decay", "give the study more of them")
     warn_at_edge(vit(config).dropout, DROPOUTS, "the best dropout", "give the study more of them")
-    return settle([apart.sign], f"the best, {best}, is {apart} above none")
+    return settle([difference.sign], f"the best, {best}, is {difference} above none")
 
 
 @styled()
@@ -56,11 +56,11 @@ def draw(found: Found) -> Figure:
     grid = np.array([[100 * found.mean(arm) for arm in found.group(f"dropout {one:g}")] for one in DROPOUTS])
     figure, axes = new_figure(1, 1, PANEL)
     panel: Axes = axes[0, 0]
-    apart = grid - 100 * found.mean(NONE)
-    most = max(float(abs(apart).max()), 0.1)
-    panel.imshow(apart, cmap="PuOr_r", vmin=-1.6 * most, vmax=1.6 * most, aspect="auto")
+    difference = grid - 100 * found.mean(NONE)
+    most = max(float(abs(difference).max()), 0.1)
+    panel.imshow(difference, cmap="PuOr_r", vmin=-1.6 * most, vmax=1.6 * most, aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
-        words = f"{value:.1f}\n({apart[row, column]:+.1f})" if (row, column) != (0, 0) else f"{value:.1f}"
+        words = f"{value:.1f}\n({difference[row, column]:+.1f})" if (row, column) != (0, 0) else f"{value:.1f}"
         panel.text(column, row, words, ha="center", va="center", fontsize=10)
     panel.set_xticks(range(len(DECAYS)), [f"{one:g}" for one in DECAYS])
     panel.set_yticks(range(len(DROPOUTS)), [f"{one:g}" for one in DROPOUTS])

@@ -1,14 +1,13 @@
-"""Claim 23: attention, rolled out through the layers, lies on the object that the answer rests on (Figures 6 and 14).
+"""Claim 23: attention rollout highlights the object (Figures 6 and 14).
 
 plainvit study rollout --budget cpu
 
-On `shapes`, where every object's outline is known: the share of the rollout that lies on it, by its share of the area.
-The model has timm's small initial weights, whose attention is even. Google's are large enough for texture alone to draw
-attention, so that a small object gets more than its share before any training.
+On `shapes`, where the mask of every object is known: the fraction of the rollout on the object divided by its fraction
+of the area. The model has timm's small initial weights, whose attention is uniform. Google's are larger, so that
+texture alone attracts attention before any training.
 """
 
 import math
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +23,19 @@ from plainvit.data.generated import Shapes, shapes
 from plainvit.device import choose_device
 from plainvit.models import ViT
 from plainvit.studies.bases import vit
-from plainvit.studies.learned import above, model_of, twins
+from plainvit.studies.drawings import draw_mean
+from plainvit.studies.learned import difference_from, load_model, trained_and_untrained
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
-IMAGES, SHOWN = 200, 3  # judged; drawn with their maps in the figure, of the first seed
+IMAGES, SHOWN = 200, 3  # measured; shown in the figure
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    return twins(on_shapes(budget))
+    return trained_and_untrained(shapes_config(budget))
 
 
-def on_shapes(budget: Budget) -> Config:
-    """Objects of 6 to 10 pixels' radius in 8 x 8 patches."""
+def shapes_config(budget: Budget) -> Config:
+    """Objects with a radius of 6 to 10 pixels, 8 x 8 patches."""
     model = ViTConfig(
         width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
     )
@@ -51,56 +51,56 @@ def on_shapes(budget: Budget) -> Config:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:
-    """Mean over images of the object's share of the rollout by its share of the area; some maps of the first seed."""
-    model = model_of(config, folder).to(choose_device("auto"))
-    source = judged(model.config.image_size[0])
-    mass, area, maps = on_object(model, source, IMAGES)
-    told = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
+    """Mean ratio of rollout and area on the object; some maps of the first seed."""
+    model = load_model(config, folder).to(choose_device("auto"))
+    source = validation_shapes(model.config.image_size[0])
+    mass, area, maps = rollout_on_object(model, source, IMAGES)
+    numbers = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
     shown = np.ndenumerate(maps[:SHOWN]) if config.seed == 0 else ()
-    return told | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
+    return numbers | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
 
 
-def judged(side: int) -> Shapes:
-    """Images that no run trains on, which are not the test images either."""
+def validation_shapes(side: int) -> Shapes:
+    """Images that are neither training nor test images."""
     return shapes("val", f"size={side},count={IMAGES}")
 
 
-def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(share of the rollout on the object [N], share of the area that it covers [N], the rollouts [N, h, w])."""
+def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(fraction of the rollout on the object [N], fraction of the area [N], rollouts [N, h, w])."""
     drawn = [source.draw(index) for index in range(count)]
     images = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
     masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
-    rolled = attention.rollout(model, images).double()
-    rolled = rolled / rolled.sum((1, 2), keepdim=True)
-    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w], of each patch
-    return (rolled * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), rolled.numpy()
+    maps = attention.rollout(model, images).double()
+    maps = maps / maps.sum((1, 2), keepdim=True)
+    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w]
+    return (maps * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), maps.numpy()
 
 
-# The rule and the figure ----------------------------------------------------------------------------------------------
+# Rule and figure ------------------------------------------------------------------------------------------------------
 
 
 def decide(found: Found) -> Verdict:
-    over, more = above(1.0, found.of("trained")), gap(found.of("untrained"), found.of("trained"))
+    over, more = difference_from(1.0, found.of("trained")), gap(found.of("untrained"), found.of("trained"))
     why = (
-        f"the object gets {over.told(digits=3, limit=1.0)} times its share of the area, "
-        f"{more.told(digits=3)} against untrained"
+        f"the object gets {over.describe(digits=3, limit=1.0)} times its share of the area, "
+        f"{more.describe(digits=3)} against untrained"
     )
     return settle([over.sign, more.sign], why)
 
 
 @styled()
 def draw(found: Found) -> Figure:
-    """The ratio of each seed; beside it some images under the maps of the first seed."""
+    """The ratio of each seed; next to it some images with the maps of the first seed."""
     figure, axes = new_figure(SHOWN, 4, (1.5, 1.25))
     grid = axes[0, 0].get_gridspec()
     for panel in axes[:, 0]:
         panel.remove()
     _draw_ratios(figure.add_subplot(grid[:, 0]), found)
     maps = {arm: read_maps(found.values[arm][0]) for arm in ("trained", "untrained")}
-    source = judged(vit(found.arms["trained"].config).image_size[0])
+    source = validation_shapes(vit(found.arms["trained"].config).image_size[0])
     for row in range(SHOWN):
         image, top = source.draw(row)[0], max(float(each[row].max()) for each in maps.values())
-        shown = {"image": image} | {arm: lit(image, each[row] / top) for arm, each in maps.items()}
+        shown = {"image": image} | {arm: shade_by_map(image, each[row] / top) for arm, each in maps.items()}
         for panel, (name, picture) in zip(axes[row, 1:], shown.items(), strict=True):
             panel.imshow(picture, interpolation="nearest")
             panel.set_axis_off()
@@ -109,25 +109,23 @@ def draw(found: Found) -> Figure:
     return figure
 
 
-def lit(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """An image [H, W, 3] as bright as the values [h, w] of its patches: an even map beside a peaked one is dim."""
+def shade_by_map(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """An image [H, W, 3] with brightness proportional to the map [h, w]."""
     bright = np.kron(values, np.ones((image.shape[0] // len(values), image.shape[1] // values.shape[1])))
     return (image * (0.15 + 0.85 * bright[..., None])).round().astype(np.uint8)
 
 
 def _draw_ratios(panel: Axes, found: Found) -> None:
     for at, (name, colour) in enumerate({"trained": COLOURS["blue"], "untrained": COLOURS["muted"]}.items()):
-        values = found.of(name)
-        panel.plot([at - 0.25, at + 0.25], [statistics.fmean(values)] * 2, color=colour, linewidth=2.4)
-        panel.scatter([at] * len(values), values, s=14, color=colour, alpha=0.5, linewidths=0)
+        draw_mean(panel, at, found.of(name), colour)
     panel.axhline(1, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
     panel.set_xticks((0, 1), ("trained", "untrained"), fontsize=7)
     panel.set(xlim=(-0.6, 1.6))
-    panel.set_title("on the object,\nby its area")
+    panel.set_title("rollout / area\nof the object")
 
 
 def read_maps(values: dict[str, float]) -> np.ndarray:
-    """[SHOWN, h, w] of the maps that a measurement holds."""
+    """[SHOWN, h, w]"""
     found = [value for name, value in values.items() if name.startswith("map ")]
     side = math.isqrt(len(found) // SHOWN)
     return np.array(found).reshape(SHOWN, side, side)

@@ -1,12 +1,11 @@
-"""Many runs, a few at a time, on one machine; a finished one is not run again by the same code.
+"""Runs many configs on one machine, a few in parallel; finished runs are not repeated.
 
     with Workers(4) as workers:
         folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), workers)
     read_json(folders["seed 0"] / "results.json")["val"]["top1"]
 
-Small models leave most of a large GPU free, so several runs side by side finish sooner than one after the other. Most
-of a short run is the start of a process and compilation: a worker is started once, and keeps what it compiled for runs
-of one kind.
+Several small models share a large GPU. Most of a short run is process start and compilation, so worker processes stay
+alive and prefer runs that can reuse their compiled code.
 """
 
 import contextlib
@@ -38,22 +37,19 @@ log = logging.getLogger("plainvit")
 
 
 class FailedRunsError(ValueError):
-    """Some of many runs ended with an error; the others' results are kept, and the same call goes on."""
+    """Some runs failed. The results of the others are kept; the same call repeats only the failed ones."""
 
     exit_code = 4
 
 
 def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, quiet: bool = False) -> dict[str, Path]:
-    """The folder of each run by its name; equal configs are one run. Test images are not read.
-
-    An error comes once all others are done.
-    """
-    found = {name: folder / run_name(config) for name, config in configs.items()}
-    names = {path: name for name, path in found.items() if not is_done(path)}  # of equal ones the last name stands
+    """Returns the folder of each run by name; equal configs share a run. Raises only after all others are done."""
+    folders = {name: folder / run_name(config) for name, config in configs.items()}
+    names = {path: name for name, path in folders.items() if not is_done(path)}
     if old := sum(any(map(is_done, folder.glob(f"{run_hash(configs[name])}*"))) for name in names.values()):
-        log.warning("%d of these runs are in %s, made by other code: they are run again", old, folder)
+        log.warning("%d of these runs in %s were made by other code and are run again", old, folder)
     failed: dict[str, str] = {}
-    with Pace(set(found.values()), set(names), len(workers.free), quiet=quiet) as display:
+    with RunsDisplay(set(folders.values()), set(names), len(workers.free), quiet=quiet) as display:
         for path, future in workers.finished({path: configs[name] for path, name in names.items()}):
             error = future.exception()
             if error:
@@ -62,48 +58,46 @@ def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, 
             display.finish(path, names[path])
     if failed:
         first = next(iter(failed))
-        raise FailedRunsError(
-            f"{len(failed)} of {len(configs)} runs failed, the first of them {first}: {failed[first]}"
-        )
-    return found
+        raise FailedRunsError(f"{len(failed)} of {len(configs)} runs failed; the first one: {first}: {failed[first]}")
+    return folders
 
 
-class Pace(Display):
-    """Progress of many runs. Time is left by what finished ones took, not by the clock, which began with processes."""
+class RunsDisplay(Display):
+    """Progress of many runs. The remaining time is estimated from the times of finished runs."""
 
-    def __init__(self, paths: set[Path], due: set[Path], at_once: int, *, quiet: bool) -> None:
-        super().__init__("runs", len(paths), len(paths) - len(due), quiet=quiet)
-        self.at_once, self.took = at_once, [seconds for path in paths - due for seconds in _took(path)]
+    def __init__(self, paths: set[Path], pending: set[Path], at_once: int, *, quiet: bool) -> None:
+        super().__init__("runs", len(paths), len(paths) - len(pending), quiet=quiet)
+        self.at_once, self.times = at_once, [seconds for path in paths - pending for seconds in _run_times(path)]
 
     def finish(self, path: Path, name: str) -> None:
-        self.took += _took(path)
+        self.times += _run_times(path)
         self.advance(self.done + 1, name)
 
     def left(self) -> str:
-        seconds = statistics.fmean(self.took) * (self.total - self.done) / self.at_once if self.took else 0
+        seconds = statistics.fmean(self.times) * (self.total - self.done) / self.at_once if self.times else 0
         return f"{readable(seconds)} left" if seconds else ""
 
 
-def _took(path: Path) -> list[float]:
-    """The seconds of a run that is done."""
+def _run_times(path: Path) -> list[float]:
+    """The seconds of a run if it is done."""
     return [run_seconds(path)] if is_done(path) else []
 
 
 def run_hash(config: Config) -> str:
-    """Of all that decides a run's result; the run that it begins from counts by its own hash, wherever it lies."""
-    plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL | {"recipe"}}
-    plain["init"] = Path(config.init).name
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    """A hash of all settings that affect the result; of `init`, only the name of the folder."""
+    settings = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL | {"recipe"}}
+    settings["init"] = Path(config.init).name
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_name(config: Config) -> str:
-    """The name of a run's folder: the same config run by other code is another run."""
+    """The folder name of a run; it changes with the code."""
     return f"{run_hash(config)}-{code_hash()}"
 
 
 @functools.cache
 def code_hash(package: Path = Path(__file__).parents[1]) -> str:
-    """Of the source files that a run executes: not those of commands, pages, plans, recipes and studies."""
+    """A hash of the source files that affect a run: not commands, reports, plans, recipes and studies."""
     files = [package / "config.py", package / "device.py"]
     for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
         files += sorted((package / part).rglob("*.py"))
@@ -117,26 +111,26 @@ def is_done(path: Path) -> bool:
     return (path / "status.json").is_file() and read_json(path / "status.json").get("state") == "done"
 
 
-def kind(config: Config) -> Config:
-    """What compiled code depends on, and a little more; the model that a run begins from is not looked at."""
+def compile_key(config: Config) -> Config:
+    """The settings that compiled code depends on."""
     return config.replace(seed=0, optim=Optim(), init="")
 
 
 class Worker:
-    """A process that makes one run after the other; it is started with the first."""
+    """A process that executes runs one after the other; started with the first."""
 
     def __init__(self, threads: int) -> None:
-        self.threads, self.kind = threads, None
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+        self.threads, self.compiled = threads, None
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
 
-    def begin(self, config: Config, out: Path) -> Future:
-        known, self.kind = self.kind == kind(config), kind(config)
-        with _unheard():
+    def submit(self, config: Config, out: Path) -> Future:
+        known, self.compiled = self.compiled == compile_key(config), compile_key(config)
+        with _block_sigint():
             return self.pool.submit(_run, to_json(config), out, self.threads, known)
 
 
 class Workers:
-    """A few at a time. A process that dies takes its pool with it, so each worker is a pool of its own."""
+    """Worker processes, each in its own pool: a process that dies breaks its pool."""
 
     def __init__(self, at_once: int = 1) -> None:
         assert at_once > 0
@@ -149,7 +143,7 @@ class Workers:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """After ctrl-C each run saves where it is, and the same call goes on from there."""
+        """After Ctrl-C each run saves a checkpoint, and the same call resumes it."""
         for child in multiprocessing.active_children() if error else ():
             if child not in self.others:
                 child.terminate()
@@ -157,15 +151,15 @@ class Workers:
             worker.pool.shutdown(cancel_futures=True)
 
     def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
-        """Of each run, as they finish; a worker goes on with runs of its kind, or begins one that no other is at."""
-        rest = {path: kind(config) for path, config in configs.items()}
+        """(folder, future) of each run as it finishes; workers prefer runs that can reuse their compiled code."""
+        rest = {path: compile_key(config) for path, config in configs.items()}
         while rest or self.running:
             while rest and self.free:
                 worker = self.free.pop()
-                taken = [other.kind for _, other in self.running.values()]
-                path = min(rest, key=lambda path: (rest[path] != worker.kind, rest[path] in taken))
+                taken = [other.compiled for _, other in self.running.values()]
+                path = min(rest, key=lambda path: (rest[path] != worker.compiled, rest[path] in taken))
                 del rest[path]
-                self.running[worker.begin(configs[path], path)] = path, worker
+                self.running[worker.submit(configs[path], path)] = path, worker
             for future in wait(self.running, return_when=FIRST_COMPLETED).done:
                 path, worker = self.running.pop(future)
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -176,9 +170,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Processes that are begun here do not hear ctrl-C: a terminal sends it to all, and one of them is to speak."""
-    resource_tracker.ensure_running()  # or its own first start would undo the mask
+def _block_sigint() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which a terminal sends to all of them: the parent handles it."""
+    resource_tracker.ensure_running()  # its first start would reset the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -186,15 +180,15 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with_parent() -> None:
-    """In a worker."""
+def _exit_with_parent() -> None:
+    """Runs in a worker."""
     parent = multiprocessing.parent_process()
     assert parent
     end_after(lambda: connection.wait([parent.sentinel]))
 
 
 def _run(config: dict[str, Any], out: Path, threads: int, known: bool) -> None:
-    """In a worker. Code for other shapes, from the runs before, would come to a limit and end compilation."""
+    """Runs in a worker. Compiled code for other shapes is dropped: it counts towards the recompilation limit."""
     torch.set_num_threads(threads)
     if not known:
         torch.compiler.reset()
@@ -204,5 +198,5 @@ def _run(config: dict[str, Any], out: Path, threads: int, known: bool) -> None:
         fit(made, out, quiet=True, bare=True)
     finally:
         parent = multiprocessing.parent_process()
-        if parent and not parent.is_alive():  # nobody waits for an answer, nor gives other work
+        if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)

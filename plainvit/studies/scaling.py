@@ -1,12 +1,12 @@
-"""Which way to make a ViT larger: depth, width, MLP, patches or all; and what predicts its accuracy.
+"""Scaling depth, width, MLP and patches of a ViT, and what predicts its accuracy.
 
     plainvit study depth-and-width --budget cpu
     plainvit study patch-size --budget cpu
     plainvit study predictor --budget cpu
 
-ViT (arXiv 2010.11929), D.2 and Figure 8; claims 13, 14 and 15. As there, one thing at a time is scaled of a small model
-whose MLP is twice as wide as its tokens, and all together; the paper gives its figure and no numbers. Gains are counted
-for each doubling of multiply-adds, so that arms need not cost exactly the same. 14 changes the patch of the base.
+ViT (arXiv 2010.11929), D.2 and Figure 8; claims 13, 14 and 15. As there, one dimension of a
+small model is scaled at a time, and all together; the paper has a figure and no numbers. Gains are per doubling of
+multiply-adds, so that arms need not cost exactly the same. Claim 14 changes the patch of the base.
 """
 
 import math
@@ -22,9 +22,9 @@ from plainvit.evaluate import paper
 from plainvit.evaluate.chance import rank_correlation
 from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
-from plainvit.studies.compute import STEPS, draw_seeds, mark, whole
-from plainvit.studies.drawings import SERIES
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, no_worse, settle
+from plainvit.studies.compute import STEPS, complete_model
+from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
 
 AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
@@ -64,13 +64,13 @@ def scaled(model: ViTConfig) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Along the axis: multiply-adds, as multiples of the small model's."""
+    """x is the multiply-adds relative to the small model."""
     config = small(budget)
-    of_one = cost.macs(whole(config))
+    of_one = cost.macs(complete_model(config))
     found = {"small": Arm(config, x=1.0, group="small")}
     for name, (axis, changes) in scaled(vit(config)).items():
         made = config.replace(model=vit(config).replace(**changes))
-        found[name] = Arm(made, x=cost.macs(whole(made)) / of_one, group=axis)
+        found[name] = Arm(made, x=cost.macs(complete_model(made)) / of_one, group=axis)
     return found
 
 
@@ -90,32 +90,28 @@ def all_arms(budget: Budget) -> dict[str, Arm]:
 
 
 def gains(found: Found, arm: str) -> list[float]:
-    """What a doubling of compute brings along an axis, for each seed, from the small model to the arm."""
+    """Gain per doubling of compute from the small model to the arm, for each seed."""
     doublings = math.log2(found.arms[arm].x)
-    return [(now - before) / doublings for before, now in zip(found.of("small"), found.of(arm), strict=True)]
+    return [difference / doublings for difference in found.differences("small", arm)]
 
 
 def decide_axes(found: Found) -> Verdict:
     """Depth brings more than width, its second doubling less than its first, and all together no less than any."""
     ahead = gap(gains(found, "width x4"), gains(found, "depth x4"))
-    first, second = (_apart(found, *pair) for pair in (("small", "depth x2"), ("depth x2", "depth x4")))
+    first, second = (found.differences(*pair) for pair in (("small", "depth x2"), ("depth x2", "depth x4")))
     fall = gap(second, first)
     best = max((arm for arm in found.arms if arm.endswith("x4") and not arm.startswith("all")), key=found.mean)
     whole_way = gap(found.of(best), found.of("all x4"))
     rates = ", ".join(f"{arm[:-3]} {100 * np.mean(gains(found, arm)):+.2f}" for arm in found.arms if arm.endswith("x4"))
     why = f"points for a doubling of compute: {rates}; depth - width {ahead}; first doubling of depth - second {fall}; "
-    return settle([ahead.sign, fall.sign, no_worse(whole_way)], f"{why}all - best axis ({best[:-3]}) {whole_way}")
-
-
-def _apart(found: Found, before: str, after: str) -> list[float]:
-    return [b - a for a, b in zip(found.of(before), found.of(after), strict=True)]
+    return settle([ahead.sign, fall.sign, check_no_worse(whole_way)], f"{why}all - best axis ({best[:-3]}) {whole_way}")
 
 
 def decide_patches(found: Found) -> Verdict:
     """Each smaller patch is better, and the number of parameters hardly changes."""
     names = sorted(found.arms, key=lambda arm: -found.arms[arm].x)
     steps = {f"{b[6:]} - {a[6:]} px": gap(found.of(a), found.of(b)) for a, b in pairwise(names)}
-    counts = [cost.parameters(whole(found.arms[name].config)) for name in names]
+    counts = [cost.parameters(complete_model(found.arms[name].config)) for name in names]
     change = max(counts) / min(counts) - 1
     why = "; ".join(f"{name} {one}" for name, one in steps.items()) + f"; parameters differ by {100 * change:.1f} %"
     return settle([*(one.sign for one in steps.values()), 1 if change < 0.03 else -1], why)
@@ -123,7 +119,7 @@ def decide_patches(found: Found) -> Verdict:
 
 def correlations(found: Found) -> dict[str, list[float]]:
     """Rank correlation of accuracy over all arms, for each seed: with multiply-adds, with parameters."""
-    models = [whole(found.arms[arm].config) for arm in found.arms]
+    models = [complete_model(found.arms[arm].config) for arm in found.arms]
     rows = np.array([found.of(arm) for arm in found.arms]).T  # [seeds, arms]
     kinds = {"multiply-adds": cost.macs, "parameters": cost.parameters}
     return {kind: [rank_correlation([count(m) for m in models], row) for row in rows] for kind, count in kinds.items()}
@@ -132,10 +128,10 @@ def correlations(found: Found) -> dict[str, list[float]]:
 def decide_predictor(found: Found) -> Verdict:
     """Accuracy follows multiply-adds more closely than parameters."""
     both = correlations(found)
-    apart = gap(both["parameters"], both["multiply-adds"])
+    difference = gap(both["parameters"], both["multiply-adds"])
     words = ", ".join(f"{kind} {np.mean(values):.3f}" for kind, values in both.items())
-    why = f"rank correlation with accuracy: {words}; difference {apart.told(digits=3)}"
-    return settle([apart.sign], why)
+    why = f"rank correlation with accuracy: {words}; difference {difference.describe(digits=3)}"
+    return settle([difference.sign], why)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -146,9 +142,9 @@ def draw_axes(found: Found) -> Figure:
     """Figure 8's form: from one model, a curve for each axis."""
     figure, [[axes]] = new_figure(1, 1, (6.4, 3.4))
     for axis, colour in zip(AXES, (*SERIES[:4], COLOURS["ink"]), strict=True):
-        draw_seeds(axes, found, ["small", *found.group(axis)], colour, axis)
-    axes.set(title="held-out top-1, %, as one thing is scaled", xlabel="compute, multiples of the small model's")
-    mark(axes, [1, 2, 4])
+        draw_line(axes, found, ["small", *found.group(axis)], colour, axis)
+    axes.set(title="held-out top-1, %, by scaled dimension", xlabel="compute relative to the small model")
+    set_log_ticks(axes, [1, 2, 4])
     axes.legend()
     return figure
 
@@ -156,16 +152,16 @@ def draw_axes(found: Found) -> Figure:
 @styled()
 def draw_patches(found: Found) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
-    draw_seeds(axes[0, 0], found, found.group("patch"), SERIES[0], "")
-    axes[0, 0].set(title="here, held-out top-1, %")
-    mark(axes[0, 0], [found.arms[arm].x for arm in found.arms])
+    draw_line(axes[0, 0], found, found.group("patch"), SERIES[0], "")
+    axes[0, 0].set(title="plainvit, held-out top-1, %")
+    set_log_ticks(axes[0, 0], [found.arms[arm].x for arm in found.arms])
     for colour, (size, values) in zip(SERIES[1:], table6().items(), strict=False):
         axes[0, 1].plot([32, 16], values, marker="o", markersize=4, color=colour, label=size)
     axes[0, 1].set(title="paper, ImageNet top-1, %, after JFT-300M")
     axes[0, 1].legend()
-    mark(axes[0, 1], [16, 32])
+    set_log_ticks(axes[0, 1], [16, 32])
     for panel in axes[0]:
-        panel.set_xlabel("side of a patch, pixels")
+        panel.set_xlabel("patch side, pixels")
         panel.invert_xaxis()
     return figure
 
@@ -182,11 +178,11 @@ def draw_predictor(found: Found) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
     counts = {"multiply-adds": cost.macs, "parameters": cost.parameters}
     for panel, (kind, values) in zip(axes[0], correlations(found).items(), strict=True):
-        places = [counts[kind](whole(found.arms[arm].config)) / 1e6 for arm in found.arms]
+        places = [counts[kind](complete_model(found.arms[arm].config)) / 1e6 for arm in found.arms]
         panel.scatter(places, [100 * found.mean(arm) for arm in found.arms], s=26, color=COLOURS["blue"], linewidths=0)
         panel.set(title=f"rank correlation {np.mean(values):.2f}", xlabel=f"{kind}, millions")
         low, high = min(places), max(places)
-        mark(panel, [low, math.sqrt(low * high), high])
+        set_log_ticks(panel, [low, math.sqrt(low * high), high])
     axes[0, 0].set_ylabel("held-out top-1, %")
     return figure
 

@@ -1,13 +1,12 @@
-"""How fast ViTs and ResNets are, and how many images fit into memory, as images get larger.
+"""Speed and largest batch of ViTs and ResNets by image size.
 
     plainvit study speed --budget cpu
 
-ViT (arXiv 2010.11929), D.5 and Figure 12; claim 28. Nothing is trained. Images a second are those of the forward pass,
-the best of several times; the largest batch is that of a training step with AdamW.
-cpu      fp32, one core by its own clock, as other work on the machine is not to count; the batch by arithmetic
-         (plainvit.planning.memory) for an H200's memory, since a CPU hands out memory that it has not
-gpu      bf16, uncompiled, the better of two sizes; the batch by the peak memory of two real steps of few images, and a
-         line through them
+ViT (arXiv 2010.11929), D.5 and Figure 12; claim 28. Nothing is trained. Images/s are the best of several forward
+passes; the largest batch is that of a training step with AdamW.
+cpu      fp32, CPU time of one thread; the largest batch is computed (plainvit.planning.memory) for an H200
+gpu      bf16, not compiled, the better of two batch sizes; the largest batch is extrapolated from the peak memory of
+         two small steps
 """
 
 import contextlib
@@ -29,8 +28,7 @@ from plainvit.models import build
 from plainvit.names import configure
 from plainvit.planning import cost, memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
-from plainvit.studies.compute import mark
-from plainvit.studies.drawings import SERIES
+from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
 SIDES: dict[Budget, tuple[int, ...]] = {
@@ -38,15 +36,15 @@ SIDES: dict[Budget, tuple[int, ...]] = {
     "gpu": (64, 128, 224, 384, 512),
 }
 NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
-ALIKE = 1.5  # models whose multiply-adds differ by more than this are not compared
-SECONDS = 0.3  # that a speed is measured over
+ALIKE = 1.5  # largest ratio of multiply-adds of compared models
+SECONDS = 0.3  # of measurement
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
 def models(budget: Budget) -> dict[str, Model]:
-    """By name; on a CPU a small one of each kind, of about the same multiply-adds."""
+    """On a CPU one small model of each kind, with about the same multiply-adds."""
     if budget != "cpu":
         return {name: configure(name) for name in NAMES}
     plain = ViTConfig(width=128, depth=8, heads=2, mlp_dim=512, patch=(8, 8), image_size=(64, 64), classes=200)
@@ -54,19 +52,19 @@ def models(budget: Budget) -> dict[str, Model]:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Along the axis: the side in pixels."""
+    """x is the image side in pixels."""
     found: dict[str, Arm] = {}
     for name, model in models(budget).items():
         for side in SIDES[budget]:
             config = Config(
-                model=model.replace(image_size=(side, side)), batch=images_at_once(budget, side), device=device(budget)
+                model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device(budget)
             )
             found[f"{name} at {side} px"] = Arm(config, x=side, group=name, trained=False)
     return found
 
 
-def images_at_once(budget: Budget, side: int) -> int:
-    """On a GPU so many that it has as much to do at each side: 256 of 224 pixels."""
+def batch_size(budget: Budget, side: int) -> int:
+    """On a GPU about the same number of pixels for all sides: 256 images of 224 px."""
     return 8 if budget == "cpu" else min(2 ** round(math.log2(256 * (224 / side) ** 2)), 2048)
 
 
@@ -78,23 +76,23 @@ def device(budget: Budget) -> str:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
-    """Of the model that the config describes, with random weights."""
+    """Speed and largest batch of the config's model with random weights."""
     assert config.model is not None
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = build(config.model)
     sizes = {config.batch} if config.device == "cpu" else {config.batch, max(config.batch // 4, 1)}
     rate = max(images_per_second(model, config, size) for size in sizes)
-    most = batch_by_arithmetic(config.model) if config.device == "cpu" else batch_by_peaks(model, config)
+    most = estimate_batch(config.model) if config.device == "cpu" else measure_batch(model, config)
     return {"images_per_second": rate, "largest_batch": float(most)}
 
 
 def images_per_second(model: nn.Module, config: Config, size: int) -> float:
-    """The best of several forward passes, after one that warms up."""
+    """The best of several forward passes, after a warm-up."""
     images = random_images(config, size)
     best, spent = math.inf, 0.0
     model.eval()
-    with torch.inference_mode(), autocast(config.device), one_thread(config.device):
+    with torch.inference_mode(), autocast(config.device), use_one_thread(config.device):
         model(images)
         while spent < SECONDS:
             seconds = _seconds(model, images)
@@ -103,7 +101,7 @@ def images_per_second(model: nn.Module, config: Config, size: int) -> float:
 
 
 def _seconds(model: nn.Module, images: torch.Tensor) -> float:
-    """A GPU works on after the call has returned, so it is waited for; a core's clock stands while others have it."""
+    """On a GPU wall time with synchronisation; on a CPU the time of this thread, without other processes."""
     if not images.is_cuda:
         started = time.thread_time()
         model(images)
@@ -116,7 +114,7 @@ def _seconds(model: nn.Module, images: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def one_thread(kind: str) -> Iterator[None]:
+def use_one_thread(kind: str) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if kind == "cpu" else threads)
     try:
@@ -135,22 +133,22 @@ def autocast(kind: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
-def batch_by_arithmetic(model: Model) -> int:
-    """In fp32, as a CPU trains."""
+def estimate_batch(model: Model) -> int:
+    """In fp32."""
     return memory.largest_micro_batch(memory.Step(model=model, images=2, element_bytes=4), H200)
 
 
-def batch_by_peaks(model: nn.Module, config: Config) -> int:
-    """Memory grows by the same with each image: two small steps say by how much, and what stands beside them."""
+def measure_batch(model: nn.Module, config: Config) -> int:
+    """Extrapolates the memory of two small steps."""
     few = max(config.batch // 16, 2)
     low, high = (_peak(model, config, size) for size in (few, 3 * few))
     total = torch.cuda.get_device_properties(config.device).total_memory * USABLE_MEMORY
     count = sum(parameter.numel() for parameter in model.parameters())
-    return line_through(few, low, 3 * few, high, total - 12 * count)  # gradients, and AdamW's two numbers for each
+    return extrapolate_batch(few, low, 3 * few, high, total - 12 * count)  # gradients and AdamW's state
 
 
-def line_through(few: int, low: float, more: int, high: float, room: float) -> int:
-    """How many images fit into `room` where `few` take `low` bytes and `more` take `high`."""
+def extrapolate_batch(few: int, low: float, more: int, high: float, room: float) -> int:
+    """How many images fit into `room` bytes if `few` need `low` bytes and `more` need `high`."""
     each = (high - low) / (more - few)
     return max(int((room - low) / each + few), 0)
 
@@ -167,32 +165,32 @@ def _peak(model: nn.Module, config: Config, size: int) -> float:
     return float(torch.cuda.max_memory_allocated())
 
 
-# The rule -------------------------------------------------------------------------------------------------------------
+# Rule -----------------------------------------------------------------------------------------------------------------
 
 
 def kinds(found: Found) -> tuple[list[str], list[str]]:
-    """The names of the ViTs, and of the ResNets."""
+    """(names of the ViTs, names of the ResNets)"""
     groups = {arm.group: isinstance(arm.config.model, ViTConfig) for arm in found.arms.values()}
     return [name for name, is_vit in groups.items() if is_vit], [name for name, is_vit in groups.items() if not is_vit]
 
 
 def exponents(found: Found, group: str) -> list[float]:
-    """For each seed: the power of the side by which images a second fall."""
+    """For each seed: the exponent of the image side by which images/s fall."""
     names = found.group(group)
     sides = np.log([found.arms[name].x for name in names])
     rows = np.log(np.array([found.of(name, "images_per_second") for name in names])).T
     return [-float(np.polyfit(sides, row, 1)[0]) for row in rows]
 
 
-def twin(found: Found, group: str) -> str:
-    """The ResNet of the nearest multiply-adds in the middle of the range; "" where none is near."""
-    work = {name: _work(found, name) for name in (group, *kinds(found)[1])}
-    apart = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
-    nearest = min(apart, key=lambda name: apart[name], default="")
-    return nearest if nearest and apart[nearest] <= math.log(ALIKE) else ""
+def nearest_resnet(found: Found, group: str) -> str:
+    """The ResNet with the nearest multiply-adds at the middle image size; "" if none is within ALIKE."""
+    work = {name: _middle_macs(found, name) for name in (group, *kinds(found)[1])}
+    difference = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
+    nearest = min(difference, key=lambda name: difference[name], default="")
+    return nearest if nearest and difference[nearest] <= math.log(ALIKE) else ""
 
 
-def _work(found: Found, group: str) -> int:
+def _middle_macs(found: Found, group: str) -> int:
     names = found.group(group)
     model = found.arms[names[len(names) // 2]].config.model
     assert model is not None
@@ -200,18 +198,17 @@ def _work(found: Found, group: str) -> int:
 
 
 def decide(found: Found) -> Verdict:
-    """Every ViT slows down by less than the fourth power of the side; its largest batch is no less than its twin's."""
+    """ViTs slow down by less than the fourth power of the side; their largest batch is at least the ResNet's."""
     signs, words = [], []
     for name in kinds(found)[0]:
         fall = exponents(found, name)
         signs.append(gap(fall, [4.0] * len(fall)).sign)
         words.append(f"{name} slows down by the power {np.mean(fall):.2f} of the side")
-        if other := twin(found, name):
+        if other := nearest_resnet(found, name):
             batches, rates = (_ratios(found, name, other, what) for what in ("largest_batch", "images_per_second"))
             signs.append(1 if min(batches) >= 1 else -1)
-            words.append(
-                f"beside {other} its largest batch is {_range(batches)} times, its speed {_range(rates)} times"
-            )
+            ratios = f"largest batch is {_format_range(batches)} times, its speed {_format_range(rates)} times"
+            words.append(f"beside {other} its {ratios}")
     return settle(signs, "; ".join(words))
 
 
@@ -220,13 +217,13 @@ def _ratios(found: Found, group: str, other: str, metric: str) -> list[float]:
     return [found.mean(a, metric) / found.mean(b, metric) for a, b in pairs]
 
 
-def _range(values: list[float]) -> str:
+def _format_range(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
 @styled()
 def draw(found: Found) -> Figure:
-    """Figure 12's two panels, both axes logarithmic: ResNets dashed."""
+    """The two panels of Figure 12; ResNets dashed."""
     figure, axes = new_figure(1, 2, (4.6, 3.2))
     vits, resnets = kinds(found)
     for panel, metric in zip(axes[0], ("images_per_second", "largest_batch"), strict=True):
@@ -236,15 +233,15 @@ def draw(found: Found) -> Figure:
             dashed = "--" if group in resnets else "-"
             places = [found.arms[name].x for name in names]
             panel.plot(places, values, dashed, marker="o", color=SERIES[at % len(SERIES)], label=group)
-        mark(panel, sorted({arm.x for arm in found.arms.values()}))
+        set_log_ticks(panel, sorted({arm.x for arm in found.arms.values()}))
         panel.set_yscale("log")
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         panel.yaxis.set_minor_locator(NullLocator())
-        panel.set_xlabel("side of an image, pixels")
+        panel.set_xlabel("image side, pixels")
         panel.legend()
-    axes[0, 0].set_title("images a second, forward")
-    axes[0, 1].set_title("largest batch of a training step")
+    axes[0, 0].set_title("forward pass, images/s")
+    axes[0, 1].set_title("largest training batch")
     return figure
 
 

@@ -4,9 +4,9 @@
     plainvit study resolution --budget cpu
     plainvit study head --budget cpu
 
-One pre-training on other classes is fine-tuned for the same few steps in every arm (`bases.finetuned`). Scratch has the
-same model and steps, and the best of three learning rates; it is the best on the very images that decide, which is in
-its favour. Images of CIFAR-10 and digits are smaller than the model's, and enlarged, as in the paper.
+Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
+and steps, and the best of three learning rates, chosen on the compared images, which favours scratch. Images of
+CIFAR-10 and digits are smaller than the model's, and enlarged, as in the paper.
 """
 
 from itertools import pairwise
@@ -23,8 +23,8 @@ from plainvit.config import About, Config, ViTConfig, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
-from plainvit.studies.bases import DOWNSTREAM, finetuned, pretrained, vit
-from plainvit.studies.drawings import draw_curves, mark_places
+from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config, vit
+from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.study import (
     Arm,
     Budget,
@@ -32,10 +32,10 @@ from plainvit.studies.study import (
     Study,
     Verdict,
     best_rate,
+    check_non_inferior,
     gap,
-    non_inferior,
     settle,
-    warn_of_rate,
+    warn_if_rate_at_edge,
 )
 from plainvit.weights import load
 
@@ -44,11 +44,11 @@ BEFORE = "pre-training"
 
 def rates(budget: Budget, data: str) -> tuple[float, ...]:
     """The fine-tuning's own and one to either side."""
-    lr = finetuned(budget, data).optim.lr
+    lr = finetune_config(budget, data).optim.lr
     return lr / 3, lr, 3 * lr
 
 
-def at_rate(config: Config, lr: float) -> Config:
+def set_rate(config: Config, lr: float) -> Config:
     return config.replace(optim=config.optim.replace(lr=lr, grid=()))
 
 
@@ -61,7 +61,7 @@ TITLES["digits:56789, a tenth"] = "a tenth of digits"
 
 def tasks(budget: Budget) -> dict[str, Config]:
     """What is fine-tuned on, by name: sets with many and with few images of a class."""
-    found = {data: finetuned(budget, data) for data in DOWNSTREAM[budget]}
+    found = {data: finetune_config(budget, data) for data in DOWNSTREAM[budget]}
     if budget == "cpu":
         found |= {f"{data}, a tenth": config.replace(share=0.1) for data, config in found.items()}
     return found
@@ -69,41 +69,40 @@ def tasks(budget: Budget) -> dict[str, Config]:
 
 def scratch_model(budget: Budget, config: Config) -> ViTConfig:
     """The pre-trained model at the size that it is fine-tuned at, with a linear head and new weights."""
-    model = vit(pretrained(budget)).replace(classes=0, representation=0)
+    model = vit(pretrain_config(budget)).replace(classes=0, representation=0)
     return model.replace(image_size=(config.image_size, config.image_size)) if config.image_size else model
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    found = {BEFORE: Arm(pretrained(budget), counts=False)}
+    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
     for at, (name, config) in enumerate(tasks(budget).items()):
         found[f"{name}, pre-trained"] = Arm(config, x=at, group=name, after=BEFORE)
         for lr in rates(budget, config.data):
-            one = at_rate(config.replace(model=scratch_model(budget, config)), lr)
+            one = set_rate(config.replace(model=scratch_model(budget, config)), lr)
             found[f"{name}, scratch at {lr:.1e}"] = Arm(one, x=at, group=name)
     return found
 
 
-def scratches(found: Found, task: str) -> list[str]:
+def scratch_arms(found: Found, task: str) -> list[str]:
     """From scratch at each rate."""
     return [arm for arm in found.group(task) if arm != f"{task}, pre-trained"]
 
 
 def best_scratch(found: Found, task: str) -> str:
-    return best_rate(found, scratches(found, task))
+    return best_rate(found, scratch_arms(found, task))
 
 
 def gains(found: Found) -> dict[str, list[float]]:
     """Of each task, seed by seed: pre-trained less the best of scratch."""
     tasks = dict.fromkeys(arm.group for arm in found.arms.values())
-    both = {task: (found.of(best_scratch(found, task)), found.of(f"{task}, pre-trained")) for task in tasks}
-    return {task: [b - a for a, b in zip(*rows, strict=True)] for task, rows in both.items()}
+    return {task: found.differences(best_scratch(found, task), f"{task}, pre-trained") for task in tasks}
 
 
 def decide(found: Found) -> Verdict:
     """Pre-training gains everywhere, and more where a class has few images."""
     rows = gains(found)
     for task in rows:
-        warn_of_rate(found, best_scratch(found, task), scratches(found, task))
+        warn_if_rate_at_edge(found, best_scratch(found, task), scratch_arms(found, task))
     by_task = {task: gap([0.0] * len(row), row) for task, row in rows.items()}
     few, many = (np.mean([row for task, row in rows.items() if (task in FEW) == wanted], axis=0) for wanted in (1, 0))
     more = gap(many.tolist(), few.tolist())
@@ -138,11 +137,11 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
-    found = {BEFORE: Arm(pretrained(budget), counts=False)}
+    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
     sizes = SIZES[budget]
     for size in sizes:
         pretrained_size = size == sizes[0]
-        config = finetuned(budget, DOWNSTREAM[budget][0]).replace(image_size=0 if pretrained_size else size)
+        config = finetune_config(budget, DOWNSTREAM[budget][0]).replace(image_size=0 if pretrained_size else size)
         found[f"{RESAMPLED}, {size} px"] = Arm(config, x=size, group=RESAMPLED, after=BEFORE)
         if size > sizes[0]:
             found[f"{REDRAWN}, {size} px"] = Arm(config, x=size, group=REDRAWN, after=BEFORE, edit=redraw_positions)
@@ -178,7 +177,7 @@ def decide_resolution(found: Found) -> Verdict:
 
 def draw_resolution(found: Found) -> Figure:
     figure = draw_curves(found, "side of the image, pixels", "held-out top-1, %", {}, "", log=False)
-    return mark_places(figure, found)
+    return set_arm_ticks(figure, found)
 
 
 # 8: the new head ------------------------------------------------------------------------------------------------------
@@ -189,12 +188,12 @@ WORSE = 0.002  # what still counts as at least as good
 
 def head_arms(budget: Budget) -> dict[str, Arm]:
     """A pre-training with the paper's hidden layer in its head, and fine-tunings without it and with it."""
-    before = pretrained(budget)
+    before = pretrain_config(budget)
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
-    config = finetuned(budget, DOWNSTREAM[budget][0])
+    config = finetune_config(budget, DOWNSTREAM[budget][0])
     found = {BEFORE: Arm(before, counts=False)}
     for lr in rates(budget, config.data):
-        one = at_rate(config, lr)
+        one = set_rate(config, lr)
         found[f"{ZERO}, {lr:.1e}"] = Arm(one, x=lr, group=ZERO, after=BEFORE)
         kept = one.replace(head="keep")
         found[f"{LAST}, {lr:.1e}"] = Arm(kept, x=lr, group=LAST, after=BEFORE, edit=redraw_last_layer)
@@ -221,15 +220,15 @@ def redraw_last_layer(before: Path, config: Config) -> ViT:
 def decide_head(found: Found) -> Verdict:
     """Over the rates, zeros are as good on average and vary less."""
     zero, last = (np.array([found.of(arm) for arm in found.group(name)]) for name in (ZERO, LAST))  # [rates, seeds]
-    apart = gap(last.mean(0).tolist(), zero.mean(0).tolist())
+    difference = gap(last.mean(0).tolist(), zero.mean(0).tolist())
     steadier = gap(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
-    why = f"averaged over the rates, {ZERO} less {LAST}: {apart}; its spread over them is smaller by {steadier}"
-    return settle([non_inferior(apart, WORSE), steadier.sign], why)
+    why = f"averaged over the rates, {ZERO} less {LAST}: {difference}; its spread over them is smaller by {steadier}"
+    return settle([check_non_inferior(difference, WORSE), steadier.sign], why)
 
 
 def draw_heads(found: Found) -> Figure:
     figure = draw_curves(found, "learning rate of fine-tuning", "held-out top-1, %", {}, "")
-    return mark_places(figure, found, "{:.1e}")
+    return set_arm_ticks(figure, found, "{:.1e}")
 
 
 STUDIES = (
