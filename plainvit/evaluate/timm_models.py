@@ -152,4 +152,4 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     tensors = open_file(path)
-    return {name: tensors.take(name) for name in tensors.shapes}
+    return {name: tensors.pop(name) for name in tensors.shapes}
