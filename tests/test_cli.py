@@ -32,7 +32,7 @@ def printed(capsys: Capture, *arguments: str) -> str:
     return out
 
 
-def refused(capsys: Capture, *arguments: str, code: int = 2) -> str:
+def error_line(capsys: Capture, *arguments: str, code: int = 2) -> str:
     """The one line on standard error of a call that must fail: 2 is wrong usage, 3 bad data."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
@@ -81,13 +81,13 @@ def test_models_at_a_size_that_does_not_fit_all(capsys: Capture) -> None:
     assert dim == ["ViT-H/14", "ViT-g/14", "ViT-G/14"]
 
 
-def test_no_match_is_refused(capsys: Capture) -> None:
-    assert "'*Z*'" in refused(capsys, "models", "*Z*")
+def test_models_without_a_match(capsys: Capture) -> None:
+    assert "'*Z*'" in error_line(capsys, "models", "*Z*")
 
 
 @pytest.mark.parametrize("size", ["0", "-32"])
-def test_no_size_is_refused(capsys: Capture, size: str) -> None:
-    assert "image_size" in refused(capsys, "models", "BiT-*", "--image-size", size)
+def test_models_with_an_invalid_size(capsys: Capture, size: str) -> None:
+    assert "image_size" in error_line(capsys, "models", "BiT-*", "--image-size", size)
 
 
 # inspect --------------------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def test_inspect_other_kinds(capsys: Capture, name: str) -> None:
         (["ViT-Ti/16", "--image", "/no/such/photo.png"], "/no/such/photo.png"),
     ],
 )
-def test_inspect_refuses_in_one_line(capsys: Capture, arguments: list[str], part: str) -> None:
-    assert part in refused(capsys, "inspect", *arguments)
+def test_inspect_with_invalid_arguments(capsys: Capture, arguments: list[str], part: str) -> None:
+    assert part in error_line(capsys, "inspect", *arguments)
 
 
-def broken(photo: Path, how: str) -> bytes:
+def corrupt(photo: Path, how: str) -> bytes:
     whole = photo.read_bytes()
     data = whole.index(b"IDAT")
     return {
@@ -164,20 +164,20 @@ def broken(photo: Path, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["empty", "no image", "cut off", "no data", "data ends early"])
-def test_a_broken_photo_is_refused_in_one_line(capsys: Capture, photo: Path, how: str) -> None:
-    photo.write_bytes(broken(photo, how))
-    refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+def test_a_corrupt_photo_is_a_data_error(capsys: Capture, photo: Path, how: str) -> None:
+    photo.write_bytes(corrupt(photo, how))
+    error_line(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
 
 
-def test_a_broken_photo_is_named(capsys: Capture, photo: Path) -> None:
-    photo.write_bytes(broken(photo, "no image"))
-    line = refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+def test_the_error_names_the_corrupt_photo(capsys: Capture, photo: Path) -> None:
+    photo.write_bytes(corrupt(photo, "no image"))
+    line = error_line(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
     assert photo.name in line
 
 
-def test_a_photo_too_large_to_be_true_is_refused(capsys: Capture, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_a_data_error(capsys: Capture, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    refused(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
+    error_line(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
 
 
 # The command itself ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_stdout_that_cannot_be_written(words: str, closed: bool, code: int, mess
 
 def test_an_error_of_the_system_is_printed_without_its_number(capsys: Capture, tmp_path: Path) -> None:
     words = ("train", "digits", "--exclude", str(tmp_path / "none.txt"), "--out", str(tmp_path / "run"))
-    assert refused(capsys, *words) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory\n"
+    assert error_line(capsys, *words) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory\n"
 
 
 @pytest.mark.parametrize(
@@ -252,14 +252,14 @@ def test_an_error_of_the_system_is_printed_without_its_number(capsys: Capture, t
     ),
 )
 def test_wrong_usage_is_one_line_that_names_the_argument(capsys: Capture, words: str, parts: str) -> None:
-    line = refused(capsys, *words.split())
+    line = error_line(capsys, *words.split())
     assert [part for part in parts.split() if part not in line.replace(",", "").split(": ", 1)[1]] == []
 
 
 @pytest.mark.parametrize("columns", mostly_slow(["40", "300"], 2))
 def test_flags_are_found_in_help_of_any_width(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    line = refused(capsys, "train", "digits", "--preprocess.interpolatio", "nearest")
+    line = error_line(capsys, "train", "digits", "--preprocess.interpolatio", "nearest")
     assert "; nearest: --preprocess.interpolation, " in line
 
 
@@ -442,7 +442,7 @@ def test_the_installed_command() -> None:
     assert json.loads(found.stdout)[0]["parameters"] == 86_567_656
 
 
-def test_the_installed_command_refuses() -> None:
+def test_the_installed_command_exits_with_2() -> None:
     found = run("models", "nothing")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.count("\n") == 1

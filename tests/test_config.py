@@ -1,4 +1,4 @@
-"""Configs and names: what is refused, in one line that helps; JSON there and back; each name its published shape.
+"""Configs and names: invalid settings, JSON round trips, shapes of the named models.
 
 Independent reference for the named models' structure: timm's own models of the same name, on the meta device.
 """
@@ -18,7 +18,7 @@ from plainvit.config import Augment, Checked, Config, Optim, ResNetConfig, ViTCo
 from plainvit.models import build
 from plainvit.names import configure, list_models
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 BAD_NAMES: dict[str, tuple[str, ...]] = {  # the name asked for, and what the message must offer
     "vit-b/16": ("ViT-B/16",),
@@ -47,7 +47,7 @@ def error_of(call: Any, *arguments: Any, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_unknown_models_are_refused_with_the_nearest_names(name: str) -> None:
+def test_unknown_models_suggest_the_nearest(name: str) -> None:
     message = error_of(plainvit.create, name)
     assert "unknown model" in message
     for offered in BAD_NAMES[name]:
@@ -165,7 +165,7 @@ def test_a_config_is_checked_when_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", list_models())
-def test_json_there_and_back(name: str) -> None:
+def test_json_round_trip(name: str) -> None:
     config = configure(name, classes=10, image_size=224, dropout=0.1) if "ViT" in name else configure(name, classes=10)
     text = json.dumps(to_json(config))
     assert from_json(json.loads(text)) == config

@@ -1,4 +1,4 @@
-"""The documentation's own commands, code, links and tables, held against the package as it is."""
+"""The commands, code, links and tables of the documentation, compared with the package."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ def test_code_of_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run_blocks(ROOT / "docs" / f"{name}.md")
 
 
-def test_the_page_of_recipes_is_what_its_block_prints() -> None:
+def test_recipes_page_is_up_to_date() -> None:
     page, printed = ROOT / "docs" / "recipes.md", io.StringIO()
     with contextlib.redirect_stdout(printed):
         run_blocks(page)

@@ -370,7 +370,7 @@ def test_every_recipe_is_a_config_that_survives_json(name: str) -> None:
 
 
 @every_recipe
-def test_every_recipe_says_what_to_expect(name: str) -> None:
+def test_every_docstring_has_the_expected_result(name: str) -> None:
     said = about(name)
     assert list(said) == ["name", "summary", "source", "command", "expected", "cost"]
     assert said["name"] == name
@@ -429,7 +429,7 @@ def error_of(name: str) -> str:
     ("name", "offered"),
     [("vit-b16-i21", "vit-b16-i21k"), ("ViT-B16-JFT", "vit-b16-jft"), ("ft-cifar", "ft-cifar10"), ("", "digits")],
 )
-def test_unknown_names_are_refused_with_the_nearest(name: str, offered: str) -> None:
+def test_unknown_names_suggest_the_nearest(name: str, offered: str) -> None:
     message = error_of(name)
     assert "unknown recipe" in message
     assert offered in message
@@ -542,7 +542,7 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("way", ["command", "config"])
 @every_recipe
-def test_another_image_size_keeps_what_is_seen_of_an_image(name: str, way: str) -> None:
+def test_crops_scale_with_the_image_size(name: str, way: str) -> None:
     """At two and three times the size a crop has the same place in the image, and no other setting changes."""
     config = recipe(name)
     own = config.model.image_size[0] if config.model else config.image_size or 224
@@ -569,7 +569,7 @@ def test_resize_is_a_multiple_of_the_size_or_pixels() -> None:
             Augment(crop="random", resize=wrong)
 
 
-def test_a_crop_larger_than_what_it_is_cut_from_is_an_error() -> None:
+def test_a_crop_larger_than_the_resized_image_is_an_error() -> None:
     made = recipe("digits").replace(augment=Augment(crop="random", resize=9))
     assert resolve(made, open_splits(made)).augment.resize == 9
     made = made.replace(model=made.model.replace(image_size=(10, 10)))

@@ -161,7 +161,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
         [
             ("train", "plainvit train digits"),
             ("train digit", "nearest: digits"),
-            ("train no.py:recipe", "no file no.py"),
+            ("train no.py:recipe", "no.py"),
             ("train mine.py:recip", "nearest: recipe"),
             ("train mine.py", "mine.py:FUNCTION"),
             ("train vit-b16-jft", "--data"),

@@ -34,7 +34,7 @@ PARSER_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 class Processes(NamedTuple):
     """Returned by a command that has to run in several processes; `cli.py` starts them with the same arguments."""
 
-    count: int
+    number: int
     restarts: int
     device: str
 

@@ -1,4 +1,4 @@
-"""AugReg: how much augmentation and regularisation each size of model wants on ImageNet and on ImageNet-21k.
+"""AugReg: augmentation and regularization for each model size on ImageNet and ImageNet-21k.
 
     plainvit train augreg-s16-i1k --data-root DIR
     plainvit finetune augreg-ft-imagenet --init runs/augreg-s16-i21k --data-root DIR
@@ -14,9 +14,9 @@ from plainvit.config import Augment, Config, Optim, Preprocess
 from plainvit.names import configure
 from plainvit.recipes import Recipe, described
 
-# RandAugment's (operations, magnitude), and MixUp's alpha. The source counts magnitudes of 10 and goes beyond, we by
-# torchvision's steps of 30: the same number turns and shifts a third as far. It is kept all the same, since a
-# replication of big_vision's S/16 with torchvision's (2, 10) came out level with the original.
+# RandAugment's (operations, magnitude) and mixup's alpha. The source's magnitudes are out of 10, torchvision's out of
+# 30: the same number rotates and shifts a third as far. The number is kept, because a replication of big_vision's
+# S/16 with torchvision's (2, 10) matched the original.
 LEVELS: dict[str, tuple[tuple[int, int], float]] = {
     "none": ((0, 0), 0.0),
     "light1": ((2, 0), 0.0),
@@ -33,11 +33,11 @@ class Row(NamedTuple):
     data: Literal["imagenet", "imagenet21k"]
     level: str
     weight_decay: float
-    regularisation: float  # dropout, and stochastic depth of the last block: both 0.1 or both 0
+    regularisation: float  # rate of dropout and of stochastic depth in the last block: 0.1 or 0
 
 
-# All of them: Adam, batches of 4,096, 300 epochs, lr 0.001, cosine, 10,000 steps of warm-up, clipped at 1, 224 pixels.
-# vit_i1k.py is without dropout and stochastic depth; it adds that the paper found them to help B and L on ImageNet.
+# All rows: Adam, batches of 4,096, 300 epochs, lr 0.001, cosine, 10,000 steps of warm-up, clipped at 1, 224 pixels.
+# vit_i1k.py uses neither dropout nor stochastic depth; it notes that the paper found them to help B and L on ImageNet.
 ROWS: dict[str, Row] = {
     "augreg-ti16-i1k": Row("ViT-Ti/16", "imagenet", "light1", 0.1, 0.0),
     "augreg-s32-i1k": Row("ViT-S/32", "imagenet", "medium1", 0.1, 0.0),
@@ -103,7 +103,7 @@ def _describe_pretraining(name: str) -> Recipe:
 
 
 def _finetuning(steps: int, warmup: int, grid: tuple[float, ...], **settings: str | float) -> Config:
-    """As the ViT paper, with a shorter grid; crop and test-time resize are those of the code it was run with."""
+    """As in the ViT paper, with a shorter grid; crop and test-time resize follow the released code."""
     optim = Optim(name="sgd", lr=0.01, momentum=0.9, schedule="cosine", warmup=warmup, clip=1.0, grid=grid)
     return Config(
         image_size=384,

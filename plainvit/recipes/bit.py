@@ -1,4 +1,4 @@
-"""Big Transfer: its rule for fine-tuning by the size of the data set, and the paper's ResNets pre-trained with SGD.
+"""Big Transfer: BiT-HyperRule for fine-tuning, and the paper's ResNets pre-trained with SGD.
 
     plainvit finetune bit-small --init runs/r50x1-jft --data DIR
 
@@ -15,26 +15,26 @@ from plainvit.recipes.paper import pretraining
 
 
 class Rule(NamedTuple):
-    """What BiT-HyperRule decides."""
+    """Settings that BiT-HyperRule determines."""
 
     steps: int
     warmup: int
-    resize: int  # the square that is cropped from
-    crop: int  # the size that is trained at
+    resize: int  # side of the square before the crop
+    crop: int  # side of the training images
     mixup: float
 
 
 def hyperrule(images: int, area: int) -> Rule:
-    """By the number of training images and the pixels of one of them, height times width."""
+    """BiT-HyperRule for a number of training images and the pixels of an image (height times width)."""
     steps = 500 if images < 20_000 else 10_000 if images < 500_000 else 20_000
-    # R152x4, and the released code for all, take 512 to 480 in place of 448 to 384
+    # R152x4, and the released code for all models, resize to 512 and crop 480 instead of 448 and 384
     resize, crop = (160, 128) if area < 96 * 96 else (448, 384)
     mixup = 0.1 if images >= 20_000 else 0.0
-    # The rule as stated has no warm-up; the released code's is of 100 steps on small sets and of 500 on others
+    # The published rule has no warm-up; the released code uses 100 steps on small datasets and 500 on others
     return Rule(steps, warmup=0, resize=resize, crop=crop, mixup=mixup)
 
 
-# A data set of each size, and images on each side of 96 x 96 pixels; the latter are named by the size trained at
+# One dataset per size class, for images above and below 96 x 96 pixels; the latter are named by their training size
 IMAGES = {"small": 10_000, "medium": 100_000, "large": 1_000_000}
 TITLES = {"small": "under 20,000", "medium": "20,000 to 500,000", "large": "500,000 or more"}
 AREAS = {"": 224 * 224, "-128": 64 * 64}
@@ -54,7 +54,7 @@ COSTS: dict[str, str] = {
 
 
 def transfer(rule: Rule) -> Config:
-    """A decision of the rule as a config; the model is that of --init, with a head of zeros."""
+    """The rule's settings as a config; the model is that of --init, with a head of zeros."""
     return Config(
         image_size=rule.crop,
         head="zero",
@@ -88,21 +88,21 @@ def _describe_transfer(size: str, end: str) -> Recipe:
     )
 
 
-# Table 7 compares the two optimisers on ResNets: the rows of Table 3, but for these settings
+# Table 7 compares the two optimizers on ResNets: the rows of Table 3, except for these settings
 SGD = Optim(
     name="sgd",
     lr=0.03 * 4096 / 256,
     momentum=0.9,
     weight_decay=1e-4,
     warmup=5_000,
-    schedule="linear",  # not stated for this arm; that of all rows on JFT
+    schedule="linear",  # not stated; the schedule of all rows on JFT
     lr_end=1e-5,
     clip=0.0,
 )
 
 
 def pretraining_by_sgd(name: str) -> Config:
-    """A row of Table 3 with BiT's optimiser in place of Adam."""
+    """A row of Table 3 with BiT's optimizer in place of Adam."""
     return pretraining(name).replace(optim=SGD)
 
 

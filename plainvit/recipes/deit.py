@@ -1,4 +1,4 @@
-"""DeiT and DeiT III: ViTs trained on ImageNet alone by strong augmentation, the second with a binary loss and LAMB.
+"""DeiT and DeiT III: ViTs trained only on ImageNet with strong augmentation, DeiT III with a binary loss and LAMB.
 
     plainvit train deit3-b16-i1k --data-root DIR
     plainvit finetune deit3-b16-i1k-ft224 --init runs/deit3-b16-i1k --data-root DIR
@@ -14,10 +14,10 @@ from plainvit.config import Augment, Config, Model, Optim, Preprocess
 from plainvit.names import configure
 from plainvit.recipes import Recipe, described
 
-IMAGES = 1_281_167  # of ImageNet: the warm-up is stated as 5 epochs
+IMAGES = 1_281_167  # of ImageNet, to convert the warm-up of 5 epochs to steps
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# timm's "rand-m9": magnitude 9 of 10, each of two operations with probability 0.5. Ours counts of 30 and applies both;
-# the stated number is kept
+# timm's "rand-m9": magnitude 9 out of 10, two operations with probability 0.5 each. Ours is out of 30 and applies
+# both; the published number is kept
 RANDAUGMENT = (2, 9)
 
 
@@ -105,11 +105,11 @@ REPORTED: dict[str, tuple[str, str, str]] = {
     "deit3-l16-i1k": ("84.9", "276", "9.46"),
     "deit3-h14-i1k": ("85.2", "480", "25.7"),
 }
-SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # the short side, then the centre: ratio 1
+SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # resize the short side, centre crop with ratio 1
 
 
 def deit3(name: str) -> Config:
-    """The long first part of DeiT III, for all but S at a lower resolution."""
+    """Pre-training of DeiT III, at a lower resolution for all sizes but S."""
     row = DEIT3[name]
     shape = {"stochastic_depth": row.stochastic_depth, "layer_scale": 1e-4, "posemb_prefix": "none"}
     return Config(
@@ -125,7 +125,7 @@ def deit3(name: str) -> Config:
             warmup=_warmup(2048),
             lr_end=1e-5,
             weight_decay=0.05,
-            clip=1.0,  # inside the LAMB that it ran with
+            clip=1.0,  # part of the LAMB implementation that it used
         ),
         augment=Augment(
             crop="inception",
@@ -142,7 +142,7 @@ def deit3(name: str) -> Config:
 
 
 def deit3_at_224() -> Config:
-    """The short second part, of a model trained smaller: its stochastic depth stays (H/14: 0.6, stated as 0.55)."""
+    """Fine-tuning at 224 px with the same stochastic depth (H/14: 0.6, published as 0.55)."""
     return Config(
         image_size=224,
         head="keep",
@@ -155,7 +155,7 @@ def deit3_at_224() -> Config:
             lr=1e-5,
             schedule="cosine",
             warmup=_warmup(512),
-            lr_end=1e-5,  # as low as lr: after its warm-up it is constant
+            lr_end=1e-5,  # equal to lr: constant after the warm-up
             weight_decay=0.1,
             clip=0.0,
         ),

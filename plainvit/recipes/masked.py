@@ -1,4 +1,4 @@
-"""Self-supervision: the paper's masked patch prediction, MAE and SimMIM; as published, and small ones.
+"""Self-supervised recipes: the paper's masked patch prediction, MAE and SimMIM, as published and small.
 
     plainvit train mae-cifar10 --data-root DIR --out runs/mae
     plainvit train cifar10 --init runs/mae --data-root DIR           or: plainvit finetune --init runs/mae ...
@@ -39,7 +39,7 @@ def masked_b16_i1k() -> Config:
 
 
 def _paper(data: str, steps: int) -> Config:
-    """Not stated for this run, and so as in Table 3 on JFT: betas, crops, weight decay 0.1, no dropout, no clipping."""
+    """Settings not in the paper follow Table 3 on JFT: betas, crops, weight decay 0.1, no dropout, no clipping."""
     return Config(
         model=configure("ViT-B/16", classes=0),
         data=data,
@@ -109,7 +109,7 @@ def simmim_b16_i1k() -> Config:
     )
 
 
-# Small ones: the model of the recipes cifar10 and tiny-imagenet, so that these can go on from the weights -------------
+# Small: the models of recipes cifar10 and tiny-imagenet, which can start from the weights ---------------------------
 
 
 def masked_cifar10() -> Config:
@@ -163,7 +163,7 @@ SMALL_MASKS: dict[str, dict[str, Any]] = {
 
 
 def _small(data: str, objective: Literal["masked", "mae"]) -> Config:
-    """The optimiser is that of training with labels; crops are weaker, as little can be learned by heart.
+    """The optimizer of supervised training, with weaker crops: there is little risk of overfitting.
 
     MAE's encoder sees a quarter of the tokens: steps of four times as many images cost about as much.
     """
@@ -184,7 +184,7 @@ def _small(data: str, objective: Literal["masked", "mae"]) -> Config:
 
 
 def mae_photos() -> Config:
-    """A ViT-S/16 learns from your own photos what they look like, before it learns their classes.
+    """Pre-train a ViT-S/16 with MAE on your own photos, before fine-tuning it on their classes.
 
     Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 4 blocks of 256
     Command: plainvit train mae-photos --data photos/

@@ -27,7 +27,7 @@ class Pretraining(NamedTuple):
     dropout: float
 
 
-# Table 3. All of them: Adam with betas 0.9 and 0.999, batches of 4,096, 10,000 steps of linear warm-up, 224 pixels.
+# Table 3. All rows: Adam with betas 0.9 and 0.999, batches of 4,096, 10,000 steps of linear warm-up, 224 pixels.
 # "ViT-*" on ImageNet are the four that Table 5 reports.
 PRETRAINING: dict[str, Pretraining] = {
     "vit-b16-jft": Pretraining("ViT-B/16", "jft", 7, 8e-4, "linear", 0.1, 0.0),
@@ -90,7 +90,7 @@ REPORTED: dict[str, tuple[str, str]] = {
 }
 CORE_DAYS = {"vit-h14-jft": "2,500", "vit-l16-jft-14ep": "680", "vit-l16-i21k": "230"}  # TPUv3, Table 2
 TITLES = {"jft": "JFT-300M", "imagenet21k": "ImageNet-21k", "imagenet": "ImageNet"}
-# big_vision keeps 51,200 of ImageNet-21k's 14 million images apart, and 1 % of ImageNet's; JFT is the user's own data
+# big_vision holds out 51,200 of ImageNet-21k's 14 million images, and 1 % of ImageNet's; JFT is the user's own data
 HOLDOUT = {"jft": 0.0, "imagenet21k": 0.004, "imagenet": 0.01}
 
 
@@ -103,8 +103,8 @@ def pretraining(name: str) -> Config:
         holdout=HOLDOUT[row.data],
         epochs=row.epochs,
         batch=4096,
-        # The paper does not state its loss. The released code takes a sigmoid for each class, and starts the head's
-        # bias low, so that the first steps need not learn that most classes are absent
+        # The paper does not state its loss. The released code uses a sigmoid per class and a low initial bias of the
+        # head, so that the first steps need not learn that most classes are absent
         loss="sigmoid",
         head_bias=-6.9 if row.data == "imagenet" else -10.0,
         optim=Optim(
@@ -125,7 +125,7 @@ def pretraining(name: str) -> Config:
 
 
 def pretraining_model(name: str, dropout: float = 0.0) -> Model:
-    """A Transformer has a hidden tanh layer in its head while it is pre-trained (3.1); classes follow the data."""
+    """The model with a hidden tanh layer in its head for pre-training (3.1); classes follow the data."""
     model = configure(name, classes=0)
     if isinstance(model, ViTConfig):
         return model.replace(representation=model.width, dropout=dropout)
@@ -154,14 +154,14 @@ class Finetuning(NamedTuple):
     data: str
     steps: int
     grid: tuple[float, ...]
-    dev: float  # share of the training images held out while the grid is searched; the final run trains on all
+    dev: float  # fraction of the training images held out during the search; the final run trains on all
     warmup: int
-    lr: float  # of the grid, without a search: the released code's default is 0.03, and 0.01 for CIFAR
+    lr: float  # default without a search: 0.03 in the released code, 0.01 for CIFAR
     size: int = 384
     ema: float = 0.0
 
 
-# Table 4. All of them: SGD with momentum 0.9, batches of 512, cosine, no weight decay, gradients clipped at norm 1.
+# Table 4. All rows: SGD with momentum 0.9, batches of 512, cosine, no weight decay, gradients clipped at norm 1.
 # The text keeps 0.06 for ResNets and hybrids, the table lists it for all. Table 2's results on ImageNet alone are at a
 # higher resolution and with weights averaged by 0.9999.
 IMAGENET = Finetuning("ImageNet", "imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03)

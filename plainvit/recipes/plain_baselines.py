@@ -1,4 +1,4 @@
-"""Better plain ViT baselines: a ViT-S/16 that trains well on ImageNet alone, with nothing but two augmentations.
+"""Better plain ViT baselines: a ViT-S/16 trained only on ImageNet, with two augmentations.
 
     plainvit train plain-s16-i1k-90ep --data-root DIR
 
@@ -21,8 +21,8 @@ def _plain(epochs: int) -> Config:
         loss="softmax",
         # big_vision's decay of 1e-4 is not multiplied by lr: 1e-4 / 1e-3 is ours
         optim=Optim(name="adamw", lr=1e-3, schedule="cosine", warmup=10_000, weight_decay=0.1, clip=1.0),
-        # big_vision counts magnitudes of 10, we torchvision's of 30, with other operations: at 10 a replication with
-        # torchvision's came out level with the original after 90 and 150 epochs
+        # big_vision's magnitude is out of 10, torchvision's out of 30, with other operations: a replication with
+        # torchvision's 10 matched the original after 90 and 150 epochs
         augment=Augment(crop="inception-tf", flip=0.5, randaugment=(2, 10), mixup=0.2),
         preprocess=Preprocess(resize="crop", crop=0.875),
     )
