@@ -84,7 +84,7 @@ def check_cpu_bf16(weight: "Tensor") -> None:
 
 def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
     """Whether bf16 crashes on this CPU: one matmul in a child process, the result cached per CPU and torch version."""
-    flags = _cpu_flags(cpuinfo)
+    flags = _read_cpu_flags(cpuinfo)
     if "amx_bf16" not in flags.split():
         return False
     identity = "\n".join((flags, _torch_version(), probe))
@@ -106,7 +106,7 @@ def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, c
     return kills
 
 
-def _cpu_flags(cpuinfo: Path) -> str:
+def _read_cpu_flags(cpuinfo: Path) -> str:
     try:
         with cpuinfo.open() as lines:
             return next((line for line in lines if line.startswith("flags")), "")

@@ -164,7 +164,7 @@ def test_workers_share_decoded_row_groups(tmp_path: Path, monkeypatch: pytest.Mo
     if not worker:
         os._exit(0 if [source.read(at) for at in range(7)] == IMAGES else 1)
     assert os.waitpid(worker, 0)[1] == 0
-    monkeypatch.setattr(tables.Parquet, "_pieces", lambda *_: pytest.fail("it is decoded again"))
+    monkeypatch.setattr(tables.Parquet, "_read_pieces", lambda *_: pytest.fail("it is decoded again"))
     assert [source.read(at) for at in range(7)] == IMAGES
 
 

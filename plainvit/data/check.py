@@ -119,18 +119,18 @@ def info_table(report: dict[str, Any]) -> Group:
         shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
     order = ", in numeric order" if report["ordered_as_numbers"] else ""
     lines: list[Any] = [
-        Text.assemble((_plain(report["spec"]), "bold"), f": {report['classes']} classes{order}\n"),
+        Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']} classes{order}\n"),
         shown,
     ]
     for split, part in report["splits"].items():
         if part["unreadable"]:
             sampled = part["unreadable"] + part["sizes_from"]
             lines.append(f"\n{split}: {part['unreadable']} of {sampled} images cannot be read: run plainvit data check")
-    lines += [Text(f"\ncontact sheet: {_plain(report['sheet'])}")] if "sheet" in report else []
+    lines += [Text(f"\ncontact sheet: {_escape(report['sheet'])}")] if "sheet" in report else []
     return Group(*lines, "\nheight and width: min-max (median) of up to 500 images per split")
 
 
-def _plain(name: str) -> str:
+def _escape(name: str) -> str:
     """Escape a name for one line of a terminal; put it into a Text so that brackets are not read as markup."""
     return repr(name)[1:-1]
 
@@ -141,25 +141,25 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     seen: dict[bytes, tuple[str, str]] = {}  # content hash -> (split, name) of the first image with it
     for split, source in splits(spec, data_root).items():
         empty = [source.classes[label] for label in np.flatnonzero(_count_classes(source) == 0)]
-        findings += [_finding(split, name, "empty class", "it has no images") for name in empty]
+        findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
         results = _map_threads(lambda index, source=source: _inspect(source, index), len(source), f"{split}: reading")
         sizes = np.zeros((len(source), 2))
         for index, (digest, extent, problem) in enumerate(results):
             name = source.name(index)
             if problem:
-                findings.append(_finding(split, name, "unreadable", problem))
+                findings.append(_make_finding(split, name, "unreadable", problem))
                 continue
             sizes[index] = extent
             if digest in seen:
                 other_split, other = seen[digest]
                 kind = "duplicate" if other_split == split else "duplicate across splits"
-                findings.append(_finding(split, name, kind, f"same as {other} in {other_split}"))
+                findings.append(_make_finding(split, name, kind, f"same as {other} in {other_split}"))
             seen.setdefault(digest, (split, name))
         findings += _find_outliers(source, split, sizes)
     return findings
 
 
-def _finding(split: str, name: str, problem: str, detail: str) -> dict[str, Any]:
+def _make_finding(split: str, name: str, problem: str, detail: str) -> dict[str, Any]:
     return {"split": split, "name": name, "problem": problem, "detail": detail}
 
 
@@ -186,9 +186,9 @@ def _find_outliers(source: Source, split: str, sizes: np.ndarray) -> Iterator[di
             continue
         detail = f"{int(width)} x {int(height)} pixels"
         if max(height, width) > 8 * min(height, width):
-            yield _finding(split, source.name(index), "odd shape", detail)
+            yield _make_finding(split, source.name(index), "odd shape", detail)
         elif min(height, width) < typical / 8:
-            yield _finding(split, source.name(index), "very small", detail)
+            yield _make_finding(split, source.name(index), "very small", detail)
 
 
 def check_table(findings: list[dict[str, Any]]) -> Group:
@@ -199,7 +199,7 @@ def check_table(findings: list[dict[str, Any]]) -> Group:
     for title in ("split", "name", "problem", "detail"):
         shown.add_column(title, overflow="fold")
     for finding in findings[:40]:
-        shown.add_row(*(Text(_plain(finding[key])) for key in ("split", "name", "problem", "detail")))
+        shown.add_row(*(Text(_escape(finding[key])) for key in ("split", "name", "problem", "detail")))
     summary = ", ".join(f"{problem}: {count:,}" for problem, count in counts.items())
     return Group(shown, f"\n{summary}" + (" (first 40 shown)" if len(findings) > 40 else ""))
 

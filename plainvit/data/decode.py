@@ -43,7 +43,8 @@ def decode(data: bytes | np.ndarray, wanted: tuple[int, int] | None = None, limi
         pixels = _decode_jpeg(data, wanted, limit)
         if pixels is not None:
             return pixels
-    return _decode_any(data, limit)
+    with _open_image(data, limit) as image:
+        return pixels_of(image)
 
 
 def size(data: bytes | np.ndarray) -> tuple[int, int]:
@@ -52,7 +53,7 @@ def size(data: bytes | np.ndarray) -> tuple[int, int]:
         return int(data.shape[0]), int(data.shape[1])
     if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
         try:
-            return _jpeg_header(data, strict=False)[:2]
+            return _read_jpeg_header(data, strict=False)[:2]
         except ValueError:
             pass
     with _open_image(data, PIXEL_LIMIT) as image:
@@ -63,7 +64,7 @@ def size(data: bytes | np.ndarray) -> tuple[int, int]:
 def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.ndarray | None:
     """Decode with libjpeg-turbo; None for CMYK and what its strict decoder rejects, which Pillow then tries."""
     try:
-        height, width, color_space = _jpeg_header(data, strict=True)
+        height, width, color_space = _read_jpeg_header(data, strict=True)
     except ValueError:
         return None
     _check_size(height, width, limit)
@@ -82,7 +83,7 @@ def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.
     return pixels if orientation == 1 else _rotate_upright(pixels, orientation)
 
 
-def _jpeg_header(data: bytes, *, strict: bool) -> tuple[int, int, str]:
+def _read_jpeg_header(data: bytes, *, strict: bool) -> tuple[int, int, str]:
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data, strict=strict)
     except KeyError as error:  # simplejpeg on a header that ends before the color space
@@ -131,11 +132,6 @@ def _rotate_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
     return np.ascontiguousarray(pixels)
-
-
-def _decode_any(data: bytes, limit: int) -> np.ndarray:
-    with _open_image(data, limit) as image:
-        return pixels_of(image)
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:

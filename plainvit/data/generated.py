@@ -88,29 +88,29 @@ class Shapes(Source):
         size, label = self.size, int(self.labels[index])
         radius = size * random.uniform(0.18, 0.32)
         row, column = random.uniform(radius, size - radius, 2)
-        pixels = self._background(random)
-        mask = self._inside(self.classes[label], row, column, radius, random.uniform(0, 2 * np.pi))
-        texture = _texture(random, size)
+        pixels = self._draw_background(random)
+        mask = self._draw_mask(self.classes[label], row, column, radius, random.uniform(0, 2 * np.pi))
+        texture = _draw_texture(random, size)
         return np.where(mask[..., None], texture, pixels).astype(np.uint8), mask, (row, column, radius)
 
-    def _background(self, random: np.random.Generator) -> np.ndarray:
+    def _draw_background(self, random: np.random.Generator) -> np.ndarray:
         """Another texture, with small pieces of random shapes that do not depend on the label."""
-        pixels = _texture(random, self.size)
+        pixels = _draw_texture(random, self.size)
         for _ in range(6):
             kind = list(SHAPES)[random.integers(len(SHAPES))]
             row, column = random.uniform(0, self.size, 2)
-            piece = self._inside(kind, row, column, self.size * random.uniform(0.04, 0.1), random.uniform(0, 6.28))
+            piece = self._draw_mask(kind, row, column, self.size * random.uniform(0.04, 0.1), random.uniform(0, 6.28))
             pixels[piece] = random.uniform(0, 255, 3)
         return pixels
 
-    def _inside(self, kind: str, row: float, column: float, radius: float, angle: float) -> np.ndarray:
+    def _draw_mask(self, kind: str, row: float, column: float, radius: float, angle: float) -> np.ndarray:
         steps = np.arange(self.size) + 0.5
         y, x = (steps[:, None] - row) / radius, (steps[None, :] - column) / radius
         cos, sin = np.cos(angle), np.sin(angle)
         return SHAPES[kind](cos * x + sin * y, cos * y - sin * x) < 0
 
 
-def _texture(random: np.random.Generator, size: int) -> np.ndarray:
+def _draw_texture(random: np.random.Generator, size: int) -> np.ndarray:
     """Noisy stripes of two random colors: neither color nor texture depends on the class."""
     first, second = random.uniform(0, 255, (2, 3))
     angle, period, phase = random.uniform(0, np.pi), random.uniform(3, 12) * size / 64, random.uniform(0, 6.28)

@@ -120,7 +120,7 @@ def _read_rows(path: Path) -> list[_Row]:
     line = 0
     with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
         try:
-            for line, cells in _csv_cells(file) if path.suffix == ".csv" else _json_cells(file):
+            for line, cells in _read_csv(file) if path.suffix == ".csv" else _read_jsonl(file):
                 row = _pick_cells(line, cells)
                 if row is None:
                     found = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
@@ -135,7 +135,7 @@ def _read_rows(path: Path) -> list[_Row]:
     return rows
 
 
-def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+def _read_csv(file: TextIO) -> Iterator[tuple[int, Any]]:
     """Rows as dicts by the header's names; a first row that starts with an image's name is not a header."""
     reader = csv.reader(file)
     header: list[str] | None = None
@@ -150,7 +150,7 @@ def _csv_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
         yield reader.line_num, dict(zip(header, cells, strict=False))
 
 
-def _json_cells(file: TextIO) -> Iterator[tuple[int, Any]]:
+def _read_jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(file, 1):
         if text.strip():
             yield line, json.loads(text)

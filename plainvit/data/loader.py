@@ -105,7 +105,7 @@ class Loader:
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
                 if self.policy or self._augment_after_policy.colour or self._augment_after_policy.erase:
-                    images = self._apply_policy(images, self._uniforms(range(step, step + 1)))
+                    images = self._apply_policy(images, self._draw_uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident_batches(self, start: int, stop: int | None) -> Generator[Batch]:
@@ -120,7 +120,7 @@ class Loader:
     def _make_batches(self, steps: range) -> list[Batch]:
         assert self.resident is not None
         index = self._replace_bad(self.order.sample(np.concatenate([self.positions(step) for step in steps])))
-        u = self._uniforms(steps)
+        u = self._draw_uniforms(steps)
         device_index, device_u = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
         images, labels = self.resident.batch(device_index, device_u, self._augment_before_policy, self.size)
         images = self._apply_policy(images, u) if self.policy else images
@@ -137,7 +137,7 @@ class Loader:
             images = apply(images, to_device(u, self.device), augment)
         return images
 
-    def _uniforms(self, steps: range) -> Tensor:
+    def _draw_uniforms(self, steps: range) -> Tensor:
         """Random numbers of these steps: on the host if a policy reads them, otherwise on the device."""
         device = "cpu" if self.policy else self.device
         position = torch.cat([torch.arange(*self._position_range(step), device=device) for step in steps])

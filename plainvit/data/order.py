@@ -57,8 +57,8 @@ class Order:
         out = np.empty(len(position), np.int64)
         epochs = self.epoch(position)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = self._epoch_order(int(epoch))[position[here] % self.count // self.repeats]
+            in_epoch = epochs == epoch
+            out[in_epoch] = self._epoch_order(int(epoch))[position[in_epoch] % self.count // self.repeats]
         return out
 
     def _epoch_order(self, epoch: int) -> np.ndarray:

@@ -82,7 +82,7 @@ class Policy:
 
     def _apply_operations(self, images: Tensor, variant: Tensor, parts: Parts) -> None:
         """Apply one operation to each image in place; images are sorted by their variants."""
-        moved, tabled = _slice_of(parts, MOVES), _slice_of(parts, (*FIXED, *OWN))
+        moved, tabled = _find_slice(parts, MOVES), _find_slice(parts, (*FIXED, *OWN))
         if len(images[moved]):
             images[moved] = self._move_pixels(images[moved], variant[moved])
         if len(images[tabled]):
@@ -98,11 +98,11 @@ class Policy:
 
     def _apply_tables(self, images: Tensor, variant: Tensor, parts: Parts, tabled: slice) -> Tensor:
         levels = images[tabled].flatten(2).long()  # [n, 3, HW]
-        fixed, equal = _slice_of(parts, FIXED), _slice_of(parts, ("Equalize",))
+        fixed, equal = _find_slice(parts, FIXED), _find_slice(parts, ("Equalize",))
         tables = [self.tables[variant[fixed] - 2 * len(MOVES)].unsqueeze(1).expand(-1, 3, -1)]  # each [n, 3, 256]
         for where, sign in _signed_slices(parts, "Contrast"):
             tables.append(_contrast_tables(images[where], 1 + sign * self.magnitudes["Contrast"]))
-        tables.append(_auto_contrast_tables(images[_slice_of(parts, ("AutoContrast",))]))
+        tables.append(_auto_contrast_tables(images[_find_slice(parts, ("AutoContrast",))]))
         tables.append(_equalize_tables(images[equal], levels[equal.start - tabled.start :]))
         return torch.cat(tables).gather(2, levels).view_as(images[tabled])
 
@@ -124,7 +124,7 @@ def _sort_by_operation(u: Tensor, operations: int) -> tuple[tuple[Tensor, Tensor
     return (torch.from_numpy(orders), torch.from_numpy(np.stack(variants)), torch.from_numpy(back)), parts
 
 
-def _slice_of(parts: Parts, names: tuple[str, ...]) -> slice:
+def _find_slice(parts: Parts, names: tuple[str, ...]) -> slice:
     return slice(parts[names[0]][0], parts[names[-1]][2])
 
 
@@ -238,7 +238,7 @@ def three_augment(images: Tensor, u: Tensor) -> Tensor:
     kind = (u[:, 0].double() * 3).long()
     order = kind.argsort(stable=True)
     where, back, kernels = (
-        to_device(x, images.device) for x in (order, order.argsort(), _gaussian_kernels(u[order, 1]))
+        to_device(x, images.device) for x in (order, order.argsort(), _make_gaussian_kernels(u[order, 1]))
     )
     grey, solar, sharp = images[where].split(kind.bincount(minlength=3).tolist())
     grey = _to_grey(grey).to(torch.uint8).expand_as(grey)
@@ -246,7 +246,7 @@ def three_augment(images: Tensor, u: Tensor) -> Tensor:
     return torch.cat((grey, solar, _blur(sharp, kernels[len(grey) + len(solar) :])))[back]
 
 
-def _gaussian_kernels(u: Tensor) -> Tensor:
+def _make_gaussian_kernels(u: Tensor) -> Tensor:
     """[n, BLUR] Gaussian weights, sigma uniform within SIGMAS."""
     sigma = SIGMAS[0] + u.unsqueeze(1) * (SIGMAS[1] - SIGMAS[0])
     place = torch.arange(BLUR) - BLUR // 2

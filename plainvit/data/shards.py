@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, AbsentSplit, Names, Source
-from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, map_file, split_of, whole_numbers
+from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, find_split, map_file, read_integers
 
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
 LOST = {  # reasons why a member has no data, by its negative length
@@ -42,8 +42,8 @@ def open_tars(folder: Path, split: str) -> Source:
         raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
     table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else scan(folder)
     shards: list[str] = table.column("shard").unique().to_pylist()
-    chosen = [name for name in shards if split_of(folder / name, folder) == split]
-    if not chosen and split == "train" and not any(split_of(folder / name, folder) for name in shards):
+    chosen = [name for name in shards if find_split(folder / name, folder) == split]
+    if not chosen and split == "train" and not any(find_split(folder / name, folder) for name in shards):
         chosen = shards
     if not chosen:
         raise AbsentSplit(f"{folder} has no {split} split among its shards ({', '.join(shards[:4])})")
@@ -61,7 +61,7 @@ def _read_index(path: Path) -> pa.Table:
     for name, kind in INDEXED.items():
         column = table.column(name)
         if pa.types.is_integer(kind):
-            values = whole_numbers(column, f"the column {name} of {path}")
+            values = read_integers(column, f"the column {name} of {path}")
             if name != "label" and values.min(initial=0) < 0:
                 raise DataError(f"{path} is damaged: column {name} has negative values")
         elif column.type != kind or column.null_count:
@@ -72,7 +72,7 @@ def _read_index(path: Path) -> pa.Table:
     return table
 
 
-def _index_classes(table: pa.Table, folder: Path) -> tuple[str, ...]:
+def _read_index_classes(table: pa.Table, folder: Path) -> tuple[str, ...]:
     """Class names as `plainvit data pack` writes them into the index."""
     try:
         return tuple(map(str, json.loads((table.schema.metadata or {}).get(b"plainvit", b"{}")).get("classes", ())))
@@ -91,7 +91,9 @@ class Tars(Source):
         self._offset, self._length = (table.column(name).to_numpy() for name in ("offset", "length"))
         self._crc = table.column("crc32").to_numpy() if "crc32" in table.column_names else None
         self._names = Names(table.column("name").to_pylist())
-        self.labels, self.classes = check_range(table.column("label").to_numpy(), _index_classes(table, folder), folder)
+        self.labels, self.classes = check_range(
+            table.column("label").to_numpy(), _read_index_classes(table, folder), folder
+        )
         self._check_shards()
         self._files: dict[int, int] = {}
 

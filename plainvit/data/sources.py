@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from plainvit import hub
 from plainvit.config import nearest
 from plainvit.data.decode import DataError, ImageError, decode, size
 
@@ -208,7 +209,7 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     if word == "shapes":
         return generated.shapes(split, rest)
     if word == "hf" and rest:
-        return tables.open_parquet(tables.fetch(rest), split)
+        return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
     path = Path(spec)
     if path.is_dir():
         return open_folder(path, split)
@@ -237,28 +238,28 @@ def open_folder(folder: Path, split: str) -> Source:
     image_list = lists.find_list(folder)
     if image_list:
         return lists.open_list(image_list, split)
-    found = _split_folders(folder)
+    found = _find_split_folders(folder)
     if not found and split == "train":
-        return _open_classes(folder, None)
+        return _open_class_folders(folder, None)
     if split not in found:
         raise AbsentSplit(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
     if "train" in found:
-        classes = _part_classes(found["train"])
+        classes = _read_classes(found["train"])
     else:
-        classes = order_classes({name for part in found.values() for name in _part_classes(part)})
+        classes = order_classes({name for part in found.values() for name in _read_classes(part)})
     image_list = lists.find_list(found[split])
     if image_list:
         return lists.open_list(image_list, split, folder_of=split, classes=classes)
-    return _open_classes(found[split], classes)
+    return _open_class_folders(found[split], classes)
 
 
-def _split_folders(folder: Path) -> dict[str, Path]:
+def _find_split_folders(folder: Path) -> dict[str, Path]:
     """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
     found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in found.items() if path and (found["train"] or _part_classes(path))}
+    return {name: path for name, path in found.items() if path and (found["train"] or _read_classes(path))}
 
 
-def _part_classes(folder: Path) -> list[str]:
+def _read_classes(folder: Path) -> list[str]:
     """The classes of a split folder, from its list or its class folders."""
     from plainvit.data import lists
 
@@ -290,7 +291,7 @@ def _test_entry(test: Callable[[], bool]) -> bool:
         return False
 
 
-def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
+def _open_class_folders(folder: Path, classes: Sequence[str] | None) -> Source:
     own = class_names(folder)
     classes = own if classes is None else classes
     unknown = sorted(set(own).difference(classes))
@@ -301,7 +302,7 @@ def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     names: list[str] = []
     labels: list[np.ndarray] = []
     unread: list[str] = []
-    irregular = _broken_links(folder)
+    irregular = _find_broken_links(folder)
     for label, name in enumerate(classes):
         exists = (folder / name).is_dir()
         files = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if exists else []
@@ -312,7 +313,7 @@ def _open_classes(folder: Path, classes: Sequence[str] | None) -> Source:
     return Files(folder, names, np.concatenate(labels), classes)
 
 
-def _broken_links(folder: Path) -> list[str]:
+def _find_broken_links(folder: Path) -> list[str]:
     """Broken links among the class folders."""
     with os.scandir(folder) as entries:
         return [

@@ -14,11 +14,10 @@ from plainvit.config import LEAST_STEPS, Config, from_json
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
-from plainvit.data.sources import AbsentSplit, Source, Subset, open_source
+from plainvit.data.sources import SPLITS, AbsentSplit, Source, Subset, open_source
 from plainvit.disk import read_json, run_folder, run_settings
 
 log = logging.getLogger("plainvit")
-SAME = {"validation": "val", "valid": "val", "dev": "val", "testing": "test", "training": "train"}
 
 
 @dataclass
@@ -53,7 +52,7 @@ def open_splits(config: Config) -> Splits:
         raise DataError(f"{config.data} has training images without a label: label or remove them")
     _check_names(train)
     val, test = _open(config, "val"), _open(config, "test")
-    if val and test and _same_images(val, test):
+    if val and test and _are_same_images(val, test):
         val = None
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
@@ -67,7 +66,7 @@ def _check_names(source: Source) -> None:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
 
 
-def _same_images(one: Source, other: Source) -> bool:
+def _are_same_images(one: Source, other: Source) -> bool:
     """Compare names and content: val/cat/0.jpg and test/cat/0.jpg have the same name in their splits."""
     return one.fingerprint() == other.fingerprint() and sample_hash(one) == sample_hash(other)
 
@@ -99,7 +98,7 @@ def _matches_records(config: Config, run: Path) -> bool:
 
 def choose(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
     """Open `split`. If empty: the test images, else those that the run held out, else val, else all images."""
-    split = SAME.get(split, split)
+    split = next((name for name, synonyms in SPLITS.items() if split in synonyms), split)
     try:
         source = open_source(data, split or "test", data_root=data_root)
         if split == "train" and trained_on(model, data, data_root):

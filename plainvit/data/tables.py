@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from plainvit import hub
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.group_cache import GroupCache, memory_limit
 from plainvit.data.sources import SPLITS, AbsentSplit, Source, class_names, order_classes
@@ -31,11 +30,6 @@ RECENT = 64 * 2**20  # bytes of further row groups that each process keeps, at l
 MOST_CLASSES = 1_000_000  # larger labels without class names are invalid
 INDEX = "index.parquet"  # the index of tar shards (shards.py), not a table of images
 log = logging.getLogger("plainvit")
-
-
-def fetch(address: str) -> Path:
-    """Download the parquet files of a hub data set, or find them in the cache."""
-    return hub.fetch(address, ["*.parquet", "**/*.parquet"], kind="dataset")
 
 
 def map_file(path: Path) -> pa.MemoryMappedFile:
@@ -53,7 +47,7 @@ def damaged(path: Path, error: Exception) -> DataError:
 # Files of each split --------------------------------------------------------------------------------------------------
 
 
-def _parquet_files(folder: Path) -> list[Path]:
+def _find_parquet_files(folder: Path) -> list[Path]:
     """Files in the folder, in its subfolders and in CONFIG/SPLIT/ (the hub's layout), without a full search."""
     split_names = [name for names in SPLITS.values() for name in names]
     candidates = (f"{folder}/{top}/{name}" for top in class_names(folder) for name in split_names)
@@ -64,20 +58,20 @@ def _parquet_files(folder: Path) -> list[Path]:
 
 
 def has_parquet(folder: Path) -> bool:
-    return bool(_parquet_files(folder))
+    return bool(_find_parquet_files(folder))
 
 
 def open_parquet(folder: Path, split: str) -> "Parquet":
     """Files named after their split: train-00.parquet, data/train-00000-of-00002.parquet, all/train/0000.parquet."""
-    files = _parquet_files(folder)
-    parts = {name: [path for path in files if split_of(path, folder) == name] for name in SPLITS}
+    files = _find_parquet_files(folder)
+    parts = {name: [path for path in files if find_split(path, folder) == name] for name in SPLITS}
     if not any(parts.values()):
         parts["train"] = files
     chosen = parts[split]
     if not chosen:
         names = ", ".join(path.name for path in files[:4])
         raise AbsentSplit(f"{folder} has no {split} split among its parquet files ({names})")
-    configs = sorted({_config_of(path, folder) for path in chosen})
+    configs = sorted({_find_config(path, folder) for path in chosen})
     if len(configs) > 1 and chosen is not files:
         raise DataError(f"{folder} has several configurations ({', '.join(configs)}): give the folder of one of them")
     return _warn_if_slow(Parquet(chosen, parts["train"] or files))
@@ -85,7 +79,7 @@ def open_parquet(folder: Path, split: str) -> "Parquet":
 
 def open_table(path: Path, split: str) -> Source:
     """One .parquet or .arrow file: the split in its name, otherwise train."""
-    own = _split_in_name(path.name) or "train"
+    own = _parse_split(path.name) or "train"
     if own != split:
         raise AbsentSplit(f"{path} has no {split} split: by its name it is {own}")
     return _warn_if_slow(Parquet([path])) if path.suffix == ".parquet" else ArrowFiles([path])
@@ -103,12 +97,12 @@ def _warn_if_slow(source: "Parquet") -> "Parquet":
     return source
 
 
-def split_of(path: Path, folder: Path) -> str | None:
+def find_split(path: Path, folder: Path) -> str | None:
     """The split that a path below a folder is named after, from the innermost part outwards."""
-    return next((split for part in reversed(path.relative_to(folder).parts) if (split := _split_in_name(part))), None)
+    return next((split for part in reversed(path.relative_to(folder).parts) if (split := _parse_split(part))), None)
 
 
-def _split_in_name(part: str) -> str | None:
+def _parse_split(part: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, names in SPLITS.items():
         if any(part == name or part.startswith((f"{name}-", f"{name}_", f"{name}.")) for name in names):
@@ -116,10 +110,10 @@ def _split_in_name(part: str) -> str | None:
     return None
 
 
-def _config_of(path: Path, folder: Path) -> str:
+def _find_config(path: Path, folder: Path) -> str:
     """The path above the split: the configuration of a hub data set, which may have several."""
     parts = list(path.relative_to(folder).parts)
-    while parts and not _split_in_name(parts[-1]):
+    while parts and not _parse_split(parts[-1]):
         parts.pop()
     return "/".join(parts[:-1]) or "."
 
@@ -137,10 +131,10 @@ def open_saved(folder: Path, split: str) -> Source:
         parts = {name: folder / one for name, names in SPLITS.items() for one in names if (folder / one).is_dir()}
     if split not in parts:
         raise AbsentSplit(f"{folder} has no {split} split: save_to_disk wrote {', '.join(parts) or 'none'}")
-    return ArrowFiles(_saved_files(parts[split]), _saved_files(parts.get("train", parts[split])))
+    return ArrowFiles(_read_saved_files(parts[split]), _read_saved_files(parts.get("train", parts[split])))
 
 
-def _saved_files(folder: Path) -> list[Path]:
+def _read_saved_files(folder: Path) -> list[Path]:
     entries = read_json(folder / "state.json").get("_data_files")
     names = [one.get("filename") for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\0" in name]
@@ -154,7 +148,7 @@ def _saved_files(folder: Path) -> list[Path]:
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
-def whole_numbers(column: pa.ChunkedArray, where: str) -> np.ndarray:
+def read_integers(column: pa.ChunkedArray, where: str) -> np.ndarray:
     if not pa.types.is_integer(column.type) or column.null_count:
         found = f"{column.null_count} empty cells" if column.null_count else f"{column.type}"
         raise DataError(f"{where} must contain integers, got {found}")
@@ -182,7 +176,7 @@ def _read_names(columns: Sequence[pa.ChunkedArray], where: Path) -> tuple[str, .
     return tuple(order_classes(names))
 
 
-def _number_names(column: pa.ChunkedArray, names: tuple[str, ...], where: str) -> np.ndarray:
+def _convert_names(column: pa.ChunkedArray, names: tuple[str, ...], where: str) -> np.ndarray:
     found = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
     if found.null_count:
         other = column.filter(found.is_null())[0].as_py()
@@ -194,7 +188,7 @@ def _number_names(column: pa.ChunkedArray, names: tuple[str, ...], where: str) -
 Layout = tuple[str, str | None, tuple[str, ...]]  # column of images, column of labels, class names
 
 
-def _common_layout(paths: Sequence[Path], schemas: Sequence[pa.Schema]) -> Layout:
+def _find_common_layout(paths: Sequence[Path], schemas: Sequence[pa.Schema]) -> Layout:
     """The layout of the files, which must be the same in all."""
     first, *others = [_find_columns(path, schema) for path, schema in zip(paths, schemas, strict=True)]
     for path, other in zip(paths[1:], others, strict=True):
@@ -217,7 +211,7 @@ def _find_columns(path: Path, schema: pa.Schema) -> Layout:
         raise _paths_error(path)
     if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise DataError(f"the column {image} of {path} must contain encoded images, got {kind}")
-    return image, label, _hub_class_names(schema.metadata or {}, label)
+    return image, label, _read_hub_names(schema.metadata or {}, label)
 
 
 def _paths_error(path: Path) -> DataError:
@@ -225,7 +219,7 @@ def _paths_error(path: Path) -> DataError:
     return DataError(f"{path} contains image paths, not bytes: embed the images with {command}, then use --data DIR")
 
 
-def _hub_class_names(metadata: dict[bytes, bytes], label: str | None) -> tuple[str, ...]:
+def _read_hub_names(metadata: dict[bytes, bytes], label: str | None) -> tuple[str, ...]:
     """Class names as the `datasets` library stores them in the schema."""
     try:
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]
@@ -249,13 +243,13 @@ class Table(Source):
         per_file = np.bincount(files, counts, len(self.paths)).astype(np.int64)
         self._first = np.cumsum(per_file) - per_file
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """(part, row in it)."""
         part = int(np.searchsorted(self._ends, index, "right"))
         return part, index - (int(self._ends[part - 1]) if part else 0)
 
     def name(self, index: int) -> str:
-        file = self._file_of[self._place(index)[0]]
+        file = self._file_of[self._locate(index)[0]]
         return f"{self.paths[file].name}#{index - int(self._first[file])}"
 
     def _set_labels(self, label: str | None, names: tuple[str, ...]) -> None:
@@ -265,9 +259,9 @@ class Table(Source):
             if not names:
                 own = self.class_paths == self.paths
                 names = _read_names(columns if own else self._read_columns(self.class_paths, label), where)
-            found = [_number_names(column, names, title) for column, title in zip(columns, titles, strict=True)]
+            found = [_convert_names(column, names, title) for column, title in zip(columns, titles, strict=True)]
         elif label:
-            found = [whole_numbers(column, title) for column, title in zip(columns, titles, strict=True)]
+            found = [read_integers(column, title) for column, title in zip(columns, titles, strict=True)]
         else:
             found = [np.full(int(self._ends[-1]) if len(self._ends) else 0, -1, np.int64)]
         self.labels, self.classes = check_range(np.concatenate(found), names, where)
@@ -299,7 +293,7 @@ class Parquet(Table):
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
         super().__init__(paths, class_paths)
         self._files = [_open_parquet(path) for path in self.paths]
-        self._image, label, names = _common_layout(self.paths, [file.schema_arrow for file in self._files])
+        self._image, label, names = _find_common_layout(self.paths, [file.schema_arrow for file in self._files])
         self._groups = [
             (f, g) for f, file in enumerate(self._files) for g in range(file.num_row_groups)
         ]  # (file, row group)
@@ -307,7 +301,7 @@ class Parquet(Table):
         rows = [group.num_rows for group in groups]
         self._set_parts([f for f, _ in self._groups], rows)
         self._set_labels(label, names)
-        chunks = [_image_chunk(group, self._image) for group in groups]
+        chunks = [_find_image_chunk(group, self._image) for group in groups]
         if chunks and all(_is_null(chunk) for chunk in chunks):
             raise _paths_error(self.paths[0])
         self._sizes = [chunk.total_uncompressed_size for chunk in chunks]
@@ -329,7 +323,7 @@ class Parquet(Table):
         return max((size for group, size in enumerate(self._sizes) if not self._cache.fits(group)), default=0)
 
     def read(self, index: int) -> bytes:
-        group, row = self._place(index)
+        group, row = self._locate(index)
         data = self._cache.read(group, row)
         return _require_bytes(self._decode(group, row) if data is None else data)
 
@@ -339,16 +333,16 @@ class Parquet(Table):
             data = self._cache.read(group, row)  # another thread may have stored it
             if data is not None:
                 return data
-            if self._cache.fits(group) and self._cache.store(group, self._pieces(group)):
+            if self._cache.fits(group) and self._cache.store(group, self._read_pieces(group)):
                 return self._cache.read(group, row)
             if group not in self._recent:
-                self._recent[group] = pa.concat_arrays([*self._pieces(group)])
+                self._recent[group] = pa.concat_arrays([*self._read_pieces(group)])
             self._recent.move_to_end(group)
             while len(self._recent) > 1 and sum(one.nbytes for one in self._recent.values()) > RECENT:
                 self._recent.popitem(last=False)
             return self._recent[group][row].as_py()
 
-    def _pieces(self, group: int) -> Iterator[pa.Array]:
+    def _read_pieces(self, group: int) -> Iterator[pa.Array]:
         """The images of a row group, 64 rows at a time."""
         file, inside = self._groups[group]
         try:
@@ -367,7 +361,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         raise damaged(path, error) from error
 
 
-def _image_chunk(group: Any, image: str) -> Any:
+def _find_image_chunk(group: Any, image: str) -> Any:
     """Metadata of the image column in a row group."""
     chunks = [group.column(at) for at in range(group.num_columns)]
     return next(chunk for chunk in chunks if chunk.path_in_schema in (image, f"{image}.bytes"))
@@ -383,7 +377,7 @@ class ArrowFiles(Table):
 
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
         super().__init__(paths, class_paths)
-        image, label, names = _common_layout(self.paths, [_open_arrow(path).schema for path in self.paths])
+        image, label, names = _find_common_layout(self.paths, [_open_arrow(path).schema for path in self.paths])
         found = [(f, one) for f, images in enumerate(self._read_columns(self.paths, image)) for one in images.chunks]
         self._chunks = [chunk for _, chunk in found]
         self._set_parts([f for f, _ in found], [len(chunk) for chunk in self._chunks])
@@ -395,7 +389,7 @@ class ArrowFiles(Table):
         return [_check_column(path, _open_arrow(path), name) for path in paths]
 
     def read(self, index: int) -> bytes:
-        chunk, row = self._place(index)
+        chunk, row = self._locate(index)
         return _require_bytes(self._chunks[chunk][row].as_py())
 
 

@@ -120,19 +120,19 @@ class _FullSet:
         self.name, self.task, self.home = name, TASKS[name], home
 
     def open(self, split: str) -> Source:
-        source = {"train": self._train, "val": self._val, "test": self._test}[split]()
+        source = {"train": self._open_train, "val": self._open_val, "test": self._open_test}[split]()
         source.split = split
         return source
 
-    def _train(self) -> Source:
+    def _open_train(self) -> Source:
         return self._slice(self._open_split("train"), 0, TRAIN)
 
-    def _val(self) -> Source:
+    def _open_val(self) -> Source:
         home = {"half": "test", "val": ""}.get(str(self.task.test), "val")
         own = self._open_if_present(home) if home else None
         return self._slice(self._open_split("train"), TRAIN, TRAIN + VAL) if own is None else self._slice(own, 0, VAL)
 
-    def _test(self) -> Source:
+    def _open_test(self) -> Source:
         if self.task.test == "val":
             return self._open_if_present("test", labelled=True) or self._open_split("val")
         found = self._open_if_present("test")
