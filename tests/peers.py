@@ -1,7 +1,4 @@
-"""Weights of other libraries in plainvit's names, written out from facts/weights.md: the tests' own small mapping.
-
-It shares nothing with the package's readers of weights, so each can be held against the other.
-"""
+"""Weights of other libraries under plainvit's names: a small mapping that shares no code with plainvit.weights."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The models' arithmetic in NumPy float64, written from facts/paper.md and facts/weights.md and from nothing else.
+"""The models' arithmetic in NumPy float64, written from the papers and sharing no code with plainvit.
 
 Slow and literal on purpose: sums over the places of a kernel, loops over queries. Weights come as a dictionary of
 arrays in plainvit's names; [B, N, D] are tokens, [B, C, H, W] images and feature maps.

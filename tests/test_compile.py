@@ -37,7 +37,7 @@ def check(model: nn.Module, other: Any, tolerance: float) -> None:
 
 
 @every_model
-def test_compiled_whole(make: Any) -> None:
+def test_compiles_without_graph_breaks(make: Any) -> None:
     """fullgraph: nothing in the model breaks the graph."""
     torch._dynamo.reset()
     model = make()
@@ -53,14 +53,14 @@ def test_compiled_by_inductor(make: Any) -> None:
 
 
 @every_model
-def test_exported_with_any_batch(make: Any) -> None:
+def test_exports_with_any_batch_size(make: Any) -> None:
     model = make()
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(model, (inputs(model, 3),), dynamic_shapes=({0: batch},))
     check(model, program.module(), 1e-5)
 
 
-def test_exported_with_bytes() -> None:
+def test_exports_with_uint8_images() -> None:
     """Pixels in, logits out: normalisation is part of the graph."""
     model = tiny.vit(torch.float32)
     images = (inputs(model, 2) * 255).to(torch.uint8)

@@ -1,6 +1,6 @@
 """Initial weights: each tensor's distribution, by Kolmogorov-Smirnov tests at fixed seeds.
 
-References: the distributions of facts/paper.md for `google` (JAX's definitions through scipy.stats), and models that
+References: the distributions of the paper's code for `google` (JAX's definitions through scipy.stats), and models that
 timm itself initialised for `timm`. A wrong scale of a few per cent shows in all but the smallest tensors.
 """
 
@@ -68,7 +68,7 @@ def lecun(fan_in: int) -> Any:
     return cut_normal((1 / fan_in) ** 0.5 / unit.std())
 
 
-def test_these_tests_see_small_mistakes() -> None:
+def test_statistics_detect_small_mistakes() -> None:
     """What PyTorch's own helpers would give by mistake is refused."""
     torch.manual_seed(0)
     fused = nn.init.xavier_uniform_(torch.empty(3 * D, D))
@@ -96,7 +96,7 @@ def test_google_blocks() -> None:
         assert not block.attention.out.bias.any()
 
 
-def test_google_ends() -> None:
+def test_google_embedding_and_head() -> None:
     model = google(representation=160)
     assert follows(model.embedding.weight, lecun(3 * 8 * 8))
     assert follows(model.pre_logits.weight, lecun(D))
@@ -135,7 +135,7 @@ def test_google_attention_pool() -> None:
     assert not any(layer.bias.any() for layer in (pool.q, pool.kv, pool.out))
 
 
-def test_google_extras() -> None:
+def test_google_registers_and_distillation_token() -> None:
     """What the paper does not have, each as its own paper draws it."""
     model = google(distillation=True, registers=4, layer_scale=0.25)
     assert follows(model.registers, normal(1e-6))
@@ -172,13 +172,13 @@ def test_google_bit() -> None:
     assert not model.head.bias.any()
 
 
-def test_google_is_the_same_in_float64() -> None:
+def test_google_in_float64() -> None:
     model = google(dtype=torch.float64)
     assert follows(model.embedding.weight, lecun(3 * 8 * 8))
     assert follows(model.blocks[0].attention.qkv.weight[:D], uniform((3 / D) ** 0.5))
 
 
-def test_a_fresh_google_model_answers_zero() -> None:
+def test_google_logits_start_at_zero() -> None:
     assert not google().eval()(torch.rand(2, 3, 32, 48)).any()
 
 
@@ -231,7 +231,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_timm_scheme_draws_as_timm_does(case: str) -> None:
+def test_timm_scheme_has_the_distributions_of_timm(case: str) -> None:
     """Constants are equal, and random tensors look drawn from one distribution."""
     make, ours = CASES[case]
     torch.manual_seed(0)

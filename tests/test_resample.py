@@ -32,13 +32,13 @@ def random_table(grid: Grid, width: int = 3, dtype: torch.dtype = torch.float64)
 
 
 @given(grids, st.sampled_from(list(METHODS)))
-def test_the_same_grid_gives_the_same_table(grid: Grid, method: str) -> None:
+def test_same_grid_gives_the_same_table(grid: Grid, method: str) -> None:
     table = random_table(grid)
     assert torch.equal(resample_table(table, grid, grid, method), table)
 
 
 @pytest.mark.parametrize(("old", "new"), [(7, 12), (14, 24), (14, 32), (16, 37), (24, 14), (12, 7)])
-def test_aligned_equals_googles_call(old: int, new: int) -> None:
+def test_aligned_equals_google(old: int, new: int) -> None:
     """checkpoint.py of vision_transformer, between the grids of published models."""
     table = random_table((old, old))
     zoomed = scipy.ndimage.zoom(table.view(old, old, -1).numpy(), (new / old, new / old, 1), order=1)
@@ -55,7 +55,7 @@ def zoom(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 @settings(max_examples=150)
 @given(grids, grids)
-def test_aligned_equals_scipys_zoom(old: Grid, new: Grid) -> None:
+def test_aligned_equals_scipy_zoom(old: Grid, new: Grid) -> None:
     table = random_table(old)
     assert (resample_table(table, old, new, "bilinear-aligned") - zoom(table, old, new)).abs().max() < EXACT
 
@@ -70,7 +70,7 @@ def test_bicubic_equals_timm(old: Grid, new: Grid) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_and_columns_are_not_guessed_from_the_count(method: str) -> None:
+def test_grids_with_equal_counts_differ(method: str) -> None:
     """7 x 28 and 14 x 14 have equally many positions; a table of the one is not one of the other."""
     table = random_table((7, 28))
     square, turned = resample_table(table, (7, 28), (14, 14), method), resample_table(table, (7, 28), (28, 7), method)
@@ -108,7 +108,7 @@ def test_aligned_is_exact_on_ramps(old: Grid, new: Grid, slope: tuple[float, flo
 
 
 @given(large_grids, grids, slopes, st.sampled_from(["bilinear", "bicubic-antialias"]))
-def test_the_others_are_exact_on_ramps_in_the_interior(
+def test_other_methods_are_exact_on_ramps_in_the_interior(
     old: Grid, new: Grid, slope: tuple[float, float], method: str
 ) -> None:
     """Interior: all cells that the kernel reads exist. A cubic stretched to shrink a grid need not keep a slope."""
@@ -147,7 +147,7 @@ def resizing_matrix(old: int, new: int) -> np.ndarray:
 
 @settings(max_examples=30)
 @given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.tuples(st.integers(1, 9), st.integers(1, 9)))
-def test_kernels_equal_numpys_pseudo_inverse(old: Grid, new: Grid) -> None:
+def test_kernels_equal_numpy_pseudo_inverse(old: Grid, new: Grid) -> None:
     weight = random_table((4, 2 * old[0] * old[1]), 1).view(4, -1)  # [D, C*P*Q] of two channels
     matrix = np.kron(resizing_matrix(old[0], new[0]), resizing_matrix(old[1], new[1]))  # [P'Q', PQ]
     expected = weight.view(4, 2, -1).numpy() @ np.linalg.pinv(matrix.T).T
@@ -192,7 +192,7 @@ LARGER = {"size": (40, 32), "grid": (5, 4)}  # from 24 x 40 pixels, 3 x 5 patche
         ({"class_token": False, "pool": "average"}, 0),
     ],
 )
-def test_resize_zooms_the_patches_and_keeps_the_prefix(at: str, extra: dict[str, Any], rows: int) -> None:
+def test_resize_resamples_patches_and_keeps_prefix_rows(at: str, extra: dict[str, Any], rows: int) -> None:
     model = tiny.vit(posemb_at=at, **extra)
     resized = resize(model, LARGER["size"])
     assert (resized.config.image_size, resized.config.grid) == (LARGER["size"], LARGER["grid"])
@@ -228,7 +228,7 @@ def test_sincos_positions_are_computed_for_the_new_grid() -> None:
     assert np.abs(table.numpy() - reference.sincos2d(5, 4, 48)).max() < EXACT
 
 
-def test_a_model_without_positions_is_resized() -> None:
+def test_resize_without_positions() -> None:
     """Average pooling of a tiled image: twice the patches, the same bag, so the same logits."""
     model = tiny.vit(posemb="none", pool="average", class_token=False)
     images = tiny.images()
@@ -243,7 +243,7 @@ def test_relative_positions_keep_their_grid() -> None:
     assert same_grid(tiny.images(size=(48, 80))).shape == (2, 7)
 
 
-def test_a_hybrid_is_resized() -> None:
+def test_resize_hybrid() -> None:
     model = tiny.hybrid()  # 48 x 80 pixels, 6 x 10 tokens
     resized = resize(model, (64, 32))
     new, old = resized.positions[0].table, model.positions[0].table
@@ -272,7 +272,7 @@ def test_resize_keeps_frozen_weights_frozen() -> None:
     assert trainable == {"head.weight", "head.bias"}
 
 
-def test_resize_leaves_the_old_model_as_it_was() -> None:
+def test_resize_does_not_change_the_old_model() -> None:
     model, images = tiny.vit(), tiny.images()
     before = model(images)
     resize(model, LARGER["size"], patch=4)
@@ -280,13 +280,13 @@ def test_resize_leaves_the_old_model_as_it_was() -> None:
     assert model.config.image_size == (24, 40)
 
 
-def test_the_same_size_gives_the_same_logits() -> None:
+def test_same_size_gives_the_same_logits() -> None:
     model, images = tiny.vit(), tiny.images()
     assert torch.equal(resize(model)(images), model(images))
     assert torch.equal(resize(model, (24, 40), patch=8)(images), model(images))
 
 
-def test_patch_alone_changes_the_grid() -> None:
+def test_resize_by_patch_alone() -> None:
     """Half the patch on the same image: twice the rows and columns, and the positions follow."""
     model = tiny.vit()
     resized = resize(model, patch=(4, 8))

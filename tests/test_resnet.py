@@ -116,7 +116,7 @@ def test_same_padding_counts(kernel: int, stride: int, size: tuple[int, int]) ->
     assert tuple(outputs) == tuple(-(-side // stride) for side in size)
 
 
-def test_bits_pool_counts_the_zeros_around_the_map() -> None:
+def test_bit_max_pool_pads_with_zeros() -> None:
     """Pre-norm values may be negative; the border's maximum is then the padding's zero, not the values'."""
     model, trace = tiny.bit(), Trace("root")
     with torch.no_grad():
@@ -194,17 +194,17 @@ def test_structure_of_resnets(name: str) -> None:
     assert projections == [[True] + [False] * (count - 1) for count in units]
 
 
-def test_every_named_model_with_convolutions_is_checked_above() -> None:
+def test_every_named_resnet_is_checked() -> None:
     assert {*STEMS, *BITS} == {name for name in plainvit.list_models() if name.startswith(("R", "BiT"))}
 
 
-def test_a_resnet_takes_any_size() -> None:
+def test_resnet_accepts_any_size() -> None:
     model = tiny.bit(torch.float32)
     for size in ((32, 32), (57, 41)):
         assert model(tiny.images(size=size, dtype=torch.float32)).shape == (2, 7)
 
 
-def test_replace_head_of_a_resnet_gives_zeros() -> None:
+def test_replace_head_attaches_one_layer_of_zeros() -> None:
     model = tiny.bit()
     images = tiny.images(size=(32, 32))
     features = model.features(images)

@@ -89,7 +89,7 @@ def test_equals_timm(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         assert tiny.difference(model(images), peer((images - 0.5) / 0.5)) < EXACT
 
 
-def test_google_numerics_are_timms_with_the_tanh_gelu() -> None:
+def test_google_numerics_equal_timm_with_tanh_gelu() -> None:
     peer = timm_vit(act_layer="gelu_tanh")
     model = tiny.vit()
     model.load_state_dict(from_timm(peer.state_dict()))
@@ -97,7 +97,7 @@ def test_google_numerics_are_timms_with_the_tanh_gelu() -> None:
         assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
 
 
-def test_equals_timms_distilled_deit() -> None:
+def test_distilled_deit_equals_timm() -> None:
     peer = timm_vit(VisionTransformerDistilled)
     model = tiny.vit(numerics="timm", distillation=True)
     model.load_state_dict(from_timm(peer.state_dict()))
@@ -108,7 +108,7 @@ def test_equals_timms_distilled_deit() -> None:
         assert tiny.difference(model.features(images), pooled) < EXACT
 
 
-def test_distilled_deit_gives_both_heads_in_training() -> None:
+def test_distilled_deit_returns_both_heads_in_training() -> None:
     peer = timm_vit(VisionTransformerDistilled)
     model = tiny.vit(numerics="timm", distillation=True)
     model.load_state_dict(from_timm(peer.state_dict()))
@@ -175,7 +175,7 @@ def test_equals_transformers() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["google", "timm", "torchvision"])
-def test_each_numerics_is_another_function(numerics: str) -> None:
+def test_numerics_are_different_functions(numerics: str) -> None:
     """transformers' weights under other numerics are visibly off: the tests above can see the difference."""
     peer = transformers_vit()
     model = tiny.vit(numerics=numerics)
@@ -224,7 +224,7 @@ def test_uint8_covers_the_whole_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_constants_are_not_rounded_by_a_cast(dtype: torch.dtype) -> None:
+def test_computed_buffers_are_not_cast(dtype: torch.dtype) -> None:
     model = tiny.vit(torch.float32, mean=IMAGENET[0], std=IMAGENET[1], posemb="sincos2d").to(dtype)
     for constant, values in ((model.normalise.mean, IMAGENET[0]), (model.normalise.std, IMAGENET[1])):
         assert constant.to(dtype) is constant  # cast by itself it is the same module, as any is
@@ -233,7 +233,7 @@ def test_constants_are_not_rounded_by_a_cast(dtype: torch.dtype) -> None:
     assert np.abs(table.double().numpy() - reference.sincos2d(3, 5, 48)).max() < 1e-7
 
 
-def test_bf16_follows_fp32() -> None:
+def test_bf16_is_close_to_fp32() -> None:
     model = tiny.vit(torch.float32)
     images = tiny.images(dtype=torch.float32)
     exact = model(images)
@@ -257,7 +257,7 @@ def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("patch", [(8, 8), (4, 10), (24, 40)])
-def test_patch_embedding_is_a_strided_convolution(patch: tuple[int, int]) -> None:
+def test_patch_embedding_equals_strided_convolution(patch: tuple[int, int]) -> None:
     model = tiny.vit(patch=patch)
     images = tiny.images()
     trace = Trace("patches")
@@ -294,7 +294,7 @@ def test_table_8(cell: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("cell", TABLE_8, ids=" ".join)
-def test_positions_tell_patches_apart(cell: tuple[str, str]) -> None:
+def test_positions_make_the_order_of_patches_matter(cell: tuple[str, str]) -> None:
     """Without positions an image is a bag of patches; with any of the others it is not."""
     model = tiny.vit(posemb=cell[0], posemb_at=cell[1])
     images = tiny.images()
@@ -334,7 +334,7 @@ def test_sincos2d_positions() -> None:
     assert not [name for name in model.state_dict() if name.startswith("positions")]
 
 
-def test_relative_attention_is_a_double_loop() -> None:
+def test_relative_attention_equals_a_double_loop() -> None:
     """With a class token and a register before the patches, which have no offset."""
     model = tiny.vit(posemb="relative", registers=1)
     x = torch.randn(2, 2 + PATCHES, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -369,7 +369,7 @@ def patches(model: ViT) -> Tensor:
 
 
 @pytest.mark.parametrize(("norm", "activation"), [("post", "relu"), ("post", "gelu"), ("pre", "gelu"), ("pre", "relu")])
-def test_blocks_equal_torchs_encoder_layers(norm: str, activation: str) -> None:
+def test_blocks_equal_torch_encoder_layers(norm: str, activation: str) -> None:
     settings = {"dropout": 0.0, "batch_first": True, "layer_norm_eps": 1e-6, "dtype": torch.float64}
     settings |= {"activation": activation, "norm_first": norm == "pre"}
     layers = [nn.TransformerEncoderLayer(D, HEADS, 96, **settings) for _ in range(DEPTH)]
@@ -386,7 +386,7 @@ def test_blocks_equal_torchs_encoder_layers(norm: str, activation: str) -> None:
 AXIAL: dict[str, Any] = {"axial": True, "class_token": False, "pool": "average", "depth": 2}
 
 
-def test_axial_blocks_are_loops_over_rows_then_columns() -> None:
+def test_axial_blocks_equal_loops_over_rows_and_columns() -> None:
     model = tiny.vit(**AXIAL)
     assert len(model.blocks) == 4  # two in place of one
     trace = Trace("embedded", "block*/tokens")
@@ -398,7 +398,7 @@ def test_axial_blocks_are_loops_over_rows_then_columns() -> None:
         assert tiny.difference(trace[f"block{layer}/tokens"], torch.from_numpy(x)) < EXACT
 
 
-def test_an_axial_row_block_mixes_nothing_between_rows() -> None:
+def test_axial_row_block_does_not_mix_rows() -> None:
     model = tiny.vit(**AXIAL)
     images = tiny.images(1)
     changed = images.clone()
@@ -432,7 +432,7 @@ def test_axial_on_one_row() -> None:
 # Heads ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_pre_training_head_is_linear_tanh_linear() -> None:
+def test_pre_training_head_is_linear_tanh_linear() -> None:
     model = tiny.vit(representation=20)
     trace = Trace("encoded", "representation")
     logits = model(tiny.images(), trace)
@@ -443,7 +443,7 @@ def test_the_pre_training_head_is_linear_tanh_linear() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"representation": 20}, {"distillation": True}, {"classes": 0}])
-def test_replace_head_leaves_one_linear_layer_of_zeros(settings: dict[str, Any]) -> None:
+def test_replace_head_attaches_one_layer_of_zeros(settings: dict[str, Any]) -> None:
     model = tiny.vit(**settings)
     body = {name: x.clone() for name, x in model.state_dict().items() if not name.startswith(("head", "pre_logits"))}
     assert model.replace_head(11) is model
@@ -457,7 +457,7 @@ def test_replace_head_leaves_one_linear_layer_of_zeros(settings: dict[str, Any])
     assert (model.config.classes, model.config.representation) == (11, 0)
 
 
-def test_replace_head_by_none_gives_the_pooled_features() -> None:
+def test_replace_head_by_zero_classes_returns_features() -> None:
     model = tiny.vit(representation=20)
     trace = Trace("pooled")
     model(tiny.images(), trace)
@@ -493,7 +493,7 @@ def dropouts(model: ViT) -> list[tuple[Tensor, Tensor]]:
     return [*seen, (logits, logits)]
 
 
-def test_dropout_is_where_the_paper_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_applied_where_the_paper_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """After positions, the attention's projection, the MLP's activation and its last layer; nowhere else.
 
     The whole training pass is told again by hand around the recorded masks: were there another dropout, on attention
@@ -571,7 +571,7 @@ def test_stochastic_depth_drops_whole_samples_at_linear_rates(settings: dict[str
 @pytest.mark.parametrize(
     ("name", "settings"), [("ViT-Ti/8", tiny.SHAPE), ("R+ViT-Ti/16", tiny.SHAPE), ("BiT-R50x1", {"blocks": (1, 1)})]
 )
-def test_seeds(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_seed_makes_weights_repeatable(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     def weights(seed: int) -> dict[str, Tensor]:
         return plainvit.create(name, image_size=32, seed=seed, dtype=dtype, **settings).state_dict()
 
@@ -583,7 +583,7 @@ def test_seeds(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
 
-def test_a_seed_leaves_torchs_own_generator_alone() -> None:
+def test_seed_does_not_change_the_default_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -591,7 +591,7 @@ def test_a_seed_leaves_torchs_own_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_create_and_build_give_the_same_kind_of_model() -> None:
+def test_create_and_build_make_the_same_model() -> None:
     """create() passes by the meta device; nothing may be left there, and constants must be filled."""
     model = plainvit.create("ViT-Ti/8", image_size=32, seed=1, posemb="sincos2d", **tiny.SHAPE)
     built = ViT(model.config)
@@ -608,7 +608,7 @@ def test_create_and_build_give_the_same_kind_of_model() -> None:
         *({"activation": name} for name in ("gelu", "gelu_tanh", "gelu_sigmoid", "relu")),
     ],
 )
-def test_a_model_can_be_copied_and_sent_to_another_process(settings: dict[str, Any]) -> None:
+def test_model_can_be_copied_and_pickled(settings: dict[str, Any]) -> None:
     model, images = tiny.vit(torch.float32, **settings), tiny.images(dtype=torch.float32)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(images), model(images))

@@ -1,4 +1,4 @@
-"""Google's archives, written here from facts/weights.md and computed here in NumPy float64, against `plainvit.load`.
+"""Google's archives, written here by hand and computed here in NumPy float64, compared with `plainvit.load`.
 
 The reference reads Google's own keys: einsums over heads as flax has them, kernels height x width x in x out. Only the
 sums of a convolution come from reference.py. What plainvit loads must agree to 1e-12 of the output's scale; what it
@@ -343,7 +343,7 @@ def test_original_and_augreg(tmp_path: Path, hidden: int, write: Callable[..., N
     assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
 
 
-def test_a_suffix_says_nothing(tmp_path: Path) -> None:
+def test_suffix_does_not_matter(tmp_path: Path) -> None:
     arrays = original()
     path = save(arrays, tmp_path / "a.npz").rename(tmp_path / "weights.safetensors")
     assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
@@ -372,7 +372,7 @@ def test_other_precisions(tmp_path: Path, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("hints", [{"grid": (3, 5)}, {"image_size": (24, 40)}])
-def test_a_table_that_is_no_square(tmp_path: Path, hints: dict[str, Any]) -> None:
+def test_table_that_is_no_square_needs_a_hint(tmp_path: Path, hints: dict[str, Any]) -> None:
     arrays = original(cells=15)
     path = save(arrays, tmp_path / "a.npz")
     with pytest.raises(ValueError, match=r"16 positions.*grid=.*image_size="):
@@ -380,13 +380,13 @@ def test_a_table_that_is_no_square(tmp_path: Path, hints: dict[str, Any]) -> Non
     assert gap(path, lambda x: run_original(x, wide(arrays)), (24, 40), **hints) < EXACT
 
 
-def test_without_a_head(tmp_path: Path) -> None:
+def test_file_without_a_head(tmp_path: Path) -> None:
     arrays = {name: x for name, x in original().items() if not name.startswith("head/")}
     path = save(arrays, tmp_path / "a.npz")
     assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
 
 
-def test_google_numerics_are_learned(tmp_path: Path) -> None:
+def test_file_has_google_numerics(tmp_path: Path) -> None:
     model = plainvit.load(save(original(), tmp_path / "a.npz"))
     config = model.config
     assert (config.activation, config.norm_eps, config.mean, config.std) == ("gelu_tanh", 1e-6, (0.5,) * 3, (0.5,) * 3)
@@ -464,7 +464,7 @@ def beside(prefix: str, arrays: Arrays) -> Iterator[tuple[str, Array]]:
 @pytest.mark.parametrize("scanned", [False, True], ids=["", "scanned"])
 @pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("prefix", ["params/", "params/img/"])
-def test_what_lies_beside_the_image_tower_is_left(tmp_path: Path, prefix: str, first: bool, scanned: bool) -> None:
+def test_weights_outside_the_image_tower_are_ignored(tmp_path: Path, prefix: str, first: bool, scanned: bool) -> None:
     arrays = big_vision("map")
     kept = stacked(arrays) if scanned else arrays
     ours, other = prefixed(kept, prefix), dict(beside(prefix, kept))
@@ -474,7 +474,7 @@ def test_what_lies_beside_the_image_tower_is_left(tmp_path: Path, prefix: str, f
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["", "scanned"])
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_bf16_stored_as_two_raw_bytes(tmp_path: Path, write: Callable[..., None], scanned: bool) -> None:
+def test_bf16_stored_as_raw_bytes(tmp_path: Path, write: Callable[..., None], scanned: bool) -> None:
     arrays = {name: to_bf16(x) for name, x in big_vision("map").items()}
     path = save(prefixed(stacked(arrays) if scanned else arrays, "params/"), tmp_path / "b.npz", write)
     w = wide({name: from_bf16(x) for name, x in arrays.items()})
@@ -507,7 +507,7 @@ def test_bit(tmp_path: Path, size: tuple[int, int], conv: str) -> None:
     assert gap(path, lambda x: run_bit(x, wide(arrays), (2, 1), conv), size) < EXACT
 
 
-def test_bit_with_ten_units_and_more(tmp_path: Path) -> None:
+def test_bit_with_more_than_ten_units(tmp_path: Path) -> None:
     """Zero-padded numbers: unit02 comes before unit10."""
     arrays = bit_arrays((11,))
     assert "resnet/block1/unit11/a/group_norm/gamma" in arrays
@@ -546,31 +546,31 @@ def same_bits(found: Path, expected: Arrays) -> None:
 
 
 @pytest.mark.parametrize(("build", "hints"), ROUND.values(), ids=ROUND)
-def test_there_and_back_is_the_same_file(tmp_path: Path, build: Callable[[], Arrays], hints: dict[str, Any]) -> None:
+def test_roundtrip_gives_the_same_file(tmp_path: Path, build: Callable[[], Arrays], hints: dict[str, Any]) -> None:
     arrays = build()
     model = plainvit.load(save(arrays, tmp_path / "a.npz"), dtype=None, **hints)
     same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), arrays)
 
 
-def test_old_group_norms_come_back_as_vectors(tmp_path: Path) -> None:
+def test_old_group_norms_are_written_as_vectors(tmp_path: Path) -> None:
     arrays = original(stem=stem_arrays((1, 2), old=True), kernel=(1, 1, 512))
     model = plainvit.load(save(arrays, tmp_path / "a.npz"), dtype=None)
     same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), arrays)
 
 
-def test_scanned_layers_come_back_one_by_one(tmp_path: Path) -> None:
+def test_stacked_layers_are_written_one_by_one(tmp_path: Path) -> None:
     arrays = big_vision("map")
     model = plainvit.load(save(prefixed(stacked(arrays), "params/img/"), tmp_path / "a.npz"), dtype=None)
     same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), prefixed(arrays, "params/"))
 
 
-def test_numbered_convolutions_come_back_without_numbers(tmp_path: Path) -> None:
+def test_numbered_convolutions_are_written_without_numbers(tmp_path: Path) -> None:
     """Two units in each stage make the smallest shape that counts as BiT."""
     model = plainvit.load(save(bit_arrays((2, 2, 2, 2), "standardized_conv2d_3"), tmp_path / "a.npz"), dtype=None)
     same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), bit_arrays((2, 2, 2, 2)))
 
 
-def test_a_folded_class_row_is_the_same_function(tmp_path: Path) -> None:
+def test_class_row_merged_into_the_token_is_the_same_function(tmp_path: Path) -> None:
     """facts (a): cls += pe[:, 0]; pe = pe[:, 1:] takes an original file to big_vision's form, logits unchanged."""
     old = wide(original())
     table = old.pop("Transformer/posembed_input/pos_embedding")

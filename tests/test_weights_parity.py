@@ -157,13 +157,15 @@ TIMM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize(("theirs", "hints"), TIMM.values(), ids=TIMM)
-def test_loads_what_timm_writes(tmp_path: Path, theirs: dict[str, Any], hints: dict[str, Any], suffix: str) -> None:
+def test_loaded_timm_model_equals_timm(
+    tmp_path: Path, theirs: dict[str, Any], hints: dict[str, Any], suffix: str
+) -> None:
     peer = timm_vit(**theirs)
     path = write(peer.state_dict(), tmp_path / f"model{suffix}")
     check(path, peer, heads=4, **hints)
 
 
-def test_loads_timms_distilled_deit(tmp_path: Path) -> None:
+def test_loaded_distilled_deit_equals_timm(tmp_path: Path) -> None:
     peer = timm_vit(VisionTransformerDistilled)
     model = check(write(peer.state_dict(), tmp_path / "model.bin"), peer, heads=4)
     assert model.config.distillation
@@ -179,14 +181,14 @@ HYBRIDS = [((1, 2), 1, (32, 32)), ((1, 1, 1), 1, (80, 48)), ((), 8, (64, 64)), (
 
 
 @pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
-def test_loads_timms_hybrids(tmp_path: Path, blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
+def test_loaded_hybrid_equals_timm(tmp_path: Path, blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
     peer = timm_hybrid(blocks, patch, size)
     path = write(peer.state_dict(), tmp_path / "model.safetensors")
     model = check(path, peer, heads=4, image_size=None if size[0] == size[1] else size)
     assert model.config.stem.blocks == blocks
 
 
-def test_loads_timms_bit(tmp_path: Path) -> None:
+def test_loaded_bit_equals_timm(tmp_path: Path) -> None:
     peer = timm_bit((2, 1))
     model = check(write(peer.state_dict(), tmp_path / "model.safetensors"), peer, size=(33, 21))
     assert model.config.blocks == (2, 1)
@@ -211,14 +213,14 @@ TIMM_FOLDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("arguments", TIMM_FOLDERS.values(), ids=TIMM_FOLDERS)
-def test_timms_own_folder_says_what_the_weights_cannot(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_timm_folder_needs_no_hints(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Nothing is given by the caller: config.json's model_args have it all."""
     peer = timm_folder(tmp_path, FOLDER | arguments)
     check(tmp_path, peer)
 
 
 @pytest.mark.parametrize("size", [(24, 40), (16, 64)], ids=["3 x 5", "2 x 8, a square number"])
-def test_timms_own_folder_says_the_grid(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_timm_folder_has_the_grid(tmp_path: Path, size: tuple[int, int]) -> None:
     peer = timm_folder(tmp_path, FOLDER | {"img_size": size})
     described = json.loads((tmp_path / "config.json").read_text())
     described["pretrained_cfg"]["input_size"] = [3, *size]  # what timm has there for a published model of that size
@@ -228,7 +230,7 @@ def test_timms_own_folder_says_the_grid(tmp_path: Path, size: tuple[int, int]) -
     assert other.config.grid == (5, 5)
 
 
-def test_timms_own_folder_says_pixels_and_class_names(tmp_path: Path) -> None:
+def test_timm_folder_has_pixels_and_class_names(tmp_path: Path) -> None:
     names = ["tench", "goldfish", "shark", "ray", "cock", "hen", "ostrich"]
     peer = timm_folder(tmp_path, FOLDER, {"label_names": list(names)})
     peer.pretrained_cfg |= {
@@ -244,7 +246,7 @@ def test_timms_own_folder_says_pixels_and_class_names(tmp_path: Path) -> None:
     assert model.about.class_names == tuple(names)
 
 
-def test_timms_bit_folder_says_size_and_preprocessing(tmp_path: Path) -> None:
+def test_timm_bit_folder_has_size_and_preprocessing(tmp_path: Path) -> None:
     """BiT's published weights are for 448 and 480 pixels, not for 224."""
     write(timm_bit((1, 1)).state_dict(), tmp_path / "model.safetensors")
     published = timm.models.get_pretrained_cfg("resnetv2_50x1_bit.goog_in21k_ft_in1k").to_dict()
@@ -258,14 +260,14 @@ def test_timms_bit_folder_says_size_and_preprocessing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pool", ["avgmax", "max"])
-def test_a_pooling_that_plainvit_lacks_is_refused(tmp_path: Path, pool: str) -> None:
+def test_unsupported_pooling_is_an_error(tmp_path: Path, pool: str) -> None:
     timm_folder(tmp_path, FOLDER | {"global_pool": pool, "fc_norm": False})
     with pytest.raises(ValueError, match=pool):
         plainvit.load(tmp_path, heads=4)
 
 
 @pytest.mark.parametrize("arguments", [{"norm_layer": "rmsnorm"}, {"pool_include_prefix": True}])
-def test_arguments_of_timms_that_the_weights_do_not_show_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_unsupported_timm_arguments_are_errors(tmp_path: Path, arguments: dict[str, Any]) -> None:
     timm_folder(tmp_path, FOLDER)
     described = json.loads((tmp_path / "config.json").read_text())
     described["model_args"] |= arguments
@@ -274,7 +276,7 @@ def test_arguments_of_timms_that_the_weights_do_not_show_are_refused(tmp_path: P
         plainvit.load(tmp_path)
 
 
-def test_a_name_of_timms_that_plainvit_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_unknown_timm_architecture_is_an_error(tmp_path: Path) -> None:
     """Its heads, activation and positions are not guessed at; without config.json they are assumptions."""
     timm_folder(tmp_path, {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2})
     described = json.loads((tmp_path / "config.json").read_text())
@@ -287,7 +289,7 @@ def test_a_name_of_timms_that_plainvit_does_not_know_is_refused(tmp_path: Path) 
     assert sources["activation"].startswith("assumed")
 
 
-def test_a_crop_mode_that_plainvit_lacks_is_an_assumption(tmp_path: Path) -> None:
+def test_unsupported_crop_mode_is_an_assumption(tmp_path: Path) -> None:
     peer = timm_folder(tmp_path, FOLDER)
     peer.pretrained_cfg |= {"crop_mode": "border"}
     save_for_hf(peer, str(tmp_path), None, FOLDER, safe_serialization=True)
@@ -327,7 +329,7 @@ OUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("ours", "theirs"), OUT.values(), ids=OUT)
-def test_timm_loads_what_we_write(tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def test_timm_loads_our_file(tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     model = tiny.vit(numerics="timm", **ours)
     peer = timm_vit(**{"img_size": (24, 40), "depth": 3} | theirs)
     for suffix in (".safetensors", ".pth"):
@@ -376,7 +378,7 @@ def test_timm_creates_a_model_from_our_folder(tmp_path: Path, ours: dict[str, An
     assert gap(model, from_folder(folder)) < CLOSE
 
 
-def test_a_timm_folder_has_the_mlp_that_we_have(tmp_path: Path) -> None:
+def test_timm_folder_has_our_mlp_dim(tmp_path: Path) -> None:
     """timm computes int(width * ratio), and 56 * (488 / 56) is a little less than 488."""
     model = tiny.vit(torch.float32, numerics="timm", width=56, mlp_dim=488)
     assert int(56 * (488 / 56)) == 487
@@ -398,7 +400,7 @@ def test_timm_reads_our_pixels_and_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "squash-crop"])
-def test_timm_cuts_as_we_say(tmp_path: Path, resize: str) -> None:
+def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
     model = tiny.vit(torch.float32, numerics="timm", image_size=32)
     model.about = About(preprocess=Preprocess(resize=resize, crop=0.5))
@@ -426,7 +428,7 @@ TINY_HYBRID: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", tiny.mostly_slow(TINY_HYBRID.values(), 3), ids=TINY_HYBRID)
-def test_a_hybrid_in_a_timm_folder_is_right_or_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_hybrid_in_a_timm_folder_is_right_or_an_error(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = tiny.filled(configure("R+ViT-Ti/16", 7, 64, "timm", **settings), torch.float32)
     try:
         folder = plainvit.save(model, tmp_path / "folder", format="timm")
@@ -482,7 +484,7 @@ def transformers_peer(name: str, **more: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_loads_the_folder_that_transformers_writes(tmp_path: Path, name: str) -> None:
+def test_loaded_folder_equals_transformers(tmp_path: Path, name: str) -> None:
     peer = transformers_peer(name)
     peer.save_pretrained(tmp_path)
     model = check(tmp_path, peer)
@@ -499,7 +501,7 @@ PLAIN_FILES = [name for name in TRANSFORMERS if "lu" not in name.lower() and "ep
 
 
 @pytest.mark.parametrize("name", PLAIN_FILES)
-def test_loads_transformers_single_file(tmp_path: Path, name: str) -> None:
+def test_loaded_file_equals_transformers(tmp_path: Path, name: str) -> None:
     peer = transformers_peer(name)
     peer.save_pretrained(tmp_path / "folder")
     path = (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "alone.safetensors")
@@ -510,27 +512,27 @@ def test_loads_transformers_single_file(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("name", PLAIN_FILES)
-def test_loads_the_names_transformers_has_in_memory(tmp_path: Path, name: str, suffix: str) -> None:
+def test_loaded_state_dict_equals_transformers(tmp_path: Path, name: str, suffix: str) -> None:
     peer = transformers_peer(name)
     assert any(re.search(r"layers\.0\.attention\.q_proj", name) for name in peer.state_dict())
     check(write(peer.state_dict(), tmp_path / f"m{suffix}"), peer, heads=4, **sides(peer))
 
 
-def test_the_heads_of_a_single_file_are_assumed_by_width(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_of_a_transformers_file_are_assumed_by_width(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     peer = transformers_peer("ViT", hidden_size=192, num_attention_heads=3)
     check(write(peer.state_dict(), tmp_path / "m.safetensors"), peer)
     assert "assumed: a ViT of width 192 has 3 heads" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
-def test_loads_transformers_shards(tmp_path: Path, name: str) -> None:
+def test_loaded_shards_equal_transformers(tmp_path: Path, name: str) -> None:
     peer = transformers_peer(name)
     peer.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     check(tmp_path, peer)
 
 
-def test_transformers_class_names_arrive(tmp_path: Path) -> None:
+def test_transformers_class_names_are_loaded(tmp_path: Path) -> None:
     names = ["tench", "goldfish", "shark", "ray", "cock", "hen", "ostrich"]
     peer = transformers_peer("ViT", id2label=dict(enumerate(names)))
     peer.save_pretrained(tmp_path)
@@ -572,7 +574,7 @@ def test_transformers_loads_our_folder(
     assert gap(model, peer) < (EXACT if dtype is torch.float64 else CLOSE)
 
 
-def test_a_headless_vit_for_transformers_has_its_tokens(tmp_path: Path) -> None:
+def test_headless_vit_has_the_tokens_of_transformers(tmp_path: Path) -> None:
     """ViTModel without a pooler: what it calls last_hidden_state is what we call encoded."""
     model = tiny.vit(numerics="transformers", classes=0)
     folder = plainvit.save(model, tmp_path / "folder", format="transformers")
@@ -597,7 +599,7 @@ def with_crop(model: ViT, resize: str) -> ViT:
 @pytest.mark.parametrize("resize", ["squash", "crop"])
 @pytest.mark.parametrize("deit", [False, True], ids=["ViT", "DeiT"])
 @pytest.mark.parametrize(("mean", "std"), PIXELS.values(), ids=PIXELS)
-def test_the_processor_we_write_normalises_as_the_config_says(
+def test_written_processor_normalises_like_the_config(
     tmp_path: Path, mean: tuple[float, ...], std: tuple[float, ...], deit: bool, resize: str
 ) -> None:
     """One colour all over stays so under any resize; what comes out is the normalisation alone."""
@@ -611,7 +613,7 @@ def test_the_processor_we_write_normalises_as_the_config_says(
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop"])
-def test_the_processor_we_write_cuts_as_we_say(tmp_path: Path, resize: str) -> None:
+def test_written_processor_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     """A photo with a border of a quarter: the crop of one half of the side loses it, the square resize keeps it."""
     model = with_crop(tiny.vit(numerics="transformers", image_size=32), resize)
     folder = plainvit.save(model, tmp_path / "folder", format="transformers")
@@ -626,7 +628,7 @@ def test_the_processor_we_write_cuts_as_we_say(tmp_path: Path, resize: str) -> N
 
 @pytest.mark.parametrize("crop", [1.0, 0.875])
 @pytest.mark.parametrize("size", [(128, 64), (64, 128)], ids=["wide", "tall"])
-def test_the_processor_we_write_keeps_the_aspect(tmp_path: Path, size: tuple[int, int], crop: float) -> None:
+def test_written_processor_keeps_the_aspect_ratio(tmp_path: Path, size: tuple[int, int], crop: float) -> None:
     """Of a photo that is no square, the centre is cut as we cut it, and not squashed into a square before."""
     model = tiny.vit(numerics="transformers", image_size=32)
     model.about = About(preprocess=Preprocess(resize="crop", crop=crop))
@@ -673,9 +675,7 @@ def smallest_gap(one: np.ndarray, other: np.ndarray, shift: int) -> float:
 
 
 @pytest.mark.parametrize(("kind", "settings"), PROCESSORS.values(), ids=PROCESSORS)
-def test_a_photo_is_prepared_as_the_librarys_processor_does(
-    tmp_path: Path, kind: str, settings: dict[str, Any]
-) -> None:
+def test_preprocessing_equals_the_librarys_processor(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """Read, and written back; by its own file, in which keys that the class has as defaults may be missing.
 
     Of an odd margin around a crop transformers leaves the smaller half above and left, torchvision and we the even one.
@@ -709,7 +709,7 @@ CANNOT = ("crop larger than the image", "long side")
 
 
 @pytest.mark.parametrize("name", LEGACY)
-def test_a_processor_that_cannot_be_expressed_is_an_assumption(tmp_path: Path, name: str) -> None:
+def test_unsupported_processor_is_an_assumption(tmp_path: Path, name: str) -> None:
     settings, (resize, crop) = LEGACY[name]
     folder = plainvit.save(tiny.vit(numerics="transformers", image_size=32), tmp_path / "f", format="transformers")
     write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
@@ -739,7 +739,7 @@ def older(state: State) -> State:
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize("old", [False, True], ids=["new names", "old names"])
 @pytest.mark.parametrize("hidden", [None, 20], ids=["", "pre_logits"])
-def test_loads_what_torchvision_writes(tmp_path: Path, hidden: int | None, old: bool, suffix: str) -> None:
+def test_loaded_file_equals_torchvision(tmp_path: Path, hidden: int | None, old: bool, suffix: str) -> None:
     peer = torchvision_vit(representation_size=hidden)
     state = older(peer.state_dict()) if old else peer.state_dict()
     assert any("linear_1" in name for name in state) is old
@@ -747,14 +747,14 @@ def test_loads_what_torchvision_writes(tmp_path: Path, hidden: int | None, old: 
     assert model.config.representation == (hidden or 0)
 
 
-def test_the_heads_of_a_torchvision_file_are_assumed_by_width(tmp_path: Path) -> None:
+def test_heads_of_a_torchvision_file_are_assumed_by_width(tmp_path: Path) -> None:
     peer = torchvision_vit(hidden_dim=192, num_heads=3)
     check(write(peer.state_dict(), tmp_path / "m.pth"), peer)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize("hidden", [0, 20])
-def test_torchvision_loads_what_we_write(tmp_path: Path, hidden: int, suffix: str) -> None:
+def test_torchvision_loads_our_file(tmp_path: Path, hidden: int, suffix: str) -> None:
     model = tiny.vit(numerics="torchvision", image_size=32, representation=hidden)
     path = plainvit.save(model, tmp_path / f"m{suffix}", format="torchvision")
     peer = torchvision_vit(num_layers=3, representation_size=hidden or None)
@@ -772,9 +772,7 @@ TORCHVISION = {
 
 
 @pytest.mark.parametrize(("name", "published"), TORCHVISION.values(), ids=TORCHVISION)
-def test_preprocessing_of_torchvisions_weights_is_theirs_or_the_other_is_named(
-    tmp_path: Path, name: str, published: Any
-) -> None:
+def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, name: str, published: Any) -> None:
     """A state dict does not say which weights it is: always an assumption. By headers alone, the weights are a hole."""
     theirs = published.transforms()
     with torch.device("meta"):
@@ -805,7 +803,7 @@ def hollow(state: State, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("blocks", "widen"), RESNETS)
-def test_a_resnets_name_at_timm_is_that_of_the_same_network(blocks: tuple[int, ...], widen: int) -> None:
+def test_timm_names_of_resnets_are_the_same_networks(blocks: tuple[int, ...], widen: int) -> None:
     with torch.device("meta"):
         ours = build(ResNetConfig(blocks=blocks, widen=widen, classes=1000))
         theirs = timm.create_model(RESNETS[blocks, widen])

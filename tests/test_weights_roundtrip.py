@@ -1,6 +1,6 @@
 """Weights from format to format and back, bit for bit; what a format cannot hold, by a table written by hand.
 
-The table below says, from facts/weights.md and the libraries' own classes, which parts of which model each format
+The table below says, from the libraries' own classes, which parts of which model each format
 lacks. Names and shapes of every format are frozen in golden/keys_*.txt, which came from the libraries' state dicts
 (and for Google from the arrays of test_weights_google.py); plainvit's description of a file is frozen in
 golden/metadata_v1.json. Files are read here by safetensors, NumPy and torch, not by plainvit.

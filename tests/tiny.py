@@ -1,4 +1,4 @@
-"""Small models for the tests: real in every part, with weights that hide no mistake."""
+"""Small models for the tests, with random weights in every part."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -66,13 +66,13 @@ def images(
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; shapes must agree, and the numbers must be worth comparing."""
+    """Largest absolute difference; shapes must agree, and the values must not be constant."""
     assert a.shape == b.shape
     assert b.numel() == 1 or b.std() > 1e-3
     return (a - b).abs().max().item()
 
 
 def mostly_slow(values: Iterable[Any], every: int) -> list[Any]:
-    """Cases of one check, for parametrize: each so many-th runs with the fast tests, the others with the slow ones."""
+    """Cases for parametrize: every `every`-th is in the fast set, the others are marked slow."""
     cases = [one if isinstance(one, tuple) else (one,) for one in values]
     return [pytest.param(*one, marks=[pytest.mark.slow] * (at % every > 0)) for at, one in enumerate(cases)]

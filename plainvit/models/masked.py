@@ -49,7 +49,7 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
     if not isinstance(config, ViTConfig):
         raise ValueError(f"{flag} needs a ViT, this model is a ResNet: use --model ViT-B/16")
     if config.stem:
-        raise ValueError(f"{flag} does not support hybrids, whose stem mixes the pixels of patches: use a plain ViT")
+        raise ValueError(f"{flag} needs a plain ViT: a hybrid's stem mixes the pixels of hidden and visible patches")
     h, w = config.grid
     if h % masked.unit or w % masked.unit:
         raise ValueError(
