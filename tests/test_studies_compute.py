@@ -224,11 +224,7 @@ def _shape(arm: compute.Arm) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("rows", "outcome"),
-    [
-        ((0.5, 0.6, 0.7), "reproduced"),
-        ((0.5, 0.7, 0.6), "not reproduced"),
-        ((0.5, 0.6, 0.6), "not decided"),
-    ],
+    [((0.5, 0.6, 0.7), "reproduced"), ((0.5, 0.7, 0.6), "not reproduced"), ((0.5, 0.6, 0.6), "not decided")],
 )
 def test_patches_are_decided_by_their_rule(rows: tuple[float, ...], outcome: str) -> None:
     found = planted(scaling.PATCH_SIZE, dict(zip(scaling.patch_arms("cpu"), rows, strict=True)), 0.004)

@@ -227,11 +227,7 @@ def looks(first: tuple[float, float], last: tuple[float, float]) -> dict[str, fl
     ("trained", "untrained", "outcome"),
     [
         (looks((5, 28), (29, 30)), looks((25, 26), (25, 26)), "reproduced"),
-        (
-            looks((20, 28), (29, 30)),
-            looks((25, 26), (25, 26)),
-            "not reproduced",
-        ),  # the first heads are similar
+        (looks((20, 28), (29, 30)), looks((25, 26), (25, 26)), "not reproduced"),  # the first heads are similar
         (looks((5, 28), (4, 20)), looks((25, 26), (25, 26)), "not reproduced"),  # the last do not look far
         (looks((5, 28), (29, 30)), looks((2, 29), (2, 29)), "not reproduced"),  # as it was before
     ],
