@@ -102,7 +102,7 @@ LACKS = {
 
 
 @every_kind
-def test_every_kind_of_model_gets_the_figures_that_apply(kind: str) -> None:
+def test_each_model_kind_gets_the_applicable_figures(kind: str) -> None:
     looked = subject(KINDS[kind]())
     with torch.no_grad():
         before = looked.model(looked.images)
@@ -122,7 +122,7 @@ def test_one_image_is_enough() -> None:
     assert parts_of(subject(vit(), 1)) == (ALL, [])
 
 
-def test_as_many_images_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_images_follows_the_compute_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = subject(vit(), 20)
     monkeypatch.setitem(WORK, "cpu", 1.0)
     assert looked.affordable_images(100, 64) == 16
@@ -134,7 +134,7 @@ def test_as_many_images_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) ->
     assert set(next(analyse_removal(looked)).drawings) == {"", "layers"}
 
 
-def test_a_map_is_only_called_better_where_chance_is_unlikely() -> None:
+def test_a_map_is_better_only_if_significant() -> None:
     better, none, worse = (
         compute_gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4)
     )
@@ -160,7 +160,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_figures_numbers_and_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_analysis_writes_figures_data_and_page(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--images", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
     main(["analyse", str(folder / "model.safetensors"), *words, "--against", str(folder / "bit.safetensors")])
     found = json.loads(capsys.readouterr().out)
@@ -180,7 +182,7 @@ def test_figures_numbers_and_page(folder: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_resnet_gets_what_applies_and_one_line_on_the_rest(folder: Path, tmp_path: Path) -> None:
+def test_a_resnet_gets_applicable_parts_and_one_note(folder: Path, tmp_path: Path) -> None:
     written = understand(
         folder / "bit.safetensors", str(folder / "photos"), tmp_path, count=2, device="cpu", quiet=True
     )
@@ -193,7 +195,7 @@ def test_a_resnet_gets_what_applies_and_one_line_on_the_rest(folder: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_folder_needs_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_figures(monkeypatch)
     model = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
     made = Config(model=model, data="digits", steps=2, batch=16, holdout=0.05, evaluations=1, workers=0,
@@ -216,7 +218,7 @@ def answering(right: int, count: int = 40) -> Subject:
     return looked
 
 
-def test_a_model_at_chance_or_one_that_knows_its_images_by_heart_is_called_so() -> None:
+def test_chance_level_and_overfitting_are_warned_about() -> None:
     (warning,) = find_warnings(answering(6), math.nan)
     assert "40 images is 15 %, not above chance (14 %)" in warning
     assert find_warnings(answering(30), math.nan) == []
@@ -229,7 +231,7 @@ def test_a_model_at_chance_or_one_that_knows_its_images_by_heart_is_called_so() 
     assert find_warnings(unlabelled, math.nan) == []
 
 
-def test_the_training_accuracy_is_that_of_the_last_steps(tmp_path: Path) -> None:
+def test_training_accuracy_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
     assert math.isnan(training_accuracy(tmp_path))
     lines = [{"step": step, "loss": 1.0, "accuracy": 1.0 if step > 18 else 0.0} for step in range(1, 21)]
     text = "\n".join(map(json.dumps, [*lines, {"step": 20, "val": {"top1": 0.1}}]))
@@ -237,7 +239,7 @@ def test_the_training_accuracy_is_that_of_the_last_steps(tmp_path: Path) -> None
     assert training_accuracy(tmp_path) == 1
 
 
-def test_photos_made_tiny_are_said_to_be(tmp_path: Path) -> None:
+def test_strong_downscaling_is_noted(tmp_path: Path) -> None:
     plant(tmp_path, {"a.png": encode(photo(120, 90, 1)), "b.png": encode(photo(200, 100, 2))})
     (note,) = (note for note in gather(predictor(vit()), str(tmp_path), "", "", 8).notes if "reduced" in note)
     assert "95 pixels" in note
@@ -246,7 +248,7 @@ def test_photos_made_tiny_are_said_to_be(tmp_path: Path) -> None:
     assert not any("reduced" in note for note in gather(predictor(vit()), str(tmp_path / "small"), "", "", 8).notes)
 
 
-def test_names() -> None:
+def test_display_names() -> None:
     assert display_name("weights/B_16.npz") == "B_16"
     assert display_name("hf:google/vit-base") == "vit-base"
     assert display_name("runs/photos/") == "photos"
@@ -264,7 +266,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> 
     return said
 
 
-def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_exits_with_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, photos = str(folder / "model.safetensors"), ["--images", str(folder / "photos")]
     assert "--data" in refused([model], capsys, 2)
     assert "--count" in refused([model, *photos, "--count", "0"], capsys, 2)
@@ -279,7 +281,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--against" in refused([model, *photos, "--against", str(tmp_path / "empty")], capsys, 2)
 
 
-def test_published_weights_out_of_reach_leave_a_model_to_look_at(
+def test_unavailable_published_weights_suggest_alternatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -289,7 +291,7 @@ def test_published_weights_out_of_reach_leave_a_model_to_look_at(
     assert "or look at a model of your own: plainvit train pixels --out runs/px" in said
 
 
-def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     words = [str(folder / "model.safetensors"), "--images", str(folder / "photos"), "--out", str(tmp_path / "file")]
     assert "--out" in refused(words, capsys, 5)
@@ -301,7 +303,7 @@ def test_a_read_only_folder(folder: Path) -> None:
         understand(folder / "model.safetensors", str(folder / "photos"), "/proc/analysis", device="cpu", quiet=True)
 
 
-def test_broken_images_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_unreadable_images_are_skipped_and_counted(tmp_path: Path) -> None:
     plant(tmp_path, {"a.png": png(1), "b.png": b"broken", "c.png": png(2)})
     looked = gather(predictor(vit()), str(tmp_path), "", "", 8)
     assert sorted(Path(name).name for name in looked.names) == ["a.png", "c.png"]
@@ -309,7 +311,7 @@ def test_broken_images_are_passed_over_and_counted(tmp_path: Path) -> None:
     assert any("1 of 3 images" in note for note in looked.notes)
 
 
-def test_what_images_may_be(tmp_path: Path) -> None:
+def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
     plant(tmp_path, {"one.png": png(1), "two.png": png(2)})
     assert len(open_images(str(tmp_path), "", "")) == 2
     assert len(open_images(f"{tmp_path}/o*.png", "", "")) == 1
@@ -318,12 +320,12 @@ def test_what_images_may_be(tmp_path: Path) -> None:
         open_images("tiny-imagenet", "", "")
 
 
-def test_images_of_the_wrong_size() -> None:
+def test_images_of_the_wrong_size_raise() -> None:
     with pytest.raises(ValueError, match="do not fit this model"):
         attention.heads(vit(), torch.zeros(1, 3, 32, 32))
 
 
-def test_a_part_that_fails_half_way_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_raises_keeps_its_earlier_results(monkeypatch: pytest.MonkeyPatch) -> None:
     from plainvit.analyse import understand as module
 
     def half(looked: Subject) -> Any:
@@ -392,7 +394,7 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
 
 @pytest.mark.slow
 @every_kind
-def test_every_kind_of_model_gets_a_page(kind: str, tmp_path: Path) -> None:
+def test_each_model_kind_gets_a_page(kind: str, tmp_path: Path) -> None:
     plainvit.save(KINDS[kind]().float(), tmp_path / "model.safetensors")
     plant(tmp_path / "photos", {f"{seed}.png": png(seed, 30, 50) for seed in range(3)})
     written = understand(tmp_path / "model.safetensors", str(tmp_path / "photos"), tmp_path, device="cpu", quiet=True)

@@ -98,7 +98,7 @@ def test_relevance_equals_autograd_through_explicit_attention(changes: dict[str,
         torch.testing.assert_close(found[place], expected.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_model_is_what_it_was() -> None:
+def test_analyses_do_not_change_the_model() -> None:
     model = model_of().float()
     images = images_for(model)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_uniform_attention_has_the_analytic_distance() -> None:
     torch.testing.assert_close(found.outside, torch.full_like(found.outside, 1 / model.config.tokens))
 
 
-def test_a_look_at_the_neighbour_is_one_patch_far() -> None:
+def test_attention_to_the_neighbour_has_distance_of_one_patch() -> None:
     """Each patch looks at the one to its right, those of the last column to their left."""
     model = model_of(registers=1)
     (h, w), prefix, n = model.config.grid, model.config.prefix, model.config.tokens
@@ -161,7 +161,7 @@ def test_hybrids_are_measured_in_pixels_of_the_image() -> None:
     assert patch_distances(model, 0).max() == pytest.approx(32 * math.sqrt(2))  # a grid of 2 x 2
 
 
-def test_axial_layers_look_along_one_axis() -> None:
+def test_axial_layers_attend_along_one_axis() -> None:
     model = vit(axial=True, class_token=False, pool="average")
     (h, w), (p, q) = model.config.grid, model.config.patch
     assert patch_distances(model, 0).max() == q * (w - 1)
@@ -178,7 +178,7 @@ def test_a_resnet_has_no_attention() -> None:
             analysis(model, torch.zeros(1, 3, 64, 64))
 
 
-def test_a_batch_in_parts_is_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     images = images_for(model, 7)
     whole = heads(model, images).distance, rollout(model, images)

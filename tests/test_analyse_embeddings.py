@@ -45,7 +45,7 @@ def test_a_planted_filter_comes_first() -> None:
 
 
 @pytest.mark.parametrize("make", [hybrid, bit])
-def test_where_a_resnet_comes_first_its_root_is_shown(make: Any) -> None:
+def test_filters_of_hybrids_and_resnets_are_those_of_the_root(make: Any) -> None:
     model = make()
     found = filters(model, 5)
     root = (model.stem if make is hybrid else model.body).root
@@ -56,7 +56,7 @@ def test_where_a_resnet_comes_first_its_root_is_shown(make: Any) -> None:
     assert found.tiles.shape == (5, *root.kernel_size, 3)
 
 
-def test_pictures_are_grey_where_nothing_is() -> None:
+def test_zero_is_grey_in_filter_images() -> None:
     tiles = np.zeros((2, 4, 4, 3))
     tiles[0, 1, 2] = 0.5, -0.25, 0
     pictures = filters_to_rgb(tiles)
@@ -89,7 +89,7 @@ def test_a_planted_table_gives_its_cosines(at: str) -> None:
     assert found.shape == (h, w, h, w)
 
 
-def test_the_class_tokens_row_is_left_out_and_a_grid_can_be_resampled() -> None:
+def test_position_vectors_exclude_the_class_token_and_can_be_resampled() -> None:
     model = vit()
     (h, w), table = model.config.grid, model.positions[0].table.detach()
     assert torch.equal(position_vectors(model), table[1:].view(h, w, -1))
@@ -123,7 +123,7 @@ def test_structure_of_planted_similarities() -> None:
     assert structure(np.ones((1, 1, 1, 1))).contrast == 0
 
 
-def test_the_chance_of_planted_similarities() -> None:
+def test_p_values_of_planted_similarities() -> None:
     """Of a grid's own positions as small as so many shuffles can tell; of noise, evenly spread over [0, 1]."""
     h, w = 4, 5
     y, x = np.divmod(np.arange(h * w), w)
@@ -140,7 +140,7 @@ def test_the_chance_of_planted_similarities() -> None:
     assert all(kstest(one, "uniform").pvalue > 0.01 for one in zip(*found, strict=True))
 
 
-def test_bad_questions() -> None:
+def test_invalid_layers_and_positions_raise() -> None:
     with pytest.raises(ValueError, match="'none'"):
         similarity(vit(posemb="none"))
     with pytest.raises(ValueError, match="layer 3"):

@@ -62,7 +62,7 @@ def decode(data: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"pool": "average", "class_token": False}])
-def test_the_data_is_the_models_attention(changes: dict[str, Any]) -> None:
+def test_explorer_data_equals_the_attention_of_the_model(changes: dict[str, Any]) -> None:
     model = vit(**changes).float()
     images = pixels(model)
     body, _ = explorer(model, images, described(2), plan(model, 2))
@@ -129,14 +129,14 @@ def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int)
     assert found.heads[-1] == list(range(model.config.heads))  # the last layer's are always there
 
 
-def test_a_plan_that_is_everything_leaves_nothing_out() -> None:
+def test_a_complete_plan_omits_nothing() -> None:
     model = vit()
     found = plan(model, 3)
     assert found == Plan(3, (3, 5), (3, 5), [[0, 1, 2, 3]] * 3)
     assert describe_omissions(found, model, 3) == ""
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_omissions_are_described() -> None:
     model = meta("ViT-L/16", image_size=384)
     text = describe_omissions(plan(model, 128), model, 128)
     assert [part in text for part in ("1 image", "12 x 12", "6 x 6", "12 of 24 layers")] == [True] * 4
@@ -191,7 +191,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return understand(weights, str(root / "photos"), root / "out", device="cpu", quiet=True).page
 
 
-def test_names_do_no_harm(hostile: Path) -> None:
+def test_hostile_names_inject_no_markup(hostile: Path) -> None:
     tags = Tags(hostile.read_text()).seen
     assert [name for name, _ in tags].count("script") == 2  # the data and the explorer
     assert not [one for one in tags if any(key.startswith("on") for key in one[1])]
@@ -199,7 +199,7 @@ def test_names_do_no_harm(hostile: Path) -> None:
     assert "Analysis of &lt;b onclick=alert(1)&gt;" in hostile.read_text()
 
 
-def test_the_page_asks_for_nothing_and_names_its_one_script(hostile: Path) -> None:
+def test_the_page_loads_nothing_and_allows_one_script(hostile: Path) -> None:
     text = hostile.read_text()
     for name, attributes in Tags(text).seen:
         for key in ("src", "href", "xlink:href", "data", "action", "srcset"):
@@ -310,7 +310,7 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
 
 
 @pytest.mark.slow
-def test_heat_maps_show_what_dark_places_hide(browser: Any, tmp_path: Path) -> None:
+def test_heat_maps_are_visible_on_dark_images(browser: Any, tmp_path: Path) -> None:
     """On black images a map by shade is black all over; as heat it is not, here and in the section on maps."""
     model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)
     plainvit.save(model, tmp_path / "model.safetensors")

@@ -49,7 +49,7 @@ def test_cka_by_its_definition() -> None:
     assert cka(x, y) == pytest.approx(float(hsic(k, m) / (hsic(k, k) * hsic(m, m)).sqrt()), rel=1e-9)
 
 
-def test_layers_are_most_like_themselves() -> None:
+def test_cka_of_a_layer_with_itself_is_one() -> None:
     layers = pooled(vit(), images())
     assert [layer.shape for layer in layers] == [(6, 48)] * 3
     found = cka_matrix(layers, layers)
@@ -85,7 +85,7 @@ def test_a_planted_outlier_is_found() -> None:
 # Removal --------------------------------------------------------------------------------------------------------------
 
 
-def test_removed_parts_are_really_gone() -> None:
+def test_skipped_layers_and_zeroed_heads_have_no_effect() -> None:
     """Against the same model with the part's weights set to zero, or the block left out of the list."""
     model, shown = vit(), images()
     head = vit()
@@ -102,7 +102,7 @@ def test_removed_parts_are_really_gone() -> None:
         torch.testing.assert_close(robust.logits(model, shown), model(shown).float())  # all is back
 
 
-def test_removal_tells_the_part_that_matters() -> None:
+def test_removal_finds_the_only_active_head() -> None:
     """Only one head of one layer does anything, and the labels are what the model says with it."""
     model, shown = vit(), images(24)
     for layer, block in enumerate(model.blocks):
@@ -133,7 +133,7 @@ REMOVALS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", REMOVALS.values(), ids=REMOVALS)
-def test_removals_that_share_their_beginning_are_whole_passes(changes: dict[str, Any]) -> None:
+def test_removals_equal_full_forward_passes(changes: dict[str, Any]) -> None:
     """Against one full pass of the model for each part that is taken away."""
     model, shown = vit(**changes), images(40)
     labels = robust.logits(model, shown).argmax(-1)
@@ -151,7 +151,7 @@ def test_removals_that_share_their_beginning_are_whole_passes(changes: dict[str,
     assert torch.equal(alone.layers, found.layers)
 
 
-def test_layers_and_heads_out_of_range() -> None:
+def test_layers_and_heads_out_of_range_raise() -> None:
     model = vit()
     with pytest.raises(ValueError, match="layer 3"), robust.skip_layer(model, 3):
         pass
@@ -164,14 +164,14 @@ def test_layers_and_heads_out_of_range() -> None:
 # Patches --------------------------------------------------------------------------------------------------------------
 
 
-def test_cutting_and_joining_are_inverse() -> None:
+def test_split_and_join_patches_are_inverse() -> None:
     shown = images(2)
     patches = robust.split_patches(shown, GRID)
     assert torch.equal(patches[1, 5 + 2], shown[1, :, 8:16, 16:24])
     assert torch.equal(robust.join_patches(patches, GRID), shown)
 
 
-def test_hidden_patches_are_the_mean_and_the_rest_stays() -> None:
+def test_hidden_patches_have_the_mean_colour() -> None:
     shown = images(3)
     order, patches = robust.random_orders(3, 15, seed=4), robust.split_patches(shown, GRID)
     found = robust.split_patches(robust.hide_patches(shown, order, 6, GRID), GRID)
@@ -191,7 +191,7 @@ def test_shuffling_keeps_every_patch() -> None:
         assert torch.equal(found[1, place], robust.split_patches(shown, GRID)[1, int(order[1, place])])
 
 
-def test_a_model_without_positions_does_not_mind_shuffled_patches() -> None:
+def test_shuffling_does_not_affect_a_model_without_positions() -> None:
     """An average over patches without positions is the same in any order; with positions it is not."""
     shown = images(24)
     blind = vit(posemb="none", pool="average", class_token=False)
@@ -202,7 +202,7 @@ def test_a_model_without_positions_does_not_mind_shuffled_patches() -> None:
     assert robust.shuffled(seeing, shown, labels, [(1, 1), GRID])[1] < 1
 
 
-def test_occlusion_ends_where_nothing_is_left_to_see() -> None:
+def test_full_occlusion_equals_flat_images() -> None:
     model, shown = vit(), images(20)
     labels = robust.logits(model, shown).argmax(-1)
     found = robust.occluded(model, shown, labels, GRID, [0, 0.5, 1])
@@ -211,7 +211,7 @@ def test_occlusion_ends_where_nothing_is_left_to_see() -> None:
     assert found[2] == robust.accuracy(model, flat, labels)
 
 
-def test_moving_by_hand() -> None:
+def test_shifted_images_are_reflection_padded() -> None:
     shown = images(1)
     moved = robust.shift_images(shown, 3)
     assert moved.dtype == torch.uint8
@@ -220,7 +220,7 @@ def test_moving_by_hand() -> None:
     assert torch.equal(robust.shift_images(shown, 0), shown)
 
 
-def test_a_shift_that_moves_whole_patches_of_a_constant_image_changes_nothing() -> None:
+def test_shifting_a_constant_image_changes_nothing() -> None:
     model = vit()
     flat = torch.full((2, 3, 24, 40), 90, dtype=torch.uint8)
     found = robust.shifted(model, flat, torch.tensor([0, 1]), range(0, 9, 4))
@@ -248,7 +248,7 @@ class Bright(nn.Module):
         return torch.stack((self.scale * (level - 0.75), torch.zeros_like(level)), 1)
 
 
-def test_a_true_map_falls_at_once_and_a_false_one_at_last() -> None:
+def test_faithfulness_of_a_correct_and_an_inverted_map() -> None:
     shown = torch.zeros(2, 3, 24, 40, dtype=torch.uint8)
     shown[:, :, 8:16, 16:24] = 255  # patch 7 of 15
     model = Bright(7)
@@ -267,7 +267,7 @@ def test_a_true_map_falls_at_once_and_a_false_one_at_last() -> None:
     assert np.mean(true.insertion_areas) > np.mean(false.insertion_areas)
 
 
-def test_faithfulness_uses_the_models_first_answer() -> None:
+def test_faithfulness_uses_the_predicted_class() -> None:
     model, shown = vit(), images(4)
     maps = torch.rand(4, *GRID, generator=torch.Generator().manual_seed(0))
     found = robust.faithfulness(model, shown, maps, shares=[0, 0.3, 1])

@@ -162,7 +162,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reader]:
     return folder, read(folder, samples)
 
 
-def test_the_headline_says_what_was_trained_and_how_well(whole: tuple[Path, Reader]) -> None:
+def test_headline_shows_model_data_and_result(whole: tuple[Path, Reader]) -> None:
     text = whole[1].text
     assert "test top-1 accuracy 85.0 % 95 % interval 76.7 \u2013 90.7 % · 85 of 100 images correct" in text
     assert "validation top-1 91.0 %" in text
@@ -175,7 +175,7 @@ def test_the_headline_says_what_was_trained_and_how_well(whole: tuple[Path, Read
     assert "Missing" not in text
 
 
-def test_classes_come_worst_first(whole: tuple[Path, Reader]) -> None:
+def test_classes_are_sorted_worst_first(whole: tuple[Path, Reader]) -> None:
     rows = [[row[0], *row[2:]] for row in whole[1].rows if len(row) == 5]
     assert rows == [
         ["emu", "80.0 %", "40 / 50", "cat (5)"],
@@ -185,7 +185,7 @@ def test_classes_come_worst_first(whole: tuple[Path, Reader]) -> None:
     assert f"{100 * (17 / 20 + 28 / 30 + 40 / 50) / 3:.1f} %" in whole[1].text
 
 
-def test_confusions_in_words(whole: tuple[Path, Reader]) -> None:
+def test_confusion_table_lists_frequent_errors(whole: tuple[Path, Reader]) -> None:
     rows = [row for row in whole[1].rows if len(row) == 4]
     assert rows[0] == ["emu", "cat", "5 of 50", "10.0 %"]
     assert rows[2] == ["cat", "dog", "3 of 20", "15.0 %"]
@@ -193,14 +193,14 @@ def test_confusions_in_words(whole: tuple[Path, Reader]) -> None:
     assert "15 errors in 100 test images" in whole[1].text
 
 
-def test_wrong_samples_come_first_the_surest_before(whole: tuple[Path, Reader]) -> None:
+def test_errors_come_first_by_confidence(whole: tuple[Path, Reader]) -> None:
     images = [attributes for tag, attributes in whole[1].elements if tag == "img"]
     assert [one["alt"] for one in images] == ["emu, predicted cat", "dog, predicted emu", "cat, predicted cat"]
     assert [(one["src"] or "")[:16] for one in images] == ["data:image/jpeg;", "data:image/png;b", "data:image/png;b"]
     assert re.search(r"cat 80 % true: emu c\.png emu 40 % true: dog b\.png Correct 1 cat 90 % a\.jpg", whole[1].text)
 
 
-def test_a_choice_of_predictions_is_called_one_and_all_of_them_all(tmp_path: Path) -> None:
+def test_selection_of_predictions_is_described(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
 
     def describe(totals: tuple[int, int] | None = None) -> str:
@@ -215,14 +215,14 @@ def test_a_choice_of_predictions_is_called_one_and_all_of_them_all(tmp_path: Pat
     assert "All 3 images: 2 errors. Errors 2" in describe((2, 3))
 
 
-def test_the_way_back_and_on_is_given(whole: tuple[Path, Reader]) -> None:
+def test_report_shows_commands_to_reproduce_and_finetune(whole: tuple[Path, Reader]) -> None:
     folder, reader = whole
     assert "plainvit train x" in reader.text
     assert f"plainvit inspect {folder}/model.safetensors" in reader.text
     assert f"plainvit finetune --init {folder} --data pets" in reader.text
 
 
-def test_settings_stand_in_a_table_and_changed_ones_out(whole: tuple[Path, Reader]) -> None:
+def test_changed_settings_are_highlighted(whole: tuple[Path, Reader]) -> None:
     assert ["optim.lr", "0.003"] in whole[1].rows
     assert ["model.patch", "2, 2"] in whole[1].rows
     text = (whole[0] / "report.html").read_text()
@@ -230,7 +230,7 @@ def test_settings_stand_in_a_table_and_changed_ones_out(whole: tuple[Path, Reade
     assert changed == ["recipe", "data", "epochs", "batch", "optim.lr"]
 
 
-def test_the_page_is_harmless_and_its_ids_are_unique(whole: tuple[Path, Reader]) -> None:
+def test_report_loads_nothing_and_has_unique_ids(whole: tuple[Path, Reader]) -> None:
     check_harmless(whole[1])
     ids = [attributes["id"] for _, attributes in whole[1].elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -239,7 +239,7 @@ def test_the_page_is_harmless_and_its_ids_are_unique(whole: tuple[Path, Reader])
     assert {str(one)[1:] for one in anchors} <= set(ids)
 
 
-def test_drawings_follow_the_pages_colours(whole: tuple[Path, Reader]) -> None:
+def test_figures_use_the_css_colours(whole: tuple[Path, Reader]) -> None:
     text = (whole[0] / "report.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawings) > 3
@@ -265,7 +265,7 @@ def test_drawings_follow_the_pages_colours(whole: tuple[Path, Reader]) -> None:
         3,
     ),
 )
-def test_calibration_is_told_as_far_as_it_was_noted(tmp_path: Path, noted: dict[str, Any], said: str) -> None:
+def test_calibration_is_shown_if_recorded(tmp_path: Path, noted: dict[str, Any], said: str) -> None:
     text = read(plant(tmp_path / "run", results={"test": result(**noted)})).text
     assert f"test calibration error {said}" in text or not said
     assert ("calibration error" in text) == bool(said)
@@ -273,7 +273,7 @@ def test_calibration_is_told_as_far_as_it_was_noted(tmp_path: Path, noted: dict[
 
 
 @pytest.mark.parametrize("name", [*FILES, "all"])
-def test_a_missing_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str) -> None:
+def test_missing_files_are_listed(tmp_path: Path, name: str) -> None:
     missing = list(FILES) if name == "all" else [name]
     metrics = [*steps(2), {"step": 20, "val": {"top1": 0.83}}]
     folder = plant(tmp_path / "run", **{"metrics": metrics} | {one.partition(".")[0]: None for one in missing})
@@ -289,7 +289,7 @@ def test_a_missing_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("bad", ["{", "[]", "{}", '{"test": 3, "classes": "x", "splits": [], "model": 7}'])
-def test_damaged_files_do_not_stop_it(tmp_path: Path, bad: str) -> None:
+def test_damaged_files_are_tolerated(tmp_path: Path, bad: str) -> None:
     stems = [name.partition(".")[0] for name in FILES if name != "metrics.jsonl"]
     text = read(plant(tmp_path / "run", **dict.fromkeys(stems, bad), metrics=steps(3))).text
     assert "Training loss" in text
@@ -299,13 +299,13 @@ def test_damaged_files_do_not_stop_it(tmp_path: Path, bad: str) -> None:
 @pytest.mark.parametrize(
     "counts", [[[1, 2], [3]], [[1, 2]], [[]], [], "x", None, [[0, 0], [0, 0]], [["a", "b"], ["c", "d"]], [1, 2]]
 )
-def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, counts: Any) -> None:
+def test_an_invalid_confusion_matrix_is_omitted(tmp_path: Path, counts: Any) -> None:
     folder = plant(tmp_path / "run", results={"test": result() | {"confusion": counts}}, metrics=[])
     assert "85.0 %" in read(folder).text
     assert not (folder / "figures" / "confusion.png").exists()
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_non_finite_values_are_tolerated(tmp_path: Path) -> None:
     lines = steps(30, lr=0.1, norm=1.0)
     lines[4] |= {"loss": None, "norm": None, "skipped": True}
     lines[9] |= {"loss": math.nan, "lr": math.inf, "norm": -math.inf, "epoch": "x", "skipped": True}
@@ -330,14 +330,14 @@ def test_short_runs(tmp_path: Path, metrics: list[dict[str, Any]]) -> None:
     assert (tmp_path / "run" / "figures" / "curves.png").exists()
 
 
-def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
+def test_report_of_a_diverged_run_shows_the_reason(tmp_path: Path) -> None:
     status = {"state": "diverged", "step": 12, "steps": 1000, "reason": "loss is not finite"}
     text = read(plant(tmp_path / "run", status=status, metrics=[])).text
     assert "This run diverged at step 12 of 1,000: loss is not finite." in text
     assert "plainvit inspect" not in text  # there are no final weights
 
 
-def test_a_flattered_number_is_called_so(tmp_path: Path) -> None:
+def test_selection_bias_is_noted(tmp_path: Path) -> None:
     both = {"val": result(), "test": result(), "chosen_on_val": True}
     assert "optimistic; the test images were not used" in read(plant(tmp_path / "a", results=both, metrics=[])).text
     alone = {"val": result(unreadable=2, guessing=0.5), "chosen_on_val": True}
@@ -366,7 +366,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_names_do_nothing(tmp_path: Path) -> None:
+def test_hostile_names_inject_nothing(tmp_path: Path) -> None:
     matrix = np.random.default_rng(0).integers(0, 9, (len(HOSTILE), len(HOSTILE)))
     files = run_files()
     config = files["config.json"] | dict(zip(["recipe", "data", "init", HOSTILE[1]], HOSTILE, strict=False))
@@ -418,7 +418,7 @@ def test_a_thousand_classes(tmp_path: Path) -> None:
     assert (folder / "figures" / "confusion.png").stat().st_size < figures.LARGEST
 
 
-def test_a_usual_page_is_small_and_so_are_its_pictures(tmp_path: Path) -> None:
+def test_reports_and_figures_are_small(tmp_path: Path) -> None:
     matrix = np.random.default_rng(0).integers(0, 9, (200, 200))
     data = {"classes": [f"class of {index}" for index in range(200)], "splits": {}}
     samples = [sample("cat", "dog", 0.5, f"{'x' * index}.jpg", 160) for index in range(48)]  # noise: the worst case
@@ -428,7 +428,7 @@ def test_a_usual_page_is_small_and_so_are_its_pictures(tmp_path: Path) -> None:
         assert path.stat().st_size < figures.LARGEST
 
 
-def test_only_the_folder_is_written_and_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_deterministic_and_writes_only_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, elsewhere = plant(tmp_path / "run"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -453,12 +453,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_no_folder_is_an_error_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         write_report(tmp_path / "nowhere", [])
 
 
-def test_a_sample_is_pixels() -> None:
+def test_sample_rejects_other_arrays() -> None:
     with pytest.raises(ValueError, match="uint8"):
         Sample(np.zeros((2, 2), np.uint8), "a", "b", 0.5, "c")
     with pytest.raises(ValueError, match="float64"):
@@ -474,7 +474,7 @@ def test_neither_torch_nor_pyplot_is_loaded() -> None:
 # Its parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_of_another_kind() -> None:
+def test_page_escapes_text_but_not_html() -> None:
     text = page("A < B", "plain & simple", [Section("One & two", element("p", "<i>", Html("<b>bold</b>")))])
     reader = Reader(text)
     check_harmless(reader)
@@ -486,7 +486,7 @@ def test_a_page_of_another_kind() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (8, 8), (1, 5000), (3000, 20), (300, 400)])
-def test_pictures_of_any_shape(shape: tuple[int, int]) -> None:
+def test_images_of_any_shape_are_embedded(shape: tuple[int, int]) -> None:
     text = picture(np.zeros((*shape, 3), np.uint8), "x")
     assert len(text) < 20_000
     assert Reader(text).elements[0][0] == "img"
@@ -537,7 +537,7 @@ def test_long_runs_are_thinned_out_and_stay_exact(tmp_path: Path) -> None:
     assert "val_ema_nll" not in head
 
 
-def test_curves_of_a_short_run_are_written_whole(whole: tuple[Path, Reader]) -> None:
+def test_curves_csv_of_a_short_run_is_complete(whole: tuple[Path, Reader]) -> None:
     head, *rows = rows_of(whole[0] / "figures" / "curves.csv")
     assert [(int(row[0]), float(row[1]), float(row[2])) for row in rows] == [
         (line["step"], line["epoch"], line["loss"]) for line in steps(20)
@@ -545,7 +545,7 @@ def test_curves_of_a_short_run_are_written_whole(whole: tuple[Path, Reader]) -> 
     assert [row[head.index("val_nll")] for row in rows] == [""] * 19 + ["0.5"]
 
 
-def test_the_other_numbers_are_written_whole(whole: tuple[Path, Reader]) -> None:
+def test_confusion_and_gallery_csv_are_complete(whole: tuple[Path, Reader]) -> None:
     head, *rows = rows_of(whole[0] / "figures" / "confusion.csv")
     assert head[1:] == [row[0] for row in rows] == CLASSES
     assert [[int(cell) for cell in row[1:]] for row in rows] == COUNTS
@@ -553,7 +553,7 @@ def test_the_other_numbers_are_written_whole(whole: tuple[Path, Reader]) -> None
     assert guesses == [["c.png", "emu", "cat", "0.8"], ["b.png", "dog", "emu", "0.4"], ["a.jpg", "cat", "cat", "0.9"]]
 
 
-def test_a_step_made_twice_counts_as_made_last() -> None:
+def test_the_last_record_of_a_repeated_step_counts() -> None:
     lines = [*steps(4), {"step": 5, "loss": None, "skipped": True}, {"step": 3, "val": {"top1": 0.5}}]
     lines += [{"step": step, "loss": 9.0} for step in (4, 5, 6)]
     table = curves.tabulate(lines)

@@ -63,7 +63,7 @@ def test_two_standard_errors_are_what_student_says() -> None:
     assert "two standard errors" not in page.explain_uncertainty([1])
 
 
-def test_settling() -> None:
+def test_verdict_from_signs() -> None:
     assert settle([1, 1], "").outcome == "reproduced"
     assert settle([1, 0], "").outcome == "not decided"
     assert settle([1, -1], "").outcome == "not reproduced"
@@ -95,7 +95,7 @@ def test_positions_are_decided_by_their_rule(means: dict[str, float], outcome: s
     assert positions.STUDY.draw(found)
 
 
-def test_noise_decides_nothing() -> None:
+def test_noise_is_not_decided() -> None:
     """Seeds that disagree about the sign."""
     rows = {"none": (0.60, 0.66, 0.57), "1-D": (0.64, 0.60, 0.62)}
     values = {arm: [{"top1": one} for one in rows.get(arm, rows["1-D"])] for arm in positions.KINDS}
@@ -103,7 +103,7 @@ def test_noise_decides_nothing() -> None:
     assert positions.STUDY.decide(found).outcome == "not decided"
 
 
-def test_arms_run_after_the_one_they_begin_from() -> None:
+def test_arms_run_after_their_initial_weights_exist() -> None:
     made = runs.config()
     arms = {"c": Arm(made, after="b"), "b": Arm(made, after="a"), "a": Arm(made), "d": Arm(made)}
     assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
@@ -174,7 +174,7 @@ def test_stored_values_are_decided_again_by_a_rule_that_changed(tmp_path: Path) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_budget_without_its_device_or_data(tmp_path: Path) -> None:
+def test_missing_gpu_or_data_raises(tmp_path: Path) -> None:
     with pytest.raises(NoDeviceError, match="--budget cpu"):
         run_study(positions.STUDY, "gpu", tmp_path, Workers())
     absent = replace(transfer(), arms=lambda _: {"a": Arm(runs.config(data=str(tmp_path / "nowhere")))})

@@ -87,7 +87,7 @@ def test_two_seeds_decide_nothing(study: Study) -> None:
     assert study.decide(found).outcome != "reproduced"
 
 
-def test_no_worse_wants_a_loss_above_the_margin_to_be_ruled_out() -> None:
+def test_no_worse_rules_out_a_loss_above_the_margin() -> None:
     assert check_no_worse(gap([0.5, 0.5, 0.5], [0.6, 0.61, 0.62])) == 1
     assert check_no_worse(gap([0.5, 0.5, 0.5], [0.499, 0.501, 0.5])) == 1
     assert check_no_worse(gap([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
@@ -95,7 +95,7 @@ def test_no_worse_wants_a_loss_above_the_margin_to_be_ruled_out() -> None:
     assert check_no_worse(gap([0.5, 0.5], [0.6, 0.6])) == 0
 
 
-def test_alike_wants_a_difference_above_the_margin_to_be_ruled_out() -> None:
+def test_equivalence_rules_out_a_difference_above_the_margin() -> None:
     assert check_equivalent(gap([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
     assert check_equivalent(gap([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, "near each other, but too noisy to say"
     assert check_equivalent(gap([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
@@ -224,11 +224,7 @@ def _shape(arm: compute.Arm) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("rows", "outcome"),
-    [
-        ((0.5, 0.6, 0.7), "reproduced"),
-        ((0.5, 0.7, 0.6), "not reproduced"),
-        ((0.5, 0.6, 0.6), "not decided"),
-    ],
+    [((0.5, 0.6, 0.7), "reproduced"), ((0.5, 0.7, 0.6), "not reproduced"), ((0.5, 0.6, 0.6), "not decided")],
 )
 def test_patches_are_decided_by_their_rule(rows: tuple[float, ...], outcome: str) -> None:
     found = planted(scaling.PATCH_SIZE, dict(zip(scaling.patch_arms("cpu"), rows, strict=True)), 0.004)
@@ -358,7 +354,7 @@ def test_speed_is_decided_by_its_rule(power: float, batch: float, outcome: str) 
     assert speed.STUDY.draw(found)
 
 
-def test_models_are_compared_with_their_like() -> None:
+def test_models_are_compared_at_similar_macs() -> None:
     found = Found(speed.arms("gpu"), {})
     pairs = {name: speed.nearest_resnet(found, name) for name in speed.kinds(found)[0]}
     assert pairs == {"ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}
@@ -367,7 +363,7 @@ def test_models_are_compared_with_their_like() -> None:
     assert speed.batch_size("gpu", 224) == 256
 
 
-def test_a_speed_is_that_of_the_model() -> None:
+def test_speed_is_measured_on_the_model() -> None:
     """A model of four times the multiply-adds is slower; the clock agrees with the reported rate within its noise."""
     small = ViTConfig(width=64, depth=2, heads=2, mlp_dim=256, patch=(8, 8), image_size=(32, 32), classes=10)
     rates = []
@@ -388,7 +384,7 @@ def test_the_largest_batch_fills_the_memory(model: ViTConfig | ResNetConfig) -> 
     assert sizes[0] - pixels * most < room < sizes[1]
 
 
-def test_a_line_through_two_peaks() -> None:
+def test_batch_is_extrapolated_linearly() -> None:
     """5 GB stand beside 0.5 GB for each image: 70 images fit into 40 GB."""
     assert speed.extrapolate_batch(4, 7e9, 12, 11e9, 40e9) == 70
     assert speed.extrapolate_batch(4, 7e9, 12, 11e9, 1e9) == 0

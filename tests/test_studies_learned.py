@@ -67,7 +67,7 @@ def test_the_base_is_one_arm_of_all_at_gpu() -> None:
 # Twins ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_twin_has_the_weights_that_the_run_begins_from(tmp_path: Path) -> None:
+def test_untrained_model_has_the_initial_weights_of_the_run(tmp_path: Path) -> None:
     config = base("cpu").replace(seed=3)
     arms = learned.trained_and_untrained(config)
     assert not arms["untrained"].trained
@@ -80,7 +80,7 @@ def test_a_twin_has_the_weights_that_the_run_begins_from(tmp_path: Path) -> None
     assert not torch.equal(other["embedding.weight"], twin["embedding.weight"])
 
 
-def test_a_run_is_measured_by_what_it_delivered(tmp_path: Path) -> None:
+def test_a_run_is_measured_by_its_final_weights(tmp_path: Path) -> None:
     model = build(SMALL)
     assert isinstance(model, ViT)
     found = learned.load_model(DIGITS, delivered(model, tmp_path))
@@ -227,11 +227,7 @@ def looks(first: tuple[float, float], last: tuple[float, float]) -> dict[str, fl
     ("trained", "untrained", "outcome"),
     [
         (looks((5, 28), (29, 30)), looks((25, 26), (25, 26)), "reproduced"),
-        (
-            looks((20, 28), (29, 30)),
-            looks((25, 26), (25, 26)),
-            "not reproduced",
-        ),  # the first heads are similar
+        (looks((20, 28), (29, 30)), looks((25, 26), (25, 26)), "not reproduced"),  # the first heads are similar
         (looks((5, 28), (4, 20)), looks((25, 26), (25, 26)), "not reproduced"),  # the last do not look far
         (looks((5, 28), (29, 30)), looks((2, 29), (2, 29)), "not reproduced"),  # as it was before
     ],
@@ -255,7 +251,7 @@ def test_the_hybrid_differs_in_its_stem_alone() -> None:
         assert {name.split(".")[1] for name in changed} <= {"stem", "patch"}
 
 
-def test_what_is_read_off_the_distances() -> None:
+def test_statistics_of_distances() -> None:
     found = np.random.default_rng(0).uniform(0, 30, (7, 3))
     told = learned.summarize_distances(found)
     assert told["range"] == found[0].max() - found[0].min()
@@ -278,7 +274,7 @@ def even(config: ViTConfig) -> ViT:
     return model.eval()
 
 
-def test_even_attention_is_as_far_as_patches_lie_apart(tmp_path: Path) -> None:
+def test_uniform_attention_has_the_mean_patch_distance(tmp_path: Path) -> None:
     found = learned.measure_attention(DIGITS, delivered(even(SMALL), tmp_path))
     h, w = SMALL.grid
     places = [(4 * y, 4 * x) for y in range(h) for x in range(w)]
@@ -330,7 +326,7 @@ def test_maps_are_kept_of_the_first_seed(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(rollout.measure(config.replace(seed=1), tmp_path)) == {"ratio", "mass", "area"}
 
 
-def test_patches_are_lit_by_their_values() -> None:
+def test_images_are_shaded_by_the_map() -> None:
     found = rollout.shade_by_map(np.full((8, 8, 3), 200, np.uint8), np.array([[0.0, 1.0], [0.5, 0.0]]))
     assert found[:4, :4].max() == 30
     assert found[:4, 4:].min() == 200

@@ -69,7 +69,7 @@ def test_arms_of_every_budget_are_models_that_build(study: Study) -> None:
 
 
 @named
-def test_fine_tunings_differ_in_nothing_but_where_they_begin(study: Study) -> None:
+def test_fine_tunings_differ_only_in_initial_weights(study: Study) -> None:
     for budget in BUDGETS:
         tuned = [arm.config for arm in study.arms(budget).values() if arm.after]
         free = {MASKED.name: {"optim.lr", "optim.grid"}, averaging.STUDY.name: {"ema_window"}}.get(study.name, set())
@@ -90,7 +90,7 @@ def counted_last(budget: masked.Budget) -> str:
     return [name for name in STEPS.arms(budget) if name.endswith("before")][-1]
 
 
-def test_few_shot_takes_the_runs_of_the_others() -> None:
+def test_few_shot_shares_runs_with_other_studies() -> None:
     own = {arm.config for arm in few_shot.STUDY.arms("gpu").values()}
     shared = {arm.config for study in (MASKED, STEPS) for arm in study.arms("gpu").values()}
     assert len(own - shared) == 2, "two shorter ones with labels"
@@ -216,7 +216,7 @@ def test_few_shot_is_the_papers_least_squares() -> None:
     assert 0.2 < found < 0.95
 
 
-def test_a_fine_tuning_is_measured_with_what_it_began_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shot_is_measured_on_the_initial_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     for folder in (before, after):
         folder.mkdir()

@@ -25,7 +25,7 @@ from plainvit.train.run import fit
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
+def test_parallel_runs_equal_single_runs(tmp_path: Path) -> None:
     configs = {f"seed {seed}": runs.config(seed=seed, steps=4, evaluations=1) for seed in (2, 0, 1)}
     configs["seed 0 again"] = configs["seed 0"]
     found = run_all(configs, tmp_path / "many", Workers(2), quiet=True)
@@ -43,7 +43,7 @@ def test_runs_side_by_side_are_the_runs_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_code_compiled_for_one_run_serves_the_next(tmp_path: Path) -> None:
+def test_compiled_code_is_reused_by_the_next_run(tmp_path: Path) -> None:
     """One worker makes both; the second must not differ from the same run in a process of its own."""
     first, second = (runs.config(seed=seed, steps=4, evaluations=1, compile="on") for seed in (0, 1))
     with Workers() as workers:
@@ -63,7 +63,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     assert (tmp_path / run_name(good) / "results.json").is_file()
 
 
-def test_the_time_left_is_by_what_finished_runs_took(tmp_path: Path) -> None:
+def test_remaining_time_follows_finished_runs(tmp_path: Path) -> None:
     """100 seconds each, three to go and two at a time; nothing is said before one is done, nor after the last."""
     paths = [tmp_path / str(at) for at in range(5)]
     for path in paths[:3]:
@@ -85,7 +85,7 @@ def test_runs_of_one_kind_share_compiled_code() -> None:
     assert compile_key(config) != compile_key(config.replace(batch=2 * config.batch))
 
 
-def test_a_run_is_known_by_what_decides_its_result() -> None:
+def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
     config = runs.config()
     assert run_hash(config) == run_hash(config.replace(device="cuda", workers=3, data_root="elsewhere", recipe="mine"))
     assert run_hash(config.replace(init="a/1f")) == run_hash(config.replace(init="b/1f"))
@@ -105,7 +105,7 @@ def test_a_run_is_known_by_what_decides_its_result() -> None:
         ("notes.txt", False),
     ],
 )
-def test_code_that_a_run_executes_counts(tmp_path: Path, file: str, counts: bool) -> None:
+def test_code_hash_covers_executed_files(tmp_path: Path, file: str, counts: bool) -> None:
     package = tmp_path / "plainvit"
     shutil.copytree(Path(plainvit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_hash.__wrapped__(package)
@@ -128,7 +128,7 @@ class Due:
         yield from ()
 
 
-def test_a_run_of_other_code_is_not_taken_for_this_one(
+def test_runs_of_other_code_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     configs, workers = {"a": runs.config(), "b": runs.config(seed=1)}, Due()

@@ -50,7 +50,7 @@ def results(many: float, few: float, scratch: tuple[float, float, float] = (0.5,
     return both | {f"{MANY}, pre-trained": many, f"{FEW}, pre-trained": few}
 
 
-def test_transfer_is_held_against_the_best_of_scratch() -> None:
+def test_transfer_is_compared_with_the_best_scratch_rate() -> None:
     verdict = check(TRANSFER, results(0.7, 0.8), "reproduced")
     assert "digits +10.00" in verdict.why
     for wrong in (results(0.55, 0.8), results(0.8, 0.7)):  # below scratch's best rate; less where there are few images
@@ -195,7 +195,7 @@ def test_a_new_last_layer_keeps_the_hidden_one(before: Path) -> None:
     assert not new.head.bias.any()
 
 
-def test_edited_weights_are_begun_from(before: Path, tmp_path: Path) -> None:
+def test_arms_start_from_edited_weights(before: Path, tmp_path: Path) -> None:
     """Fine-tuning at a rate of next to nothing delivers them; what is edited counts in the run's hash."""
     still = config(model=None).optim.replace(lr=1e-12, weight_decay=0.0)
     made = config(model=None, data="digits:56789", head="keep", optim=still, ema=0.0)

@@ -65,14 +65,14 @@ def plant(out: Path, name: str, number: int, outcome: str = "reproduced", **chan
 # The list -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_is_that_of_the_studies_themselves() -> None:
+def test_titles_match_the_studies() -> None:
     """Read from the syntax of their files, so held against the objects."""
     found = [(title.number, title.name, title.claim) for title in page.titles()]
     assert found == [(study.number, study.name, study.claim) for study in studies().values()]
     assert len({name for _, name, _ in found}) == len(found)
 
 
-def test_the_list_says_whose_verdicts_it_has_and_which_number_is_missing(tmp_path: Path, capsys: Capture) -> None:
+def test_list_names_the_verdict_folder_and_missing_number(tmp_path: Path, capsys: Capture) -> None:
     assert set(range(1, 33)) - {title.number for title in page.titles()} == {29}
     main(["study", "list", "--out", str(tmp_path)])
     out = " ".join(capsys.readouterr().out.split())
@@ -80,7 +80,7 @@ def test_the_list_says_whose_verdicts_it_has_and_which_number_is_missing(tmp_pat
     assert "Number 29" in out
 
 
-def test_a_title_that_is_not_written_out_is_found_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_titles_that_are_not_literals_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_parse_title", lambda words: None)  # noqa: ARG005
     assert [title.name for title in page._read_titles("positions")] == [study.name for study in positions.STUDIES]
 
@@ -96,7 +96,7 @@ def test_listing_loads_no_torch(tmp_path: Path) -> None:
     assert {outcome for one in said if one != first for outcome in one["verdicts"].values()} == {None}
 
 
-def test_the_list_for_people(tmp_path: Path, capsys: Capture) -> None:
+def test_list_as_a_table(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1)
     main(["study", "list", "--out", str(tmp_path)])
     out = capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_the_page_has_every_verdict_and_every_study_without_one(tmp_path: Path) 
     assert set(re.findall(r"\| ([\w-]+) \|$", rest, re.M)) - {"study"} == known - {"positions", "activation"}
 
 
-def test_a_section_says_how_it_was_made(tmp_path: Path) -> None:
+def test_a_section_shows_how_it_was_run(tmp_path: Path) -> None:
     plant(tmp_path, "positions", 1)
     section = page.page(tmp_path).split("## 1. positions")[1].split("## Not run")[0]
     for words in (
@@ -139,7 +139,7 @@ def test_a_section_says_how_it_was_made(tmp_path: Path) -> None:
     assert "later" not in section, "runs are told of by the commit that made them"
 
 
-def test_the_page_of_studies_of_ones_own_is_about_these_alone(tmp_path: Path) -> None:
+def test_page_of_own_studies_lists_only_them(tmp_path: Path) -> None:
     plant(tmp_path, "rate", 0, claim="It wants a rate.")
     text = page.page(tmp_path)
     assert text.startswith("# Studies\n")
@@ -150,7 +150,7 @@ def test_the_page_of_studies_of_ones_own_is_about_these_alone(tmp_path: Path) ->
     assert page.page(tmp_path).startswith("# The paper's claims, tested\n"), "one of them is"
 
 
-def test_the_summary_says_of_how_many_seeds(tmp_path: Path, capsys: Capture) -> None:
+def test_summary_shows_the_number_of_seeds(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1, values={"a": [{"top1": 0.5}] * 5, "b": [{"top1": 0.5}] * 5})
     Console(width=300).print(page.summary(list(page.verdicts(tmp_path).values()), tmp_path))
     out = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_a_page_without_verdicts(tmp_path: Path) -> None:
     assert "## Not run" in text
 
 
-def test_the_page_in_docs_is_the_one_that_is_written() -> None:
+def test_docs_page_is_up_to_date() -> None:
     out = Path(__file__).parent.parent / "docs" / "studies"
     again = "from plainvit.studies.page import *; write_page(Path('docs/studies'))"
     assert page.page_of(out).read_text() == page.page(out), f'python -c "{again}"'
@@ -178,7 +178,7 @@ def test_stored_verdicts_are_as_the_readme_summarises_them() -> None:
     assert 0 < sum(one["outcome"] == "reproduced" for one in found.values()) < len(found) / 2
 
 
-def test_a_damaged_verdict_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+def test_a_damaged_verdict_exits_with_3(tmp_path: Path, capsys: Capture) -> None:
     folder = plant(tmp_path, "positions", 1)
     for text, words in (
         ("{", "not valid JSON"),
@@ -195,7 +195,7 @@ def test_a_damaged_verdict_is_one_line(tmp_path: Path, capsys: Capture) -> None:
 # The words ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused(capsys: Capture, tmp_path: Path) -> None:
+def test_invalid_arguments_exit_with_2(capsys: Capture, tmp_path: Path) -> None:
     out = "--out", str(tmp_path / "out")
     assert "unknown study 'positons'; nearest: positions" in refused(capsys, "positions", "positons", *out)
     assert "no study given" in refused(capsys, *out)
@@ -205,7 +205,7 @@ def test_what_is_refused(capsys: Capture, tmp_path: Path) -> None:
 
 
 @without_gpu
-def test_a_budget_without_its_device(capsys: Capture, tmp_path: Path) -> None:
+def test_missing_gpu_exits_with_5(capsys: Capture, tmp_path: Path) -> None:
     err = refused(capsys, "positions", "--out", str(tmp_path / "out"), "--json", "--budget", "gpu", code=5)
     assert err.count("\n") == 1
     assert "needs a CUDA GPU" in err
@@ -234,7 +234,7 @@ def put(patch: pytest.MonkeyPatch, *made: Study) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_fails_does_not_stop_the_others(
+def test_a_failed_study_does_not_stop_the_others(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(monkeypatch, tiny("absent", str(tmp_path / "nowhere")), tiny("there"))
@@ -290,7 +290,7 @@ def test_the_study_that_the_docs_show_decides(tmp_path: Path) -> None:
     assert {arm.config.optim.lr for arm in arms.values()} == {0.001, 0.004}
 
 
-def test_what_is_no_study_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_own_studies_exit_with_2(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "rate.py"
     file.write_text(shown_in_docs())
     assert f"{tmp_path}/no.py" in refused(capsys, f"{tmp_path}/no.py:STUDY")
@@ -321,7 +321,7 @@ def left(group: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ctrl-c", "killed"])
-def test_an_interrupted_study_goes_on(tmp_path: Path, how: str) -> None:
+def test_an_interrupted_study_resumes(tmp_path: Path, how: str) -> None:
     out = tmp_path / "out"
     words = [COMMAND, "study", "positions", "--out", str(out), "--seeds", "1"]
     first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -29,11 +29,7 @@ THUMB = 200  # pixels of the longer side; 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow no-break space
 NONE = "\u2013"  # a missing value
 WORST = 20  # classes shown before the rest is folded
-SPLIT = {
-    "test": "test",
-    "val": "validation",
-    "train": "training",
-}  # reports show the first that exists
+SPLIT = {"test": "test", "val": "validation", "train": "training"}  # reports show the first that exists
 DARK = {
     "paper": "#14171a",
     "ink": "#e4e8eb",

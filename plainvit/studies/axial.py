@@ -1,4 +1,4 @@
-"""Axial attention in place of full: better, and dearer.
+"""Claim 18: axial attention is better than full attention, and costs more.
 
     plainvit study axial --budget cpu
 
@@ -20,7 +20,7 @@ KINDS = {"plain": False, "axial": True}
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """Along the axis: millions of multiply-adds."""
+    """x is millions of multiply-adds."""
     config = base(budget)
     pooled = vit(config).replace(pool="average", class_token=False)
     made = {name: config.replace(model=pooled.replace(axial=axial)) for name, axial in KINDS.items()}
@@ -57,7 +57,7 @@ def draw(found: Found) -> Figure:
             color=colour,
             va="center",
         )
-    axes.set(title="held-out top-1, %", xlabel="multiply-adds of an image, millions", xmargin=0.3)
+    axes.set(title="held-out top-1, %", xlabel="multiply-adds per image, millions", xmargin=0.3)
     set_log_ticks(axes, [arm.x for arm in found.arms.values()])
     return figure
 

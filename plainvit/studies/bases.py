@@ -9,10 +9,7 @@ from plainvit.recipes import recipe
 from plainvit.studies.study import Budget
 
 # Datasets for fine-tuning, the largest first
-DOWNSTREAM: dict[Budget, tuple[str, ...]] = {
-    "cpu": ("digits:56789",),
-    "gpu": ("cifar10", "oxford-pets", "flowers102"),
-}
+DOWNSTREAM: dict[Budget, tuple[str, ...]] = {"cpu": ("digits:56789",), "gpu": ("cifar10", "oxford-pets", "flowers102")}
 
 
 def base(budget: Budget) -> Config:

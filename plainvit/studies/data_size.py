@@ -28,23 +28,10 @@ from plainvit.studies.bases import DOWNSTREAM, pretrain_config, vit
 from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.masked import few_shot
 from plainvit.studies.regularisation import plain
-from plainvit.studies.study import (
-    Arm,
-    Budget,
-    Found,
-    Study,
-    Verdict,
-    check_no_worse,
-    gap,
-    held_out,
-    settle,
-)
+from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, held_out, settle
 
 VIT, RESNET = "ViT", "ResNet"
-SHARES: dict[Budget, tuple[float, ...]] = {
-    "cpu": (0.05, 0.1, 0.25, 1.0),
-    "gpu": (0.05, 0.1, 0.25, 1.0),
-}
+SHARES: dict[Budget, tuple[float, ...]] = {"cpu": (0.05, 0.1, 0.25, 1.0), "gpu": (0.05, 0.1, 0.25, 1.0)}
 SMALL = 0.25  # largest share at which overfitting is compared
 EVALUATED = 4096  # largest number of training images that are classified
 

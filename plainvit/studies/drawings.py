@@ -73,13 +73,7 @@ Curve = Sequence[tuple[float, float]]  # (x, y) points
 
 @styled()
 def draw_curves(
-    found: Found,
-    xlabel: str,
-    ylabel: str,
-    paper: Mapping[str, Curve],
-    paper_title: str,
-    *,
-    log: bool = True,
+    found: Found, xlabel: str, ylabel: str, paper: Mapping[str, Curve], paper_title: str, *, log: bool = True
 ) -> Figure:
     """A curve for each group of arms, a dot for each seed; the paper's curves in a second panel."""
     groups = list(dict.fromkeys(arm.group for arm in found.arms.values()))

@@ -31,10 +31,7 @@ from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
 
-SIDES: dict[Budget, tuple[int, ...]] = {
-    "cpu": (32, 64, 96, 128),
-    "gpu": (64, 128, 224, 384, 512),
-}
+SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 128, 224, 384, 512)}
 NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
 ALIKE = 1.5  # largest ratio of multiply-adds of compared models
 SECONDS = 0.3  # of measurement

@@ -1,12 +1,11 @@
-"""VTAB-1k: weights fine-tuned on each of 19 small tasks in one setting; their score is the plain mean of the 19.
+"""VTAB-1k: fine-tunes weights on each of 19 small tasks with the same settings; the score is the mean of the 19.
 
     plainvit vtab --init WEIGHTS --data-root DIR --setting paper
     plainvit vtab --init WEIGHTS --data-root DIR --tasks svhn dmlab --setting light
 
 Source: the ViT paper, section 4.1, B.1.1 and Table 9; arXiv 1910.04867. Each run trains on all 1,000 images of its task
-and is tested once, on the whole test set. `plainvit/data/vtab.py` says where the images are looked for. A run that is
-finished is not run again. Where a task has no images or its run diverges there is no VTAB score: what is printed then
-is the mean of the others, under that name.
+and is evaluated once on the full test set. `plainvit/data/vtab.py` describes the data folders. Finished runs are not
+repeated. If a task is missing or diverges, there is no VTAB score, only the mean of the available tasks.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ Setting = Literal["paper", "light"]
 
 
 def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, device: str = "auto") -> Config:
-    """One setting for all tasks. light: the model's own size, and a fortieth of the images in all."""
+    """The settings of all tasks. light: the model's image size, and a fortieth of the training images."""
     config = recipe("ft-vtab").replace(init=init, seed=seed, device=device, evaluations=2)
     if setting == "light":
         config = config.replace(image_size=0, steps=500, batch=64, optim=config.optim.replace(warmup=0.1))
@@ -48,22 +47,22 @@ def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, d
 
 
 def task_config(config: Config, task: str, data_root: str | Path) -> Config:
-    """The setting on one task: its data, without what would change its labels."""
+    """The config of one task, without augmentations that would change its labels."""
     return config.replace(data=f"vtab1000/{task}", data_root=str(data_root), augment=augment_for(task, config.augment))
 
 
 def run_tasks(
     config: Config, data_root: str | Path, out: Path, tasks: Sequence[str] = (), *, quiet: bool = False
 ) -> dict[str, Any]:
-    """Fine-tunes on each task in a folder of its own below `out`; the report, which is also written to vtab.json."""
+    """Fine-tunes on each task in OUT/TASK; returns the report, which is also written to OUT/vtab.json."""
     tasks = tuple(tasks) or tuple(TASKS)
     for task in tasks:
         if task not in TASKS:
-            raise ValueError(f"VTAB has no task {task!r}; {nearest(task, TASKS)}")
-    starting_model(config)  # weights that cannot be read are an error now, not in each task
-    configs = {task: task_config(config, task, data_root) for task in tasks if _is_there(config, task, data_root)}
+            raise ValueError(f"unknown VTAB task {task!r}; {nearest(task, TASKS)}")
+    starting_model(config)  # fails now if the weights cannot be read
+    configs = {task: task_config(config, task, data_root) for task in tasks if _has_images(config, task, data_root)}
     if not configs:
-        raise DataError(f"{data_root} has the images of none of these tasks: {', '.join(tasks)}")
+        raise DataError(f"{data_root} has images of none of these tasks: {', '.join(tasks)}")
     rows: dict[str, dict[str, Any]] = {}
     console = Console(stderr=True, quiet=quiet, highlight=False)
     for number, task in enumerate(tasks, 1):
@@ -76,14 +75,14 @@ def run_tasks(
     return found
 
 
-def _is_there(config: Config, task: str, data_root: str | Path) -> bool:
-    """Looked at before the first run begins: what is damaged is an error now, not after hours."""
+def _has_images(config: Config, task: str, data_root: str | Path) -> bool:
+    """Checked before the first run, so that damaged data fails now."""
     try:
         splits = open_splits(task_config(config, task, data_root))
     except AbsentTask:
         return False
     if splits.test is None:
-        raise DataError(f"{task} has no test images in {data_root}: there is nothing to score it by")
+        raise DataError(f"{task} has no test images in {data_root}")
     return True
 
 
@@ -93,24 +92,29 @@ def _run(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
     except DivergedError as error:
         return {"state": "diverged", "folder": str(folder), "reason": str(error).splitlines()[0]}
     test = done.numbers["test"]
-    told = {"top1": test["top1"], "interval": test["interval"], "n": test["images"], "unreadable": test["unreadable"]}
-    return {"state": "done", "folder": str(done.folder), **told}
+    numbers = {
+        "top1": test["top1"],
+        "interval": test["interval"],
+        "n": test["images"],
+        "unreadable": test["unreadable"],
+    }
+    return {"state": "done", "folder": str(done.folder), **numbers}
 
 
 def _report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     scores = {task: row["top1"] for task, row in rows.items() if row["state"] == "done"}
     settings = {"steps": config.steps, "batch": config.batch, "lr": config.optim.lr, "seed": config.seed}
-    told = {"init": config.init, "image_size": config.image_size or "the model's own", **settings}
-    return {"kind": "vtab", "setting": told, "tasks": dict(rows), "means": means(scores)}
+    setting = {"init": config.init, "image_size": config.image_size or "the model's own", **settings}
+    return {"kind": "vtab", "setting": setting, "tasks": dict(rows), "means": means(scores)}
 
 
 def means(scores: Mapping[str, float]) -> dict[str, Any]:
-    """Plain means of the tasks that are there; "vtab" only where all 19 are."""
+    """Means of the available tasks by group; "vtab" only if all 19 are available."""
     found: dict[str, Any] = {}
     for group, names in GROUPS.items():
-        there = [scores[name] for name in names if name in scores]
-        if there:
-            found[group] = {"mean": statistics.fmean(there), "tasks": len(there), "of": len(names)}
+        available = [scores[name] for name in names if name in scores]
+        if available:
+            found[group] = {"mean": statistics.fmean(available), "tasks": len(available), "of": len(names)}
     if len(scores) == len(TASKS):
         found["vtab"] = statistics.fmean(scores.values())
     elif scores:
@@ -119,16 +123,16 @@ def means(scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def default_folder(config: Config, setting: str) -> Path:
-    """runs/vtab-SETTING-HASH: other weights, steps, seeds or code are other runs."""
+    """runs/vtab-SETTING-HASH; the hash covers weights, steps, seed and code."""
     words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed, code_hash()])
     return Path("runs") / f"vtab-{setting}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
 
-# For people -----------------------------------------------------------------------------------------------------------
+# Terminal -------------------------------------------------------------------------------------------------------------
 
 
 def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
-    """A row a task, a line a group; with `beside`, the paper's ViT-L/16 from ImageNet-21k."""
+    """A row for each task and a line for each group; with `beside`, the paper's ViT-L/16 from ImageNet-21k."""
     setting, rows = report["setting"], report["tasks"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("task", style="cyan", no_wrap=True)
