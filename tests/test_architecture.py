@@ -97,6 +97,37 @@ def test_light_modules_load_no_torch_at_import(name: str) -> None:
             assert "torch" not in ast.unparse(statement)
 
 
+def reachable_lines(start: str) -> int:
+    """Lines of the files of ours that importing one of them loads, its own included."""
+    seen: set[Path] = set()
+    todo = [ROOT / "plainvit" / start]
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for node in at_import(tree(file).body):
+            named = [f"{module}.{alias.name}" for module in modules_of(node) for alias in getattr(node, "names", ())]
+            for module in (*modules_of(node), *named):
+                parts = module.split(".")
+                for count in range(1, len(parts) + 1):
+                    path = ROOT.joinpath(*parts[:count])
+                    todo += [one for one in (path.with_suffix(".py"), path / "__init__.py") if one in FILES]
+    return sum(len(file.read_text().splitlines()) for file in seen)
+
+
+def test_the_model_and_the_loop_can_be_read_in_one_sitting() -> None:
+    """The reference model, the training loop, and everything that the loop loads."""
+    assert len((ROOT / "plainvit/models/vit.py").read_text().splitlines()) <= 380
+    assert len((ROOT / "plainvit/train/loop.py").read_text().splitlines()) <= 250
+    assert 1000 < reachable_lines("train/loop.py") <= 3000
+
+
+def test_the_reference_model_knows_nothing_of_the_fast_path() -> None:
+    for file in (ROOT / "plainvit" / "models").glob("*.py"):
+        assert not any("models.fast" in module for node in ast.walk(tree(file)) for module in modules_of(node)), file
+
+
 def test_no_package_for_everything() -> None:
     parts = {part.removesuffix(".py") for file in FILES for part in file.relative_to(ROOT / "plainvit").parts}
     assert not parts & {"utils", "util", "common", "core", "helpers", "manager", "engine", "base", "misc"}

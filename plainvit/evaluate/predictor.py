@@ -22,6 +22,7 @@ from plainvit.config import Preprocess
 from plainvit.data.decode import pixels_of
 from plainvit.data.transforms import prepare
 from plainvit.device import choose_device, choose_precision
+from plainvit.models import has_fast_path
 from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
@@ -71,6 +72,10 @@ class Predictor:
         if isinstance(model, str | Path):
             self.device = choose_device(device)
             self.model: Any = _load_model(model, image_size, pixels).to(self.device).eval()
+            if self.device.startswith("cuda") and has_fast_path():
+                from plainvit.models.fast import accelerate
+
+                accelerate(self.model)
         elif any(value is not None for value in pixels.values()):
             raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a model object")
         else:
