@@ -275,7 +275,7 @@ def test_invalid_input_exits_with_one_line(folder: Path, tmp_path: Path, capsys:
     assert "no folder or list" in refused([model, "--images", "no/such/folder"], capsys, 3)
     assert "'tiny-imagnet' is neither" in refused([model, "--images", "tiny-imagnet"], capsys, 2)
     (tmp_path / "empty").mkdir()
-    assert "holds no images" in refused([model, "--images", str(tmp_path / "empty")], capsys, 3)
+    assert "no images" in refused([model, "--images", str(tmp_path / "empty")], capsys, 3)
     plant(tmp_path / "broken", {"a.png": b"no picture", "b.jpg": b"nor this"})
     assert "a.png: " in refused([model, "--images", str(tmp_path / "broken")], capsys, 3)
     assert "--against" in refused([model, *photos, "--against", str(tmp_path / "empty")], capsys, 2)
@@ -288,7 +288,7 @@ def test_unavailable_published_weights_suggest_alternatives(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused(["vit_s16_augreg_i21k_i1k_224", "--data", "digits"], capsys, 2)
     assert "hf download" in said
-    assert "or look at a model of your own: plainvit train pixels --out runs/px" in said
+    assert "plainvit train pixels" in said
 
 
 def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

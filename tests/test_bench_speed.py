@@ -164,7 +164,7 @@ def test_peers_in_different_rounds_are_compared_through_plainvit(train: ModuleTy
         (("--models", "Q/16"), "unknown model"),
         (("--systems", "tim"), "system 'tim' is unknown"),
         (("--repeats", "0"), "at least 1"),
-        (("--device", "tpu"), "unknown: cpu, cuda"),
+        (("--device", "tpu"), "--device takes cpu, cuda"),
     ],
 )
 def test_wrong_words_are_one_line(train: ModuleType, capsys: Any, words: tuple[str, ...], line: str) -> None:

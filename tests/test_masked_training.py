@@ -302,7 +302,7 @@ def test_the_command_trains_and_fine_tunes(
         (("--model.patch", "16", "16"), "hides 1 of 1 x 1 patches"),
         (("--masked.unit", "3"), "not made of squares"),
         (("--masked.target", "colours16", "--masked.no-normalise", "--model.patch", "2", "2"), "divisible by 4"),
-        (("--augment.mixup", "0.5"), "without augment.mixup"),
+        (("--augment.mixup", "0.5"), "augment.mixup is not supported"),
         (("--objective", "mea"), "objective"),
         (("--parallel", "fsdp"), ""),  # of one process: nothing to cut up
     ],
