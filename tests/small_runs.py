@@ -236,7 +236,7 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "recorded": ("plainvit.train.state.Training", "record", "after"),
     "validating": ("plainvit.train.loop", "validate", "before"),
     "delivering": ("plainvit.train.finalize", "save", "before"),
-    "writing": ("safetensors.torch", "save_file", "after"),  # beside, as long as nothing has been renamed
+    "writing": ("plainvit.weights.writing", "write_safetensors", "after"),  # beside, as long as nothing has been renamed
     "delivered": ("plainvit.train.finalize", "save", "after"),
     "reporting": ("plainvit.train.finalize", "write_report", "before"),
 }
