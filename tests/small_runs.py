@@ -199,6 +199,7 @@ def command(words: tuple[str, ...], out: Path, stall: str = "", pace: float = 0.
 
 
 def _prepare(out: Path, stall: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     without_figures(pytest.MonkeyPatch())
     if stall:
         _stall_at(stall, out)
@@ -236,7 +237,11 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "recorded": ("plainvit.train.state.Training", "record", "after"),
     "validating": ("plainvit.train.loop", "validate", "before"),
     "delivering": ("plainvit.train.finalize", "save", "before"),
-    "writing": ("plainvit.weights.writing", "write_safetensors", "after"),  # beside, as long as nothing has been renamed
+    "writing": (
+        "plainvit.weights.writing",
+        "write_safetensors",
+        "after",
+    ),  # beside, as long as nothing has been renamed
     "delivered": ("plainvit.train.finalize", "save", "after"),
     "reporting": ("plainvit.train.finalize", "write_report", "before"),
 }
