@@ -75,14 +75,3 @@ def _format(value: object, key: str = "") -> str:
         same = len(set(value)) == 1
         return f"{value[0]} of each channel" if same else f"{', '.join(map(str, value))} of red, green, blue"
     return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def recipes_table(rows: list[dict[str, str]]) -> Table:
-    """A table of recipes from their docstrings."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("recipe", style="cyan", no_wrap=True)
-    for title in ("what it trains", "expected", "cost"):
-        shown.add_column(title)
-    for row in rows:
-        shown.add_row(*(row[key] for key in ("name", "summary", "expected", "cost")))
-    return shown
