@@ -451,7 +451,7 @@ def test_a_run_too_short_for_its_window_can_be_made_longer(tmp_path: Path) -> No
 def test_a_binary_loss_refuses_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))
-    with pytest.raises(ValueError, match=r"smoothing gives all classes one: --augment.smoothing 0"):
+    with pytest.raises(ValueError, match=r"--augment.smoothing 0"):
         resolve(smoothed, open_splits(smoothed))
     plain = smoothed.replace(augment=Augment(crop="none"))
     assert resolve(plain, open_splits(plain)).loss == "binary"

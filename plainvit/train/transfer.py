@@ -61,10 +61,9 @@ def resolve(config: Config, splits: Splits) -> Config:
             f"--augment.resize {config.augment.resize:g} is less than the image size {size}: give a multiple, 1.17"
         )
     if (config.augment.mixup or config.augment.cutmix) and config.batch % 2:
-        raise ValueError(f"mixing pairs neighbours, so the batch must be even, got {config.batch}")
+        raise ValueError(f"--augment.mixup and --augment.cutmix need an even --batch, got {config.batch}")
     if config.loss == "binary" and config.augment.smoothing and config.objective == "classify":
-        words = "loss 'binary' takes whatever has a share of a label as the class, and smoothing gives all classes one"
-        raise ValueError(f"{words}: --augment.smoothing 0")
+        raise ValueError("--loss binary cannot be combined with --augment.smoothing: use --augment.smoothing 0")
     return config.replace(
         model=model.replace(classes=classes),
         preprocess=config.preprocess or preprocess,
