@@ -17,9 +17,9 @@ from bench.measure import make_parser, publish, show, tell
 from plainvit.config import Config
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
-from plainvit.models.fast.fp8 import why_not
+from plainvit.evaluate.statistics import wilson
+from plainvit.models.fast.fp8 import explain_unsupported
 from plainvit.models.fast.inference import FP8, PLAIN, Choice, cast_model, compile_call, list_choices
 
 BATCH = 250  # divides 10,000: each other size would be compiled anew
@@ -27,7 +27,7 @@ BATCH = 250  # divides 10,000: each other size would be compiled anew
 
 def choices(device: str, left_out: list[str]) -> list[Choice]:
     """fp32 first, then the compiled choice of each lower precision."""
-    reason = why_not(torch.device(device))
+    reason = explain_unsupported(torch.device(device))
     if reason:
         tell(reason, left_out)
     found = (*list_choices(torch.device(device)), *(() if reason else FP8))

@@ -33,7 +33,7 @@ from typing import Any
 
 from plainvit import device as machine_device
 
-machine_device.prepare()  # before torch is loaded: what oneDNN may use is decided then
+machine_device.set_environment()  # before torch is loaded: what oneDNN may use is decided then
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -59,7 +59,7 @@ from plainvit.config import ViTConfig  # noqa: E402
 from plainvit.evaluate.predictor import Predictor  # noqa: E402
 from plainvit.models import ViT  # noqa: E402
 from plainvit.models.fast import accelerate  # noqa: E402
-from plainvit.models.fast.fp8 import in_fp8, why_not  # noqa: E402
+from plainvit.models.fast.fp8 import convert_to_fp8, explain_unsupported  # noqa: E402
 from plainvit.models.fast.inference import cpu_computes_bf16, pack_weights  # noqa: E402
 from plainvit.names import configure  # noqa: E402
 from plainvit.planning.cost import macs  # noqa: E402
@@ -112,7 +112,7 @@ def our_compiled(job: Job) -> Answer:
 
 
 def our_fp8(job: Job) -> Answer:
-    return _compiled(accelerate(in_fp8(job.ours(), job.dtype)), job)
+    return _compiled(accelerate(convert_to_fp8(job.ours(), job.dtype)), job)
 
 
 def peer_shipped(library: str, job: Job) -> Answer:
@@ -322,7 +322,7 @@ def measure(words: argparse.Namespace, device: str, batches: Sequence[int]) -> d
         torch.set_num_threads(words.threads or torch.get_num_threads())
     if not compiled:
         tell("the compiled forms: torch.compile is off (--compile on)", left_out)
-    fp8, bf16 = why_not(device), "" if gpu else no_bf16()
+    fp8, bf16 = explain_unsupported(device), "" if gpu else no_bf16()
     for name, reason in (("the fp8 form", fp8), ("bf16", bf16)):
         if reason:
             tell(f"{name}: {reason}", left_out)

@@ -24,7 +24,7 @@ from bench.measure import interleaved, make_parser, report, seconds_a_call, summ
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
-from plainvit.evaluate.predict import Answered, Question, answered, locally, write
+from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_batches, predict_locally, write
 from plainvit.evaluate.predictor import Predictor
 
 
@@ -42,20 +42,20 @@ def through_predictor(predictor: Predictor, batches: list[Batch]) -> None:
         predictor.logits(batch.images)
 
 
-def to_file(question: Question, source: Source, out: Path, engine: Callable[..., Answered]) -> None:
+def to_file(question: PredictionJob, source: Source, out: Path, engine: Callable[..., OutputBatches]) -> None:
     write(question, source, out, engine=engine, force=True)
 
 
-def on_ready(batches: list[Batch], question: Question, source: Source, steps: np.ndarray) -> Answered:
+def on_ready(batches: list[Batch], question: PredictionJob, source: Source, steps: np.ndarray) -> OutputBatches:
     """predict's engine without the decoding; every step's batch is there already."""
     assert len(steps) == len(batches)
-    yield from answered(question, source, np.arange(len(source)), iter(batches))
+    yield from predict_batches(question, source, np.arange(len(source)), iter(batches))
 
 
 def measure(
     predictor: Predictor, source: Source, work: Path, repeats: int, workers: list[int], clock: Callable[[], float]
 ) -> dict[str, Any]:
-    device, question = predictor.device, Question(predictor, 5)
+    device, question = predictor.device, PredictionJob(predictor, 5)
     how: dict[str, Any] = {"batch": predictor.batch, "size": predictor.size, "preprocess": predictor.preprocess}
     batches = list(evaluation_batches(source, device=device, **how))
     ready = partial(on_ready, batches)
@@ -65,7 +65,7 @@ def measure(
         "predict, ready batches to .jsonl": partial(to_file, question, source, work / "ready.jsonl", ready),
     }
     for count in workers:
-        engine = partial(locally, workers=count)
+        engine = partial(predict_locally, workers=count)
         runs[f"predict, photos to .jsonl, {count} workers"] = partial(
             to_file, question, source, work / f"{count}.jsonl", engine
         )

@@ -59,7 +59,7 @@ MAE = {"objective": "mae", "masked": Masked(ratio=0.75, target="pixels", normali
 VARIANTS = {
     OURS: Variant(executed=without_last_tokens),
     "plainvit, no graphs": Variant({"graphs": "off"}, without_last_tokens),
-    "plainvit, plain": Variant({"graphs": "off", "shortcuts": "off"}),
+    "plainvit, plain": Variant({"graphs": "off", "fast_path": "off"}),
     "plainvit, fp8": Variant({"precision": "fp8"}, without_last_tokens, 0.02),
     # For the cost of MAE (a quarter of the patches, the published decoder) next to that of labels on every token
     "plainvit, every token": Variant(parity=math.inf, model={"pool": "average"}),

@@ -54,7 +54,7 @@ def __getattr__(name: str) -> object:
 
     from plainvit import device
 
-    device.prepare()  # must come before torch is loaded
+    device.set_environment()  # must come before torch is loaded
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

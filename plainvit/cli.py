@@ -62,11 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of the output has closed it, such as `head`
         sys.exit(0)
     except (ValueError, OSError) as error:
-        from plainvit.disk import exit_code_of
+        from plainvit.disk import exit_code
 
         if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
-            sys.exit(exit_code_of(error))  # the main process prints it
-        exit_with_error(_describe_error(error), exit_code_of(error))
+            sys.exit(exit_code(error))  # the main process prints it
+        exit_with_error(_describe_error(error), exit_code(error))
     except (RuntimeError, MemoryError) as error:
         from plainvit.device import is_out_of_memory
 
@@ -92,7 +92,7 @@ def _run_command(arguments: list[str]) -> None:
         return
     from plainvit import device
 
-    device.prepare()
+    device.set_environment()
     rest = arguments[len(name.split()) :]
     if name in runs.RUNS:
         result = runs.run(name, rest)

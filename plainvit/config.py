@@ -427,7 +427,7 @@ class Config(Checked):
     data: str = ""  # Training data: folder, list, shards, hf:org/dataset, known dataset, digits or shapes
     data_root: str = ""  # Folder with the known datasets, each in a folder of its name
     exclude: str = ""  # File with images to leave out, as `plainvit data check --save` writes it
-    share: float = 1.0  # Fraction of each class to train on (smaller subsets are contained in larger ones)
+    train_fraction: float = 1.0  # Fraction of each class to train on (smaller subsets are contained in larger ones)
     holdout: float = 0.0  # Fraction of the training images, per class, to hold out for validation
     search_holdout: float = 0.1  # Fraction of the training images to hold out while --search runs
     epochs: float = 0.0  # Number of epochs; default with --init: 20, at least 200 steps
@@ -454,7 +454,7 @@ class Config(Checked):
     save_every: int = 0  # Steps between additional checkpoints; 0: none
     keep: int = 2  # Number of most recent checkpoints to keep, besides the best
     patience: int = 0  # Stop after this many evaluations without improvement and keep the best weights; 0: never
-    bad_steps: int = 3  # Number of steps with a non-finite loss or gradient to skip before the run stops
+    max_skipped_steps: int = 3  # Number of steps with a non-finite loss or gradient to skip before the run stops
     seed: int = 0  # Seed of the initial weights, the image order and the augmentation
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
     #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU; fp8: bf16, with fp8 matmuls in ViT blocks
@@ -462,7 +462,7 @@ class Config(Checked):
     compile: Literal["auto", "on", "off"] = "auto"  # Compile the model with torch.compile; auto: on a GPU
     graphs: Literal["auto", "off"] = "auto"  # Capture training steps as CUDA graphs; auto: small models on a single GPU
     #: Use fused kernels, skip unused outputs, sample stochastic depth from 0.2 on jointly; off: plain PyTorch
-    shortcuts: Literal["auto", "off"] = "auto"
+    fast_path: Literal["auto", "off"] = "auto"
     workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Also log metrics to these
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Several devices: replicate the model (ddp) or shard it (fsdp)
@@ -473,7 +473,7 @@ class Config(Checked):
     # Settings that may change on resume: they do not change the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
         {
-            *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "shortcuts"),
+            *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "fast_path"),
             *("workers", "track", "parallel", "recompute", "sharded", "timeout"),
         }
     )
@@ -482,11 +482,11 @@ class Config(Checked):
         self._set("track", tuple(self.track))
         self._check(
             positive=("batch", "evaluations", "keep"),
-            natural=("steps", "micro_batch", "save_every", "patience", "bad_steps", "seed", "image_size"),
+            natural=("steps", "micro_batch", "save_every", "patience", "max_skipped_steps", "seed", "image_size"),
             rates=("holdout", "search_holdout", "ema", "ema_window"),
         )
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if not 0 < self.train_fraction <= 1:
+            raise ValueError(f"train_fraction must be above 0 and at most 1, got {self.train_fraction}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         for name in ("epochs", "hours"):
@@ -537,7 +537,7 @@ _KINDS: dict[str, type[Checked]] = {
 FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
 
 
-def length(config: Config, images: int) -> int:
+def count_steps(config: Config, images: int) -> int:
     """Number of steps of a run on this many images: steps, or epochs, or the default for fine-tuning."""
     if config.init and not config.steps and not config.epochs:
         return max(int(FINETUNE_EPOCHS * images / config.batch), LEAST_STEPS)

@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return has_type or "can't allocate memory" in str(error)
 
 
-def prepare() -> None:
+def set_environment() -> None:
     """Set environment variables before torch is loaded: no AMX where it crashes, sleeping threads on a busy machine."""
     if "torch" in sys.modules:
         return

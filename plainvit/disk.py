@@ -52,7 +52,7 @@ class DiskError(OSError, ValueError):
 RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
-def exit_code_of(error: Exception) -> int:
+def exit_code(error: Exception) -> int:
     """Exit code of a command that ends with this error: its own `exit_code`, 5 for resources, otherwise 2."""
     is_resource_error = isinstance(error, OSError) and error.errno in RESOURCES
     return getattr(error, "exit_code", 5 if is_resource_error else 2)

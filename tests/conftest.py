@@ -2,7 +2,7 @@
 
 from plainvit import device
 
-device.prepare()  # must come before torch is loaded
+device.set_environment()  # must come before torch is loaded
 
 import gc  # noqa: E402
 from collections.abc import Generator  # noqa: E402

@@ -27,7 +27,7 @@ from plainvit.analyse.explorer import explorer, plan
 from plainvit.analyse.maps import compute_gain
 from plainvit.analyse.parts import analyse_filters, analyse_removal
 from plainvit.analyse.subject import WORK, Subject, gather, open_images
-from plainvit.analyse.understand import PARTS, display_name, find_warnings, training_accuracy, understand
+from plainvit.analyse.understand import PARTS, analyse_model, display_name, find_warnings, training_accuracy
 from plainvit.cli import main
 from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
@@ -183,7 +183,7 @@ def test_analysis_writes_figures_data_and_page(
 
 @pytest.mark.slow
 def test_a_resnet_gets_applicable_parts_and_one_note(folder: Path, tmp_path: Path) -> None:
-    written = understand(
+    written = analyse_model(
         folder / "bit.safetensors", str(folder / "photos"), tmp_path, count=2, device="cpu", quiet=True
     )
     assert len([note for note in written.notes if "ResNet" in note]) == 1
@@ -201,7 +201,7 @@ def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.Mon
     made = Config(model=model, data="digits", steps=2, batch=16, holdout=0.05, evaluations=1, workers=0,
                   augment=Augment(crop="none"))  # fmt: skip
     plainvit.fit(made, tmp_path / "numerals", quiet=True)
-    written = understand(tmp_path / "numerals", count=4, device="cpu", quiet=True)
+    written = analyse_model(tmp_path / "numerals", count=4, device="cpu", quiet=True)
     assert written.page == tmp_path / "numerals" / "analysis.html"
     assert "Analysis of numerals" in written.page.read_text()
     assert not written.notes
@@ -300,7 +300,7 @@ def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: p
 @pytest.mark.skipif(not Path("/proc/version").exists(), reason="no /proc, which not even root can write to")
 def test_a_read_only_folder(folder: Path) -> None:
     with pytest.raises(DiskError, match="/proc/analysis"):
-        understand(folder / "model.safetensors", str(folder / "photos"), "/proc/analysis", device="cpu", quiet=True)
+        analyse_model(folder / "model.safetensors", str(folder / "photos"), "/proc/analysis", device="cpu", quiet=True)
 
 
 def test_unreadable_images_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
 
 def test_images_of_the_wrong_size_raise() -> None:
     with pytest.raises(ValueError, match="do not fit this model"):
-        attention.heads(vit(), torch.zeros(1, 3, 32, 32))
+        attention.measure_heads(vit(), torch.zeros(1, 3, 32, 32))
 
 
 def test_a_part_that_raises_keeps_its_earlier_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,9 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
 def test_each_model_kind_gets_a_page(kind: str, tmp_path: Path) -> None:
     plainvit.save(KINDS[kind]().float(), tmp_path / "model.safetensors")
     plant(tmp_path / "photos", {f"{seed}.png": png(seed, 30, 50) for seed in range(3)})
-    written = understand(tmp_path / "model.safetensors", str(tmp_path / "photos"), tmp_path, device="cpu", quiet=True)
+    written = analyse_model(
+        tmp_path / "model.safetensors", str(tmp_path / "photos"), tmp_path, device="cpu", quiet=True
+    )
     assert written.page.stat().st_size < 10_000_000
     assert len(written.figures) >= 5
 

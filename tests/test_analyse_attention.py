@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from tiny import vit
 from torch import Tensor
 
-from plainvit.analyse.attention import head_statistics, heads, looks, patch_distances, relevance, rollout
+from plainvit.analyse.attention import (
+    attention_maps,
+    head_statistics,
+    measure_heads,
+    patch_distances,
+    relevance,
+    rollout,
+)
 from plainvit.models import ViT, create
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,7 +82,7 @@ def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[T
         plain, mixed = attention.mean(1) @ plain, (0.5 * attention.mean(1) + 0.5 * eye) @ mixed
     torch.testing.assert_close(rollout(model, images, residual=False), row_of(model, plain), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(rollout(model, images), row_of(model, mixed), atol=1e-9, rtol=1e-9)
-    found = looks(model, images)  # [B, L, H, h, w]
+    found = attention_maps(model, images)  # [B, L, H, h, w]
     for layer, attention in enumerate(attentions):
         for head in range(model.config.heads):
             torch.testing.assert_close(found[:, layer, head], row_of(model, attention[:, head]), atol=1e-9, rtol=1e-9)
@@ -103,7 +110,7 @@ def test_analyses_do_not_change_the_model() -> None:
     images = images_for(model)
     with torch.no_grad():
         before = model(images)
-        heads(model, images), rollout(model, images), looks(model, images)
+        measure_heads(model, images), rollout(model, images), attention_maps(model, images)
         relevance(model, images)
         assert torch.equal(model(images), before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -118,7 +125,7 @@ def test_uniform_attention_has_the_analytic_distance() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     places = [(p * y, q * x) for y in range(h) for x in range(w)]
     expected = sum(math.dist(a, b) for a in places for b in places) / len(places) ** 2
-    found = heads(model, images_for(model))
+    found = measure_heads(model, images_for(model))
     assert found.distance.shape == (model.config.depth, model.config.heads)
     torch.testing.assert_close(found.distance, torch.full_like(found.distance, expected))
     torch.testing.assert_close(found.entropy, torch.full_like(found.entropy, math.log(model.config.tokens)))
@@ -166,14 +173,14 @@ def test_axial_layers_attend_along_one_axis() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     assert patch_distances(model, 0).max() == q * (w - 1)
     assert patch_distances(model, 1).max() == p * (h - 1)
-    assert heads(model, images_for(model)).distance.shape == (len(model.blocks), model.config.heads)
+    assert measure_heads(model, images_for(model)).distance.shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
 
 
 def test_a_resnet_has_no_attention() -> None:
     model = create("BiT-R26x1", classes=0, image_size=64)
-    for analysis in (heads, rollout, looks, relevance):
+    for analysis in (measure_heads, rollout, attention_maps, relevance):
         with pytest.raises(ValueError, match="no attention"):
             analysis(model, torch.zeros(1, 3, 64, 64))
 
@@ -181,7 +188,7 @@ def test_a_resnet_has_no_attention() -> None:
 def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     images = images_for(model, 7)
-    whole = heads(model, images).distance, rollout(model, images)
+    whole = measure_heads(model, images).distance, rollout(model, images)
     monkeypatch.setattr("plainvit.analyse.attention.MAX_WEIGHTS", 3 * model.config.heads * model.config.tokens**2)
-    torch.testing.assert_close(heads(model, images).distance, whole[0])
+    torch.testing.assert_close(measure_heads(model, images).distance, whole[0])
     torch.testing.assert_close(rollout(model, images), whole[1])

@@ -23,7 +23,7 @@ from torch import Tensor
 import plainvit
 from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, describe_omissions, explorer, plan, views
 from plainvit.analyse.page import Section, page
-from plainvit.analyse.understand import understand
+from plainvit.analyse.understand import analyse_model
 from plainvit.config import About
 from plainvit.models import Trace, ViT
 
@@ -188,7 +188,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place, name in enumerate([*HOSTILE[1:3], "<img src=x onerror=document.title='harmed'>"]):
         path = root / "photos" / f"{place} {name.replace('/', '')}.png"
         path.write_bytes(encode(photo(40, 40, place)))
-    return understand(weights, str(root / "photos"), root / "out", device="cpu", quiet=True).page
+    return analyse_model(weights, str(root / "photos"), root / "out", device="cpu", quiet=True).page
 
 
 def test_hostile_names_inject_no_markup(hostile: Path) -> None:
@@ -316,7 +316,9 @@ def test_heat_maps_are_visible_on_dark_images(browser: Any, tmp_path: Path) -> N
     plainvit.save(model, tmp_path / "model.safetensors")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "black.png").write_bytes(encode(np.zeros((32, 32, 3), np.uint8)))
-    page = understand(tmp_path / "model.safetensors", str(tmp_path / "photos"), device="cpu", quiet=True, out=tmp_path)
+    page = analyse_model(
+        tmp_path / "model.safetensors", str(tmp_path / "photos"), device="cpu", quiet=True, out=tmp_path
+    )
     visit = Visit(browser, page.page)
 
     def brightest() -> int:

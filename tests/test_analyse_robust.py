@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plainvit.analyse import robust
 from plainvit.analyse.attention import patch_distances
-from plainvit.analyse.tokens import cka, cka_matrix, outliers, pooled
+from plainvit.analyse.tokens import cka, cka_matrix, outliers, pool_tokens
 
 GRID = (3, 5)
 
@@ -50,18 +50,18 @@ def test_cka_by_its_definition() -> None:
 
 
 def test_cka_of_a_layer_with_itself_is_one() -> None:
-    layers = pooled(vit(), images())
+    layers = pool_tokens(vit(), images())
     assert [layer.shape for layer in layers] == [(6, 48)] * 3
     found = cka_matrix(layers, layers)
     torch.testing.assert_close(found.diagonal(), torch.ones(3))
     torch.testing.assert_close(found, found.mT)
-    stages = pooled(bit(), torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8))
+    stages = pool_tokens(bit(), torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8))
     assert len(stages) == 3
 
 
 def test_pooled_tokens_are_the_models_own() -> None:
     model = vit(registers=2)
-    layers = pooled(model, images())
+    layers = pool_tokens(model, images())
     expected = model.features(images(), layers=[0, 1, 2])
     for found, tokens in zip(layers, expected, strict=True):
         torch.testing.assert_close(found, tokens[:, 3:].mean(1).detach())
@@ -113,7 +113,7 @@ def test_removal_finds_the_only_active_head() -> None:
         if layer == 2:
             block.attention.out.weight.data[:, 12:24] = keep
     labels = robust.logits(model, shown).argmax(-1)
-    found = robust.removed(model, shown, labels)
+    found = robust.measure_removal(model, shown, labels)
     assert found.whole == 1
     assert found.layers[:2].tolist() == [1, 1]
     assert found.layers[2] < 1
@@ -137,7 +137,7 @@ def test_removals_equal_full_forward_passes(changes: dict[str, Any]) -> None:
     """Against one full pass of the model for each part that is taken away."""
     model, shown = vit(**changes), images(40)
     labels = robust.logits(model, shown).argmax(-1)
-    found = robust.removed(model, shown, labels)
+    found = robust.measure_removal(model, shown, labels)
     assert found.heads is not None
     for layer in range(3):
         with robust.skip_layer(model, layer):
@@ -146,7 +146,7 @@ def test_removals_equal_full_forward_passes(changes: dict[str, Any]) -> None:
             with robust.zero_head(model, layer, head):
                 assert found.heads[layer, head] == robust.accuracy(model, shown, labels)
     assert found.heads.min() < 1
-    alone = robust.removed(model, shown, labels, heads=False)
+    alone = robust.measure_removal(model, shown, labels, heads=False)
     assert alone.heads is None
     assert torch.equal(alone.layers, found.layers)
 
@@ -196,16 +196,16 @@ def test_shuffling_does_not_affect_a_model_without_positions() -> None:
     shown = images(24)
     blind = vit(posemb="none", pool="average", class_token=False)
     labels = robust.logits(blind, shown).argmax(-1)
-    assert robust.shuffled(blind, shown, labels, [(1, 1), GRID]) == [1.0, 1.0]
+    assert robust.measure_shuffling(blind, shown, labels, [(1, 1), GRID]) == [1.0, 1.0]
     seeing = vit(pool="average", class_token=False)
     labels = robust.logits(seeing, shown).argmax(-1)
-    assert robust.shuffled(seeing, shown, labels, [(1, 1), GRID])[1] < 1
+    assert robust.measure_shuffling(seeing, shown, labels, [(1, 1), GRID])[1] < 1
 
 
 def test_full_occlusion_equals_flat_images() -> None:
     model, shown = vit(), images(20)
     labels = robust.logits(model, shown).argmax(-1)
-    found = robust.occluded(model, shown, labels, GRID, [0, 0.5, 1])
+    found = robust.measure_occlusion(model, shown, labels, GRID, [0, 0.5, 1])
     assert found[0] == 1
     flat = shown.float().mean((2, 3), keepdim=True).round().to(torch.uint8).expand_as(shown)
     assert found[2] == robust.accuracy(model, flat, labels)
@@ -223,11 +223,11 @@ def test_shifted_images_are_reflection_padded() -> None:
 def test_shifting_a_constant_image_changes_nothing() -> None:
     model = vit()
     flat = torch.full((2, 3, 24, 40), 90, dtype=torch.uint8)
-    found = robust.shifted(model, flat, torch.tensor([0, 1]), range(0, 9, 4))
+    found = robust.measure_shifts(model, flat, torch.tensor([0, 1]), range(0, 9, 4))
     assert found.pixels == [0, 4, 8]
     assert found.same == [1, 1, 1]
     assert found.cosine == pytest.approx([1, 1, 1], abs=1e-6)
-    busy = robust.shifted(model, images(8), None, [0, 3])
+    busy = robust.measure_shifts(model, images(8), None, [0, 3])
     assert busy.cosine[0] == pytest.approx(1, abs=1e-6)
     assert busy.cosine[1] < 0.999
     assert math.isnan(busy.accuracy[1])

@@ -18,15 +18,15 @@ from rich.console import Console
 from scipy import stats
 
 import plainvit
-from plainvit.analyse.evaluation import Assessed, assess, default_name, summary_table
+from plainvit.analyse.evaluation import Evaluation, default_name, evaluate_model, summary_table
 from plainvit.cli import main
 from plainvit.config import About, Config, Optim, Preprocess, to_json
 from plainvit.data.content import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
-from plainvit.evaluate import chance, seeds
+from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, read_card, read_rows, write_card
-from plainvit.evaluate.compare import compare, published, shape, unlike
+from plainvit.evaluate.compare import compare, find_incompatibility, published, shape
 from plainvit.models.inference import NonFiniteError
 from plainvit.names import configure
 from plainvit.runtime.checkpoint import tensor_hash
@@ -40,7 +40,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (3, 10), (115, 1000), (125, 1000), (970, 1000)])
 def test_accuracy_in_words_warns_unless_its_interval_is_above_guessing(right: int, images: int) -> None:
     ends = stats.binomtest(right, images).proportion_ci(method="wilson")
-    summary, *warning = chance.in_words(right, images, 0.1)
+    summary, *warning = statistics.describe_accuracy(right, images, 0.1)
     low, high = (float(end) for end in re.findall(r"interval (\S+)-(\S+) %", summary)[0])
     assert (low, high) == pytest.approx((100 * ends.low, 100 * ends.high), abs=0.501 if images < 1000 else 0.0501)
     assert "guessing would get 10 %" in summary
@@ -51,31 +51,31 @@ def test_accuracy_in_words_warns_unless_its_interval_is_above_guessing(right: in
 def test_confidence_is_called_wrong_only_outside_of_the_interval_of_accuracy(right: int, verdict: str) -> None:
     ends = stats.binomtest(right, 1000).proportion_ci(method="wilson")
     assert (ends.low <= 0.7 <= ends.high) == verdict.startswith("no")
-    assert verdict in chance.sureness(0.7, right, 1000)
+    assert verdict in statistics.describe_confidence(0.7, right, 1000)
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (1, 10), (970, 1000), (50_000, 50_000)])
 def test_wilson_equals_scipys(right: int, images: int) -> None:
     expected = stats.binomtest(right, images).proportion_ci(method="wilson")
-    assert chance.wilson(right, images) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert statistics.wilson(right, images) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 0), (5, 5), (12, 30), (300, 210), (4000, 4100)])
 def test_mcnemar_equals_scipys_exact_binomial_test(a: int, b: int) -> None:
     expected = stats.binomtest(a, a + b).pvalue if a + b else 1.0
-    assert chance.mcnemar(a, b) == pytest.approx(expected, rel=1e-8)
-    assert chance.mcnemar(a, b) == chance.mcnemar(b, a)
+    assert statistics.mcnemar(a, b) == pytest.approx(expected, rel=1e-8)
+    assert statistics.mcnemar(a, b) == statistics.mcnemar(b, a)
 
 
 def test_newcombe_equals_his_own_example() -> None:
     """56 of 70 against 48 of 80, Statistics in Medicine 17 (1998), Table II, method 10."""
-    assert chance.newcombe(48, 80, 56, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert statistics.newcombe(48, 80, 56, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_two_proportions_equal_the_chi_square_test() -> None:
     expected = stats.chi2_contingency([[56, 14], [48, 32]], correction=False).pvalue
-    assert chance.two_proportions(56, 70, 48, 80) == pytest.approx(expected, rel=1e-9)
-    assert chance.two_proportions(10, 10, 20, 20) == 1.0
+    assert statistics.two_proportions(56, 70, 48, 80) == pytest.approx(expected, rel=1e-9)
+    assert statistics.two_proportions(10, 10, 20, 20) == 1.0
 
 
 def test_the_paired_interval_equals_resampling_the_images() -> None:
@@ -83,25 +83,27 @@ def test_the_paired_interval_equals_resampling_the_images() -> None:
     apart = rng.choice([-1, 0, 1], 500, p=[0.1, 0.75, 0.15])
     only_a, only_b = int((apart < 0).sum()), int((apart > 0).sum())
     drawn = apart[rng.integers(0, 500, (5000, 500))].mean(1)
-    assert chance.paired(only_a, only_b, 500) == pytest.approx(np.quantile(drawn, (0.025, 0.975)), abs=0.003)
+    assert statistics.paired_bootstrap(only_a, only_b, 500) == pytest.approx(
+        np.quantile(drawn, (0.025, 0.975)), abs=0.003
+    )
 
 
 def test_the_interval_of_a_mean_equals_scipys() -> None:
     values = np.random.default_rng(0).normal(3, 2, 100)
     expected = stats.norm.interval(0.95, values.mean(), stats.sem(values))
-    assert chance.mean_interval(values) == pytest.approx(expected, rel=1e-9)
+    assert statistics.mean_interval(values) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 10, 99])
 def test_students_t_equals_scipys(freedom: int) -> None:
-    assert chance.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-9)
-    assert chance.t_within(1.3, freedom) == pytest.approx(1 - 2 * stats.t.sf(1.3, freedom), abs=1e-12)
+    assert statistics.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-9)
+    assert statistics.t_within(1.3, freedom) == pytest.approx(1 - 2 * stats.t.sf(1.3, freedom), abs=1e-12)
 
 
 # Cards ----------------------------------------------------------------------------------------------------------------
 
 
-def made(folder: Path, seed: int = 0, **options: Any) -> Assessed:
+def made(folder: Path, seed: int = 0, **options: Any) -> Evaluation:
     """A small model of ten classes, evaluated on the digits."""
     model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
     generator = torch.Generator().manual_seed(seed)
@@ -112,18 +114,18 @@ def made(folder: Path, seed: int = 0, **options: Any) -> Assessed:
     folder.mkdir(parents=True, exist_ok=True)
     plainvit.save(model, folder / f"model{seed}.safetensors")
     source = folder / f"model{seed}.safetensors"
-    done = assess(source, "digits", out=folder / f"out{seed}", device="cpu", quiet=True, **options)
+    done = evaluate_model(source, "digits", out=folder / f"out{seed}", device="cpu", quiet=True, **options)
     assert done
     return done
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Assessed, Assessed]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, Evaluation]:
     folder = tmp_path_factory.mktemp("cards")
     return made(folder, 0), made(folder, 1)
 
 
-def test_the_terminal_shows_the_metrics_of_the_card(both: tuple[Assessed, Assessed]) -> None:
+def test_the_terminal_shows_the_metrics_of_the_card(both: tuple[Evaluation, Evaluation]) -> None:
     done, out = both[0], io.StringIO()
     Console(file=out, width=80).print(summary_table(done))
     told, (low, high) = out.getvalue(), done.card.intervals["top1"]
@@ -133,7 +135,7 @@ def test_the_terminal_shows_the_metrics_of_the_card(both: tuple[Assessed, Assess
     assert str(done.folder / "report.html") in told.replace("\n", "")
 
 
-def test_a_card_has_metrics_data_model_and_environment(both: tuple[Assessed, Assessed]) -> None:
+def test_a_card_has_metrics_data_model_and_environment(both: tuple[Evaluation, Evaluation]) -> None:
     from sklearn.metrics import precision_recall_fscore_support
 
     done = both[0]
@@ -166,7 +168,9 @@ def test_absent_classes_do_not_count_in_macro_means(tmp_path: Path) -> None:
     with torch.no_grad():
         model.head.bias[2] = -1000.0  # never predicted
     plainvit.save(model, tmp_path / "model.safetensors")
-    done = assess(tmp_path / "model.safetensors", str(tmp_path / "photos"), out=tmp_path, device="cpu", quiet=True)
+    done = evaluate_model(
+        tmp_path / "model.safetensors", str(tmp_path / "photos"), out=tmp_path, device="cpu", quiet=True
+    )
     assert done
     guesses = done.result.guesses[:, 0]
     macro = precision_recall_fscore_support(done.result.labels, guesses, average="macro", zero_division=0)[:3]
@@ -178,7 +182,7 @@ def test_absent_classes_do_not_count_in_macro_means(tmp_path: Path) -> None:
     assert "on average it says" in page
 
 
-def test_the_folder_has_report_figures_and_tables(both: tuple[Assessed, Assessed]) -> None:
+def test_the_folder_has_report_figures_and_tables(both: tuple[Evaluation, Evaluation]) -> None:
     folder = both[0].folder
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "").replace("http://www.w3.org", "")
@@ -201,7 +205,7 @@ def test_the_folder_has_report_figures_and_tables(both: tuple[Assessed, Assessed
     assert sure[0] == pytest.approx(wrong.max())
 
 
-def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Assessed, Assessed]) -> None:
+def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Evaluation, Evaluation]) -> None:
     first, second = (done.card for done in both)
     assert default_name(first) == default_name(replace(first, environment={}))
     assert default_name(first) != default_name(second)
@@ -222,7 +226,7 @@ def test_the_same_evaluation_has_the_same_folder_name(both: tuple[Assessed, Asse
     ],
 )
 def test_an_invalid_card_is_a_data_error(
-    change: dict[str, Any], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+    change: dict[str, Any], words: str, both: tuple[Evaluation, Evaluation], tmp_path: Path, capsys: Capture
 ) -> None:
     stored = json.loads((both[0].folder / "card.json").read_text()) | change
     (tmp_path / "card.json").write_text(json.dumps(stored))
@@ -234,7 +238,7 @@ def test_an_invalid_card_is_a_data_error(
     assert words in err
 
 
-def test_absent_or_damaged_files_are_data_errors(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+def test_absent_or_damaged_files_are_data_errors(both: tuple[Evaluation, Evaluation], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no card"):
         read_card(tmp_path)
     (tmp_path / "card.json").write_text("{")
@@ -253,7 +257,7 @@ def test_absent_or_damaged_files_are_data_errors(both: tuple[Assessed, Assessed]
 # Comparison -----------------------------------------------------------------------------------------------------------
 
 
-def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, Assessed], capsys: Capture) -> None:
+def test_cards_with_results_are_compared_image_by_image(both: tuple[Evaluation, Evaluation], capsys: Capture) -> None:
     found = compare([done.folder for done in both])
     row = found["cards"][1]["difference"]
     first, second = (done.result.right for done in both)
@@ -273,12 +277,12 @@ def test_cards_with_results_are_compared_image_by_image(both: tuple[Assessed, As
     assert f"p {row['top1']['p']:.2g}: {'not ' * (row['top1']['p'] >= 0.05)}significant" in out
 
 
-def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+def test_cards_alone_are_compared_as_two_samples(both: tuple[Evaluation, Evaluation], tmp_path: Path) -> None:
     write_card(both[1].card, tmp_path)
     row = compare([both[0].folder, tmp_path / "card.json"])["cards"][1]["difference"]
     assert not row["paired"]
     counts = both[0].card.counts["top1"], 360, both[1].card.counts["top1"], 360
-    assert row["top1"]["interval"] == list(chance.newcombe(*counts))
+    assert row["top1"]["interval"] == list(statistics.newcombe(*counts))
     assert "only_this" not in row["top1"]
     spread = math.sqrt(sum(stats.sem(done.result.nll) ** 2 for done in both))
     apart = both[1].result.nll.mean() - both[0].result.nll.mean()
@@ -295,7 +299,7 @@ def test_cards_alone_are_compared_as_two_samples(both: tuple[Assessed, Assessed]
     ],
 )
 def test_cards_of_different_data_need_force(
-    change: dict[str, str], words: str, both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+    change: dict[str, str], words: str, both: tuple[Evaluation, Evaluation], tmp_path: Path, capsys: Capture
 ) -> None:
     card = both[1].card
     write_card(replace(card, data=card.data | change), tmp_path)
@@ -313,19 +317,19 @@ def test_cards_of_different_data_need_force(
 
 
 def test_another_number_of_images_is_an_error_and_other_preprocessing_a_remark(
-    both: tuple[Assessed, Assessed], tmp_path: Path
+    both: tuple[Evaluation, Evaluation], tmp_path: Path
 ) -> None:
     card = both[1].card
     counts = {"top1": 100, "top5": 300}
     fewer = replace(card, images=359, unreadable=1, counts=counts)
-    assert re.search("359.*360", unlike(both[0].card, fewer))
+    assert re.search("359.*360", find_incompatibility(both[0].card, fewer))
     other = replace(card, preprocess=card.preprocess | {"hash": "x", "image_size": [16, 16]}, precision="bf16")
     write_card(other, tmp_path)
     row = compare([both[0].folder, tmp_path])["cards"][1]
     assert [remark.split()[0] for remark in row["remarks"]] == ["preprocessing", "precision"]
 
 
-def test_the_same_card_twice_is_no_difference(both: tuple[Assessed, Assessed], capsys: Capture) -> None:
+def test_the_same_card_twice_is_no_difference(both: tuple[Evaluation, Evaluation], capsys: Capture) -> None:
     main(["compare", str(both[0].folder), str(both[0].folder), "--json"])
     row = json.loads(capsys.readouterr().out)["cards"][1]
     same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
@@ -333,7 +337,7 @@ def test_the_same_card_twice_is_no_difference(both: tuple[Assessed, Assessed], c
     assert row["remarks"] == ["the weights are the same"]
 
 
-def test_different_settings_are_listed(both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture) -> None:
+def test_different_settings_are_listed(both: tuple[Evaluation, Evaluation], tmp_path: Path, capsys: Capture) -> None:
     """All settings of runs that affect results; of cards without a run those of the model."""
     runs = tmp_path / "a", tmp_path / "b"
     for folder, changes in zip(runs, ({}, {"seed": 1, "workers": 4, "recipe": "other"}), strict=True):
@@ -368,7 +372,7 @@ def test_a_group_is_named_by_the_common_prefix(names: list[str], prefix: str) ->
 
 
 def test_eight_runs_fit_a_narrow_terminal(
-    both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Evaluation, Evaluation], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups first, no pair within a group, the runs by name, and the run without a matching seed."""
     monkeypatch.chdir(tmp_path)
@@ -399,7 +403,7 @@ def plant_run(folder: Path, card: Card, seed: int, right: int, lr: float) -> Pat
 
 
 def test_runs_that_differ_only_in_the_seed_are_groups(
-    both: tuple[Assessed, Assessed], tmp_path: Path, capsys: Capture
+    both: tuple[Evaluation, Evaluation], tmp_path: Path, capsys: Capture
 ) -> None:
     """Paired by seed, in any order; compared with SciPy's paired t-test."""
     low, high = {0: 290, 1: 306, 2: 288}, {2: 295, 1: 304, 0: 310}
@@ -428,7 +432,7 @@ def test_runs_that_differ_only_in_the_seed_are_groups(
     assert compare([done.folder for done in both])["groups"] == []
 
 
-def test_one_card_cannot_be_compared(both: tuple[Assessed, Assessed]) -> None:
+def test_one_card_cannot_be_compared(both: tuple[Evaluation, Evaluation]) -> None:
     with pytest.raises(ValueError, match="two cards"):
         compare([both[0].folder])
 
@@ -440,7 +444,7 @@ def named(card: Card, spec: str, model: str, config: dict[str, Any]) -> Card:
     return replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": model, "config": config})
 
 
-def test_published_results_are_found_by_weights_and_architecture(both: tuple[Assessed, Assessed]) -> None:
+def test_published_results_are_found_by_weights_and_architecture(both: tuple[Evaluation, Evaluation]) -> None:
     card = both[0].card
     assert published(card) == []
     base = to_json(configure("ViT-B/16"))
@@ -458,7 +462,9 @@ def test_published_results_are_found_by_weights_and_architecture(both: tuple[Ass
     ("name", "expected"),
     [("ViT-B/16", "B/16"), ("ViT-L/32", "L/32"), ("ViT-H/14", "H/14"), ("ViT-S/16", ""), ("R50x1+ViT-B/16", "")],
 )
-def test_the_papers_models_are_recognised_by_shape(name: str, expected: str, both: tuple[Assessed, Assessed]) -> None:
+def test_the_papers_models_are_recognised_by_shape(
+    name: str, expected: str, both: tuple[Evaluation, Evaluation]
+) -> None:
     assert shape(named(both[0].card, "imagenet", "", to_json(configure(name)))) == expected
 
 
@@ -469,7 +475,7 @@ def test_a_peers_card_has_its_config(tmp_path: Path) -> None:
     state = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32).state_dict()
     safetensors.torch.save_file(state, tmp_path / "w.safetensors")
     source = f"timm:vit_tiny_patch16_224@{tmp_path / 'w.safetensors'}"
-    done = assess(source, "digits", out=tmp_path / "out", image_size=32, device="cpu", quiet=True, batch=128)
+    done = evaluate_model(source, "digits", out=tmp_path / "out", image_size=32, device="cpu", quiet=True, batch=128)
     assert done
     card = read_card(tmp_path / "out")
     assert card.model["family"] == "timm"
@@ -495,16 +501,16 @@ def test_other_pixels_with_the_same_names_cannot_be_compared(tmp_path: Path) -> 
     cards = []
     for name in ("clean", "same", "noisy"):
         out = tmp_path / f"card-{name}"
-        done = assess(tmp_path / "model.safetensors", str(tmp_path / name), out=out, device="cpu", quiet=True)
+        done = evaluate_model(tmp_path / "model.safetensors", str(tmp_path / name), out=out, device="cpu", quiet=True)
         assert done
         cards.append(done)
     assert len({one.card.data["fingerprint"] for one in cards}) == 1
-    assert unlike(cards[0].card, cards[1].card) == ""
+    assert find_incompatibility(cards[0].card, cards[1].card) == ""
     with pytest.raises(ValueError, match="pixels"):
         compare([cards[0].folder, cards[2].folder])
 
 
-def test_rows_of_another_evaluation_are_a_data_error(both: tuple[Assessed, Assessed], tmp_path: Path) -> None:
+def test_rows_of_another_evaluation_are_a_data_error(both: tuple[Evaluation, Evaluation], tmp_path: Path) -> None:
     assert both[0].card.counts != both[1].card.counts
     write_card(both[0].card, tmp_path)
     (tmp_path / "images.parquet").write_bytes((both[1].folder / "images.parquet").read_bytes())
@@ -515,7 +521,7 @@ def test_rows_of_another_evaluation_are_a_data_error(both: tuple[Assessed, Asses
 def test_the_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="folder of a run"):
-        assess("weights", "digits", out=tmp_path)
+        evaluate_model("weights", "digits", out=tmp_path)
 
 
 def test_non_finite_predictions_write_no_card(tmp_path: Path) -> None:
@@ -523,17 +529,17 @@ def test_non_finite_predictions_write_no_card(tmp_path: Path) -> None:
     model.head.weight.data.fill_(3e38)
     plainvit.save(model, tmp_path / "model.safetensors")
     with pytest.raises(NonFiniteError, match="360 of 360"):
-        assess(tmp_path / "model.safetensors", "digits", out=tmp_path / "out", device="cpu", quiet=True)
+        evaluate_model(tmp_path / "model.safetensors", "digits", out=tmp_path / "out", device="cpu", quiet=True)
     assert not (tmp_path / "out" / "card.json").exists()
 
 
 def test_wilson_intervals_are_between_0_and_1() -> None:
     for images in range(1, 400):
-        assert 0 <= chance.wilson(0, images)[0] < 1e-12
-        assert 1 - 1e-12 < chance.wilson(images, images)[1] <= 1
+        assert 0 <= statistics.wilson(0, images)[0] < 1e-12
+        assert 1 - 1e-12 < statistics.wilson(images, images)[1] <= 1
 
 
-def test_published_results_need_the_test_split(both: tuple[Assessed, Assessed]) -> None:
+def test_published_results_need_the_test_split(both: tuple[Evaluation, Evaluation]) -> None:
     config = to_json(configure("ViT-B/16", classes=10))
     card = replace(both[0].card, model={**both[0].card.model, "config": config})
     data = {**card.data, "spec": "cifar10"}

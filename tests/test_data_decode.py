@@ -25,7 +25,7 @@ from torchvision.transforms.v2.functional import resize
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import MARGIN, PIXEL_LIMIT, ImageError, decode, size
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import preprocess_image
 
 ORIENTATION = 0x0112
 
@@ -182,7 +182,7 @@ def test_scaled_decoding_is_close_to_full_decoding(side: int) -> None:
         whole = by_pillow(data)
         scaled += decode(data, (side, side)).shape[0] < whole.shape[0]
         expected = resize(torch.from_numpy(whole).permute(2, 0, 1), [side, side], antialias=True)
-        worst = min(worst, psnr(prepare(data, Preprocess(), (side, side)), expected))
+        worst = min(worst, psnr(preprocess_image(data, Preprocess(), (side, side)), expected))
     assert scaled > 20
     assert worst >= 38
 

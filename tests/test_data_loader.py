@@ -36,7 +36,7 @@ from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation, uniforms
 from plainvit.data.resident import decode_all, resize_boxes, steps_at_once
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.transforms import DRAWS, prepare
+from plainvit.data.transforms import DRAWS, preprocess_image
 from plainvit.data.workers import default_workers
 from plainvit.runtime.distributed import World
 from plainvit.train.finalize import open_evaluation_set
@@ -701,7 +701,7 @@ def test_evaluation_batches_are_preprocessed(photos: Source, workers: int) -> No
     preprocess = Preprocess(resize="crop", crop=0.9)
     for made in evaluated(photos, 10, workers=workers)[0]:
         for image, one in zip(made.images, made.index, strict=True):
-            assert torch.equal(image, prepare(photos.read(int(one)), preprocess, (24, 24)))
+            assert torch.equal(image, preprocess_image(photos.read(int(one)), preprocess, (24, 24)))
 
 
 def test_evaluation_reports_bad_images(tmp_path: Path) -> None:
@@ -851,5 +851,5 @@ def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
             open_source(str(tmp_path)), stop=1, batch=1, side=60, augment=Augment(crop="none", flip=0), mode=mode
         )[0]
         turned = np.rot90(by_pillow(jpeg(3, 30, 60)), 3)
-        expected = prepare(np.ascontiguousarray(turned), Preprocess(), (60, 60))
+        expected = preprocess_image(np.ascontiguousarray(turned), Preprocess(), (60, 60))
         assert (floats(one.images[0]) - floats(expected)).abs().max() <= 2 * LEVEL

@@ -20,7 +20,7 @@ from plainvit.data.loader import Loader
 from plainvit.data.order import uniforms
 from plainvit.data.policy import FILL, OPERATIONS, SIGMAS, Policy, magnitudes, three_augment
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
+from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
 BOTH = Augment(randaugment=(2, 15), three_augment=True)
 RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
@@ -81,7 +81,7 @@ def stacked(images: list[np.ndarray]) -> Tensor:
 
 def prepared(source: Source, size: tuple[int, int], count: int) -> Tensor:
     places = np.linspace(0, len(source) - 1, count).astype(int)
-    return torch.stack([prepare(source.read(int(i)), Preprocess(), size) for i in places])
+    return torch.stack([preprocess_image(source.read(int(i)), Preprocess(), size) for i in places])
 
 
 def size_of(images: Tensor) -> tuple[int, int]:
@@ -325,10 +325,12 @@ def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode:
     index = loader.order.sample(np.arange(48))
     u = uniforms(3, torch.zeros(48, dtype=torch.long), torch.arange(48), DRAWS + 6)
     boxes = crop_boxes(u, torch.full((48, 2), 32), augment, (32, 32))
-    images = [cut(shapes.read(int(i)), box, (32, 32), (32, 32)) for i, box in zip(index, boxes, strict=True)]
+    images = [
+        crop_and_resize(shapes.read(int(i)), box, (32, 32), (32, 32)) for i, box in zip(index, boxes, strict=True)
+    ]
     flipped = [x.flip(2) if row[4 * TRIES] < 0.5 else x for x, row in zip(images, u, strict=True)]
     changed = Policy(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, DRAWS:])
-    assert torch.equal(found, finish(changed, u, augment.replace(flip=0.0)))
+    assert torch.equal(found, augment_batch(changed, u, augment.replace(flip=0.0)))
 
 
 REAL = {"shapes": lambda: open_source("shapes:size=64,count=100"), "tiny-imagenet": lambda: tiny_imagenet(real_data())}
@@ -374,7 +376,7 @@ def test_a_policy_never_synchronizes() -> None:
     images, u = torch.empty((56, 3, 32, 32), dtype=torch.uint8, device="meta"), draws(56)
     found = Policy(augment, (32, 32), "meta")(images, u)
     assert (found.shape, found.dtype, found.device.type) == (images.shape, torch.uint8, "meta")
-    assert finish(found, torch.empty((56, DRAWS), device="meta"), augment).shape == images.shape
+    assert augment_batch(found, torch.empty((56, DRAWS), device="meta"), augment).shape == images.shape
 
 
 @pytest.mark.gpu

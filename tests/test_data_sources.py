@@ -40,7 +40,7 @@ from plainvit.config import Config
 from plainvit.data import generated, known, tables
 from plainvit.data.check import pack
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import SUFFIXES, AbsentSplit, Files, Names, Source, Subset, open_source
+from plainvit.data.sources import SUFFIXES, Files, MissingSplitError, Names, Source, Subset, open_source
 from plainvit.data.splits import open_splits
 from plainvit.evaluate.inputs import find
 
@@ -85,7 +85,7 @@ def test_class_folders_are_labels(tmp_path: Path) -> None:
         data = (root / name).read_bytes()
         assert source.read(index) == data
         assert np.array_equal(source.image(index), by_pillow(data))
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source(str(root), "val")
 
 
@@ -832,7 +832,7 @@ def test_cifar10_has_its_official_classes() -> None:
     assert source.classes == expected
     assert source.image(0).shape == (32, 32, 3)
     assert set(np.bincount(source.labels)) == {5000}
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source("cifar10", "val", data_root=real_data())
 
 
@@ -961,7 +961,7 @@ def test_digits_splits_are_disjoint() -> None:
     found = {split: set(names(open_source("digits", split))) for split in ("train", "test")}
     assert (len(found["train"]), len(found["test"])) == (1437, 360)
     assert not found["train"] & found["test"]
-    with pytest.raises(AbsentSplit, match="--holdout"):  # a validation split inside train would flatter a run
+    with pytest.raises(MissingSplitError, match="--holdout"):  # a validation split inside train would flatter a run
         open_source("digits", "val")
 
 

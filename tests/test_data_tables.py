@@ -18,7 +18,7 @@ from plainvit.cli import main
 from plainvit.data import tables
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.group_cache import GroupCache
-from plainvit.data.sources import AbsentSplit, Source, open_source
+from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.evaluate.inputs import find
 
 
@@ -57,7 +57,7 @@ def test_a_save_to_disk_folder_is_read(tmp_path: Path, shards: int) -> None:
     assert source.classes == ("cat", "dog", "ant")
     assert rows(source) == list(zip(IMAGES, WORDS, strict=True))
     assert len({source.name(at) for at in range(7)}) == 7
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source(str(tmp_path / "set"), "test")
 
 
@@ -69,7 +69,7 @@ def test_a_save_to_disk_folder_with_splits_is_read(tmp_path: Path) -> None:
         source = open_source(str(tmp_path), split)
         assert source.classes == ("ant", "cat", "dog")
         assert rows(source) == list(zip(IMAGES[part], WORDS[part], strict=True))
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source(str(tmp_path), "val")
     assert len(find([str(tmp_path)])) == 4
 
@@ -130,7 +130,7 @@ def test_a_single_parquet_or_arrow_file_is_read(tmp_path: Path, suffix: str) -> 
     (tmp_path / f"photos.{suffix}").rename(tmp_path / f"test-0.{suffix}")
     assert len(open_source(str(tmp_path / f"test-0.{suffix}"), "test")) == 7
     assert len(find([str(tmp_path / f"test-0.{suffix}")])) == 7
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source(str(tmp_path / f"test-0.{suffix}"))
 
 

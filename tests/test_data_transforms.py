@@ -23,7 +23,7 @@ from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import decode
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.order import uniforms
-from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, finish, prepare
+from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
 RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
 FLIP, COLOURS, HOLES = 4 * TRIES, slice(4 * TRIES + 1, 4 * TRIES + 4), slice(4 * TRIES + 4, 4 * TRIES + 9)
@@ -203,7 +203,7 @@ CUTS = [
 def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tuple[int, int]) -> None:
     """Compared with torchvision on floats and with Pillow, within one grey level."""
     top, left, height, width = place
-    found = cut(PICTURE, box(*place), out, (90, 120))
+    found = crop_and_resize(PICTURE, box(*place), out, (90, 120))
     assert found.dtype is torch.uint8
     assert found.shape == (3, *out)
     floats = VF.resized_crop(as_tensor(PICTURE).double(), top, left, height, width, list(out), antialias=True)
@@ -216,8 +216,8 @@ def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tup
 def test_cutting_a_file_equals_cutting_its_pixels() -> None:
     for data in (encode(PICTURE, "PNG"), encode(PICTURE, "JPEG", quality=95)):
         for place in CUTS[:3]:
-            expected = cut(by_pillow(data), box(*place), (48, 48), (90, 120))
-            assert torch.equal(cut(data, box(*place), (48, 48), (90, 120)), expected)
+            expected = crop_and_resize(by_pillow(data), box(*place), (48, 48), (90, 120))
+            assert torch.equal(crop_and_resize(data, box(*place), (48, 48), (90, 120)), expected)
 
 
 @pytest.mark.parametrize("pad", [1, 4])
@@ -227,7 +227,7 @@ def test_cutting_beyond_the_border_gives_zeros(pad: int) -> None:
     for top in range(-pad, pad + 1):
         for left in range(-pad, pad + 1):
             expected = padded[top + pad : top + pad + 12, left + pad : left + pad + 10]
-            assert torch.equal(cut(pixels, box(top, left, 12, 10), (12, 10), (12, 10)), as_tensor(expected))
+            assert torch.equal(crop_and_resize(pixels, box(top, left, 12, 10), (12, 10), (12, 10)), as_tensor(expected))
 
 
 @pytest.mark.parametrize("shape", [(1, 30), (30, 1), (2, 3), (4, 4), (1, 1)])
@@ -238,7 +238,7 @@ def test_padding_may_be_wider_than_the_image(shape: tuple[int, int]) -> None:
     for top in range(-5, 6):
         for left in range(-5, 6):
             expected = padded[top + 5 : top + 5 + shape[0], left + 5 : left + 5 + shape[1]]
-            assert torch.equal(cut(pixels, box(top, left, *shape), shape, shape), as_tensor(expected))
+            assert torch.equal(crop_and_resize(pixels, box(top, left, *shape), shape, shape), as_tensor(expected))
 
 
 @pytest.mark.parametrize("offset", [(-40, 24), (40, 0), (0, -8)])
@@ -251,7 +251,7 @@ def test_padding_of_a_large_jpeg_is_in_full_pixels(offset: tuple[int, int]) -> N
     top, left = offset
     window = as_tensor(padded[top + 40 : top + 680, left + 40 : left + 680])
     expected = VF.resize(window.double(), [32, 32], antialias=True)
-    found = cut(data, box(top, left, 640, 640), (32, 32), (640, 640))
+    found = crop_and_resize(data, box(top, left, 640, 640), (32, 32), (640, 640))
     assert (found - expected).abs().max() <= 1
     assert (found == 0).all(0).any() == (min(offset) < -20 or max(offset) > 20)
 
@@ -266,7 +266,9 @@ def test_crops_of_a_scaled_jpeg_have_the_right_position() -> None:
     for index, place in enumerate(boxes_of(Augment(area=(0.3, 1.0)), (1024, 1024), 60)):
         side = (16, 32, 48)[index % 3]
         red, green, _ = (
-            cut(data, torch.from_numpy(place), (side, side), (1024, 1024)).double().mean((1, 2)) * 1023 / 255
+            crop_and_resize(data, torch.from_numpy(place), (side, side), (1024, 1024)).double().mean((1, 2))
+            * 1023
+            / 255
         )
         top, left, height, width = place
         assert abs(float(green) - (top + height / 2 - 0.5)) < 0.3 * height / side + 1
@@ -286,7 +288,7 @@ def test_random_equals_resize_then_crop(shape: tuple[int, int], resize: int, out
     ):
         top, left = (int(row[i] * (resize - out + 1)) for i in (0, 1))
         expected = whole[:, top : top + out, left : left + out]
-        assert (cut(pixels, place, (out, out), shape) - expected).abs().mean() < 1
+        assert (crop_and_resize(pixels, place, (out, out), shape) - expected).abs().mean() < 1
 
 
 # Preparing for evaluation ---------------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     steps = [v2.Resize(int(96 / crop + 1e-6), KINDS[interpolation], antialias=True), v2.CenterCrop(96)]
     expected = v2.Compose(steps)(image)
     preprocess = Preprocess(resize="crop", crop=crop, interpolation=interpolation)
-    found = prepare(image.permute(1, 2, 0).numpy(), preprocess, (96, 96))
+    found = preprocess_image(image.permute(1, 2, 0).numpy(), preprocess, (96, 96))
     assert found.shape == (3, 96, 96)
     assert share_within(found, expected, 1) == 1
     assert share_within(found, expected, 0) > 0.99
@@ -318,7 +320,7 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
 def test_squash_equals_torchvision(shape: tuple[int, int], out: tuple[int, int], interpolation: str) -> None:
     image = as_tensor(np.array(photo(*shape, seed=4)))
     expected = v2.Resize(list(out), KINDS[interpolation], antialias=True)(image)
-    found = prepare(image.permute(1, 2, 0).numpy(), Preprocess(interpolation=interpolation), out)
+    found = preprocess_image(image.permute(1, 2, 0).numpy(), Preprocess(interpolation=interpolation), out)
     assert share_within(found, expected, 1) == 1
     assert share_within(found, expected, 0) > 0.99
 
@@ -332,7 +334,9 @@ def test_crop_equals_timm(shape: tuple[int, int], interpolation: str) -> None:
         96, interpolation=interpolation, crop_pct=0.9, mean=(0.0,) * 3, std=(1.0,) * 3
     )
     expected = (transform(image) * 255).round().to(torch.uint8)
-    found = prepare(np.array(image), Preprocess(resize="crop", crop=0.9, interpolation=interpolation), (96, 96))
+    found = preprocess_image(
+        np.array(image), Preprocess(resize="crop", crop=0.9, interpolation=interpolation), (96, 96)
+    )
     assert share_within(found, expected, 2) == 1
     assert share_within(found, expected, 1) > 0.99
 
@@ -344,8 +348,8 @@ def test_resizing_without_antialiasing_equals_torch(interpolation: str, out: tup
     pixels = noise(90, 120) // 4 + 96
     preprocess = Preprocess(interpolation=interpolation, antialias=False)
     expected = F.interpolate(as_tensor(pixels)[None].double(), out, mode=interpolation)[0]
-    assert (prepare(pixels, preprocess, out) - expected.round()).abs().max() <= 1
-    assert (prepare(pixels, preprocess.replace(antialias=True), out) - expected).abs().mean() > 2
+    assert (preprocess_image(pixels, preprocess, out) - expected.round()).abs().max() <= 1
+    assert (preprocess_image(pixels, preprocess.replace(antialias=True), out) - expected).abs().mean() > 2
 
 
 SETTINGS = [
@@ -372,7 +376,7 @@ def test_a_large_jpeg_is_resized_like_its_pixels(interpolation: str, antialias: 
     image = image if scale == 12 else Image.fromarray(noise(48 * 12, 64 * 12, 4) // 2 + 64)
     data, out = encode(image, "JPEG", quality=95), (24, 32)
     expected = resize_by_peers(simplejpeg.decode_jpeg(data, "RGB"), out, interpolation, antialias)
-    found = prepare(data, Preprocess(interpolation=interpolation, antialias=antialias), out)
+    found = preprocess_image(data, Preprocess(interpolation=interpolation, antialias=antialias), out)
     apart = (found.int() - expected.int()).abs()
     exact = not antialias or interpolation == "nearest"  # elsewhere the decoder may scale first
     assert apart.max() <= 1 if exact else apart.double().mean() < 1.5
@@ -388,13 +392,13 @@ def test_only_the_centre_of_a_very_long_image_is_resized(
     expected = resize_by_peers(pixels, (shape[0] * 16, shape[1] * 16), interpolation, antialias)
     top, left = (side * 8 - 24 for side in shape)
     monkeypatch.setattr("plainvit.data.transforms.PIXEL_LIMIT", 48 * 48)
-    found = prepare(pixels, preprocess, (48, 48))
+    found = preprocess_image(pixels, preprocess, (48, 48))
     assert (found.int() - expected[:, top : top + 48, left : left + 48].int()).abs().max() <= 1
 
 
 def test_an_image_of_the_right_size_is_unchanged() -> None:
     for preprocess in (Preprocess(), Preprocess(resize="crop"), Preprocess(interpolation="bicubic")):
-        assert torch.equal(prepare(PICTURE[:, :90], preprocess, (90, 90)), as_tensor(PICTURE[:, :90]))
+        assert torch.equal(preprocess_image(PICTURE[:, :90], preprocess, (90, 90)), as_tensor(PICTURE[:, :90]))
 
 
 def test_a_photo_with_exif_orientation_is_prepared_upright() -> None:
@@ -404,7 +408,8 @@ def test_a_photo_with_exif_orientation_is_prepared_upright() -> None:
     data, expected = encode(image, "PNG", exif=exif), np.rot90(np.array(image), 3)
     preprocess = Preprocess(resize="crop", crop=0.9)
     assert torch.equal(
-        prepare(data, preprocess, (48, 48)), prepare(np.ascontiguousarray(expected), preprocess, (48, 48))
+        preprocess_image(data, preprocess, (48, 48)),
+        preprocess_image(np.ascontiguousarray(expected), preprocess, (48, 48)),
     )
 
 
@@ -412,13 +417,13 @@ THIN = """
 import resource
 import numpy as np
 from plainvit.config import Preprocess
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import preprocess_image
 limit = 4 * 2**30
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for shape in ((1, 30000, 3), (30000, 1, 3)):
     for resize in ("squash", "crop"):
-        image = prepare(np.full(shape, 77, np.uint8), Preprocess(resize=resize, crop=0.875), (224, 224))
+        image = preprocess_image(np.full(shape, 77, np.uint8), Preprocess(resize=resize, crop=0.875), (224, 224))
         assert image.shape == (3, 224, 224) and (image == 77).all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
@@ -441,12 +446,12 @@ def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
 def test_flips_are_exact_and_have_the_given_probability() -> None:
     images, u = batch(8), draws(8)
     for flip in (0.0, 0.3, 0.5, 1.0):
-        found = finish(images, u, Augment(flip=flip))
+        found = augment_batch(images, u, Augment(flip=flip))
         assert found.dtype is torch.uint8
         for image, result, number in zip(images, found, u[:, FLIP], strict=True):
             assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
     two = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
-    flipped = int(finish(two, draws(5000), Augment(flip=0.3))[:, 0, 0, 0].sum())
+    flipped = int(augment_batch(two, draws(5000), Augment(flip=0.3))[:, 0, 0, 0].sum())
     assert binomtest(flipped, 5000, 0.3).pvalue > RARE
 
 
@@ -454,7 +459,7 @@ def test_flips_are_exact_and_have_the_given_probability() -> None:
 def test_color_jitter_equals_torchvision(colour: float) -> None:
     """The same factors in the same order; torchvision's grey weighs red by 0.2989 and ours by 0.299."""
     images, u = batch(32), draws(32)
-    found = finish(images, u, Augment(flip=0, colour=colour))
+    found = augment_batch(images, u, Augment(flip=0, colour=colour))
     factors = 1 + (2 * u[:, COLOURS] - 1) * colour
     assert factors.min() < 1 < factors.max()
     for image, result, (brightness, contrast, saturation) in zip(images, found, factors.tolist(), strict=True):
@@ -465,15 +470,15 @@ def test_color_jitter_equals_torchvision(colour: float) -> None:
 
 def test_color_jitter_does_not_depend_on_the_batch() -> None:
     images, u, augment = batch(16), draws(16), Augment(colour=0.4, erase=0.5)
-    whole = finish(images, u, augment)
+    whole = augment_batch(images, u, augment)
     for i in range(16):
-        assert torch.equal(finish(images[i : i + 1], u[i : i + 1], augment)[0], whole[i])
+        assert torch.equal(augment_batch(images[i : i + 1], u[i : i + 1], augment)[0], whole[i])
 
 
 def holes(probability: float, count: int, side: int, floats: bool = False) -> tuple[Tensor, Tensor]:
     """Images without grey in them, erased; and where they are grey afterwards [B, H, W]."""
     images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
-    found = finish(images, draws(count), Augment(flip=0, erase=probability))
+    found = augment_batch(images, draws(count), Augment(flip=0, erase=probability))
     grey = 0.5 if floats else 128
     assert set(found.unique().tolist()) <= {0, grey}
     assert (found == found[:, :1]).all()

@@ -124,7 +124,7 @@ import os, sys, types
 from plainvit import device
 {before}
 device.cpu_bf16_kills = lambda: {kills}
-device.prepare()
+device.set_environment()
 print(os.environ.get(device.ISA_VARIABLE), "torch" in sys.modules)
 """
 
@@ -151,7 +151,7 @@ def test_the_package_calls_prepare_before_loading_models() -> None:
     code = """
 import sys, types, plainvit
 from plainvit import device
-device.prepare = lambda: print("prepared", "torch" in sys.modules)
+device.set_environment = lambda: print("prepared", "torch" in sys.modules)
 class Models(types.ModuleType):
     def __getattr__(self, name):
         print("asked for", name)
@@ -237,7 +237,7 @@ import functools, os, pathlib
 os.getloadavg = lambda: ({load}, 0.0, 0.0)
 from plainvit import device
 device.is_busy = functools.partial(device.is_busy, pathlib.Path({str(tmp_path / "loadavg")!r}))
-device.prepare()
+device.set_environment()
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

@@ -22,7 +22,7 @@ import plainvit
 from plainvit.cli import main
 from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.distributed import LostError, World, losses_told
+from plainvit.runtime.distributed import LostError, World, raise_lost_peer
 from plainvit.runtime.folder import metrics
 from plainvit.runtime.watchdog import find_missing
 from plainvit.train.step import PendingStep
@@ -315,7 +315,7 @@ def test_the_missing_ranks_are_the_silent_ones_or_the_slowest(
 def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: bool) -> None:
     with (
         pytest.raises(LostError if lost else RuntimeError, match="rank 2" if lost else "mat1"),
-        losses_told(World(2, 4)),
+        raise_lost_peer(World(2, 4)),
     ):
         raise error
 

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import plainvit
-from plainvit.analyse.evaluation import assess
+from plainvit.analyse.evaluation import evaluate_model
 from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
@@ -30,7 +30,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.known import SETS, real_labels
 from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source, open_source
-from plainvit.data.splits import choose
+from plainvit.data.splits import choose_split
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
@@ -544,15 +544,17 @@ def test_a_folder_without_splits_is_evaluated_completely(tmp_path: Path) -> None
     """By weights that know nothing of it; where it has validation images, these."""
     model = saved(tmp_path / "model.safetensors", ("ant", "bee"), classes=2)
     plant_classes(tmp_path / "photos", {"ant": 3, "bee": 4})
-    done = assess(model, str(tmp_path / "photos"), out=tmp_path / "flat", device="cpu", quiet=True)
+    done = evaluate_model(model, str(tmp_path / "photos"), out=tmp_path / "flat", device="cpu", quiet=True)
     assert done is not None
     assert (len(done.result.index), done.card.data["split"]) == (7, "train")
     for split, count in (("train", 3), ("val", 2)):
         plant_classes(tmp_path / "both" / split, {"ant": count, "bee": count}, start=10 * count)
-    done = assess(model, str(tmp_path / "both"), out=tmp_path / "val", device="cpu", quiet=True)
+    done = evaluate_model(model, str(tmp_path / "both"), out=tmp_path / "val", device="cpu", quiet=True)
     assert done is not None
     assert (len(done.result.index), done.card.data["split"]) == (4, "val")
-    named = assess(model, str(tmp_path / "both"), split="validation", out=tmp_path / "named", device="cpu", quiet=True)
+    named = evaluate_model(
+        model, str(tmp_path / "both"), split="validation", out=tmp_path / "named", device="cpu", quiet=True
+    )
     assert named is not None
     assert named.card.data["split"] == "val"
 
@@ -561,16 +563,16 @@ def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytes
     photos = plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
     config = small_runs.config(data=str(photos), holdout=0.2, steps=2, batch=4)
     run = plainvit.fit(config, tmp_path / "run", quiet=True)
-    done = assess(tmp_path / "run", str(photos), out=tmp_path / "own", device="cpu", quiet=True)
+    done = evaluate_model(tmp_path / "run", str(photos), out=tmp_path / "own", device="cpu", quiet=True)
     assert done is not None
     assert "4 that the run held out" in caplog.text
     assert len(done.result.index) == 4
     assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
-    assess(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
+    evaluate_model(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
     assert "trained on these images" in caplog.text
     weights = tmp_path / "run" / "model.safetensors"
     named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
-    assert [len(choose(*words, None)) for words in named] == [4, 4, 4]
+    assert [len(choose_split(*words, None)) for words in named] == [4, 4, 4]
     looked = gather(Predictor(run.folder, device="cpu"), str(photos), "", "", 128, run.folder)
     assert (len(looked.images), looked.which, looked.held_out) == (4, "held-out images of the run", True)
 
@@ -582,11 +584,11 @@ def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pyt
     plainvit.fit(small_runs.config(data="photos", holdout=0.2, steps=2, batch=4), "run", quiet=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert len(choose("../run", "../photos", "", None)) == 4
+    assert len(choose_split("../run", "../photos", "", None)) == 4
     (tmp_path / "photos").rename(tmp_path / "moved")
-    assert len(choose("../run", "../moved", "", None)) == 4
+    assert len(choose_split("../run", "../moved", "", None)) == 4
     plant_classes(tmp_path / "others", {"ant": 10, "bee": 10}, start=100)  # new images of the same names
-    assert len(choose("../run", "../others", "", None)) == 20
+    assert len(choose_split("../run", "../others", "", None)) == 20
 
 
 def test_invalid_arguments_are_one_line(tmp_path: Path, capsys: Capture) -> None:
@@ -620,8 +622,8 @@ def test_preprocessing_is_the_models_own_by_default(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32, image_size=(16, 16), classes=2)
     model.about = About(preprocess=Preprocess(resize="crop", crop=0.5, interpolation="bicubic"))
     plainvit.save(model, tmp_path / "model.safetensors")
-    own = assess(tmp_path / "model.safetensors", str(folder), out=tmp_path / "own", device="cpu", quiet=True)
-    told = assess(
+    own = evaluate_model(tmp_path / "model.safetensors", str(folder), out=tmp_path / "own", device="cpu", quiet=True)
+    told = evaluate_model(
         tmp_path / "model.safetensors",
         str(folder),
         out=tmp_path / "told",
@@ -636,7 +638,9 @@ def test_preprocessing_is_the_models_own_by_default(tmp_path: Path) -> None:
     assert told.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
     squashed = {"resize": "squash", "crop": 0.5}
     with pytest.raises(ValueError, match="--resize crop"):
-        assess(tmp_path / "model.safetensors", str(folder), out=tmp_path / "odd", preprocess=squashed, quiet=True)
+        evaluate_model(
+            tmp_path / "model.safetensors", str(folder), out=tmp_path / "odd", preprocess=squashed, quiet=True
+        )
     assert own.card.preprocess["hash"] != told.card.preprocess["hash"]
     assert not np.allclose(own.result.nll, told.result.nll)
 
@@ -697,7 +701,7 @@ def test_a_timm_model_has_timms_preprocessing(tmp_path: Path) -> None:
     picture = photo(300, 400)
     pixels = np.array(picture)
     expected = theirs(Image.fromarray(pixels)) * 0.5 + 0.5  # this model's mean and std are 0.5
-    found = predictor.prepare(pixels) / 255
+    found = predictor.load_image(pixels) / 255
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= 1.5 / 255
 
@@ -811,11 +815,11 @@ def test_pillow_images_equal_their_files(tmp_path: Path) -> None:
     Image.fromarray(pixels).convert("P").save(tmp_path / "palette.png")
     for file in sorted(tmp_path.iterdir()):
         with Image.open(file) as image:
-            assert torch.equal(predictor.prepare(image), predictor.prepare(file)), file.name
-    assert torch.equal(predictor.prepare(pixels), predictor.prepare(Image.fromarray(pixels)))
+            assert torch.equal(predictor.load_image(image), predictor.load_image(file)), file.name
+    assert torch.equal(predictor.load_image(pixels), predictor.load_image(Image.fromarray(pixels)))
 
 
 @pytest.mark.parametrize("pixels", [np.zeros((5, 5), np.uint8), np.zeros((5, 5, 4), np.uint8), np.zeros((5, 5, 3))])
 def test_pixels_of_another_type_or_shape_are_an_error(pixels: np.ndarray) -> None:
     with pytest.raises(ValueError, match="uint8"):
-        Predictor(tiny.vit(torch.float32), device="cpu").prepare(pixels)
+        Predictor(tiny.vit(torch.float32), device="cpu").load_image(pixels)

@@ -29,8 +29,8 @@ from plainvit.models.fast.fp8 import (
     E4M3,
     Fp8InferenceLinear,
     Fp8Linear,
+    convert_to_fp8,
     emulate_matmul,
-    in_fp8,
     product,
     quantise,
     scaled_matmul,
@@ -312,7 +312,7 @@ def test_inference_copy_agrees_with_fp32(plain_runs: list[tuple[ViT, float]]) ->
     more, _ = tensors("train")
     images = torch.cat((images, more))
     for model, _ in plain_runs:
-        low = in_fp8(model, torch.float32)
+        low = convert_to_fp8(model, torch.float32)
         assert sum(isinstance(module, Fp8InferenceLinear) for module in low.modules()) == 7, (
             "all but the last block's qkv"
         )
@@ -368,7 +368,7 @@ def test_unknown_optimise_is_an_error() -> None:
 def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
-    monkeypatch.setattr(inference, "in_fp8", lambda model: in_fp8(model, torch.float32))
+    monkeypatch.setattr(inference, "in_fp8", lambda model: convert_to_fp8(model, torch.float32))
     monkeypatch.setattr(inference, "time_calls", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
     eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
@@ -400,7 +400,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], World]] = {
 
 @pytest.mark.parametrize("word", UNSUPPORTED)
 def test_unsupported_configs_are_errors(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.models.fast.fp8.why_not", lambda _: "")  # as on a GPU that supports it
+    monkeypatch.setattr("plainvit.models.fast.fp8.explain_unsupported", lambda _: "")  # as on a GPU that supports it
     changes, world = UNSUPPORTED[word]
     with pytest.raises(ValueError, match=f"{word}.*--precision"):
         check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
@@ -410,16 +410,16 @@ def test_unsupported_configs_are_errors(word: str, monkeypatch: pytest.MonkeyPat
 def test_why_not_names_old_gpus_and_failing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "A100 has 8.0" in fp8.why_not("cuda")
+    assert "A100 has 8.0" in fp8.explain_unsupported("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
     def failing(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling this\nand more of it")
 
     with FakeTensorMode():  # as if there were one: the trial's own tensors are checked, and nothing is computed
-        assert fp8.why_not("cuda") == ""
+        assert fp8.explain_unsupported("cuda") == ""
         monkeypatch.setattr(fp8, "product", failing)
-        found = fp8.why_not("cuda")
+        found = fp8.explain_unsupported("cuda")
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in found
     assert "\n" not in found
 
@@ -480,7 +480,7 @@ def test_inference_copy_keeps_the_activation() -> None:
     for activation in ("gelu", "gelu_tanh", "relu"):
         model = tiny.vit(torch.float32, width=32, mlp_dim=64, activation=activation).eval()
         assert isinstance(model, ViT)
-        low, images = in_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
+        low, images = convert_to_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
         assert low.blocks[0].mlp.activation is fp8.identity  # pyright: ignore
         expected = model(images)
         assert apart(low(images), expected.double()) < 0.1
@@ -505,7 +505,7 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
 def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None:
-    assert not fp8.why_not("cuda")
+    assert not fp8.explain_unsupported("cuda")
     (a, rows), (b, columns) = quantise(draw(M, K, spread=1.0).cuda()), quantise(draw(N, K, seed=1).cuda())
     bias = draw(1, N)[0].cuda()
     found = product(a, b, (rows, columns), bias, fast=fast)
@@ -523,13 +523,13 @@ def test_gpu_quantisation_equals_cpu() -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("shortcuts", [False, True])
-def test_gpu_compiles_without_graph_breaks(shortcuts: bool) -> None:
+@pytest.mark.parametrize("fast_path", [False, True])
+def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0, depth=3).cuda()
     nn.init.normal_(model.head.weight, std=0.05)  # pyright: ignore
     use_fp8(model)  # pyright: ignore
-    if shortcuts:
+    if fast_path:
         accelerate(model)
     images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, device="cuda")
     found: list[tuple[Tensor, Tensor]] = []

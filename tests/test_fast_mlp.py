@@ -114,4 +114,4 @@ def test_compiler_has_the_options_used() -> None:
     assert set(options) <= set(torch._inductor.list_options())
     for other in ("ViT-H/14", "BiT-R50x1"):  # rows too wide for what shared memory holds, and no LayerNorm
         assert choose_compiler_options(Config(model=configure(other, 10))) is None
-    assert choose_compiler_options(Config(model=configure("ViT-L/16", 10), shortcuts="off")) is None
+    assert choose_compiler_options(Config(model=configure("ViT-L/16", 10), fast_path="off")) is None

@@ -12,7 +12,7 @@ from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
 from plainvit.studies import masked, pooling, regularisation, transfer
-from plainvit.studies.study import Found, Study
+from plainvit.studies.study import Results, Study
 from plainvit.train.guards import DivergedError
 from plainvit.train.search import search_rates
 
@@ -123,7 +123,7 @@ def test_studies_warn_of_a_rate_at_the_edge(
     values = {
         name: [{"top1": top + one, "few_shot": top + one} for one in (0.0, 0.01, 0.02)] for name, top in tops.items()
     }
-    study.decide(Found(arms, values))
+    study.decide(Results(arms, values))
     assert bool(caplog.messages) == (rates[2] > rates[1])
 
 
@@ -133,5 +133,5 @@ def test_the_study_of_regularisation_warns_of_the_edge(
 ) -> None:
     arms = regularisation.STUDIES[0].arms("cpu")
     tops = {name: 0.8 if name == "decay {:g}, dropout {:g}".format(*best) else 0.5 for name in arms}
-    regularisation.STUDIES[0].decide(Found(arms, {name: [{"top1": top}] * 3 for name, top in tops.items()}))
+    regularisation.STUDIES[0].decide(Results(arms, {name: [{"top1": top}] * 3 for name, top in tops.items()}))
     assert len(caplog.messages) == (2 if best == (0.3, 0.1) else 0)

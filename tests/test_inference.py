@@ -93,19 +93,19 @@ NAMED: dict[str, Callable[[ViT, Path], object]] = {
 }
 SCORED: dict[str, Callable[[ViT, Tensor], object]] = {
     "accuracy": lambda model, images: robust.accuracy(model, images, LABELS),
-    "removed": lambda model, images: robust.removed(model, images, LABELS),
-    "shifted": lambda model, images: robust.shifted(model, images, LABELS, (0, 1)),
+    "removed": lambda model, images: robust.measure_removal(model, images, LABELS),
+    "shifted": lambda model, images: robust.measure_shifts(model, images, LABELS, (0, 1)),
     "faithfulness": lambda model, images: robust.faithfulness(model, images, torch.rand(IMAGES, 3, 5)),
-    "occluded": lambda model, images: robust.occluded(model, images, LABELS, (3, 5), (0.0, 0.5)),
-    "shuffled": lambda model, images: robust.shuffled(model, images, LABELS, [(1, 1)]),
-    "ends": robust.ends,
+    "occluded": lambda model, images: robust.measure_occlusion(model, images, LABELS, (3, 5), (0.0, 0.5)),
+    "shuffled": lambda model, images: robust.measure_shuffling(model, images, LABELS, [(1, 1)]),
+    "ends": robust.score_ends,
 }
 LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
-    "heads": attention.heads,
+    "heads": attention.measure_heads,
     "rollout": attention.rollout,
-    "looks": attention.looks,
+    "looks": attention.attention_maps,
     "relevance": attention.relevance,
-    "pooled": tokens.pooled,
+    "pooled": tokens.pool_tokens,
     "outliers": tokens.outliers,
     "views": lambda model, images: explorer.views(model, images[0], explorer.plan(model, 1)),
 }

@@ -18,7 +18,7 @@ from plainvit.train.optim import (
     Muon,
     Optimizers,
     add_lora,
-    decay_from_big_vision,
+    convert_big_vision_decay,
     depth_of,
     freeze,
     is_matrix,
@@ -92,7 +92,7 @@ def test_a_share_of_the_run_is_that_many_steps() -> None:
 
 
 def test_big_visions_decay_is_converted() -> None:
-    assert decay_from_big_vision(1e-3, 1e-4) == pytest.approx(0.1)  # its S/16 baseline against the paper's 0.1
+    assert convert_big_vision_decay(1e-3, 1e-4) == pytest.approx(0.1)  # its S/16 baseline against the paper's 0.1
 
 
 # optimisers -----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from small_runs import Child
 
 import plainvit
 from plainvit.analyse.figures import write_csv
-from plainvit.analyse.gallery import chosen
+from plainvit.analyse.gallery import choose_evenly
 from plainvit.cli import main
 from plainvit.data import sources
 from plainvit.data.decode import DataError, ImageError, decode
@@ -42,7 +42,15 @@ from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, _Answering, _decoded, _Decoding, _Packed, _size_cluster
 from plainvit.evaluate.outputs import Parts
-from plainvit.evaluate.predict import NOT_FINITE, Answered, Question, locally, rows, trust, write
+from plainvit.evaluate.predict import (
+    NOT_FINITE,
+    OutputBatches,
+    PredictionJob,
+    describe_accuracy_of_run,
+    predict_locally,
+    rows,
+    write,
+)
 from plainvit.evaluate.predictor import Predictor
 
 Capture = pytest.CaptureFixture[str]
@@ -363,7 +371,7 @@ def by_hand(predictor: Predictor, path: Path) -> list[tuple[str, float]]:
 
 
 def test_rows_equal_those_of_each_image_alone(predictor: Predictor, photos: Path) -> None:
-    found = list(rows(Question(predictor, 3), inputs.find([str(photos)])))
+    found = list(rows(PredictionJob(predictor, 3), inputs.find([str(photos)])))
     assert [row["name"] for row in found] == [f"{photos}/{name}" for name in NAMES]
     for row in found:
         if row["name"].endswith("5.jpg"):
@@ -379,7 +387,7 @@ def test_rows_equal_those_of_each_image_alone(predictor: Predictor, photos: Path
 
 def test_rows_equal_the_predictors_results(predictor: Predictor, photos: Path) -> None:
     good = [photos / name for name in NAMES if name != "5.jpg"]
-    found = [row for row in rows(Question(predictor, 7), inputs.find([str(photos)])) if not row["error"]]
+    found = [row for row in rows(PredictionJob(predictor, 7), inputs.find([str(photos)])) if not row["error"]]
     for row, guesses in zip(found, predictor(good, k=7), strict=True):
         assert [guess["label"] for guess in row["guesses"]] == [guess.label for guess in guesses]
         assert [guess["probability"] for guess in row["guesses"]] == pytest.approx(
@@ -405,10 +413,10 @@ def test_workers_read_an_archive_independently(predictor: Predictor, tmp_path: P
                 member = tarfile.TarInfo(f"{seed:02d}.png")
                 member.size = len(png(seed))
                 file.addfile(member, io.BytesIO(png(seed)))
-    source, question = inputs.find([str(path)]), Question(predictor, 2)
+    source, question = inputs.find([str(path)]), PredictionJob(predictor, 2)
     source.read(3)  # workers must not inherit this file position
-    alone = list(rows(question, source, engine=partial(locally, workers=0)))
-    assert list(rows(question, source, engine=partial(locally, workers=2))) == alone
+    alone = list(rows(question, source, engine=partial(predict_locally, workers=0)))
+    assert list(rows(question, source, engine=partial(predict_locally, workers=2))) == alone
     assert len({json.dumps(row["guesses"]) for row in alone}) == 40
 
 
@@ -445,16 +453,16 @@ def test_features_equal_the_models(weights: Path, predictor: Predictor, photos: 
         np.testing.assert_array_equal(saved["features"][at], np.float32(table["features"][at].as_py()))
 
 
-def overflowing(photos: Path) -> tuple[Question, list[bool]]:
+def overflowing(photos: Path) -> tuple[PredictionJob, list[bool]]:
     """A model whose features overflow for some images, and which."""
     model = tiny.vit(torch.float32, depth=1)
     predictor = Predictor(model, device="cpu", batch=4)
-    good = [predictor.prepare(photos / name) for name in NAMES if name != "5.jpg"]
+    good = [predictor.load_image(photos / name) for name in NAMES if name != "5.jpg"]
     largest = predictor.features(torch.stack(good)).abs().amax(1).double().numpy()
     scale = np.finfo(np.float32).max / np.median(largest)
     for part in (model.norm.weight, model.norm.bias):
         part.data *= scale
-    return Question(predictor), (largest > np.median(largest)).tolist()
+    return PredictionJob(predictor), (largest > np.median(largest)).tolist()
 
 
 def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -518,7 +526,7 @@ def test_predict_prints_a_table_or_json_lines(weights: Path, photos: Path, capsy
 def test_write_prints_nothing_when_called_from_python(
     predictor: Predictor, photos: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    write(Question(predictor, 1), inputs.find([str(photos)]), tmp_path / "r.csv")
+    write(PredictionJob(predictor, 1), inputs.find([str(photos)]), tmp_path / "r.csv")
     assert capsys.readouterr() == ("", "")
 
 
@@ -526,11 +534,11 @@ def test_an_unwritable_output_is_an_error_before_any_work(predictor: Predictor, 
     source = inputs.find([str(photos)])
     for out, words in (("rows.txt", ".jsonl"), ("no/rows.csv", "folder")):
         with pytest.raises(ValueError, match=re.escape(words)):
-            write(Question(predictor, 1), source, tmp_path / "new" / out, engine=never)
+            write(PredictionJob(predictor, 1), source, tmp_path / "new" / out, engine=never)
     assert not (tmp_path / "new").exists()
 
 
-def never(*_: object) -> Answered:
+def never(*_: object) -> OutputBatches:
     raise AssertionError("the model was called")
 
 
@@ -625,10 +633,10 @@ def test_ray_workers_give_the_same_rows(
 ) -> None:
     """Without Ray's transport; with Ray: test_predict_ray.py."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda sent: sent))
-    question, source = Question(predictor, 3), inputs.find([str(photos)])
+    question, source = PredictionJob(predictor, 3), inputs.find([str(photos)])
     work = _Decoding(source, question)
     machine = _Answering(_Packed.of(question, "cpu"), work)
-    local = dict(locally(question, source, np.arange(2), workers=0))
+    local = dict(predict_locally(question, source, np.arange(2), workers=0))
     for step in (1, 0):
         asked: dict[str, Any] = {"item": np.array([step])}
         row = machine(_decoded(asked, work) if ahead else asked)
@@ -660,8 +668,8 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
         assert said.endswith(f"sheet:{tmp_path / 'sheet.png'}")
         assert ("14of36held-outimages" in said) == bool(extra)  # once there are results
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
-    assert list(chosen(3)) == [0, 1, 2]
-    assert len(chosen(100_000)) == 96
+    assert list(choose_evenly(3)) == [0, 1, 2]
+    assert len(choose_evenly(100_000)) == 96
 
 
 @pytest.mark.parametrize(
@@ -670,21 +678,21 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
 )
 def test_foreign_results_json_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_text(text)
-    assert trust(tmp_path) == ""
+    assert describe_accuracy_of_run(tmp_path) == ""
 
 
 # Jobs that are killed -------------------------------------------------------------------------------------------------
 
 
-def paced(pause: float, question: Question, source: Source, steps: np.ndarray) -> Answered:
-    for answer in locally(question, source, steps, workers=0):
+def paced(pause: float, question: PredictionJob, source: Source, steps: np.ndarray) -> OutputBatches:
+    for answer in predict_locally(question, source, steps, workers=0):
         time.sleep(pause)
         yield answer
 
 
 def job(weights: str, folder: str, out: Path, pause: float = 0.0) -> None:
     """In a child or here: parts of 32 images in batches of 8."""
-    question = Question(Predictor(weights, device="cpu", batch=8), 3)
+    question = PredictionJob(Predictor(weights, device="cpu", batch=8), 3)
     write(question, inputs.find([folder]), out, engine=partial(paced, pause), part=32)
 
 
@@ -722,16 +730,16 @@ def test_a_job_killed_three_times_has_every_image_once(weights: Path, many: Path
 
 
 def test_resume_after_a_kill_during_cleanup(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, question, source = tmp_path / "r.jsonl", Question(predictor, 2), inputs.find([str(photos)])
+    out, question, source = tmp_path / "r.jsonl", PredictionJob(predictor, 2), inputs.find([str(photos)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "close", lambda self: self._lock.close())
         write(question, source, out, part=4)
     first = out.read_bytes()
     (tmp_path / "r.jsonl.parts" / "part-000000.parquet").unlink()  # as far as it came
 
-    def counted(*arguments: Any) -> Answered:
+    def counted(*arguments: Any) -> OutputBatches:
         asked.append(arguments[2].tolist())
-        yield from locally(*arguments)
+        yield from predict_locally(*arguments)
 
     asked: list[list[int]] = []
     summary, _ = write(question, source, out, engine=counted, part=4)
@@ -745,14 +753,14 @@ class Stop(Exception):
     """In place of a signal."""
 
 
-def stopping(question: Question, source: Source, steps: np.ndarray) -> Iterator[Any]:
+def stopping(question: PredictionJob, source: Source, steps: np.ndarray) -> Iterator[Any]:
     """One part, then no more."""
-    yield from locally(question, source, steps[:1])
+    yield from predict_locally(question, source, steps[:1])
     raise Stop
 
 
 def test_a_damaged_part_is_computed_again(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, question, source = tmp_path / "r.csv", Question(predictor, 2), inputs.find([str(photos)])
+    out, question, source = tmp_path / "r.csv", PredictionJob(predictor, 2), inputs.find([str(photos)])
     with pytest.raises(Stop):
         write(question, source, out, engine=stopping, part=4)
     part = tmp_path / "r.csv.parts" / "part-000000.parquet"
@@ -764,18 +772,18 @@ def test_a_damaged_part_is_computed_again(predictor: Predictor, photos: Path, tm
 def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.csv", inputs.find([str(photos)])
     with pytest.raises(Stop):
-        write(Question(predictor, 2), source, out, engine=stopping, part=4)
+        write(PredictionJob(predictor, 2), source, out, engine=stopping, part=4)
     with pytest.raises(ValueError, match="different: top"):
-        write(Question(predictor, 3), source, out, part=4)
+        write(PredictionJob(predictor, 3), source, out, part=4)
     other = Predictor(weights, device="cpu", batch=4)
     other.model.head.bias.data += 1
     with pytest.raises(ValueError, match="different: model"):
-        write(Question(other, 2), source, out, part=4)
+        write(PredictionJob(other, 2), source, out, part=4)
     plant(photos, {"7.png": png(7)})
     more = inputs.find([str(photos)])
     with pytest.raises(ValueError, match="different: inputs, images"):
-        write(Question(predictor, 2), more, out, part=4)
-    summary, _ = write(Question(predictor, 2), more, out, part=4, force=True)
+        write(PredictionJob(predictor, 2), more, out, part=4)
+    summary, _ = write(PredictionJob(predictor, 2), more, out, part=4, force=True)
     assert (summary.images, summary.resumed) == (8, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.csv"]
 
@@ -785,22 +793,22 @@ def test_a_job_resumes_with_a_batch_size_that_divides_its_parts(
 ) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
     with pytest.raises(Stop):
-        write(Question(predictor, 2), source, out, engine=stopping, part=4)  # in batches of 4
+        write(PredictionJob(predictor, 2), source, out, engine=stopping, part=4)  # in batches of 4
     part = tmp_path / "r.jsonl.parts" / "part-000000.parquet"
     first = part.read_bytes()
     for batch in (3, 8):
         with pytest.raises(ValueError, match="--batch"):
-            write(Question(Predictor(weights, device="cpu", batch=batch), 2), source, out, part=4)
+            write(PredictionJob(Predictor(weights, device="cpu", batch=batch), 2), source, out, part=4)
         assert part.read_bytes() == first
     asked: list[list[int]] = []
 
-    def counted(*arguments: Any) -> Answered:
+    def counted(*arguments: Any) -> OutputBatches:
         asked.append(arguments[2].tolist())
-        yield from locally(*arguments)
+        yield from predict_locally(*arguments)
 
-    summary, _ = write(Question(Predictor(weights, device="cpu", batch=2), 2), source, out, engine=counted, part=4)
+    summary, _ = write(PredictionJob(Predictor(weights, device="cpu", batch=2), 2), source, out, engine=counted, part=4)
     assert (summary.images, summary.resumed, asked) == (7, 4, [[2, 3]])
-    whole = list(rows(Question(predictor, 2), source))
+    whole = list(rows(PredictionJob(predictor, 2), source))
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["name"], row["error"]) for row in found] == [(row["name"], row["error"]) for row in whole]
     for ours, theirs in zip(found, whole, strict=True):
@@ -818,9 +826,9 @@ def test_the_same_weights_in_another_model_are_another_job(predictor: Predictor,
     object.__setattr__(model.about, "class_names", CLASSES)
     other, source, out = Predictor(model, device="cpu", batch=4), inputs.find([str(photos)]), tmp_path / "r.csv"
     with pytest.raises(Stop):
-        write(Question(predictor, 2), source, out, engine=stopping, part=4)
+        write(PredictionJob(predictor, 2), source, out, engine=stopping, part=4)
     with pytest.raises(ValueError, match="different: config"):
-        write(Question(other, 2), source, out, part=4)
+        write(PredictionJob(other, 2), source, out, part=4)
 
 
 def test_a_job_of_a_timm_model_is_resumed(photos: Path, tmp_path: Path) -> None:
@@ -828,7 +836,7 @@ def test_a_job_of_a_timm_model_is_resumed(photos: Path, tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7)
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     name = f"timm:vit_tiny_patch16_224@{tmp_path / 'w.safetensors'}"
-    question = Question(Predictor(name, device="cpu", image_size=32, batch=4), 2)
+    question = PredictionJob(Predictor(name, device="cpu", image_size=32, batch=4), 2)
     out, source = tmp_path / "r.csv", inputs.find([str(photos)])
     with pytest.raises(Stop):
         write(question, source, out, engine=stopping, part=4)
@@ -836,12 +844,12 @@ def test_a_job_of_a_timm_model_is_resumed(photos: Path, tmp_path: Path) -> None:
     assert (summary.images, summary.resumed) == (7, 4)
 
 
-def fails(*_: Any) -> Answered:
+def fails(*_: Any) -> OutputBatches:
     raise Stop
     yield
 
 
-def kill_early(question: Question, source: Source, out: Path, *, force: bool = False) -> None:
+def kill_early(question: PredictionJob, source: Source, out: Path, *, force: bool = False) -> None:
     """Stops before the first part, without cleaning up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "close", lambda self: self._lock.close())
@@ -851,20 +859,20 @@ def kill_early(question: Question, source: Source, out: Path, *, force: bool = F
 
 def test_only_a_job_started_with_force_replaces_a_file(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
-    write(Question(predictor, 1), source, out)
+    write(PredictionJob(predictor, 1), source, out)
     first = out.read_bytes()
-    kill_early(Question(predictor, 2), source, out, force=True)
+    kill_early(PredictionJob(predictor, 2), source, out, force=True)
     for top in (1, 3):
         with pytest.raises(ValueError, match="--force"):
-            write(Question(predictor, top), source, out)
+            write(PredictionJob(predictor, top), source, out)
     assert out.read_bytes() == first
-    write(Question(predictor, 2), source, out)  # resumes the job that was started with force
+    write(PredictionJob(predictor, 2), source, out)  # resumes the job that was started with force
     assert {len(json.loads(line)["guesses"]) for line in out.read_text().splitlines()} == {0, 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.jsonl"]
 
 
 def test_a_file_written_by_others_is_not_replaced(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, source, question = tmp_path / "r.jsonl", inputs.find([str(photos)]), Question(predictor, 1)
+    out, source, question = tmp_path / "r.jsonl", inputs.find([str(photos)]), PredictionJob(predictor, 1)
     kill_early(question, source, out)
     out.write_text("another's")
     with pytest.raises(ValueError, match="--force"):
@@ -874,18 +882,18 @@ def test_a_file_written_by_others_is_not_replaced(predictor: Predictor, photos: 
 
 def test_a_kill_during_cleanup_keeps_the_output(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
-    write(Question(predictor, 1), source, out)
+    write(PredictionJob(predictor, 1), source, out)
     plant(tmp_path, {"r.jsonl.parts/.lock": b""})
     first = out.read_bytes()
     with pytest.raises(ValueError, match="--force"):
-        write(Question(predictor, 2), source, out)
+        write(PredictionJob(predictor, 2), source, out)
     assert out.read_bytes() == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "r.jsonl"]
 
 
 def test_temporary_files_of_a_killed_job_are_deleted(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     plant(tmp_path, {".r[1].csv.0123abcd.tmp": b"half", ".r[1].csv.notes.tmp": b"", ".r1.csv.0123abcd.tmp": b""})
-    write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r[1].csv")
+    write(PredictionJob(predictor, 2), inputs.find([str(photos)]), tmp_path / "r[1].csv")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".r1.csv.0123abcd.tmp", ".r[1].csv.notes.tmp", "photos", "r[1].csv")
     ]
@@ -893,5 +901,5 @@ def test_temporary_files_of_a_killed_job_are_deleted(predictor: Predictor, photo
 
 def test_a_job_without_a_finished_part_leaves_no_files(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
-        write(Question(predictor, 2), inputs.find([str(photos)]), tmp_path / "r.csv", engine=fails)
+        write(PredictionJob(predictor, 2), inputs.find([str(photos)]), tmp_path / "r.csv", engine=fails)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]

@@ -265,7 +265,7 @@ def test_features_equal_the_models_for_any_batch(weights: Path, photos: Path, ba
     assert found.index.tolist() == list(range(15))
     assert found.labels.tolist() == source.labels.tolist()
     model, one = plainvit.load(weights), Predictor(weights, device="cpu")
-    expected = torch.cat([model.features(one.prepare(source.read(i))[None]) for i in range(15)])
+    expected = torch.cat([model.features(one.load_image(source.read(i))[None]) for i in range(15)])
     torch.testing.assert_close(found.features, expected, rtol=0, atol=2e-6)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from plainvit import recipes
 from plainvit.commands.runs import _select_model
-from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, differences, from_json, length, to_json
+from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, count_steps, differences, from_json, to_json
 from plainvit.data.splits import open_splits
 from plainvit.data.transforms import DRAWS, crop_boxes
 from plainvit.names import configure
@@ -365,7 +365,9 @@ def test_every_recipe_is_a_config_that_survives_json(name: str) -> None:
     config = recipe(name)
     assert isinstance(config, Config)
     assert config.recipe == name
-    assert length(config.replace(init="weights"), 10_000) > 0  # what begins from weights needs no length of its own
+    assert (
+        count_steps(config.replace(init="weights"), 10_000) > 0
+    )  # what begins from weights needs no length of its own
     assert from_json(json.loads(json.dumps(to_json(config))), ("run",)) == config
 
 

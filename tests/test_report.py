@@ -340,7 +340,7 @@ def test_report_of_a_diverged_run_shows_the_reason(tmp_path: Path) -> None:
 def test_selection_bias_is_noted(tmp_path: Path) -> None:
     both = {"val": result(), "test": result(), "chosen_on_val": True}
     assert "optimistic; the test images were not used" in read(plant(tmp_path / "a", results=both, metrics=[])).text
-    alone = {"val": result(unreadable=2, guessing=0.5), "chosen_on_val": True}
+    alone = {"val": result(unreadable=2, majority_accuracy=0.5), "chosen_on_val": True}
     text = read(plant(tmp_path / "b", results=alone, metrics=[])).text
     assert "validation top-1 accuracy 85.0 %" in text
     assert "chance level 50.0 %" in text

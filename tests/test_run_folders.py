@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plainvit.analyse.run import read_run
 from plainvit.cli import main
-from plainvit.evaluate.predict import trust
+from plainvit.evaluate.predict import describe_accuracy_of_run
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, _state_hash, file_hash
 from plainvit.runtime.folder import read_results, run_seconds
 from plainvit.train import loop
@@ -137,7 +137,7 @@ def test_a_run_resumes_from_an_edited_folder_or_exits_cleanly(home: Path, tmp_pa
 def test_an_edited_finished_run_is_read_or_exits_cleanly(home: Path, tmp_path: Path, name: str) -> None:
     out, edited = copied(home, "done", tmp_path / "run"), texts(home / "done" / name)
     random.Random(0).shuffle(edited)
-    readers: tuple[Callable[[Path], object], ...] = (read_results, run_seconds, trust, read_run)
+    readers: tuple[Callable[[Path], object], ...] = (read_results, run_seconds, describe_accuracy_of_run, read_run)
     for text in edited[:60]:
         (out / name).write_text(text, encoding="utf-8")
         for read in readers:

@@ -12,46 +12,46 @@ import torch
 from scipy.stats import spearmanr, t, ttest_rel
 
 from plainvit.data.decode import DataError
-from plainvit.evaluate.chance import rank_correlation
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.studies import page, positions
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import (
     Arm,
-    Found,
     NoDeviceError,
+    Results,
     Study,
     Verdict,
     _write,
     decide_again,
-    gap,
+    decide_by_signs,
     order_stages,
+    paired_difference,
     run_study,
-    settle,
     table,
 )
 
 
-def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Results:
     noise = np.random.default_rng(0).normal(0, spread, (len(means), seeds))
     values = {arm: [{"top1": mean + one} for one in row] for (arm, mean), row in zip(means.items(), noise, strict=True)}
-    return Found({arm: study.arms("cpu")[arm] for arm in means}, values)
+    return Results({arm: study.arms("cpu")[arm] for arm in means}, values)
 
 
 def test_a_gap_is_the_paired_difference() -> None:
     a, b = [0.70, 0.72, 0.69, 0.75], [0.73, 0.74, 0.73, 0.77]
-    found = gap(a, b)
+    found = paired_difference(a, b)
     assert found.mean / found.error == pytest.approx(ttest_rel(b, a).statistic)
     assert found.sign == 1
-    assert gap(b, a).sign == -1
-    assert gap(a, [0.80, 0.62, 0.79, 0.68]).sign == 0
-    assert gap(a[:2], b[:2]).sign == 0, "two seeds decide nothing"
-    assert math.isinf(gap([0.5], [0.9]).error)
-    assert str(gap([0.5], [0.75])) == "+25.00 points of one seed"
-    assert str(gap([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points [95 % +25.00 to +25.00]"
+    assert paired_difference(b, a).sign == -1
+    assert paired_difference(a, [0.80, 0.62, 0.79, 0.68]).sign == 0
+    assert paired_difference(a[:2], b[:2]).sign == 0, "two seeds decide nothing"
+    assert math.isinf(paired_difference([0.5], [0.9]).error)
+    assert str(paired_difference([0.5], [0.75])) == "+25.00 points of one seed"
+    assert str(paired_difference([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points [95 % +25.00 to +25.00]"
     assert found.interval == pytest.approx(tuple(ttest_rel(b, a).confidence_interval(0.95)))
     low, high = (100 * end for end in found.interval)
     assert str(found).endswith(f"[95 % {low:+.2f} to {high:+.2f}]")
-    level = gap([0.7] * 4, b)
+    level = paired_difference([0.7] * 4, b)
     assert level.describe(limit=0.7).startswith(f"{np.mean(b):.2f} ± ")
 
 
@@ -64,9 +64,9 @@ def test_two_standard_errors_are_what_student_says() -> None:
 
 
 def test_verdict_from_signs() -> None:
-    assert settle([1, 1], "").outcome == "reproduced"
-    assert settle([1, 0], "").outcome == "not decided"
-    assert settle([1, -1], "").outcome == "not reproduced"
+    assert decide_by_signs([1, 1], "").outcome == "reproduced"
+    assert decide_by_signs([1, 0], "").outcome == "not decided"
+    assert decide_by_signs([1, -1], "").outcome == "not reproduced"
 
 
 def test_rank_correlation() -> None:
@@ -99,7 +99,7 @@ def test_noise_is_not_decided() -> None:
     """Seeds that disagree about the sign."""
     rows = {"none": (0.60, 0.66, 0.57), "1-D": (0.64, 0.60, 0.62)}
     values = {arm: [{"top1": one} for one in rows.get(arm, rows["1-D"])] for arm in positions.KINDS}
-    found = Found(positions.STUDY.arms("cpu"), values)
+    found = Results(positions.STUDY.arms("cpu"), values)
     assert positions.STUDY.decide(found).outcome == "not decided"
 
 

@@ -8,16 +8,16 @@ from plainvit.config import differences
 from plainvit.models import build
 from plainvit.studies import choices, compute
 from plainvit.studies.bases import base
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, hash_definition
+from plainvit.studies.study import BUDGETS, Budget, Results, Study, hash_definition
 
 every_study = pytest.mark.parametrize("study", choices.STUDIES, ids=lambda study: study.name)
 
 
-def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Results:
     angles = 2 * np.pi * np.arange(seeds) / seeds + np.arange(len(means))[:, None]
     noise = spread * np.cos(angles)  # of mean 0 over the seeds, as are all differences: equal means decide nothing
     values = {arm: [{"top1": mean + one} for one in row] for (arm, mean), row in zip(means.items(), noise, strict=True)}
-    return Found({arm: study.arms("cpu")[arm] for arm in means}, values)
+    return Results({arm: study.arms("cpu")[arm] for arm in means}, values)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -43,7 +43,7 @@ def test_the_base_is_among_the_arms(study: Study) -> None:
     ("study", "first", "second", "wanted"),
     [
         (choices.NORM_PLACE, "pre", "post", {"model.norm"}),
-        (choices.NORM_PLACE, "pre", "pre, no warm-up", {"optim.warmup", "bad_steps"}),
+        (choices.NORM_PLACE, "pre", "pre, no warm-up", {"optim.warmup", "max_skipped_steps"}),
         (choices.NORM_PLACE, "pre, no warm-up", "post, no warm-up", {"model.norm"}),
         (choices.STOCHASTIC_DEPTH, "neither", "dropout", {"model.dropout"}),
         (choices.STOCHASTIC_DEPTH, "neither", "stochastic depth", {"model.stochastic_depth"}),

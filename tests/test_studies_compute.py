@@ -20,13 +20,13 @@ from plainvit.studies.runs import run_hash
 from plainvit.studies.study import (
     BUDGETS,
     Budget,
-    Found,
+    Results,
     Study,
     check_equivalent,
     check_no_worse,
-    gap,
     hash_definition,
     order_stages,
+    paired_difference,
     table,
 )
 
@@ -36,7 +36,7 @@ STUDIES = [
 every_study = pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 
 
-def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Results:
     """Measured arms of the cpu budget with these means and a little noise."""
     angles = 2 * np.pi * np.arange(seeds) / seeds + np.arange(len(means))[:, None]
     noise = spread * np.cos(angles)  # of mean 0 over the seeds, as are all differences: equal means decide nothing
@@ -44,12 +44,12 @@ def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds:
         arm: [{study.metric: mean + one} for one in row] for (arm, mean), row in zip(means.items(), noise, strict=True)
     }
     known = study.arms("cpu")
-    return Found({arm: known[arm] for arm in means}, values, study.metric)
+    return Results({arm: known[arm] for arm in means}, values, study.metric)
 
 
 def along(study: Study, curves: dict[str, tuple[float, ...]]) -> dict[str, float]:
     """Arm by arm, the values of each group from its first place on the axis to its last."""
-    found = Found(study.arms("cpu"), {})
+    found = Results(study.arms("cpu"), {})
     return {arm: value for kind, row in curves.items() for arm, value in zip(found.group(kind), row, strict=True)}
 
 
@@ -81,26 +81,28 @@ def test_two_seeds_decide_nothing(study: Study) -> None:
     arms = [name for name, arm in study.arms("cpu").items() if arm.counts]
     values = {"top1": 0.5, "images_per_second": 5.0, "largest_batch": 9.0}
     rising = {arm: {name: value * (1 + at / 10) for name, value in values.items()} for at, arm in enumerate(arms)}
-    found = Found(
+    found = Results(
         {arm: study.arms("cpu")[arm] for arm in arms}, {arm: [one] * 2 for arm, one in rising.items()}, study.metric
     )
     assert study.decide(found).outcome != "reproduced"
 
 
 def test_no_worse_rules_out_a_loss_above_the_margin() -> None:
-    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.6, 0.61, 0.62])) == 1
-    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.499, 0.501, 0.5])) == 1
-    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
-    assert check_no_worse(gap([0.5, 0.5, 0.5], [0.48, 0.481, 0.482])) == -1
-    assert check_no_worse(gap([0.5, 0.5], [0.6, 0.6])) == 0
+    assert check_no_worse(paired_difference([0.5, 0.5, 0.5], [0.6, 0.61, 0.62])) == 1
+    assert check_no_worse(paired_difference([0.5, 0.5, 0.5], [0.499, 0.501, 0.5])) == 1
+    assert check_no_worse(paired_difference([0.5, 0.5, 0.5], [0.45, 0.54, 0.5])) == 0, "too noisy to say"
+    assert check_no_worse(paired_difference([0.5, 0.5, 0.5], [0.48, 0.481, 0.482])) == -1
+    assert check_no_worse(paired_difference([0.5, 0.5], [0.6, 0.6])) == 0
 
 
 def test_equivalence_rules_out_a_difference_above_the_margin() -> None:
-    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
-    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, "near each other, but too noisy to say"
-    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
-    assert check_equivalent(gap([0.5, 0.5, 0.5], [0.488, 0.491, 0.487])) == -1
-    assert check_equivalent(gap([0.5, 0.5], [0.5, 0.5])) == 0
+    assert check_equivalent(paired_difference([0.5, 0.5, 0.5], [0.504, 0.505, 0.506])) == 1, "half a point, for certain"
+    assert check_equivalent(paired_difference([0.5, 0.5, 0.5], [0.49, 0.515, 0.5])) == 0, (
+        "near each other, but too noisy to say"
+    )
+    assert check_equivalent(paired_difference([0.5, 0.5, 0.5], [0.508, 0.512, 0.513])) == -1
+    assert check_equivalent(paired_difference([0.5, 0.5, 0.5], [0.488, 0.491, 0.487])) == -1
+    assert check_equivalent(paired_difference([0.5, 0.5], [0.5, 0.5])) == 0
 
 
 # Compute --------------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def test_hybrids_are_decided_by_their_rule(vit: tuple[float, ...], hybrid: tuple
 def test_models_are_compared_at_equal_compute() -> None:
     """A point on the line between two ViTs is neither above nor below them."""
     arms = compute.HYBRIDS.arms("cpu")
-    found = Found(arms, {name: [{"top1": math.log2(arm.x) / 100 + 1}] * 2 for name, arm in arms.items()})
+    found = Results(arms, {name: [{"top1": math.log2(arm.x) / 100 + 1}] * 2 for name, arm in arms.items()})
     inside = compute.lead_over_vit(found, "hybrid")[:, 1]
     assert inside == pytest.approx([0, 0], abs=1e-12)
 
@@ -170,7 +172,7 @@ def test_models_are_compared_at_equal_compute() -> None:
 def test_saturation_is_decided_by_its_rule(last: float, outcome: str) -> None:
     names = compute.SATURATION.arms("cpu")
     rows = dict(zip(names, ((0.5, 0.5, 0.5), (0.59, 0.60, 0.61), (last + 0.011, last, last - 0.01)), strict=True))
-    found = Found(names, {arm: [{"top1": one} for one in row] for arm, row in rows.items()})
+    found = Results(names, {arm: [{"top1": one} for one in row] for arm, row in rows.items()})
     assert compute.SATURATION.decide(found).outcome == outcome
     assert compute.SATURATION.draw(found)
 
@@ -295,7 +297,7 @@ def test_optimisers_are_decided_by_their_rule(adam: float, outcome: str) -> None
 def test_sets_are_averaged() -> None:
     arms = {name: arm for name, arm in optimisers.arms("gpu").items() if arm.counts}
     values = {name: [{"top1": 0.1 * at}] * 3 for at, name in enumerate(arms)}
-    found = Found(arms, values)
+    found = Results(arms, values)
     assert optimisers.averages(found, "Adam") == pytest.approx([0.1] * 3)  # of 0, 0.1 and 0.2
     assert optimisers.averages(found, "SGD") == pytest.approx([0.4] * 3)
     assert "Adam - SGD -30.00" in optimisers.STUDY.decide(found).why
@@ -321,7 +323,7 @@ def test_axial_is_decided_by_its_rule(better: float, outcome: str) -> None:
 # Speed ----------------------------------------------------------------------------------------------------------------
 
 
-def measured(powers: dict[str, float], batches: dict[str, float], seeds: int = 3) -> Found:
+def measured(powers: dict[str, float], batches: dict[str, float], seeds: int = 3) -> Results:
     """Images a second that fall by a power of the side, and largest batches by its square."""
     arms = speed.arms("cpu")
     wobble = np.random.default_rng(0).normal(1, 0.02, (len(arms), seeds))
@@ -335,7 +337,7 @@ def measured(powers: dict[str, float], batches: dict[str, float], seeds: int = 3
         ]
         for (name, arm), row in zip(arms.items(), wobble, strict=True)
     }
-    return Found(arms, values, speed.STUDY.metric)
+    return Results(arms, values, speed.STUDY.metric)
 
 
 @pytest.mark.parametrize(
@@ -355,10 +357,10 @@ def test_speed_is_decided_by_its_rule(power: float, batch: float, outcome: str) 
 
 
 def test_models_are_compared_at_similar_macs() -> None:
-    found = Found(speed.arms("gpu"), {})
+    found = Results(speed.arms("gpu"), {})
     pairs = {name: speed.nearest_resnet(found, name) for name in speed.kinds(found)[0]}
     assert pairs == {"ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}
-    without = Found({name: arm for name, arm in found.arms.items() if arm.group != "BiT-R50x2"}, {})
+    without = Results({name: arm for name, arm in found.arms.items() if arm.group != "BiT-R50x2"}, {})
     assert speed.nearest_resnet(without, "ViT-B/16") == "", "R50x1 has far fewer multiply-adds"
     assert speed.batch_size("gpu", 224) == 256
 

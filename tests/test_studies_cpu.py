@@ -10,8 +10,8 @@ from PIL import Image
 from plainvit.cli import main
 from plainvit.config import Augment, Optim
 from plainvit.studies import page, positions
-from plainvit.studies.book import studies
-from plainvit.studies.study import Arm, Study, Verdict, gap
+from plainvit.studies.registry import studies
+from plainvit.studies.study import Arm, Study, Verdict, paired_difference
 
 LARGEST = 150_000  # bytes of a figure that is committed
 
@@ -43,7 +43,7 @@ def rate() -> Study:
     still = made.replace(optim=made.optim.replace(lr=1e-9))
 
     def decide(found: positions.Found) -> Verdict:
-        difference = gap(found.of("still"), found.of("learns"))
+        difference = paired_difference(found.of("still"), found.of("learns"))
         return Verdict({1: "reproduced", 0: "not decided", -1: "not reproduced"}[difference.sign], str(difference))
 
     return Study(
@@ -63,7 +63,7 @@ def test_a_study_from_the_command_to_the_page(tmp_path: Path, monkeypatch: pytes
     """Of its own: the shortest real one takes more than 25 seconds of a core."""
     made = rate()
     monkeypatch.setattr("plainvit.studies.page.titles", lambda: [page.Title(99, made.name, made.claim)])
-    monkeypatch.setattr("plainvit.studies.book.studies", lambda: {made.name: made})
+    monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {made.name: made})
     main(["study", "rate", "--out", str(tmp_path / "found"), "--json"])
     said = check("rate", tmp_path / "found")
     assert said["outcome"] == "reproduced"

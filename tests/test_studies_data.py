@@ -18,14 +18,14 @@ from plainvit.planning.cost import macs
 from plainvit.studies import data_size, pooling, positions, regularisation
 from plainvit.studies.bases import base
 from plainvit.studies.runs import run_hash
-from plainvit.studies.study import BUDGETS, Budget, Found, Study, hash_definition, order_stages
+from plainvit.studies.study import BUDGETS, Budget, Results, Study, hash_definition, order_stages
 from plainvit.train.run import fit
 
 DATA_SIZE, OVERFITTING, MODEL_SIZE = data_size.STUDIES
 ALL = [*positions.STUDIES, *data_size.STUDIES, *regularisation.STUDIES, *pooling.STUDIES]
 
 
-def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Results:
     """Each arm's seeds around the given mean, every other arm's the other way round; what is not named has ''."""
     arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
     cost = {"million_macs": 1.0, "million_parameters": 1.0}
@@ -33,7 +33,7 @@ def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
     for at, arm in enumerate(arms):
         mean, noise = means.get(arm, means.get("", 0.0)), 0.001 * (-1) ** at * np.linspace(-1, 1, seeds)
         values[arm] = [{study.metric: mean + one} | cost for one in noise.tolist()]
-    return Found(arms, values, study.metric)
+    return Results(arms, values, study.metric)
 
 
 check = partial(verdicts.check, planted)
@@ -145,8 +145,8 @@ def test_arms_differ_in_one_thing(budget: Budget) -> None:
     sizes = data_size.arms(budget)
     for name, arm in sizes.items():
         whole = sizes[f"{arm.group}, 100 %"].config
-        assert differences(whole, arm.config).keys() <= {"share"}, name
-        assert differences(sizes["ViT, 100 %"].config, arm.config).keys() <= {"share", "model.kind"}, name
+        assert differences(whole, arm.config).keys() <= {"train_fraction"}, name
+        assert differences(sizes["ViT, 100 %"].config, arm.config).keys() <= {"train_fraction", "model.kind"}, name
     small = data_size.small_arms(budget)
     assert {name: run_hash(arm.config) for name, arm in small.items()}.items() <= {
         name: run_hash(arm.config) for name, arm in sizes.items()
@@ -183,7 +183,7 @@ def test_the_resnet_costs_what_the_vit_does(budget: Budget) -> None:
 
 def test_overfitting_is_measured_on_the_images_that_were_trained_on(tmp_path: Path) -> None:
     """Against scikit-learn's copy of the digits and a plain forward pass; of half of the training images."""
-    made = runs.config(steps=40, batch=32, share=0.5, evaluations=1, device="cpu")
+    made = runs.config(steps=40, batch=32, train_fraction=0.5, evaluations=1, device="cpu")
     fit(made, tmp_path / "run", quiet=True, bare=True)
     found = data_size.measure_overfitting(made, tmp_path / "run")
     train = open_splits(made).train

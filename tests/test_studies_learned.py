@@ -17,7 +17,7 @@ from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.studies import learned, rollout
 from plainvit.studies.bases import base
-from plainvit.studies.study import BUDGETS, Found, Study, hash_definition
+from plainvit.studies.study import BUDGETS, Results, Study, hash_definition
 from plainvit.train.transfer import initial_model, resolve
 
 POSITIONS, FILTERS, ATTENTION, HYBRID = learned.STUDIES
@@ -25,14 +25,14 @@ SMALL = ViTConfig(width=32, depth=3, heads=4, mlp_dim=32, patch=(4, 4), image_si
 DIGITS = Config(model=SMALL, data="digits", holdout=0.3, steps=5)
 
 
-def planted(study: Study, means: dict[str, dict[str, float]], spread: float = 0.001, seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, dict[str, float]], spread: float = 0.001, seeds: int = 3) -> Results:
     """Seeds that lie about each mean, every other arm's the other way round: equal means differ by noise alone."""
     noise = spread * np.linspace(1, -1, seeds)
     values = {
         arm: [{name: mean + float(one) for name, mean in of.items()} for one in noise * (-1) ** at]
         for at, (arm, of) in enumerate(means.items())
     }
-    return Found({arm: study.arms("cpu")[arm] for arm in means}, values, study.metric)
+    return Results({arm: study.arms("cpu")[arm] for arm in means}, values, study.metric)
 
 
 def decided(study: Study, means: dict[str, dict[str, float]]) -> str:

@@ -21,7 +21,7 @@ from plainvit.models import build
 from plainvit.models.masked import check_maskable
 from plainvit.studies import averaging, few_shot, masked
 from plainvit.studies.bases import pretrain_config
-from plainvit.studies.study import BUDGETS, Found, Study, hash_definition, order_stages
+from plainvit.studies.study import BUDGETS, Results, Study, hash_definition, order_stages
 
 MASKED, STEPS = masked.STUDIES
 ALL = (MASKED, STEPS, few_shot.STUDY, averaging.STUDY)
@@ -29,14 +29,14 @@ named = pytest.mark.parametrize("study", ALL, ids=lambda study: study.name)
 Planted = Mapping[str, float | tuple[float, float]]  # top-1, or (top-1, few-shot)
 
 
-def planted(study: Study, means: Planted, spread: float = 0.001, seeds: int = 3) -> Found:
+def planted(study: Study, means: Planted, spread: float = 0.001, seeds: int = 3) -> Results:
     """Seeds that lie about each mean, every other arm's the other way round: equal means differ by noise alone."""
     noise, arms = spread * np.linspace(1, -1, seeds), study.arms("cpu")
     values: dict[str, list[dict[str, float]]] = {}
     for at, (arm, mean) in enumerate(means.items()):
         top1, few = mean if isinstance(mean, tuple) else (mean, mean)
         values[arm] = [{"top1": top1 + one, "few_shot": few + one} for one in (noise * (-1) ** at).tolist()]
-    return Found({arm: arms[arm] for arm in means}, values)
+    return Results({arm: arms[arm] for arm in means}, values)
 
 
 def counted(study: Study) -> list[str]:
@@ -156,7 +156,7 @@ def test_few_shot_is_decided_by_its_rule() -> None:
     assert study.decide(planted(study, difference)).outcome == "not reproduced"
     random = np.random.default_rng(0)
     values = {name: [{"top1": float(a), "few_shot": float(b)} for a, b in random.random((3, 2))] for name in names}
-    mixed = Found(study.arms("cpu"), values)
+    mixed = Results(study.arms("cpu"), values)
     each = few_shot.correlations(mixed)
     for seed, one in enumerate(each):
         few, top1 = ([mixed.of(name, metric)[seed] for name in names] for metric in ("few_shot", "top1"))

@@ -19,14 +19,24 @@ from plainvit.studies import transfer
 from plainvit.studies.bases import DOWNSTREAM, base, finetune_config, pretrain_config, vit
 from plainvit.studies.drawings import draw_arms
 from plainvit.studies.runs import Workers, run_hash
-from plainvit.studies.study import BUDGETS, Arm, Budget, Found, Study, Verdict, hash_definition, order_stages, run_study
+from plainvit.studies.study import (
+    BUDGETS,
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    hash_definition,
+    order_stages,
+    run_study,
+)
 from plainvit.train.run import fit
 
 TRANSFER, RESOLUTION, HEAD = transfer.STUDIES
 MANY, FEW = "digits:56789", "digits:56789, a tenth"
 
 
-def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
+def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Results:
     """Each arm's seeds around the given mean, every other arm's the other way round."""
     arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
     assert means.keys() == arms.keys()
@@ -34,7 +44,7 @@ def planted(study: Study, means: dict[str, float], seeds: int = 3) -> Found:
     for at, arm in enumerate(arms):
         noise = 0.001 * (-1) ** at * np.linspace(-1, 1, seeds)
         values[arm] = [{"top1": means[arm] + one} for one in noise.tolist()]
-    return Found(arms, values)
+    return Results(arms, values)
 
 
 check = partial(verdicts.check, planted)

@@ -18,9 +18,9 @@ from rich.console import Console
 from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.studies import page, positions
-from plainvit.studies.book import own_study, studies
+from plainvit.studies.registry import own_study, studies
 from plainvit.studies.runs import Workers
-from plainvit.studies.study import Arm, Found, Study, Verdict, run_study
+from plainvit.studies.study import Arm, Results, Study, Verdict, run_study
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")
@@ -230,7 +230,7 @@ def put(patch: pytest.MonkeyPatch, *made: Study) -> None:
     """These in place of the real studies."""
     found = [page.Title(one.number, one.name, one.claim) for one in made]
     patch.setattr("plainvit.studies.page.titles", lambda: found)
-    patch.setattr("plainvit.studies.book.studies", lambda: {one.name: one for one in made})
+    patch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_the_study_that_the_docs_show_decides(tmp_path: Path) -> None:
     arms = made.arms("cpu")
     for high, outcome in ((0.9, "reproduced"), (0.7, "not reproduced")):
         values = {"0.001": [{"top1": 0.8 + 0.01 * seed} for seed in range(3)], "0.004": [{"top1": high}] * 3}
-        assert made.decide(Found(arms, values)).outcome == outcome
+        assert made.decide(Results(arms, values)).outcome == outcome
     assert {arm.config.optim.lr for arm in arms.values()} == {0.001, 0.004}
 
 

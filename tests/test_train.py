@@ -19,13 +19,13 @@ from small_runs import without_figures
 
 import plainvit
 from plainvit.commands.runs import describe_results
-from plainvit.config import About, Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, length
+from plainvit.config import About, Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, count_steps
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
-from plainvit.data.splits import _drawn, hold_out, open_splits, risks
+from plainvit.data.splits import _draw_fraction, find_data_problems, hold_out, open_splits
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
@@ -174,7 +174,7 @@ def test_a_step_is_compiled_where_that_is_asked_for(
 
 def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
     """Batches from the loader, cross-entropy, clipped gradients, torch's AdamW, an average: the same weights."""
-    settings = {"steps": 10, "ema": 0.9, "shortcuts": "off"}  # of whose rounding Adam would make whole steps
+    settings = {"steps": 10, "ema": 0.9, "fast_path": "off"}  # of whose rounding Adam would make whole steps
     config = tiny(optim=Optim(lr=3e-3, warmup=2, weight_decay=0.1, clip=0.5), **settings)
     done = fit(config, tmp_path, quiet=True)
 
@@ -501,7 +501,7 @@ def test_holding_out_is_fair_and_stable() -> None:
 def test_held_out_images_are_spread_evenly_over_a_sorted_class() -> None:
     labels = np.repeat(np.arange(100), 60)  # by hash, not by place: files lie sorted by writer, date or camera
     source: Any = SimpleNamespace(labels=labels, classes=tuple(map(str, range(100))))
-    places = _drawn(source, 0.2, 0, lambda count: count) % 60 / 59
+    places = _draw_fraction(source, 0.2, 0, lambda count: count) % 60 / 59
     assert len(places) == 1200
     assert abs(places.mean() - 0.5) < 3 * places.std() / math.sqrt(len(places))
     assert np.histogram(places, 4)[0] == pytest.approx(300, abs=45)
@@ -572,7 +572,7 @@ def test_images_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     read: Counter[tuple[int, int]] = Counter()
     draw = Shapes.draw
     monkeypatch.setattr(Shapes, "draw", lambda self, index: (read.update([(self.stream, index)]), draw(self, index))[1])
-    fit(tiny(data="shapes:size=16,count=400,classes=4", share=0.5), tmp_path / "run", quiet=True, bare=True)
+    fit(tiny(data="shapes:size=16,count=400,classes=4", train_fraction=0.5), tmp_path / "run", quiet=True, bare=True)
     by_split = [sorted(read[stream, index] for index in range(400)) for stream in (0, 1)]
     assert by_split[0] == [0] * 200 + [1] * 200
     assert by_split[1][:50] == [1] * 50  # the card and the pictures of a report read some of them again
@@ -583,17 +583,17 @@ def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:
     weights = plainvit.save(build(TINY.replace(classes=2)), tmp_path / "start.safetensors")
     config = recipe("finetune").replace(data=photos, init=str(weights), batch=2)
     splits = open_splits(config)
-    assert [risk for risk, _ in risks(resolve(config, splits), splits)] == []
+    assert [risk for risk, _ in find_data_problems(resolve(config, splits), splits)] == []
     asked = ({}, {"epochs": 20.0}, {"epochs": 30.0}, {"steps": 15})
     assert [resolve(config.replace(**one), splits).steps for one in asked] == [200, 20 * 10 // 2, 30 * 10 // 2, 15]
-    assert length(config, 1437) == 20 * 1437 // 2
+    assert count_steps(config, 1437) == 20 * 1437 // 2
 
 
 def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
     plant_classes(tmp_path, {"cat": 6, "dog": 6})
     (tmp_path / "unicorn").mkdir()
     config = Config(data=str(tmp_path), batch=64, steps=20, init="weights", holdout=0.2)
-    found = dict(risks(config, open_splits(config)))
+    found = dict(find_data_problems(config, open_splits(config)))
     assert [risk.split(":")[0] for risk in found] == [
         "1 class has no training image (unicorn)",
         "a batch of 64 is more than the 10 training images",
@@ -601,10 +601,10 @@ def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
     ]
     (tmp_path / "unicorn").rmdir()
     longer = config.replace(batch=1, steps=500)
-    assert dict(risks(longer, open_splits(longer))) == {}
+    assert dict(find_data_problems(longer, open_splits(longer))) == {}
     for device, machine in {"cpu": "CPU", "cuda:0": "GPU"}.items():
         new = longer.replace(init="", model=TINY, device=device)
-        ((_, mend),) = risks(new, open_splits(new))
+        ((_, mend),) = find_data_problems(new, open_splits(new))
         assert f"--init {TO_START[machine]} " in mend
 
 
@@ -616,5 +616,7 @@ def test_the_digits_are_known_by_their_name_alone(
     monkeypatch.chdir(tmp_path)
     plant_classes(tmp_path / "my-digits", {"cat": 6, "dog": 6})
     config = Config(data=data, batch=1, steps=500, model=TINY, augment=Augment(flip=0.5))
-    assert [risk.split()[-1] for risk, _ in risks(config, open_splits(config))] == ([] if known else ["alone"])
+    assert [risk.split()[-1] for risk, _ in find_data_problems(config, open_splits(config))] == (
+        [] if known else ["alone"]
+    )
     assert any("mirrored" in risk for risk, _ in _of_optim(config)) == known

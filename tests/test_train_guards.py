@@ -199,24 +199,26 @@ def test_a_run_with_a_bad_step_goes_on_after_a_stop_to_the_same_end(
     assert Checkpoints(tmp_path / "run" / "captures", 1).steps() == [3, 8]
 
 
-@pytest.mark.parametrize("bad_steps", [0, 2])
-def test_too_many_bad_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_steps: int) -> None:
+@pytest.mark.parametrize("max_skipped_steps", [0, 2])
+def test_too_many_bad_steps_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_skipped_steps: int
+) -> None:
     spoil_gradients(monkeypatch, float("nan"), {5, 6, 9})
-    last = 5 if bad_steps == 0 else 9
+    last = 5 if max_skipped_steps == 0 else 9
     with pytest.raises(DivergedError, match=f"step {last}"):
-        fit(runs.config(bad_steps=bad_steps), tmp_path, quiet=True)
+        fit(runs.config(max_skipped_steps=max_skipped_steps), tmp_path, quiet=True)
     said = status(tmp_path)
     assert (said["state"], said["exit_code"], said["step"]) == ("diverged", 4, last)
     tensors, state = newest(tmp_path)
     assert state["step"] == {5: 4, 9: 8}[last]
     assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    assert len(Checkpoints(tmp_path / "captures", 1).steps()) == bad_steps + 1
+    assert len(Checkpoints(tmp_path / "captures", 1).steps()) == max_skipped_steps + 1
     assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_as_many_bad_steps_as_are_allowed_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_gradients(monkeypatch, float("nan"), {5, 6, 9})
-    fit(runs.config(bad_steps=3), tmp_path, quiet=True)
+    fit(runs.config(max_skipped_steps=3), tmp_path, quiet=True)
     assert status(tmp_path)["state"] == "done"
 
 
@@ -234,7 +236,7 @@ def explosive(folder: Path) -> Path:
 @pytest.fixture
 def diverged(tmp_path: Path, capsys: Capture) -> tuple[Path, str]:
     """The folder of a run whose every step overflows, and the last words of its command."""
-    made = runs.config(model=None, init=str(explosive(tmp_path)), head="keep", bad_steps=2)
+    made = runs.config(model=None, init=str(explosive(tmp_path)), head="keep", max_skipped_steps=2)
     recipe = runs.recipe_file(tmp_path, made)
     return tmp_path / "run", failed("train", recipe, "--out", tmp_path / "run", code=4, capsys=capsys)
 

@@ -853,7 +853,7 @@ def test_doctor_leaves_no_trace(recipe: str, capsys: Capture) -> None:
 def test_a_share_of_the_images_is_nested_and_even() -> None:
     """Of each class the same share; what a smaller share has, a larger one has; validation and test stay."""
     shares = (0.05, 0.2, 0.5, 1.0)
-    splits = [open_splits(Config(data="digits", holdout=0.1, share=share)) for share in shares]
+    splits = [open_splits(Config(data="digits", holdout=0.1, train_fraction=share)) for share in shares]
     names = [{one.train.name(index) for index in range(len(one.train))} for one in splits]
     for smaller, larger in pairwise(names):
         assert smaller < larger
@@ -862,5 +862,5 @@ def test_a_share_of_the_images_is_nested_and_even() -> None:
         assert abs(np.bincount(one.train.labels) - share * whole).max() <= 0.5
     assert len({one.val.fingerprint() for one in splits if one.val}) == 1
     for share in (0.0, -1.0, 1.5):
-        with pytest.raises(ValueError, match="share must be above 0"):
-            Config(share=share)
+        with pytest.raises(ValueError, match="train_fraction must be above 0"):
+            Config(train_fraction=share)

@@ -868,6 +868,8 @@ def test_images_that_no_longer_fit_into_memory_end_the_run(tmp_path: Path, monke
 
 
 def test_processes_agree_on_where_images_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "gather_words", lambda _, words: [words, "streamed"] if words == "resident" else [words])
+    monkeypatch.setattr(
+        World, "gather_strings", lambda _, words: [words, "streamed"] if words == "resident" else [words]
+    )
     fit(cropped(), tmp_path, quiet=True)
     assert loading_of(tmp_path) == "streamed"

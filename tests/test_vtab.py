@@ -17,7 +17,7 @@ from plainvit.cli import main
 from plainvit.config import Augment
 from plainvit.data import vtab
 from plainvit.data.decode import DataError, decode
-from plainvit.data.sources import AbsentSplit, open_source
+from plainvit.data.sources import MissingSplitError, open_source
 from plainvit.evaluate import paper
 from plainvit.models import build
 from plainvit.recipes import recipe
@@ -161,7 +161,7 @@ def test_vtab1000_trains_on_all_1000_images(tmp_path: Path) -> None:
     assert train.labels.tolist() == [i % 10 for i in range(1000)]
     assert train.name(999) == open_source("vtab/svhn", "val", data_root=tmp_path).name(199)
     assert len(open_source("vtab1000/svhn", "test", data_root=tmp_path)) == 50
-    with pytest.raises(AbsentSplit):
+    with pytest.raises(MissingSplitError):
         open_source("vtab1000/svhn", "val", data_root=tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_raw_records_are_read_after_the_conversion_in_the_docs(tmp_path: Path, m
 
 
 def test_a_missing_or_too_small_task_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(vtab.AbsentTask, match="no folder"):
+    with pytest.raises(vtab.MissingTaskError, match="no folder"):
         open_source("vtab/kitti-distance", "train", data_root=tmp_path)
     write_set(tmp_path / "dsprites-location", {"train": 1000}, 16)
     with pytest.raises(DataError, match="1,000 training images"):
@@ -313,7 +313,7 @@ def test_a_task_that_diverges_is_reported(
 
     def wild(*given: Any, **named: Any) -> Any:
         config = made(*given, **named)
-        return config.replace(optim=config.optim.replace(lr=1e6, warmup=0.0, weight_decay=1e6), bad_steps=1)
+        return config.replace(optim=config.optim.replace(lr=1e6, warmup=0.0, weight_decay=1e6), max_skipped_steps=1)
 
     monkeypatch.setattr(study, "base_config", wild)
     words = ("vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "40")

@@ -37,7 +37,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 import plainvit
 from plainvit.evaluate.describe import describe
-from plainvit.weights import look
+from plainvit.weights import inspect_weights
 from plainvit.weights.published import PUBLISHED
 
 EXACT, SINGLE = 1e-10, 1e-6  # timm and torchvision resample in fp32
@@ -863,7 +863,7 @@ def test_published_weights_are_detected_from_their_shapes(tmp_path: Path, name: 
     described = {"architecture": published["architecture"], "pretrained_cfg": published}
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert PUBLISHED[name].parameters == sum(weight.numel() for weight in peer.parameters())
-    config = look(tmp_path)[0].config
+    config = inspect_weights(tmp_path)[0].config
     assert config.image_size == tuple(published["input_size"][1:])
     assert (config.mean, config.std) == (tuple(published["mean"]), tuple(published["std"]))
     assert config.classes == published["num_classes"]

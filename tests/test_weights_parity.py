@@ -48,10 +48,10 @@ from transformers.utils import logging as transformers_logging
 
 import plainvit
 from plainvit.config import About, Preprocess, ResNetConfig
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import preprocess_image
 from plainvit.models import ViT, build
 from plainvit.names import configure
-from plainvit.weights import look
+from plainvit.weights import inspect_weights
 from plainvit.weights.timm_names import RESNETS
 
 transformers_logging.disable_progress_bar()
@@ -408,7 +408,7 @@ def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     photo = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8).repeat(32, 0).repeat(32, 1)
     settings = timm.data.resolve_model_data_config(from_folder(folder))
     theirs = timm.data.create_transform(**settings, is_training=False)(Image.fromarray(photo)).numpy()
-    ours = prepare(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
+    ours = preprocess_image(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
     assert np.abs(theirs - ours).max() < 0.02
 
 
@@ -636,7 +636,7 @@ def test_written_processor_keeps_the_aspect_ratio(tmp_path: Path, size: tuple[in
     ramp = np.linspace(0, 255, size[0])[None, :, None] + np.linspace(0, 255, size[1])[:, None, None]
     photo = np.broadcast_to(ramp / 2, (*size[::-1], 3)).astype(np.uint8)
     theirs = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(photo), return_tensors="np")["pixel_values"][0]
-    ours = prepare(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
+    ours = preprocess_image(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
     assert np.abs(theirs - ours).max() < 0.05
 
 
@@ -693,7 +693,7 @@ def test_preprocessing_equals_the_librarys_processor(tmp_path: Path, kind: str, 
     written = AutoImageProcessor.from_pretrained(plainvit.save(loaded, tmp_path / "out", format="transformers"))
     for image in photos():
         theirs = processor(image, return_tensors="np")["pixel_values"][0]
-        ours = loaded.normalise(prepare(np.array(image), loaded.about.preprocess, (32, 32))[None])[0].numpy()
+        ours = loaded.normalise(preprocess_image(np.array(image), loaded.about.preprocess, (32, 32))[None])[0].numpy()
         assert smallest_gap(ours, theirs, shift=int(loaded.about.preprocess.resize == "crop")) < 0.01
         assert np.array_equal(written(image, return_tensors="np")["pixel_values"][0], theirs)
 
@@ -777,7 +777,7 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     theirs = published.transforms()
     with torch.device("meta"):
         state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
-    found, _ = look(hollow(state, tmp_path / "hollow.safetensors"))
+    found, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
     ours, source = found.about["preprocess"], found.sources["preprocess"]
     same = (
         ours["interpolation"] == theirs.interpolation.value

@@ -17,7 +17,7 @@ import torch
 import plainvit
 from plainvit.config import About, Preprocess
 from plainvit.weights.files import DamagedError
-from plainvit.weights.reading import look
+from plainvit.weights.reading import inspect_weights
 
 PIXELS: dict[str, Any] = {"mean": 0.25, "std": (0.5, 0.25, 0.125), "resize": "crop", "crop": 0.75}
 PIXELS |= {"interpolation": "lanczos", "antialias": True}
@@ -147,7 +147,7 @@ def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.Capt
     assert (described["settings"]["mean"], described["settings"]["std"]) == ([0.25] * 3, [0.5, 0.25, 0.125])
     assert {described["sources"][name] for name in ("mean", "std")} == {"given by the caller"}
     main(["convert", source, str(target), "--format", "plainvit", "--heads", "4", *flags])
-    config, about = look(target)[0].config, look(target)[0].about["preprocess"]
+    config, about = inspect_weights(target)[0].config, inspect_weights(target)[0].about["preprocess"]
     assert (config.mean, config.std, about["resize"], about["crop"]) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
     photo = tmp_path / "a.png"
     from PIL import Image

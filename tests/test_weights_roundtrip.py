@@ -40,7 +40,7 @@ from transformers import (
 import plainvit
 from plainvit.config import About, Preprocess
 from plainvit.names import configure
-from plainvit.weights import convert, look
+from plainvit.weights import convert, inspect_weights
 from plainvit.weights.files import CHECKSUM
 from plainvit.weights.writing import UnsupportedPartError
 
@@ -263,7 +263,7 @@ def hints(format_: str, model: Any) -> dict[str, Any]:
 
 
 def meaning(path: Path, format_: str, model: Any) -> Any:
-    return look(path, **hints(format_, model))[0].config
+    return inspect_weights(path, **hints(format_, model))[0].config
 
 
 UNSUPPORTED = [(name, format_) for name, (_, lacks) in MODELS.items() for format_ in FORMATS if lacks.get(format_)]

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from plainvit.studies.study import Found, Study, Verdict, table
+from plainvit.studies.study import Results, Study, Verdict, table
 
 
-def check(planted: Callable[..., Found], study: Study, means: dict[str, float], outcome: str) -> Verdict:
+def check(planted: Callable[..., Results], study: Study, means: dict[str, float], outcome: str) -> Verdict:
     """The verdict, which two seeds never allow; the table and the figure come out as well."""
     found = planted(study, means)
     verdict = study.decide(found)

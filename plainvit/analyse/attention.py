@@ -71,7 +71,7 @@ class Heads:
 
 @torch.no_grad()
 @in_eval_mode
-def heads(model: ViT, images: Tensor) -> Heads:
+def measure_heads(model: ViT, images: Tensor) -> Heads:
     """Statistics of the attention between patches, renormalised to sum to 1 without the class token.
 
     The paper does not say how it treats that token. Axial layers attend along one axis only.
@@ -140,7 +140,7 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 
 @torch.no_grad()
 @in_eval_mode
-def looks(model: ViT, images: Tensor) -> Tensor:
+def attention_maps(model: ViT, images: Tensor) -> Tensor:
     """[B, layers, heads, h, w]: attention of the class token; without one, the mean over all patches."""
     model = require_global_attention(model)
     maps = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plainvit.analyse.attention import check_layer_and_head
-from plainvit.evaluate.chance import rank_correlation
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
 from plainvit.models.resample import resample_table

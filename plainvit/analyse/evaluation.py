@@ -21,16 +21,16 @@ from plainvit.analyse.evaluation_page import slug, write_evaluation
 from plainvit.analyse.gallery import Sample
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
-from plainvit.data.splits import choose
-from plainvit.data.transforms import resized
+from plainvit.data.splits import choose_split
+from plainvit.data.transforms import resize_image
 from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
-from plainvit.evaluate.chance import FEW
 from plainvit.evaluate.classify import Prepared, Result, classify
-from plainvit.evaluate.compare import TITLES, in_unit, published
+from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import FEW
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
@@ -42,7 +42,7 @@ TIMEOUT = 600.0  # seconds to wait for the other processes
 
 
 @dataclass(frozen=True)
-class Assessed:
+class Evaluation:
     """The result of an evaluation."""
 
     card: Card
@@ -50,7 +50,7 @@ class Assessed:
     result: Result
 
 
-def assess(
+def evaluate_model(
     model: str | Path,
     data: str,
     *,
@@ -64,7 +64,7 @@ def assess(
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     quiet: bool = False,
-) -> Assessed | None:
+) -> Evaluation | None:
     """Evaluates a model on one split and writes its folder; returns None in all processes but the main one.
 
     preprocess overrides single settings of the model, mean and std included. The default folder is
@@ -78,7 +78,7 @@ def assess(
             lambda both: both[1].fingerprint() + str(both[0].preprocess),
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
-        done = _write_folder(world, predictor, labels, result, out) if world.first else None
+        done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
     finally:
@@ -106,7 +106,7 @@ def _open_model_and_data(
     precision: Literal["auto", "fp32", "bf16"],
 ) -> tuple[Predictor, Labels]:
     """Data first: it opens faster than weights and fails more often."""
-    source = choose(model, data, split, data_root)
+    source = choose_split(model, data, split, data_root)
     overrides: Any = {} if str(model).startswith("timm:") else changes
     predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size, **overrides)
     if not predictor.classes:
@@ -129,7 +129,7 @@ def _classify(
         source, predictor.size, predictor.preprocess, batch=batch, workers=workers, world=world, keep=False
     )
     local_images = len(range(world.rank, len(source), world.size))
-    with Display("evaluate", local_images, quiet=quiet or not world.first) as display:
+    with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
 
         def report_progress(done: Batch) -> None:
             for index, reason in done.bad:
@@ -139,7 +139,7 @@ def _classify(
         return classify(predictor, prepared, labels, report_progress)
 
 
-def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Assessed:
+def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Evaluation:
     card = make_card(predictor, labels, result, world)
     folder = out or Path("evaluations") / default_name(card)
     make_folder(folder / "figures")
@@ -147,7 +147,7 @@ def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Re
         _write_classes(labels, result, folder)
     write_evaluation(card, labels, result, worst_errors(labels, result), folder)
     write_card(card, folder, labels, result)  # last: a folder with a card is complete
-    return Assessed(card, folder, result)
+    return Evaluation(card, folder, result)
 
 
 def default_name(card: Card) -> str:
@@ -198,13 +198,13 @@ def thumbnail(source: Source, index: int) -> np.ndarray:
     pixels = source.image(index)
     shrink = min(1.0, 160 / max(pixels.shape[:2]))
     height, width = (max(int(extent * shrink), 1) for extent in pixels.shape[:2])
-    return resized(pixels, (height, width)).permute(1, 2, 0).numpy()
+    return resize_image(pixels, (height, width)).permute(1, 2, 0).numpy()
 
 
 # The terminal ---------------------------------------------------------------------------------------------------------
 
 
-def summary_table(done: Assessed) -> Group:
+def summary_table(done: Evaluation) -> Group:
     """Metrics with their confidence intervals, and the path of the report."""
     card = done.card
     shown = Table(box=None, pad_edge=False, header_style="bold")
@@ -214,8 +214,8 @@ def summary_table(done: Assessed) -> Group:
     for name in TITLES:
         if name in card.metrics and (name != "top5" or done.result.classes > FEW):
             ends, value = card.intervals.get(name), card.metrics[name]
-            between = " to ".join(in_unit(name, end) for end in ends) if ends else ""
-            shown.add_row(TITLES[name], in_unit(name, value), between)
+            between = " to ".join(to_unit(name, end) for end in ends) if ends else ""
+            shown.add_row(TITLES[name], to_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []
@@ -223,5 +223,5 @@ def summary_table(done: Assessed) -> Group:
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; right is {data['rule']}"
     lines = [Text(title, style="bold"), shown]
     lines += [Text(f"{100 * one['top1']:.2f} % in {one['source']}", style="dim") for one in published(card)]
-    lines.append(Text(done.result.sureness))
+    lines.append(Text(done.result.confidence_sentence))
     return Group(*lines, Text(f"report: {done.folder / 'report.html'}", overflow="fold"))

@@ -28,10 +28,10 @@ from plainvit.analyse.page import (
     write_page,
 )
 from plainvit.evaluate.card import Card
-from plainvit.evaluate.chance import FEW
 from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.statistics import FEW
 
 
 def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequence[Sample], folder: Path) -> None:
@@ -64,7 +64,7 @@ def _summary(card: Card, result: Result) -> Html:
         "top-1 accuracy",
         percent(card.metrics["top1"], images),
         f"95 % interval {low} to {high} · {card.counts['top1']:,} of {images:,} correct",
-        "" if result.guessing is None else f"chance level {percent(result.guessing)}",
+        "" if result.majority_accuracy is None else f"chance level {percent(result.majority_accuracy)}",
         chief=True,
     )
     facts = [fact("top-5", percent(card.metrics["top5"], images))] if result.classes > FEW else []
@@ -72,7 +72,7 @@ def _summary(card: Card, result: Result) -> Html:
     if "f1" in card.metrics:
         facts.append(fact("F1", percent(card.metrics["f1"], images), "mean over the classes"))
     error = points(card.metrics["ece"])
-    facts.append(fact("calibration error", error, result.sureness, "expected calibration error, 15 bins"))
+    facts.append(fact("calibration error", error, result.confidence_sentence, "expected calibration error, 15 bins"))
     rows = [element("dl", chief, class_="facts"), element("dl", *facts, class_="facts")]
     return join([element("p", lead, class_="lead"), *rows, *_notices(card)])
 
@@ -118,7 +118,7 @@ def _calibration_section(result: Result, folder: Path) -> Section:
     figures.save(figure, folder / "figures" / "calibration.png")
     titles = ["images", "mean probability", "share right"]
     figures.write_csv(folder / "figures" / "calibration.csv", [titles, *bins.tolist()])
-    summary, error = result.sureness, points(result.calibration_error)
+    summary, error = result.confidence_sentence, points(result.calibration_error)
     words = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {error} (15 bins). Bars below the line: "
     words += "overconfident. Darker bars: more images."
     shown = element("div", inline_svg(figure, "Reliability diagram"), style="max-width:520px")

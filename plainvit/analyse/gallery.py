@@ -147,7 +147,7 @@ def _sample_card(sample: Sample) -> Html:
 # Contact sheet --------------------------------------------------------------------------------------------------------
 
 
-def chosen(count: int, most: int = MOST) -> np.ndarray:
+def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
     """Indices of the images on a contact sheet: all, or a number of them spread evenly."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
@@ -176,7 +176,7 @@ def contact_sheet(
 
 def class_sheet(source: Source) -> Figure:
     """Images spread evenly over the classes, with class and file name."""
-    index = np.argsort(source.labels, kind="stable")[chosen(len(source))]
+    index = np.argsort(source.labels, kind="stable")[choose_evenly(len(source))]
     classes = {at: source.classes[label] if (label := source.labels[at]) >= 0 else "no label" for at in index}
     return contact_sheet(source, index, [{"name": source.name(int(at)), "label": classes[at]} for at in index])
 

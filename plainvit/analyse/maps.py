@@ -10,7 +10,7 @@ from torch import Tensor
 from plainvit.analyse import attention, drawings, robust
 from plainvit.analyse.page import Html, element, join, picture, table
 from plainvit.analyse.subject import Drawing, Part, Parts, Subject
-from plainvit.evaluate.chance import student
+from plainvit.evaluate.statistics import student_interval
 
 SHOWN = 6  # images with maps
 TESTED = 32  # images of the faithfulness test
@@ -20,7 +20,7 @@ _PASSES = 5 * 2 * (len(robust.SHARES) - 2) + 10  # forward passes per image: fiv
 def analyse_maps(subject: Subject) -> Parts:
     model = attention.require_global_attention(subject.model)
     images = subject.images[: subject.affordable_images(_PASSES, TESTED, SHOWN + 2)]
-    looks = attention.looks(model, images)  # [B, L, H, h, w]
+    looks = attention.attention_maps(model, images)  # [B, L, H, h, w]
     maps = {
         "rollout": attention.rollout(model, images),
         "rollout, no residual": attention.rollout(model, images, residual=False),
@@ -96,7 +96,7 @@ def _faithfulness_part(subject: Subject, maps: dict[str, Tensor]) -> Part:
     count = len(next(iter(maps.values())))
     images, grid = subject.images[:count], subject.grid
     random_maps = torch.rand(count, *grid, generator=torch.Generator().manual_seed(0))
-    known = robust.ends(subject.model, images)
+    known = robust.score_ends(subject.model, images)
     found = {name: robust.faithfulness(subject.model, images, values, known=known) for name, values in maps.items()}
     base = robust.faithfulness(subject.model, images, random_maps, known=known)
     deletion = {name: compute_gain(base.deletion_areas, one.deletion_areas) for name, one in found.items()}
@@ -118,7 +118,7 @@ def _faithfulness_part(subject: Subject, maps: dict[str, Tensor]) -> Part:
     )
 
 
-def _draw_curves(found: dict[str, robust.Faithful], kind: str, xlabel: str, gains: dict[str, "Gain"]) -> Drawing:
+def _draw_curves(found: dict[str, robust.Faithfulness], kind: str, xlabel: str, gains: dict[str, "Gain"]) -> Drawing:
     shares = next(iter(found.values())).shares
     curves = {name: getattr(one, kind) for name, one in found.items()}
     title = f"{kind.capitalize()}: probability of the predicted class, %"
@@ -151,7 +151,7 @@ class Gain(NamedTuple):
 def compute_gain(larger: list[float], smaller: list[float]) -> Gain:
     """Interval by Student's t; NaN for a single image."""
     differences = np.subtract(larger, smaller)
-    ends = student(differences.tolist()) if len(differences) > 1 else (math.nan, math.nan)
+    ends = student_interval(differences.tolist()) if len(differences) > 1 else (math.nan, math.nan)
     return Gain(float(differences.mean()), *ends)
 
 

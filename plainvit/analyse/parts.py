@@ -16,8 +16,8 @@ from torch import Tensor
 from plainvit.analyse import attention, drawings, embeddings, robust, tokens
 from plainvit.analyse.page import element, picture
 from plainvit.analyse.subject import LEAST, Drawing, Part, Parts, Subject
-from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
 from plainvit.models import ViT
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)  # of hidden patches
@@ -113,7 +113,7 @@ def _structure_numbers(found: embeddings.Structure) -> dict[str, float]:
 
 def analyse_heads(subject: Subject) -> Parts:
     model = attention.require_vit(subject.model)
-    found = attention.heads(model, subject.images)
+    found = attention.measure_heads(model, subject.images)
     count, (height, width) = len(subject.images), model.config.image_size
     means = [attention.patch_distances(model, layer).mean() for layer in range(len(model.blocks))]
     uniform = float(torch.stack(means).mean())
@@ -166,7 +166,7 @@ def analyse_token_norms(subject: Subject) -> Parts:
 
 
 def analyse_layer_similarity(subject: Subject) -> Parts:
-    own = tokens.pooled(subject.model, subject.images)
+    own = tokens.pool_tokens(subject.model, subject.images)
     found, stage = tokens.cka_matrix(own, own).numpy(), _stage_name(subject.model)
     drawn = drawings.draw_matrix(found, f"Similarity of this model's {stage}s", stage, stage, "CKA")
     figures = {"": Drawing(drawn, {"images": len(subject.images), "cka": found.round(4).tolist()})}
@@ -174,7 +174,7 @@ def analyse_layer_similarity(subject: Subject) -> Parts:
     if subject.against:
         other = subject.against
         resized = torch.nn.functional.interpolate(subject.images.float(), other.size, mode="bilinear", antialias=True)
-        theirs = tokens.pooled(other.model, resized.round().to(torch.uint8))
+        theirs = tokens.pool_tokens(other.model, resized.round().to(torch.uint8))
         between = tokens.cka_matrix(own, theirs).numpy()
         drawn = drawings.draw_matrix(
             between, "Similarity with the other model", f"{stage} of this model",
@@ -204,7 +204,7 @@ def analyse_removal(subject: Subject) -> Parts:
     passes = depth * (1 + model.config.heads) * (depth + 1) / (2 * depth)
     single = subject.affordable_images(passes, 48, 0) >= min(LEAST, len(subject.images))
     images, labels = subject.labelled_images(subject.affordable_images(passes if single else depth / 2, 48))
-    found = robust.removed(model, images, labels, heads=single)
+    found = robust.measure_removal(model, images, labels, heads=single)
     drawn = drawings.draw_removed_layers(found.whole, found.layers.tolist())
     figures = {"layers": Drawing(drawn, _removal_numbers(found, len(images), found.layers, found.layers_chance))}
     words = "Single heads were not measured, to save time: use --thorough or a GPU."
@@ -224,7 +224,7 @@ def analyse_removal(subject: Subject) -> Parts:
     )
 
 
-def _draw_head_removal(found: robust.Removed, images: int, heads: Tensor, chance: Tensor) -> tuple[Drawing, str]:
+def _draw_head_removal(found: robust.Removal, images: int, heads: Tensor, chance: Tensor) -> tuple[Drawing, str]:
     change = 100 * (heads - found.whole).numpy()
     title = "Change of accuracy without each head, points"
     drawn = drawings.draw_matrix(change.T, title, "head", "layer", "points", diverging=True)
@@ -236,15 +236,15 @@ def _draw_head_removal(found: robust.Removed, images: int, heads: Tensor, chance
     return Drawing(drawn, _removal_numbers(found, images, heads, chance)), words
 
 
-def _removal_numbers(found: robust.Removed, images: int, without: Tensor, chance: Tensor) -> dict[str, Any]:
+def _removal_numbers(found: robust.Removal, images: int, without: Tensor, chance: Tensor) -> dict[str, Any]:
     return {"images": images, "whole": found.whole, "without": without.tolist(), "chance": chance.tolist()}
 
 
 def analyse_occlusion(subject: Subject) -> Parts:
     images, labels = subject.labelled_images(subject.affordable_images(10, 128))
-    hidden = robust.occluded(subject.model, images, labels, subject.grid, SHARES)
+    hidden = robust.measure_occlusion(subject.model, images, labels, subject.grid, SHARES)
     grids = sorted({grid for grid in ((1, 1), (2, 2), (4, 4), subject.grid) if _is_divisible(images, grid)})
-    mixed = robust.shuffled(subject.model, images, labels, grids)
+    mixed = robust.measure_shuffling(subject.model, images, labels, grids)
     count = len(images)
     occlusion = drawings.draw_lines([100 * share for share in SHARES], {"": hidden}, "Accuracy, %", "patches hidden, %")
     pieces = [a * b for a, b in grids]
@@ -276,7 +276,7 @@ def analyse_shifts(subject: Subject) -> Parts:
     patch = size[0] // subject.grid[0] if isinstance(subject.model, ViT) else 16
     patch = min(patch, min(size) - 1)  # limit of reflection padding
     pixels = sorted({0, *np.unique(np.linspace(1, max(patch, 1), min(max(patch, 1), 8)).round().astype(int)).tolist()})
-    found = {"this model": robust.shifted(subject.model, images, labels, pixels)}
+    found = {"this model": robust.measure_shifts(subject.model, images, labels, pixels)}
     if subject.against:
         found |= _shift_other_model(subject, subject.against, images, labels, pixels)
     figures = {}
@@ -297,7 +297,7 @@ def analyse_shifts(subject: Subject) -> Parts:
 
 def _shift_other_model(
     subject: Subject, other: Predictor, images: Tensor, labels: Tensor | None, pixels: list[int]
-) -> dict[str, robust.Shifted]:
+) -> dict[str, robust.Shifts]:
     """The shifts of the other model, if it has the same image size."""
     ours = subject.predictor
     if other.size != ours.size:
@@ -305,4 +305,4 @@ def _shift_other_model(
         subject.notes.append(f"Shifts of {subject.other} are omitted: its images are {theirs} pixels, not {own}.")
         return {}
     known = labels if subject.labels is not None and other.classes == ours.classes else None
-    return {subject.other: robust.shifted(other.model, images, known, pixels)}
+    return {subject.other: robust.measure_shifts(other.model, images, known, pixels)}

@@ -42,7 +42,7 @@ from plainvit.analyse.page import (
 )
 from plainvit.analyse.run import Run, as_dict, read_run
 from plainvit.config import Config, to_json
-from plainvit.evaluate.chance import FEW, sureness
+from plainvit.evaluate.statistics import FEW, describe_confidence
 
 TIMES = "\u00a0\u00d7\u00a0"  # with no-break spaces
 
@@ -145,7 +145,7 @@ def _describe_confidence(result: Mapping[str, Any]) -> str:
     """Mean confidence compared with accuracy, if the run recorded it."""
     images, top1, confidence = (number(result.get(name)) for name in ("images", "top1", "probability"))
     known = images >= 1 and 0 <= top1 <= 1 and 0 <= confidence <= 1
-    return sureness(confidence, round(top1 * images), int(images)) if known else ""
+    return describe_confidence(confidence, round(top1 * images), int(images)) if known else ""
 
 
 def _headline(run: Run) -> list[Html]:
@@ -158,8 +158,8 @@ def _headline(run: Run) -> list[Html]:
     if result:
         images, top1 = number(result.get("images")), number(result.get("top1"))
         under = " · ".join(word for word in (_format_interval(result), _format_score(top1, images)) if word)
-        guessing = number(result.get("guessing"))
-        chance = "" if math.isnan(guessing) else f"chance level {percent(guessing)}"
+        majority_accuracy = number(result.get("majority_accuracy"))
+        chance = "" if math.isnan(majority_accuracy) else f"chance level {percent(majority_accuracy)}"
         return [fact(f"{SPLIT[run.split]} top-1 accuracy", percent(top1, images), under, chance, chief=True)]
     for column, name in (("val_top1", ""), ("val_ema_top1", " of the averaged weights")):
         rows = np.flatnonzero(np.isfinite(run.curves[column]))

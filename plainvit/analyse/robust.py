@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plainvit.analyse.attention import check_layer_and_head, require_vit
-from plainvit.evaluate.chance import mcnemar
+from plainvit.evaluate.statistics import mcnemar
 from plainvit.models import ResNet, Trace, ViT
 from plainvit.models.inference import check_finite, in_eval_mode
 from plainvit.models.vit import Block
@@ -49,7 +49,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 @dataclass
-class Removed:
+class Removal:
     """Accuracy of the full model, without each layer [L], and without each head [L, H] if measured.
 
     `chance` is the p-value of McNemar's exact test on the same images.
@@ -64,7 +64,7 @@ class Removed:
 
 @torch.no_grad()
 @in_eval_mode
-def removed(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -> Removed:
+def measure_removal(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -> Removal:
     """A removed layer returns its input; a removed head returns zeros. Earlier layers are computed only once."""
     model = require_vit(model)
     if model.head is None:
@@ -73,7 +73,7 @@ def removed(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -
     parts = zip(images.split(BATCH), labels.split(BATCH), strict=True)
     rows = [_predict_without(model, batch.to(device), truth.to(device), heads) for batch, truth in parts]
     whole, layers, single = (torch.cat(part, -1).cpu() for part in zip(*rows, strict=True))
-    found = Removed(_mean(whole).item(), _mean(layers), _p_values(whole, layers))
+    found = Removal(_mean(whole).item(), _mean(layers), _p_values(whole, layers))
     if heads:
         found.heads, found.heads_chance = _mean(single), _p_values(whole, single)
     return found
@@ -174,7 +174,7 @@ def shuffle_patches(images: Tensor, order: Tensor, grid: tuple[int, int]) -> Ten
     return join_patches(patches.gather(1, order[:, :, None, None, None].expand_as(patches)), grid)
 
 
-def occluded(
+def measure_occlusion(
     model: ViT | ResNet, images: Tensor, labels: Tensor, grid: tuple[int, int], shares: Sequence[float]
 ) -> list[float]:
     """Accuracy with each fraction of the patches hidden; smaller sets are subsets of larger ones."""
@@ -183,7 +183,9 @@ def occluded(
     return [accuracy(model, hide_patches(images, order, count, grid), labels) for count in counts]
 
 
-def shuffled(model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequence[tuple[int, int]]) -> list[float]:
+def measure_shuffling(
+    model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequence[tuple[int, int]]
+) -> list[float]:
     """Accuracy with images split by each of the grids and reassembled in random order."""
     found = []
     for grid in grids:
@@ -196,7 +198,7 @@ def shuffled(model: ViT | ResNet, images: Tensor, labels: Tensor, grids: Sequenc
 
 
 @dataclass
-class Shifted:
+class Shifts:
     """For each shift: accuracy, fraction of unchanged predictions, and cosine similarity of the features."""
 
     pixels: list[int]
@@ -215,10 +217,10 @@ def shift_images(images: Tensor, pixels: int) -> Tensor:
 
 @torch.no_grad()
 @in_eval_mode
-def shifted(model: ViT | ResNet, images: Tensor, labels: Tensor | None, pixels: Sequence[int]) -> Shifted:
+def measure_shifts(model: ViT | ResNet, images: Tensor, labels: Tensor | None, pixels: Sequence[int]) -> Shifts:
     """Features of a convolution shift with the image; a ViT splits it into other patches (paper 3.1)."""
     reference, predictions = _features_and_predictions(model, images)
-    found = Shifted(list(pixels), [], [], [])
+    found = Shifts(list(pixels), [], [], [])
     for count in pixels:
         features, new = _features_and_predictions(model, shift_images(images, count))
         found.accuracy.append(float("nan") if labels is None else float((new == labels).double().mean()))
@@ -246,7 +248,7 @@ SHARES = (0.0, 0.1, 0.3, 0.6, 1.0)
 
 
 @dataclass
-class Faithful:
+class Faithfulness:
     """Probability of the predicted class as patches are hidden or restored in a map's order; areas under the curves."""
 
     shares: list[float]
@@ -256,7 +258,7 @@ class Faithful:
     insertion_areas: list[float]
 
 
-def ends(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
+def score_ends(model: ViT | ResNet, images: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of the images, and of their mean colours: the ends of the curves of every map."""
     one_patch = random_orders(len(images), 1, 0)
     return logits(model, images), logits(model, hide_patches(images, one_patch, 1, (1, 1)))
@@ -268,7 +270,7 @@ def faithfulness(
     maps: Tensor,
     shares: Sequence[float] = SHARES,
     known: tuple[Tensor, Tensor] | None = None,
-) -> Faithful:
+) -> Faithfulness:
     """Deletion and insertion curves of the predicted class for maps [n, h, w].
 
     known: the result of `ends`, to share it between several maps of the same images.
@@ -277,7 +279,7 @@ def faithfulness(
         raise ValueError(f"shares must start at 0 and end at 1, got {list(shares)}")
     grid = maps.shape[1], maps.shape[2]
     order = torch.sort(maps.flatten(1), dim=1, descending=True, stable=True).indices
-    whole, nothing = known or ends(model, images)
+    whole, nothing = known or score_ends(model, images)
     predicted = whole.argmax(-1, keepdim=True)
 
     def probability(scores: Tensor) -> Tensor:
@@ -292,4 +294,4 @@ def faithfulness(
     insertion = torch.stack([empty, *(probability_without(order.flip(1), n - count) for count in counts), full], 1)
     x = torch.tensor(list(shares), dtype=torch.float64)
     areas = (torch.trapezoid(curve, x).tolist() for curve in (deletion, insertion))
-    return Faithful(list(shares), deletion.mean(0).tolist(), insertion.mean(0).tolist(), *areas)
+    return Faithfulness(list(shares), deletion.mean(0).tolist(), insertion.mean(0).tolist(), *areas)

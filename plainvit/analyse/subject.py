@@ -21,8 +21,8 @@ from torch import Tensor
 from plainvit.analyse import robust
 from plainvit.analyse.page import Html
 from plainvit.data.decode import DataError, ImageError, size
-from plainvit.data.sources import AbsentSplit, Source, open_source
-from plainvit.data.splits import choose, trained_on
+from plainvit.data.sources import MissingSplitError, Source, open_source
+from plainvit.data.splits import choose_split, find_training_config
 from plainvit.disk import run_settings
 from plainvit.evaluate.inputs import find
 from plainvit.evaluate.predictor import Predictor
@@ -138,7 +138,7 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
         try:
             pixels = source.read(index)
-            rows.append((predictor.prepare(pixels), source.name(index), int(source.labels[index])))
+            rows.append((predictor.load_image(pixels), source.name(index), int(source.labels[index])))
             sides.append(min(size(pixels)))
         except (ImageError, OSError) as error:
             broken.append(f"{source.name(index)}: {error}")
@@ -149,7 +149,7 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     labels, fits = torch.tensor([row[2] for row in rows]), _has_matching_classes(predictor, source)
     fits = fits and bool((labels >= 0).all())
     subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
-    own = trained_on(model, spec, data_root) is not None
+    own = find_training_config(model, spec, data_root) is not None
     subject.which, subject.held_out = _describe_images(source, own, len(rows)), own and source.split != "train"
     if broken:
         subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read: {broken[0]}.")
@@ -190,8 +190,8 @@ def open_images(spec: str, split: str, data_root: str, model: str | Path = "") -
     if any(letter in spec for letter in "*?["):
         return find([spec], split=split or "test", data_root=data_root or None)
     try:
-        return choose(model, spec, split, data_root or None)
-    except AbsentSplit:
+        return choose_split(model, spec, split, data_root or None)
+    except MissingSplitError:
         if split:
             raise
         return open_source(spec, "train", data_root=data_root or None)  # a run without held-out images

@@ -19,7 +19,7 @@ OUTLYING = 3.0  # times the median norm; the artefacts of "Vision Transformers N
 
 @torch.no_grad()
 @in_eval_mode
-def pooled(model: ViT | ResNet, images: Tensor) -> list[Tensor]:
+def pool_tokens(model: ViT | ResNet, images: Tensor) -> list[Tensor]:
     """Mean over the patches after each block, or over the pixels after each stage of a ResNet: [n, D] in float64."""
     if isinstance(model, ViT):
         names, prefix = [f"block{layer}/tokens" for layer in range(len(model.blocks))], model.config.prefix

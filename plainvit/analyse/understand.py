@@ -26,8 +26,8 @@ from plainvit.analyse.maps import analyse_maps
 from plainvit.analyse.page import Html, Section, data_url, element, inline_svg, join, notice, write_page
 from plainvit.analyse.subject import LEAST, Drawing, Part, Parts, Subject, gather, resolve_images
 from plainvit.disk import DiskError, write_text
-from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import finite
@@ -60,7 +60,7 @@ class Written:
     notes: list[str]
 
 
-def understand(
+def analyse_model(
     model: str | Path,
     images: str = "",
     out: str | Path = "",

@@ -43,11 +43,11 @@ def analyse(
     """
     from rich.text import Text
 
-    from plainvit.analyse.understand import understand
+    from plainvit.analyse.understand import analyse_model
     from plainvit.hub import UnreachableError
 
     try:
-        written = understand(
+        written = analyse_model(
             model,
             data,
             out or "",

@@ -79,13 +79,13 @@ def evaluate(
     from rich.console import Group
     from rich.text import Text
 
-    from plainvit.analyse.evaluation import assess, summary_table
+    from plainvit.analyse.evaluation import evaluate_model, summary_table
     from plainvit.runtime.folder import finite
 
     changes = given_pixel_flags(pixels)
     if antialias or no_antialias:
         changes["antialias"] = antialias
-    evaluation = assess(
+    evaluation = evaluate_model(
         model,
         data,
         split=split,
@@ -107,9 +107,9 @@ def evaluate(
 
 
 def _describe_accuracy(result: "Result") -> list[str]:
-    from plainvit.evaluate.chance import in_words
+    from plainvit.evaluate.statistics import describe_accuracy
 
-    return in_words(int(result.right.sum()), len(result.labels), result.guessing)
+    return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
 
 
 def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None:

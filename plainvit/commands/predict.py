@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from plainvit.data.sources import Source
-    from plainvit.evaluate.predict import Engine, Question, Summary
+    from plainvit.evaluate.predict import Engine, PredictionJob, Summary
 
 Images = Annotated[tuple[str, ...], Positional, arg(metavar="INPUT ...", help_behavior_hint="(required)")]
 MAX_PRINTED = 200  # images in a printed table; more need --out
@@ -121,7 +121,7 @@ def embed(
 @contextlib.contextmanager
 def _set_up(
     model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags
-) -> "Iterator[tuple[Question, Source, Engine]]":
+) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
     """Find the images, then load the model: the images are the more likely to be missing."""
     if not inputs:
         raise ValueError(
@@ -133,27 +133,27 @@ def _set_up(
     if flags.address and flags.engine != "ray":
         raise ValueError("--address requires --engine ray")
     from plainvit.evaluate import inputs as images
-    from plainvit.evaluate.predict import Question, locally
+    from plainvit.evaluate.predict import PredictionJob, predict_locally
     from plainvit.evaluate.predictor import Predictor
 
     source = images.find(inputs, split=flags.split, data_root=flags.data_root)
-    run: Engine = functools.partial(locally, workers=workers)
+    run: Engine = functools.partial(predict_locally, workers=workers)
     device, precision = flags.device, flags.precision
     with contextlib.ExitStack() as stack:
         if flags.engine == "ray":
             from plainvit.evaluate import cluster
 
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray prints to stdout, which is for rows
-            run = stack.enter_context(cluster.joined(flags.address, device))
+            run = stack.enter_context(cluster.connect_cluster(flags.address, device))
             device, precision = "cpu", run.precision(precision)  # the model is loaded here and runs on the cluster
         settings: dict[str, Any] = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
         predictor = Predictor(model, device=device, precision=precision, **settings)
-        yield Question(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
+        yield PredictionJob(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
 
 
 def _write_rows(
     model: str,
-    question: "Question",
+    job: "PredictionJob",
     source: "Source",
     run: "Engine",
     out: Path,
@@ -164,11 +164,11 @@ def _write_rows(
     from plainvit.evaluate.predict import write
 
     if not sheet:
-        return write(question, source, out, engine=run, force=force, quiet=quiet)[0]
-    from plainvit.analyse.gallery import chosen
+        return write(job, source, out, engine=run, force=force, quiet=quiet)[0]
+    from plainvit.analyse.gallery import choose_evenly
 
-    drawn = chosen(len(source))
-    summary, rows = write(question, source, out, engine=run, force=force, quiet=quiet, keep=drawn)
+    drawn = choose_evenly(len(source))
+    summary, rows = write(job, source, out, engine=run, force=force, quiet=quiet, keep=drawn)
     _draw_sheet(model, source, drawn, rows, sheet)
     return summary
 
@@ -176,17 +176,17 @@ def _write_rows(
 def _draw_sheet(model: str, source: "Source", drawn: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.figures import save
     from plainvit.analyse.gallery import BYTES, contact_sheet
-    from plainvit.evaluate.predict import trust
+    from plainvit.evaluate.predict import describe_accuracy_of_run
 
-    accuracy = trust(model)
+    accuracy = describe_accuracy_of_run(model)
     save(contact_sheet(source, drawn, rows, f"{model}: {accuracy}" if accuracy else ""), sheet, BYTES)
 
 
 def _describe_trust(model: str, sheet: Path | None) -> list[str]:
     """The last lines of the output: the model's accuracy, if known, and the path of the contact sheet."""
-    from plainvit.evaluate.predict import trust
+    from plainvit.evaluate.predict import describe_accuracy_of_run
 
-    accuracy = trust(model)
+    accuracy = describe_accuracy_of_run(model)
     return [*([f"{model}: {accuracy}"] if accuracy else []), *([f"sheet: {sheet}"] if sheet else [])]
 
 
@@ -202,7 +202,7 @@ def _print_summary(summary: "Summary", json: bool, notes: Sequence[str]) -> None
 
 def _print_predictions(
     model: str,
-    job: "contextlib.AbstractContextManager[tuple[Question, Source, Engine]]",
+    opened: "contextlib.AbstractContextManager[tuple[PredictionJob, Source, Engine]]",
     sheet: Path | None,
     json: bool,
 ) -> None:
@@ -214,22 +214,22 @@ def _print_predictions(
     from plainvit.evaluate.predict import rows
 
     stdout, kept, bad, first = sys.stdout, [], 0, ""
-    with job as (question, source, run):
+    with opened as (job, source, run):
         if len(source) > MAX_PRINTED and not json:
             raise ValueError(
                 f"{len(source):,} images are too many to print (at most {MAX_PRINTED}): "
                 "use --out FILE.jsonl, .csv or .parquet"
             )
-        for row in rows(question, source, engine=run):
+        for row in rows(job, source, engine=run):
             if row["error"] is not None:
                 bad, first = bad + 1, first or f"{row['name']}: {row['error']}"
             kept += [row] if sheet or not json else []
             if json:
                 print(_json.dumps(row), file=stdout, flush=True)
     if sheet:
-        from plainvit.analyse.gallery import chosen
+        from plainvit.analyse.gallery import choose_evenly
 
-        drawn = chosen(len(kept))
+        drawn = choose_evenly(len(kept))
         _draw_sheet(model, source, drawn, [kept[at] for at in drawn], sheet)
     if not json and bad < len(source):
         print_result(None, Group(_table(kept), *map(Text, _describe_trust(model, sheet))))

@@ -129,13 +129,13 @@ def _train(command: Train) -> Processes | None:
 
 def describe_results(results: dict[str, Any]) -> Iterator[str]:
     """Lines with the accuracy or loss on validation and test images."""
-    from plainvit.evaluate.chance import in_words
+    from plainvit.evaluate.statistics import describe_accuracy
 
     for split, name in (("val", "validation"), ("test", "test")):
         scores = results.get(split, {})
         if "top1" in scores:
             correct = round(scores["top1"] * scores["images"])
-            accuracy, *warning = in_words(correct, scores["images"], scores.get("guessing"))
+            accuracy, *warning = describe_accuracy(correct, scores["images"], scores.get("majority_accuracy"))
             yield from (f"{name}: {accuracy}", *warning)
             if split == "val" and (better := results.get("better_before")):
                 percent = f"{better['top1']:.2%}".replace("%", " %")

@@ -90,7 +90,7 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     for name in built_in:
         if name not in (*known, "all"):
             raise ValueError(f"unknown study {name!r}; {nearest(name, known)}; `plainvit study list` lists all")
-    from plainvit.studies.book import own_study, studies
+    from plainvit.studies.registry import own_study, studies
 
     own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
     return [one for name, one in studies().items() if name in built_in or "all" in built_in] + own

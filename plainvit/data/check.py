@@ -29,8 +29,8 @@ from rich.text import Text
 from plainvit.data import known
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
-from plainvit.data.sources import SPLITS, AbsentSplit, Source, open_source, order_classes
-from plainvit.data.transforms import resized
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source, order_classes
+from plainvit.data.transforms import resize_image
 from plainvit.disk import make_folder, write_atomically, write_text
 
 T = TypeVar("T")
@@ -42,11 +42,11 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     """Open every split of the data. A damaged split is an error; an absent one is left out."""
     found: dict[str, Source] = {}
     names = known.SETS[spec].splits if spec in known.SETS else tuple(SPLITS)
-    first: AbsentSplit | None = None
+    first: MissingSplitError | None = None
     for split in names:
         try:
             found[split] = open_source(spec, split, data_root=data_root)
-        except AbsentSplit as error:
+        except MissingSplitError as error:
             first = first or error
     if not found:
         raise first or DataError(f"{spec} has no images")
@@ -308,7 +308,7 @@ def _encode_small(source: Source, index: int, side: int, quality: int) -> tuple[
             return data, (height, width)
         if max(target) > JPEG_SIDE_LIMIT:
             raise ImageError(f"{target[1]} x {target[0]} pixels exceed JPEG's limit of {JPEG_SIDE_LIMIT:,} a side")
-        small = resized(pixels, target).permute(1, 2, 0).contiguous().numpy()
+        small = resize_image(pixels, target).permute(1, 2, 0).contiguous().numpy()
         return simplejpeg.encode_jpeg(small, quality, "RGB", "420"), target
     except (ImageError, OSError) as error:
         return str(error)

@@ -44,7 +44,7 @@ def decode(data: bytes | np.ndarray, wanted: tuple[int, int] | None = None, limi
         if pixels is not None:
             return pixels
     with _open_image(data, limit) as image:
-        return pixels_of(image)
+        return to_pixels(image)
 
 
 def size(data: bytes | np.ndarray) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def _rotate_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return np.ascontiguousarray(pixels)
 
 
-def pixels_of(image: Image.Image) -> np.ndarray:
+def to_pixels(image: Image.Image) -> np.ndarray:
     """Pixels of a Pillow image, as `decode` returns them: upright, RGB, 8 bits, transparency on white."""
     orientation = _exif_orientation(image)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.config import nearest
-from plainvit.data.sources import AbsentSplit, Source
+from plainvit.data.sources import MissingSplitError, Source
 
 # Each split of `shapes` has its own random stream, so that no training set contains test images
 STREAMS = {"train": 0, "val": 1, "test": 2}
@@ -41,7 +41,7 @@ def digits(split: str, only: str = "") -> Pixels:
     numbers = np.arange(len(labels))
     chosen = {"test": numbers[::5], "train": numbers[numbers % 5 != 0]}.get(split)
     if chosen is None:
-        raise AbsentSplit(f"digits has no {split} split, only train and test: use --holdout to validate")
+        raise MissingSplitError(f"digits has no {split} split, only train and test: use --holdout to validate")
     kept = np.array([int(digit) for digit in only or "0123456789"])
     chosen = chosen[np.isin(labels[chosen], kept)]
     new_labels = np.zeros(10, int)

@@ -13,7 +13,7 @@ import numpy as np
 
 from plainvit.data import vtab
 from plainvit.data.decode import DataError
-from plainvit.data.sources import AbsentSplit, Source, open_folder
+from plainvit.data.sources import MissingSplitError, Source, open_folder
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ def official_split(spec: str, split: str) -> str:
 def _open_test_only(name: str, folder: Path, split: str) -> Source:
     """A test set without split folders; ObjectNet and ImageNet-Sketch have one more folder level."""
     if split != "test":
-        raise AbsentSplit(f"{name} has no {split} split: it is a test set")
+        raise MissingSplitError(f"{name} has no {split} split: it is a test set")
     inner = next((folder / part for part in ("images", "sketch") if (folder / part).is_dir()), folder)
     try:
         source = open_folder(inner, "test")
-    except AbsentSplit:
+    except MissingSplitError:
         source = open_folder(inner, "train")  # no split folders: all images
     return WithoutBorder(source) if name == "objectnet" else source
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, SUFFIXES, AbsentSplit, Files, Source, class_names, order_classes
+from plainvit.data.sources import SPLITS, SUFFIXES, Files, MissingSplitError, Source, class_names, order_classes
 
 COLUMNS = {
     "file": ("file", "file_name", "path", "filename", "image"),
@@ -65,7 +65,7 @@ def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[
             raise DataError(f"{path} line {row.line}: {problem}")
     chosen = [row for row in rows if (row.split or folder_of or "train") in SPLITS[split]]
     if not chosen:
-        raise AbsentSplit(f"{path} lists no images for the {split} split")
+        raise MissingSplitError(f"{path} lists no images for the {split} split")
     return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
 
 

@@ -25,7 +25,7 @@ from plainvit.data.order import Order, uniforms
 from plainvit.data.policy import Policy, to_device
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, finish
+from plainvit.data.transforms import DRAWS, augment_batch
 from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, run_workers
 
 log = logging.getLogger("plainvit")
@@ -133,7 +133,7 @@ class Loader:
         if self.policy:
             images = self.policy(images, u[:, DRAWS:])
         if augment.colour or augment.erase:
-            apply = self.resident.finish if self.resident else finish
+            apply = self.resident.finish if self.resident else augment_batch
             images = apply(images, to_device(u, self.device), augment)
         return images
 

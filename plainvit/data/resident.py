@@ -21,7 +21,7 @@ from torch import Tensor
 from plainvit.config import Augment
 from plainvit.data.decode import ImageError, decode
 from plainvit.data.sources import Source
-from plainvit.data.transforms import crop_boxes, finish
+from plainvit.data.transforms import augment_batch, crop_boxes
 from plainvit.data.workers import check_bad_count, read_next
 
 log = logging.getLogger("plainvit")
@@ -143,11 +143,11 @@ class Resident:
         # their 64-bit arithmetic wrote out of bounds under torch 2.15), nor is a policy, whose slices change each step.
         on_gpu = device.type == "cuda"
         self.batch = torch.compile(self._batch, dynamic=False) if on_gpu else self._batch
-        self.finish = torch.compile(finish, dynamic=False) if on_gpu else finish
+        self.finish = torch.compile(augment_batch, dynamic=False) if on_gpu else augment_batch
 
     def _batch(self, index: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Augmented images and labels of these samples."""
-        return finish(self.crop(index, u, augment, out), u, augment), self.labels[index]
+        return augment_batch(self.crop(index, u, augment, out), u, augment), self.labels[index]
 
     def crop(self, index: Tensor, u: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
         """Crop and resize a batch: floats in [0, 1], or uint8 if nothing is resampled."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import SUFFIXES, AbsentSplit, Names, Source
+from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source
 from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, find_split, map_file, read_integers
 
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
@@ -46,7 +46,7 @@ def open_tars(folder: Path, split: str) -> Source:
     if not chosen and split == "train" and not any(find_split(folder / name, folder) for name in shards):
         chosen = shards
     if not chosen:
-        raise AbsentSplit(f"{folder} has no {split} split among its shards ({', '.join(shards[:4])})")
+        raise MissingSplitError(f"{folder} has no {split} split among its shards ({', '.join(shards[:4])})")
     return Tars(folder, table.filter(pa.array(np.isin(table.column("shard").to_pylist(), chosen))))
 
 

@@ -41,7 +41,7 @@ FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
 log = logging.getLogger("plainvit")
 
 
-class AbsentSplit(DataError):
+class MissingSplitError(DataError):
     """The data has no such split; it may have others."""
 
 
@@ -158,7 +158,7 @@ class Subset(Source):
         return self.source.files()
 
 
-class Joined(Source):
+class ConcatSource(Source):
     """Several sources concatenated, with the classes of the first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -242,7 +242,7 @@ def open_folder(folder: Path, split: str) -> Source:
     if not found and split == "train":
         return _open_class_folders(folder, None)
     if split not in found:
-        raise AbsentSplit(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
+        raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
     if "train" in found:
         classes = _read_classes(found["train"])
     else:
@@ -308,7 +308,7 @@ def _open_class_folders(folder: Path, classes: Sequence[str] | None) -> Source:
         files = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if exists else []
         names += files
         labels.append(np.full(len(files), label, np.int32))
-    tell_unread(folder, unread)
+    warn_unread(folder, unread)
     _warn_of_irregular(folder, irregular)
     return Files(folder, names, np.concatenate(labels), classes)
 
@@ -365,7 +365,7 @@ def _warn_of_irregular(where: str | Path, names: Sequence[str]) -> None:
         log.warning(problem, where, len(names), ", ".join(names[:3]))
 
 
-def tell_unread(where: str | Path, names: Iterable[str]) -> None:
+def warn_unread(where: str | Path, names: Iterable[str]) -> None:
     """Warn of images that are skipped because of their format."""
     formats = Counter(Path(name).suffix.lower() for name in names)
     if formats:

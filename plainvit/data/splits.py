@@ -14,7 +14,7 @@ from plainvit.config import LEAST_STEPS, Config, from_json
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
-from plainvit.data.sources import SPLITS, AbsentSplit, Source, Subset, open_source
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
 from plainvit.disk import read_json, run_folder, run_settings
 
 log = logging.getLogger("plainvit")
@@ -31,7 +31,7 @@ class Splits:
         return self.train.classes
 
     @cached_property
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The content of data.json, by which changed images are detected. Cached: it reads every name."""
         present = {"train": self.train, "val": self.val, "test": self.test}
         sizes = {
@@ -56,7 +56,7 @@ def open_splits(config: Config) -> Splits:
         val = None
     if val is None and config.holdout:
         train, val = hold_out(train, config.holdout)
-    return Splits(take_fraction(train, config.share), val, test)
+    return Splits(take_fraction(train, config.train_fraction), val, test)
 
 
 def _check_names(source: Source) -> None:
@@ -71,7 +71,7 @@ def _are_same_images(one: Source, other: Source) -> bool:
     return one.fingerprint() == other.fingerprint() and sample_hash(one) == sample_hash(other)
 
 
-def trained_on(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
+def find_training_config(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
     """The settings of the run behind these weights if it was trained on this data; otherwise None."""
     stored = run_settings(model)
     own = stored.get("data")
@@ -93,35 +93,35 @@ def _matches_records(config: Config, run: Path) -> bool:
         return False
     evaluated = splits.test or splits.val
     has_same_content = evaluated is None or card.get("content") in (None, sample_hash(evaluated, CONTENT))
-    return has_same_content and all(recorded.get(key) == value for key, value in splits.described.items())
+    return has_same_content and all(recorded.get(key) == value for key, value in splits.describe.items())
 
 
-def choose(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
+def choose_split(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:
     """Open `split`. If empty: the test images, else those that the run held out, else val, else all images."""
     split = next((name for name, synonyms in SPLITS.items() if split in synonyms), split)
     try:
         source = open_source(data, split or "test", data_root=data_root)
-        if split == "train" and trained_on(model, data, data_root):
+        if split == "train" and find_training_config(model, data, data_root):
             log.warning("the model was trained on these images: the result does not apply to new images")
         return source
-    except AbsentSplit as error:
-        run = trained_on(model, data, data_root)
+    except MissingSplitError as error:
+        run = find_training_config(model, data, data_root)
         if split and not (run and split == "val"):
-            raise AbsentSplit(f"{error}; choose another with --split") from error
+            raise MissingSplitError(f"{error}; choose another with --split") from error
     if run:
         held_out = open_splits(run).val
         if held_out is not None:
             words = "%s has no %s images: using the %d that the run held out"
             log.warning(words, data, split or "test", len(held_out))
             return held_out
-        raise AbsentSplit(f"{data} has no test images and the run held none out: use --split train")
+        raise MissingSplitError(f"{data} has no test images and the run held none out: use --split train")
     try:
         return open_source(data, "val", data_root=data_root)
-    except AbsentSplit:
+    except MissingSplitError:
         return open_source(data, "train", data_root=data_root)  # only class folders: all images
 
 
-def risks(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
+def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
     """Problems of a resolved config with its training images: (problem, fix)."""
     images = len(splits.train)
     counts = np.bincount(splits.train.labels, minlength=len(splits.classes))
@@ -149,31 +149,31 @@ def _suggest_weights(config: Config) -> str:
 def _open(config: Config, split: str) -> Source | None:
     try:
         return open_source(config.data, split, data_root=config.data_root or None, exclude=config.exclude or None)
-    except AbsentSplit:
+    except MissingSplitError:
         if split == "train":
             raise
         return None
 
 
-def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
     """Split into (rest, held out), stratified by class; the same images for every seed."""
-    chosen = _drawn(source, share, 0, lambda count: count - 1)  # each class keeps a training image
+    chosen = _draw_fraction(source, fraction, 0, lambda count: count - 1)  # each class keeps a training image
     if not len(chosen):
         raise DataError(f"--holdout needs a class with two or more images, {source.spec} has none: use --holdout 0")
     rest = np.setdiff1d(np.arange(len(source)), chosen)
     return Subset(source, rest, "train"), Subset(source, chosen, "val")
 
 
-def take_fraction(source: Source, share: float) -> Source:
+def take_fraction(source: Source, fraction: float) -> Source:
     """A fraction of each class, at least one image; smaller fractions are subsets of larger ones."""
-    return source if share == 1 else Subset(source, _drawn(source, share, 1, lambda count: count))
+    return source if fraction == 1 else Subset(source, _draw_fraction(source, fraction, 1, lambda count: count))
 
 
-def _drawn(source: Source, share: float, salt: int, most: Callable[[int], int]) -> np.ndarray:
+def _draw_fraction(source: Source, fraction: float, salt: int, most: Callable[[int], int]) -> np.ndarray:
     """Sorted indices of a fraction of each class: at least one, at most `most(class size)` images."""
     indices = [np.empty(0, int)]
     for label in range(len(source.classes)):
         members = np.flatnonzero(source.labels == label)
-        count = min(max(round(share * len(members)), 1), most(len(members)))
+        count = min(max(round(fraction * len(members)), 1), most(len(members)))
         indices.append(members[permutation(salt, label, len(members))[: max(count, 0)]])
     return np.sort(np.concatenate(indices))

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.group_cache import GroupCache, memory_limit
-from plainvit.data.sources import SPLITS, AbsentSplit, Source, class_names, order_classes
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, class_names, order_classes
 from plainvit.disk import read_json
 
 IN_MEMORY = 4 * 2**30  # bytes of decoded row groups that a process and its workers cache together
@@ -70,7 +70,7 @@ def open_parquet(folder: Path, split: str) -> "Parquet":
     chosen = parts[split]
     if not chosen:
         names = ", ".join(path.name for path in files[:4])
-        raise AbsentSplit(f"{folder} has no {split} split among its parquet files ({names})")
+        raise MissingSplitError(f"{folder} has no {split} split among its parquet files ({names})")
     configs = sorted({_find_config(path, folder) for path in chosen})
     if len(configs) > 1 and chosen is not files:
         raise DataError(f"{folder} has several configurations ({', '.join(configs)}): give the folder of one of them")
@@ -81,7 +81,7 @@ def open_table(path: Path, split: str) -> Source:
     """One .parquet or .arrow file: the split in its name, otherwise train."""
     own = _parse_split(path.name) or "train"
     if own != split:
-        raise AbsentSplit(f"{path} has no {split} split: by its name it is {own}")
+        raise MissingSplitError(f"{path} has no {split} split: by its name it is {own}")
     return _warn_if_slow(Parquet([path])) if path.suffix == ".parquet" else ArrowFiles([path])
 
 
@@ -130,7 +130,7 @@ def open_saved(folder: Path, split: str) -> Source:
     else:
         parts = {name: folder / one for name, names in SPLITS.items() for one in names if (folder / one).is_dir()}
     if split not in parts:
-        raise AbsentSplit(f"{folder} has no {split} split: save_to_disk wrote {', '.join(parts) or 'none'}")
+        raise MissingSplitError(f"{folder} has no {split} split: save_to_disk wrote {', '.join(parts) or 'none'}")
     return ArrowFiles(_read_saved_files(parts[split]), _read_saved_files(parts.get("train", parts[split])))
 
 

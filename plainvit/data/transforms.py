@@ -88,7 +88,7 @@ def _largest_center_crop(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor
     return ch.clamp(min=1), cw.clamp(min=1)
 
 
-def cut(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
+def crop_and_resize(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
     """Crop a box of one image and resize it with antialiasing: uint8 [3, *out]. `extent` is (height, width)."""
     top, left, ch, cw = box.tolist()
     wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
@@ -113,7 +113,7 @@ def resized_box(
     """Resize a box (top, left, bottom, right) to uint8 [3, *out]: torch for integer boxes, Pillow for others."""
     if all(side == int(side) for side in box):
         y0, x0, y1, x1 = (int(side) for side in box)
-        return resized(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation, antialias)
+        return resize_image(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation, antialias)
     if not antialias and interpolation in ("bilinear", "bicubic"):
         return _sample_box(pixels, box, out, interpolation)
     top, left, bottom, right = box
@@ -151,7 +151,7 @@ def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarra
     return window
 
 
-def resized(
+def resize_image(
     pixels: np.ndarray, out: tuple[int, int], interpolation: str = "bilinear", antialias: bool = True
 ) -> Tensor:
     """Resize pixels [h, w, 3] to uint8 [3, *out] with torch's uint8 kernels."""
@@ -171,7 +171,7 @@ def _resize_with_pillow(
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
+def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
     """Preprocess an image for the model: uint8 [3, *out]. Used by evaluation, prediction and serving."""
     extent = size(data)
     target = out
@@ -192,12 +192,12 @@ def prepare(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, in
     if k > 1:
         image = resized_box(pixels, (0, 0, extent[0] / k, extent[1] / k), target, preprocess.interpolation)
     else:
-        image = resized(pixels, target, preprocess.interpolation, preprocess.antialias)
+        image = resize_image(pixels, target, preprocess.interpolation, preprocess.antialias)
     top, left = round((target[0] - out[0]) / 2), round((target[1] - out[1]) / 2)
     return image[:, top : top + out[0], left : left + out[1]].contiguous()
 
 
-def finish(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
+def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     """Flip, color and erase a batch on its device, each sample by its own uniforms. Color makes floats of uint8."""
     flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:

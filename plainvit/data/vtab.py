@@ -25,13 +25,13 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import AbsentSplit, Files, Joined, Source, Subset, open_folder
+from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source, Subset, open_folder
 
 TRAIN, VAL = 800, 200
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}
 
 
-class AbsentTask(DataError):
+class MissingTaskError(DataError):
     """The data root has no folder of this task."""
 
 
@@ -94,11 +94,11 @@ def augment_for(name: str, augment: Augment) -> Augment:
 def open_task(name: str, split: str, data_root: Path, *, whole: bool = False) -> Source:
     """Open one split of a task; with `whole`, train has all 1,000 images and there is no val."""
     if whole and split == "val":
-        raise AbsentSplit(f"vtab1000/{name} has no val split: use vtab/{name}")
+        raise MissingSplitError(f"vtab1000/{name} has no val split: use vtab/{name}")
     if whole and split == "train":
         parts = [open_task(name, part, data_root) for part in ("train", "val")]
         assert parts[0].classes == parts[1].classes
-        return Joined(parts)
+        return ConcatSource(parts)
     task, home = TASKS[name], _find_folder(name, data_root)
     if any((home / file).is_file() for file in LISTS.values()):
         return _open_list(home / LISTS[split], task)
@@ -110,7 +110,7 @@ def _find_folder(name: str, data_root: Path) -> Path:
     for folder in folders:
         if folder.is_dir():
             return folder
-    raise AbsentTask(f"{name} is not in the data root: there is no folder {folders[0]}")
+    raise MissingTaskError(f"{name} is not in the data root: there is no folder {folders[0]}")
 
 
 class _FullSet:
@@ -152,7 +152,7 @@ class _FullSet:
     def _open_if_present(self, split: str, *, labelled: bool = False) -> Source | None:
         try:
             found = self._open_split(split)
-        except AbsentSplit:
+        except MissingSplitError:
             return None
         return None if labelled and found.labels.min(initial=0) < 0 else found
 
@@ -175,7 +175,7 @@ def _choose_order(source: Source) -> np.ndarray:
 def _open_list(path: Path, task: Task) -> Source:
     """Open a list of "file label" lines, as in the published copies of VTAB-1k."""
     if not path.is_file():
-        raise AbsentSplit(f"{path.parent} has no list {path.name}")
+        raise MissingSplitError(f"{path.parent} has no list {path.name}")
     names: list[str] = []
     labels: list[int] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

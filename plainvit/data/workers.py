@@ -21,7 +21,7 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.decode import size as size_of
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, TRIES, crop_boxes, cut, prepare
+from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Loader
@@ -59,7 +59,7 @@ class Train(Dataset[Item]):
         bad = [error for *_, errors in read for error in errors]
         for row, (i, data, extent, _) in enumerate(read):
             try:
-                images[row] = self._flip(cut(data, boxes[row], self.size, extent), u[row])
+                images[row] = self._flip(crop_and_resize(data, boxes[row], self.size, extent), u[row])
             except ImageError as error:  # the header is intact but the pixels are damaged
                 bad.append((i, str(error)))
                 images[row], index[row] = self._replace(i, u[row])
@@ -75,7 +75,7 @@ class Train(Dataset[Item]):
             other, data, extent, _ = read_next(self.source, (index + step) % len(self.source))
             try:
                 box = crop_boxes(u.unsqueeze(0), torch.tensor([extent]), self.augment, self.size)[0]
-                return self._flip(cut(data, box, self.size, extent), u), other
+                return self._flip(crop_and_resize(data, box, self.size, extent), u), other
             except ImageError:
                 continue
         raise DataError("no image of the set can be decoded")
@@ -98,7 +98,7 @@ class Evaluate(Dataset[Item]):
         bad: list[tuple[int, str]] = []
         for row, i in enumerate(index):
             try:
-                images[row] = prepare(self.source.read(int(i)), self.preprocess, self.size)
+                images[row] = preprocess_image(self.source.read(int(i)), self.preprocess, self.size)
             except (ImageError, OSError) as error:
                 bad.append((int(i), str(error)))
         return images, torch.from_numpy(self.source.labels[index]).long(), torch.from_numpy(index.copy()), bad

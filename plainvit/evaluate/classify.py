@@ -21,9 +21,9 @@ from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source
-from plainvit.evaluate.chance import FEW, mean_interval, sureness, wilson
 from plainvit.evaluate.labels import Labels, check_labels
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import FEW, describe_confidence, mean_interval, wilson
 from plainvit.models.inference import check_finite, eval_mode
 from plainvit.runtime.distributed import World
 
@@ -68,7 +68,7 @@ class Result:
         return wilson(int(self.right.sum()), len(self.labels))
 
     @property
-    def guessing(self) -> float | None:
+    def majority_accuracy(self) -> float | None:
         """Accuracy of always predicting the most frequent class; None if an image has several correct classes."""
         single = np.array_equal(self.hits, self.guesses == self.labels[:, None])
         return float(np.bincount(self.labels).max() / len(self.labels)) if single else None
@@ -98,9 +98,9 @@ class Result:
         return np.stack([images, *means], 1)
 
     @property
-    def sureness(self) -> str:
+    def confidence_sentence(self) -> str:
         """A sentence that compares mean confidence with accuracy."""
-        return sureness(float(self.probabilities.mean()), int(self.right.sum()), len(self.labels))
+        return describe_confidence(float(self.probabilities.mean()), int(self.right.sum()), len(self.labels))
 
     @property
     def calibration_error(self) -> float:
@@ -133,7 +133,7 @@ class Result:
             "ece": self.calibration_error,
             "probability": float(self.probabilities.mean()),
             "interval": list(self.interval),
-            "guessing": self.guessing,
+            "majority_accuracy": self.majority_accuracy,
             "unreadable": self.unreadable,
             **({"confusion": self.confusion.tolist()} if self.classes <= MOST_CONFUSED else {}),
         }

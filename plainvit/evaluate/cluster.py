@@ -36,7 +36,7 @@ from plainvit.data.sources import Source
 from plainvit.data.workers import Evaluate
 from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.inputs import Inputs
-from plainvit.evaluate.predict import Answered, MemoryFault, Question
+from plainvit.evaluate.predict import MemoryFault, OutputBatches, PredictionJob
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.launch import environment_set
 
@@ -61,17 +61,17 @@ class Cluster:
     def precision(self, name: str) -> Literal["fp32", "bf16"]:
         return "bf16" if choose_precision(name, self.device) is torch.bfloat16 else "fp32"
 
-    def __call__(self, question: Question, source: Source, steps: np.ndarray) -> Answered:
+    def __call__(self, job: PredictionJob, source: Source, steps: np.ndarray) -> OutputBatches:
         """Yields the rows of these steps as they are ready. For GPUs, tasks on any CPU decode ahead."""
         data = self.ray.data
         gpus = self.device != "cpu"
-        work = self.ray.put(_Decoding(source, question))
+        work = self.ray.put(_Decoding(source, job))
         made = data.from_items([int(step) for step in steps], override_num_blocks=min(len(steps), MAX_BLOCKS))
         if gpus:
             made = made.map_batches(_decoded, fn_args=(work,), batch_size=1, num_cpus=1)
         made = made.map_batches(
             _Answering,
-            fn_constructor_args=(self.ray.put(_Packed.of(question, self.device)), work),
+            fn_constructor_args=(self.ray.put(_Packed.of(job, self.device)), work),
             compute=data.ActorPoolStrategy(min_size=1, max_size=self.copies),
             batch_size=1,
             **({"num_gpus": 1} if gpus else {"num_cpus": self.threads}),
@@ -86,7 +86,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def joined(address: str | None, device: str = "auto") -> Iterator[Cluster]:
+def connect_cluster(address: str | None, device: str = "auto") -> Iterator[Cluster]:
     """Connects to a cluster or, without an address, starts one on this machine for the block."""
     address = address or os.environ.get("RAY_ADDRESS")
     settings = {**LOCAL_CLUSTER, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -191,7 +191,7 @@ def _requires_token(page: str) -> bool:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A question to send: the model on the CPU and the settings of its Predictor."""
+    """A job to send: the model on the CPU and the settings of its Predictor."""
 
     model: Any
     settings: dict[str, Any]
@@ -199,19 +199,19 @@ class _Packed:
     version: str
 
     @classmethod
-    def of(cls, question: Question, device: str) -> "_Packed":
-        one = question.predictor
+    def of(cls, job: PredictionJob, device: str) -> "_Packed":
+        one = job.predictor
         precision = "bf16" if one.dtype is torch.bfloat16 else "fp32"
         settings = {"device": device, "precision": precision, "preprocess": one.preprocess, "batch": one.batch}
         model = one.model if one.device == "cpu" else copy.deepcopy(one.model).cpu()
-        return cls(model, settings, question.top, __version__)
+        return cls(model, settings, job.top, __version__)
 
 
 class _Decoding:
     """Decodes the images of any step."""
 
-    def __init__(self, source: Source, question: Question) -> None:
-        one = question.predictor
+    def __init__(self, source: Source, job: PredictionJob) -> None:
+        one = job.predictor
         self.source, self.samples = source, list(_sample_files(source))
         self.batches = Evaluate(source, np.arange(len(source)), one.batch, one.size, one.preprocess)
 
@@ -250,14 +250,14 @@ class _Answering:
         self.packed, self.sent = packed, work
 
     @functools.cached_property
-    def question(self) -> Question:
+    def job(self) -> PredictionJob:
         import ray
 
         found: _Packed = ray.get(self.packed)
         if found.version != __version__:
             raise ValueError(f"{socket.gethostname()} has plainvit {__version__}, but the job needs {found.version}")
         model = found.model.to(choose_device(found.settings["device"]))
-        return Question(Predictor(model, **found.settings), found.top)
+        return PredictionJob(Predictor(model, **found.settings), found.top)
 
     @functools.cached_property
     def work(self) -> _Decoding:
@@ -276,11 +276,11 @@ class _Answering:
         return {"step": [int(batch["item"][0])], "rows": [rows], "fault": [fault]}
 
     def _predict(self, batch: dict[str, Any]) -> bytes:
-        step, size = int(batch["item"][0]), self.question.batch
+        step, size = int(batch["item"][0]), self.job.batch
         images, bad = self._unpack(batch) if "pixels" in batch else itemgetter(0, 3)(self.work.batches[step])
         reasons, positions = dict(bad), range(step * size, step * size + len(images))
         names, errors = [self.work.source.name(at) for at in positions], [reasons.get(at) for at in positions]
-        table = self.question.rows(self.question.ask(images), names, errors)
+        table = self.job.rows(self.job.ask(images), names, errors)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
@@ -288,7 +288,7 @@ class _Answering:
 
     def _unpack(self, batch: dict[str, Any]) -> tuple[Tensor, list[tuple[int, str]]]:
         pixels = torch.frombuffer(bytearray(batch["pixels"][0]), dtype=torch.uint8)
-        return pixels.view(-1, 3, *self.question.predictor.size), json.loads(batch["bad"][0])
+        return pixels.view(-1, 3, *self.job.predictor.size), json.loads(batch["bad"][0])
 
 
 def _encode_error(error: Exception) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from plainvit.config import Config
 from plainvit.data.known import official_split
-from plainvit.evaluate import chance, paper, seeds
+from plainvit.evaluate import paper, seeds, statistics
 from plainvit.evaluate.card import Card, Rows, read_card, read_rows, settings_of
 from plainvit.weights.published import PUBLISHED
 
@@ -44,7 +44,7 @@ OBJECTNET = {"ViT-H/14 (JFT-300M)": 61.7}  # D.9
 SHAPES = {(768, 12): "B", (1024, 24): "L", (1280, 32): "H"}  # (width, depth)
 
 
-class UnlikeError(ValueError):
+class NotComparableError(ValueError):
     """Cards that cannot be compared."""
 
 
@@ -63,14 +63,16 @@ def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
         raise ValueError("compare needs at least two cards: plainvit compare CARD CARD")
     cards = [_read(path) for path in paths]
     first, names = cards[0], _name_cards(cards)
-    faults = [f"{names[at]}: {fault}" for at, one in enumerate(cards) if (fault := unlike(first.card, one.card))]
+    faults = [
+        f"{names[at]}: {fault}" for at, one in enumerate(cards) if (fault := find_incompatibility(first.card, one.card))
+    ]
     if faults and not force:
-        raise UnlikeError(f"the cards cannot be compared: {faults[0]}; use --force to compare them anyway")
+        raise NotComparableError(f"the cards cannot be compared: {faults[0]}; use --force to compare them anyway")
     rows = [_describe(name, one) for name, one in zip(names, cards, strict=True)]
     for row, one in zip(rows[1:], cards[1:], strict=True):
         row["difference"] = difference(first, one)
-        row["settings"] = settings_apart(first, one)
-        row["remarks"] = remarks(first.card, one.card)
+        row["settings"] = compare_settings(first, one)
+        row["remarks"] = list_remarks(first.card, one.card)
     runs = [run for name, one in zip(names, cards, strict=True) for run in _find_run(name, one)]
     shared = {"data": first.card.data, "images": first.card.images, "unlike": faults}
     return shared | {"cards": rows, "groups": seeds.groups(runs)}
@@ -111,7 +113,7 @@ def _name_cards(cards: Sequence[Read]) -> list[str]:
     return models if len(set(models)) == len(models) else [str(one.path) for one in cards]
 
 
-def unlike(a: Card, b: Card) -> str:
+def find_incompatibility(a: Card, b: Card) -> str:
     """Why two cards cannot be compared; "" if they can."""
     for key, words in MUST_MATCH.items():
         if a.data[key] != b.data[key]:
@@ -123,7 +125,7 @@ def unlike(a: Card, b: Card) -> str:
     return ""
 
 
-def remarks(a: Card, b: Card) -> list[str]:
+def list_remarks(a: Card, b: Card) -> list[str]:
     """Differences besides the weights that may affect the result."""
     found: list[str] = []
     if a.model["weights"] == b.model["weights"]:
@@ -138,7 +140,7 @@ def remarks(a: Card, b: Card) -> list[str]:
     return found
 
 
-def settings_apart(a: Read, b: Read) -> dict[str, list[Any]]:
+def compare_settings(a: Read, b: Read) -> dict[str, list[Any]]:
     """{"model.posemb": ["1d", "none"]}: different settings of the runs or, if one is unknown, of the models."""
     runs = [settings_of(one.path, one.card) for one in (a, b)]
     both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
@@ -178,13 +180,13 @@ def _compare_paired(a: Rows, b: Rows) -> dict[str, Any]:
         only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
         found[name] = {
             "difference": (only_b - only_a) / len(left),
-            "interval": list(chance.paired(only_a, only_b, len(left))),
-            "p": chance.mcnemar(only_a, only_b),
+            "interval": list(statistics.paired_bootstrap(only_a, only_b, len(left))),
+            "p": statistics.mcnemar(only_a, only_b),
             "only_first": only_a,
             "only_this": only_b,
         }
     nll = b.nll - a.nll
-    return found | {"nll": _test_mean(float(nll.mean()), list(chance.mean_interval(nll)))}
+    return found | {"nll": _test_mean(float(nll.mean()), list(statistics.mean_interval(nll)))}
 
 
 def _compare_unpaired(a: Card, b: Card) -> dict[str, Any]:
@@ -193,8 +195,8 @@ def _compare_unpaired(a: Card, b: Card) -> dict[str, Any]:
         counts = a.counts[name], a.images, b.counts[name], b.images
         found[name] = {
             "difference": b.metrics[name] - a.metrics[name],
-            "interval": list(chance.newcombe(*counts)),
-            "p": chance.two_proportions(*counts),
+            "interval": list(statistics.newcombe(*counts)),
+            "p": statistics.two_proportions(*counts),
         }
     halves = [_half_width(card.intervals.get("nll")) for card in (a, b)]
     centre = _number(b.metrics.get("nll")) - _number(a.metrics.get("nll"))
@@ -212,7 +214,7 @@ def _number(value: Any) -> float:
 
 def _test_mean(centre: float, ends: list[float]) -> dict[str, Any]:
     """A mean difference with its interval and the p-value of a z-test."""
-    error = (ends[1] - ends[0]) / 2 / chance.Z
+    error = (ends[1] - ends[0]) / 2 / statistics.Z
     p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
     return {"difference": centre, "interval": ends, "p": p}
 
@@ -316,7 +318,7 @@ def _make_table(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Table:
     return shown
 
 
-def in_unit(name: str, value: float) -> str:
+def to_unit(name: str, value: float) -> str:
     """A metric with its unit: fractions in percent or percentage points."""
     return f"{_format(name, value)} {UNITS[name]}" if name in UNITS else _format(name, value)
 

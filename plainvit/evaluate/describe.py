@@ -13,14 +13,14 @@ from rich.text import Text
 from plainvit.config import ViTConfig, to_json
 from plainvit.planning import cost
 from plainvit.weights.files import CHECKSUM
-from plainvit.weights.layout import Found, locate
+from plainvit.weights.layout import DetectedModel, locate
 from plainvit.weights.pixels import GIVEN, find_source
-from plainvit.weights.reading import look
+from plainvit.weights.reading import inspect_weights
 
 
 def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     """Describes a file from its headers; only the head is read, to see whether it was trained."""
-    found, tensors = look(source, **hints)
+    found, tensors = inspect_weights(source, **hints)
     settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
     if isinstance(found.config, ViTConfig) and found.config.stem:
         settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
@@ -45,7 +45,7 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     }
 
 
-def _preprocess_source(found: Found) -> str:
+def _preprocess_source(found: DetectedModel) -> str:
     given = [name for name in found.about.get("preprocess", {}) if found.sources.get(name) == GIVEN]
     other = found.sources.get("preprocess", found.default)
     return f"{', '.join(given)} {GIVEN}; else {other}" if given else other

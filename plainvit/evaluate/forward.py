@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plainvit.config import Preprocess, to_json
 from plainvit.data.decode import ImageError
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import preprocess_image
 from plainvit.models import Trace, create
 
 
@@ -67,6 +67,6 @@ def gradient(size: int) -> Tensor:
 def read(path: Path, size: int) -> Tensor:
     """A photo squashed to size x size, as uint8 [1, 3, size, size]."""
     try:
-        return prepare(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)
+        return preprocess_image(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)
     except ImageError as error:
         raise ImageError(f"{path}: {error}") from error

@@ -33,13 +33,13 @@ from plainvit.data.sources import (
     FILE_LIMIT,
     SUFFIXES,
     UNREAD,
-    Joined,
+    ConcatSource,
     Names,
     Source,
     image_files,
     open_source,
     read_image_file,
-    tell_unread,
+    warn_unread,
 )
 from plainvit.data.tables import has_parquet, has_saved
 
@@ -57,7 +57,7 @@ _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipf
 Part = tuple[str, Source]  # prefix of the names, images
 
 
-class Inputs(Joined):
+class Inputs(ConcatSource):
     """Several sources in sequence, without labels."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -155,7 +155,7 @@ class Zip(Archive):
     def __init__(self, path: Path) -> None:
         with zipfile.ZipFile(path) as file:
             members = [(at, one.filename) for at, one in enumerate(file.infolist()) if _is_image(one.filename)]
-            tell_unread(path, (one for one in file.namelist() if _is_image(one, UNREAD)))
+            warn_unread(path, (one for one in file.namelist() if _is_image(one, UNREAD)))
         super().__init__(path, [name for _, name in members])
         self._positions = np.array([position for position, _ in members], np.int64)
 
@@ -268,7 +268,7 @@ def _open_path(path: str, split: str) -> Iterator[str | Part]:
 def _open_folder(folder: str, split: str) -> Iterator[str | Part]:
     unread: list[str] = []
     names = sorted(image_files(Path(folder), folder.rstrip("/"), unread=unread, irregular=[]))  # rows with errors
-    tell_unread(folder, unread)
+    warn_unread(folder, unread)
     yield from names
     if not names and (has_parquet(Path(folder)) or has_saved(Path(folder))):
         yield f"{folder.rstrip('/')}/", open_source(folder, split)
@@ -280,7 +280,7 @@ def _match(pattern: str, split: str) -> Iterator[str | Part]:
     """Matching images and archives; folders only if nothing else matches, as ** matches folders and their files."""
     matches = sorted(glob.iglob(pattern, recursive=True))  # noqa: PTH207
     files = [path for path in matches if path.lower().endswith((*SUFFIXES, *ARCHIVES)) and not Path(path).is_dir()]
-    tell_unread(pattern, (path for path in matches if _is_image(path, UNREAD)))
+    warn_unread(pattern, (path for path in matches if _is_image(path, UNREAD)))
     for path in files or [path for path in matches if Path(path).is_dir()]:
         yield from _open_path(path, split)
     if not matches:
@@ -336,7 +336,7 @@ def _index_tar(path: Path, found: list[tuple[str, int, int]]) -> None:
                 found.append((member.name, *place))
             elif _is_image(member.name, UNREAD):
                 unread.append(member.name)
-        tell_unread(path, unread)
+        warn_unread(path, unread)
         file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # a damaged header looks like the end
             raise tarfile.ReadError(f"its list of members ends at byte {archive.offset:,} without an end mark")

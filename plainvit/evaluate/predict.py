@@ -26,17 +26,17 @@ from plainvit.config import Checked, to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import read_json, run_folder
-from plainvit.evaluate.chance import wilson
 from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarise
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.display import Display
 
 PART = 1024  # images per part of the output, rounded up to full batches
 NOT_FINITE = "the prediction is not finite (NaN or Inf)"
 
-Answered = Iterator[tuple[int, pa.Table]]  # (step, rows of its batch), in any order
-Engine = Callable[["Question", Source, np.ndarray], Answered]
+OutputBatches = Iterator[tuple[int, pa.Table]]  # (step, rows of its batch), in any order
+Engine = Callable[["PredictionJob", Source, np.ndarray], OutputBatches]
 
 
 class MemoryFault(ValueError):
@@ -46,7 +46,7 @@ class MemoryFault(ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionJob:
     """What to predict: the `top` most probable classes, or features if `top` is 0."""
 
     predictor: Predictor
@@ -66,7 +66,7 @@ class Question:
     def steps(self, source: Source) -> int:
         return -(-len(source) // self.batch)
 
-    def ask(self, images: Tensor) -> "Answer":
+    def ask(self, images: Tensor) -> "PendingOutput":
         """Runs the model. On a GPU this returns before the results are ready."""
         try:
             outputs = self.predictor.logits(images) if self.top else self.predictor.features(images)
@@ -78,7 +78,7 @@ class Question:
         except torch.OutOfMemoryError as error:
             raise MemoryFault(f"the GPU is out of memory with --batch {len(images)}: use a smaller one") from error
 
-    def rows(self, answer: "Answer", names: list[str], errors: list[str | None]) -> pa.Table:
+    def rows(self, answer: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
         """One row per image: name, guesses or features, error."""
         finite, *outputs = answer.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
@@ -118,7 +118,7 @@ class Question:
         }
 
 
-class Answer(NamedTuple):
+class PendingOutput(NamedTuple):
     """Tensors that are being copied to the host."""
 
     tensors: tuple[Tensor, ...]
@@ -130,14 +130,14 @@ class Answer(NamedTuple):
         return self.tensors
 
 
-def _copy_to_host(*tensors: Tensor) -> Answer:
+def _copy_to_host(*tensors: Tensor) -> PendingOutput:
     """Starts the copies before the next batch, so that the GPU is busy while the host waits for them."""
     if not tensors[0].is_cuda:
-        return Answer(tensors, None)
+        return PendingOutput(tensors, None)
     copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
     event = torch.cuda.Event()
     event.record()
-    return Answer(copies, event)
+    return PendingOutput(copies, event)
 
 
 def _make_features(features: Tensor, errors: list[str | None]) -> pa.Array:
@@ -155,40 +155,40 @@ def _make_texts(column: Sequence[str | None]) -> pa.Array:
 # On this machine ------------------------------------------------------------------------------------------------------
 
 
-def locally(question: Question, source: Source, steps: np.ndarray, workers: int | None = None) -> Answered:
+def predict_locally(job: PredictionJob, source: Source, steps: np.ndarray, workers: int | None = None) -> OutputBatches:
     """The rows of these steps, on this machine; workers decode ahead of the model."""
-    size, device = question.batch, question.predictor.device
+    size, device = job.batch, job.predictor.device
     index = (steps[:, None] * size + np.arange(size)).reshape(-1)
     index = index[index < len(source)]
     batches = evaluation_batches(
         Subset(source, index),
         batch=size,
-        size=question.predictor.size,
-        preprocess=question.predictor.preprocess,
+        size=job.predictor.size,
+        preprocess=job.predictor.preprocess,
         workers=_choose_workers(len(index), device) if workers is None else workers,
         device=device,
     )
-    yield from answered(question, source, index, batches)
+    yield from predict_batches(job, source, index, batches)
 
 
-def answered(question: Question, source: Source, index: np.ndarray, batches: Iterator[Batch]) -> Answered:
+def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batches: Iterator[Batch]) -> OutputBatches:
     """The rows of batches, whose images are at `index` in the source."""
-    waiting: tuple[Batch, Answer] | None = None
+    waiting: tuple[Batch, PendingOutput] | None = None
     for batch in batches:
-        answer = question.ask(batch.images)
+        answer = job.ask(batch.images)
         if waiting:
-            yield _make_rows(question, source, index, *waiting)
+            yield _make_rows(job, source, index, *waiting)
         waiting = batch, answer
     if waiting:
-        yield _make_rows(question, source, index, *waiting)
+        yield _make_rows(job, source, index, *waiting)
 
 
 def _make_rows(
-    question: Question, source: Source, index: np.ndarray, batch: Batch, answer: Answer
+    job: PredictionJob, source: Source, index: np.ndarray, batch: Batch, answer: PendingOutput
 ) -> tuple[int, pa.Table]:
     positions, bad = index[batch.index], dict(batch.bad)
     names, errors = [source.name(int(at)) for at in positions], [bad.get(int(at)) for at in batch.index]
-    return int(positions[0]) // question.batch, question.rows(answer, names, errors)
+    return int(positions[0]) // job.batch, job.rows(answer, names, errors)
 
 
 def _choose_workers(images: int, device: str) -> int:
@@ -200,7 +200,7 @@ def _choose_workers(images: int, device: str) -> int:
 # The job --------------------------------------------------------------------------------------------------------------
 
 
-def trust(model: str | Path) -> str:
+def describe_accuracy_of_run(model: str | Path) -> str:
     """The accuracy of a run on held-out images; "" if it is not known."""
     try:
         stored = read_json(run_folder(model) / "results.json")
@@ -238,11 +238,11 @@ class Summary:
 
 
 def write(
-    question: Question,
+    job: PredictionJob,
     source: Source,
     out: Path,
     *,
-    engine: Engine = locally,
+    engine: Engine = predict_locally,
     force: bool = False,
     quiet: bool = True,
     part: int = PART,
@@ -252,15 +252,15 @@ def write(
 
     Also returns the rows at the positions in `keep`.
     """
-    check_out(out, ROWS if question.top else FEATURES)
-    start, size = time.monotonic(), question.batch
-    parts = Parts(out, question.describe(source), images=len(source), batch=size, part=part, force=force)
+    check_out(out, ROWS if job.top else FEATURES)
+    start, size = time.monotonic(), job.batch
+    parts = Parts(out, job.describe(source), images=len(source), batch=size, part=part, force=force)
     try:
         missing = parts.missing()
         todo = sum(min(size, len(source) - int(step) * size) for step in missing)
         done = len(source) - todo
         with Display("images", len(source), done, quiet=quiet) as display:
-            for step, table in engine(question, source, missing) if todo else ():
+            for step, table in engine(job, source, missing) if todo else ():
                 parts.add(step, table)
                 done += len(table)
                 display.advance(done, f"{(done + todo - len(source)) / (time.monotonic() - start):,.0f}/s")
@@ -271,11 +271,11 @@ def write(
     return Summary(str(out), *counts, len(source) - todo, time.monotonic() - start), kept
 
 
-def rows(question: Question, source: Source, *, engine: Engine = locally) -> Iterator[dict[str, Any]]:
+def rows(job: PredictionJob, source: Source, *, engine: Engine = predict_locally) -> Iterator[dict[str, Any]]:
     """Yields the rows of all images in order, without a file."""
     waiting: dict[int, pa.Table] = {}
     next_step = 0
-    for step, table in engine(question, source, np.arange(question.steps(source))):
+    for step, table in engine(job, source, np.arange(job.steps(source))):
         waiting[step] = table
         while next_step in waiting:
             yield from waiting.pop(next_step).to_pylist()

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from plainvit.config import Preprocess
-from plainvit.data.decode import pixels_of
-from plainvit.data.transforms import prepare
+from plainvit.data.decode import to_pixels
+from plainvit.data.transforms import preprocess_image
 from plainvit.device import choose_device, choose_precision
 from plainvit.models import has_fast_path
 from plainvit.models.inference import check_finite
@@ -31,7 +31,7 @@ from plainvit.weights.pixels import Pixels
 Picture = str | Path | bytes | np.ndarray | Image.Image  # path, file contents, or pixels [height, width, 3]
 
 
-class Guess(NamedTuple):
+class Prediction(NamedTuple):
     """A class and its predicted probability."""
 
     label: str
@@ -100,22 +100,22 @@ class Predictor:
         """Hash of the weights at the first access, which takes half a second for ViT-B."""
         return tensor_hash(self.model.state_dict())[:16]
 
-    def prepare(self, picture: Picture) -> Tensor:
+    def load_image(self, picture: Picture) -> Tensor:
         """Preprocesses one image to uint8 [3, H, W]. Raises ImageError if it cannot be read."""
         if isinstance(picture, str | Path):
             picture = Path(picture).read_bytes()
         elif isinstance(picture, Image.Image):
-            picture = pixels_of(picture)
+            picture = to_pixels(picture)
         elif isinstance(picture, np.ndarray) and (
             picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8
         ):
             got = f"{picture.dtype} {picture.shape}"
             raise ValueError(f"pixels must be uint8 of shape [height, width, 3], got {got}")
-        return prepare(picture, self.preprocess, self.size)
+        return preprocess_image(picture, self.preprocess, self.size)
 
     def stack(self, pictures: Iterable[Picture]) -> Tensor:
         """Preprocesses images of any sizes into one batch [B, 3, H, W]."""
-        return torch.stack([self.prepare(picture) for picture in pictures])
+        return torch.stack([self.load_image(picture) for picture in pictures])
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
@@ -129,17 +129,19 @@ class Predictor:
         with self._eval_mode(), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
-    def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Guess]]:
+    def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Prediction]]:
         """The k most probable classes of each image, in descending order."""
         if not 1 <= k <= self.classes:
             raise ValueError(f"k must be between 1 and the model's {self.classes} classes, got {k}")
-        found: list[list[Guess]] = []
+        found: list[list[Prediction]] = []
         for some in _batches(pictures, self.batch):
             logits = self.logits(self.stack(some))
             check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
             best = logits.softmax(-1).topk(k)
             for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                found.append([Guess(self.class_names[at], value) for value, at in zip(values, classes, strict=True)])
+                found.append(
+                    [Prediction(self.class_names[at], value) for value, at in zip(values, classes, strict=True)]
+                )
         return found
 
     @contextlib.contextmanager

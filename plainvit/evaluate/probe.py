@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plainvit.evaluate.chance import mean_ranks
 from plainvit.evaluate.grid import choose_best
+from plainvit.evaluate.statistics import mean_ranks
 from plainvit.models.inference import check_finite
 
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py

@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.evaluate import chance
+from plainvit.evaluate import statistics
 
 METRICS = ("top1", "top5", "nll")
 
@@ -96,7 +96,10 @@ def difference(a: Mapping[int, Run], b: Mapping[int, Run]) -> dict[str, Any] | N
     found: dict[str, Any] = {"seeds": both, "left_out": alone}
     for metric in METRICS:
         differences = [b[seed].metrics[metric] - a[seed].metrics[metric] for seed in both]
-        found[metric] = {"difference": float(np.mean(differences)), "interval": list(chance.student(differences))}
+        found[metric] = {
+            "difference": float(np.mean(differences)),
+            "interval": list(statistics.student_interval(differences)),
+        }
     return found
 
 

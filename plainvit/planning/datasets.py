@@ -28,4 +28,4 @@ def count_training_images(config: Config) -> int | None:
     splits = SETS[config.data].splits if config.data in SETS else ()
     if not {"val", "test"} <= set(splits):  # a dataset with its own validation images holds none out
         images -= round(images * config.holdout)
-    return max(round(config.share * images), 1)
+    return max(round(config.train_fraction * images), 1)

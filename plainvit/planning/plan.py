@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from plainvit.config import Config, Model, ResNetConfig, ViTConfig, length, nearest
+from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, nearest
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES, count_training_images
 from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
@@ -102,7 +102,7 @@ def _check(config: Config, devices: int, images: int | None, search: bool) -> No
 def _count_steps(config: Config, model: Model, images: int | None, runs: int) -> Report:
     """Steps of a run and the FLOPs of all runs; None where the number of images is not known."""
     images = images or count_training_images(config)
-    steps = (length(config, images) if images else config.steps) or None
+    steps = (count_steps(config, images) if images else config.steps) or None
     seen = runs * steps * config.batch if steps else None
     found = {"images": images, "batch": config.batch, "runs": runs, "steps": steps, "seen": seen}
     found["epochs"] = steps * config.batch / images if steps and images else None
@@ -111,7 +111,7 @@ def _count_steps(config: Config, model: Model, images: int | None, runs: int) ->
 
 def _list_steps(config: Config, model: Model, devices: int) -> list[Step]:
     """A step on one device, or one by ddp and one by fsdp."""
-    element_bytes, fast_path = 4 if config.precision == "fp32" else 2, config.shortcuts == "auto"
+    element_bytes, fast_path = 4 if config.precision == "fp32" else 2, config.fast_path == "auto"
     step = Step(
         model=model,
         images=config.batch // devices,

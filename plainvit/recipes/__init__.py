@@ -50,7 +50,7 @@ def about(name: str) -> dict[str, str]:
     return found
 
 
-def described(make: Recipe, *, summary: str, source: str, command: str, expected: str, cost: str) -> Recipe:
+def describe_recipe(make: Recipe, *, summary: str, source: str, command: str, expected: str, cost: str) -> Recipe:
     """Give a generated recipe the docstring that a handwritten one has."""
     name = "finetune" if " --init " in command else "train"
     parts = f"Source: {source}\nCommand: plainvit {name} {command}\nExpected: {expected}\nCost: {cost}"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from plainvit.config import Augment, Config, Optim, Preprocess
 from plainvit.names import configure
-from plainvit.recipes import Recipe, described
+from plainvit.recipes import Recipe, describe_recipe
 
 # RandAugment's (operations, magnitude) and mixup's alpha. The source's magnitudes are out of 10, torchvision's out of
 # 30: the same number rotates and shifts a third as far. The number is kept, because a replication of big_vision's
@@ -90,7 +90,7 @@ def pretraining(name: str) -> Config:
 def _describe_pretraining(name: str) -> Recipe:
     row, (accuracy, exaflops) = ROWS[name], REPORTED[name]
     title = "ImageNet" if row.data == "imagenet" else "ImageNet-21k"
-    return described(
+    return describe_recipe(
         partial(pretraining, name),
         summary=f"{row.model} trained on {title} with AugReg's {row.level}, 300 epochs.",
         source="AugReg (arXiv 2106.10270), "

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from plainvit.config import Augment, Config, Optim, Preprocess
-from plainvit.recipes import Recipe, described
+from plainvit.recipes import Recipe, describe_recipe
 from plainvit.recipes.paper import pretraining
 
 
@@ -78,7 +78,7 @@ def transfer(rule: Rule) -> Config:
 def _describe_transfer(size: str, end: str) -> Recipe:
     name, rule = f"bit-{size}{end}", hyperrule(IMAGES[size], AREAS[end])
     kind = "images below 96 x 96 pixels" if end else "images"
-    return described(
+    return describe_recipe(
         partial(transfer, rule),
         summary=f"Fine-tuning by BiT-HyperRule on {TITLES[size]} {kind}: {rule.steps:,} steps at {rule.crop} px.",
         source="BiT (arXiv 1912.11370), section 3.3",
@@ -107,7 +107,7 @@ def pretraining_by_sgd(name: str) -> Config:
 
 
 def _describe_pretraining(name: str, model: str, expected: str, exaflops: str) -> Recipe:
-    return described(
+    return describe_recipe(
         partial(pretraining_by_sgd, name),
         summary=f"{model} pre-trained on JFT-300M with SGD, 7 epochs.",
         source="ViT (arXiv 2010.11929), Table 7; JFT is not public: give images of your own",

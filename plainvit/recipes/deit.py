@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from plainvit.config import Augment, Config, Model, Optim, Preprocess
 from plainvit.names import configure
-from plainvit.recipes import Recipe, described
+from plainvit.recipes import Recipe, describe_recipe
 
 IMAGES = 1_281_167  # of ImageNet, to convert the warm-up of 5 epochs to steps
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -72,7 +72,7 @@ def deit(name: str) -> Config:
 
 def _describe_deit(name: str) -> Recipe:
     model, accuracy, exaflops = DEIT[name]
-    return described(
+    return describe_recipe(
         partial(deit, name),
         summary=f"{model} trained on ImageNet as DeiT, 300 epochs.",
         source="DeiT (arXiv 2012.12877), the defaults of its main.py",
@@ -174,7 +174,7 @@ def deit3_at_224() -> Config:
 
 def _describe_deit3(name: str) -> Recipe:
     row, (accuracy, exaflops, _) = DEIT3[name], REPORTED[name]
-    return described(
+    return describe_recipe(
         partial(deit3, name),
         summary=f"{row.model} trained on ImageNet at {row.size} px as DeiT III, 800 epochs.",
         source="DeiT III (arXiv 2204.07118), the commands of its README",
@@ -186,7 +186,7 @@ def _describe_deit3(name: str) -> Recipe:
 
 def _describe_deit3_at_224(name: str) -> Recipe:
     row, (accuracy, _, exaflops) = DEIT3[name], REPORTED[name]
-    return described(
+    return describe_recipe(
         partial(deit3_at_224),
         summary=f"{row.model} of {name} fine-tuned on ImageNet at 224 px, 20 epochs.",
         source="DeiT III (arXiv 2204.07118), the commands of its README",

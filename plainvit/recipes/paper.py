@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from plainvit.config import Augment, Config, Model, Optim, Preprocess, ViTConfig
 from plainvit.names import configure
-from plainvit.recipes import Recipe, described
+from plainvit.recipes import Recipe, describe_recipe
 
 
 class Pretraining(NamedTuple):
@@ -137,7 +137,7 @@ def _describe_pretraining(name: str) -> Recipe:
     table = "Table 6" if row.data == "jft" else "Table 5"
     days = f"; {CORE_DAYS[name]} TPUv3-core-days (Table 2)" if name in CORE_DAYS else ""
     private = "; JFT is not public: give images of your own" if row.data == "jft" else ""
-    return described(
+    return describe_recipe(
         partial(pretraining, name),
         summary=f"{row.model} pre-trained on {TITLES[row.data]}, {row.epochs} epochs.",
         source=f"ViT (arXiv 2010.11929), Table 3{private}",
@@ -225,7 +225,7 @@ def _describe_finetuning(name: str) -> Recipe:
     row, (expected, cost) = FINETUNING[name], TRANSFERRED[name]
     averaged = " with averaged weights" if row.ema else ""
     table = "Table 2 and section 4.1" if row.ema else "Table 4"
-    return described(
+    return describe_recipe(
         partial(finetuning, name),
         summary=f"Pre-trained weights fine-tuned on {row.title} at {row.size} px{averaged}, {row.steps:,} steps.",
         source=f"ViT (arXiv 2010.11929), {table}",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from plainvit.disk import DiskError, read_json, sync_folder, write_synced, write_text
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import part, whole
+from plainvit.runtime.sharding import full_tensor, local_shard
 
 log = logging.getLogger("plainvit")
 SHARD_TIMEOUT = 600.0  # seconds that rank 0 waits for the files of the other ranks
@@ -52,10 +52,10 @@ class Checkpoints:
         copies: dict[str, Tensor] = {}
         rows: dict[str, int] = {}
         for name, tensor in tensors.items():
-            local, start = part(tensor.detach()) if self.sharded else (whole(tensor.detach()), 0)
-            if self.world.first or (self.sharded and start):  # rank 0 saves the tensors that every process has
+            local, start = local_shard(tensor.detach()) if self.sharded else (full_tensor(tensor.detach()), 0)
+            if self.world.is_main or (self.sharded and start):  # rank 0 saves the tensors that every process has
                 copies[name], rows[name] = local.to("cpu", copy=True).contiguous(), start
-        if not self.world.first and not self.sharded:
+        if not self.world.is_main and not self.sharded:
             return
         arguments = (step, copies, rows, {"step": step, **state}, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
@@ -100,7 +100,7 @@ class Checkpoints:
             name = self._shard_name(self.world.rank) if self.sharded else TENSORS
             write_synced(temporary / name, lambda path: safetensors.torch.save_file(tensors, path))
             entry = {"file": name, "sha256": file_hash(temporary / name), "rows": rows}
-            if not self.world.first:
+            if not self.world.is_main:
                 write_text(temporary / f"{name}.json", json.dumps(entry))
                 return
             entries = [entry, *self._collect_entries(temporary)]
@@ -155,7 +155,7 @@ class Checkpoints:
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint. Skips damaged ones with a warning."""
-        if self.world.first:
+        if self.world.is_main:
             self.sweep()
         for step in reversed(self.steps()):
             try:
@@ -223,7 +223,7 @@ def _load_tensors(folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
     for key, parts in shards.items():
         if len({(rows.dtype, rows.ndim, rows.shape[1:]) for _, rows in parts}) > 1:
             raise ValueError(f"the shards of {key} have different shapes or types")
-        ordered = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
+        ordered = [rows for _, rows in sorted(parts, key=lambda local_shard: local_shard[0])]
         tensors[key] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
     return tensors
 

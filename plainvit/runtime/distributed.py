@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
-from plainvit.disk import exit_code_of
+from plainvit.disk import exit_code
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class World:
     launch: str = ""  # random token, equal in all processes of one start
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class World:
         dist.all_gather(gathered, padded)
         return torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)])
 
-    def gather_words(self, words: str) -> list[str]:
+    def gather_strings(self, words: str) -> list[str]:
         """Gathers one string from each process, in rank order."""
         if self.size == 1:
             return [words]
@@ -93,13 +93,13 @@ class World:
         except (ValueError, OSError) as failure:
             if self.size == 1:
                 raise
-            error = f"{exit_code_of(failure)} {str(failure).splitlines()[0]}"
-        for rank, reported in enumerate(self.gather_words(error)):
+            error = f"{exit_code(failure)} {str(failure).splitlines()[0]}"
+        for rank, reported in enumerate(self.gather_strings(error)):
             if reported:
                 code, _, message = reported.partition(" ")
                 raise DisagreementError(f"rank {rank}: {message}" if rank else message, int(code))
         assert made is not None
-        if self.size > 1 and same and len(set(self.gather_words(same(made)))) > 1:
+        if self.size > 1 and same and len(set(self.gather_strings(same(made)))) > 1:
             raise DisagreementError("the processes have different configs or data: start all with the same command", 2)
         return made
 
@@ -135,7 +135,7 @@ def join(device: str, timeout: float) -> World:
         reason = str(error).splitlines()[0]
         raise ValueError(f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {reason}") from error
     _report_restart(rank)
-    token = World(rank, size, device).gather_words(secrets.token_hex(4) if rank == 0 else "")[0]
+    token = World(rank, size, device).gather_strings(secrets.token_hex(4) if rank == 0 else "")[0]
     return World(rank, size, device, token)
 
 
@@ -190,7 +190,7 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def losses_told(world: World) -> Iterator[None]:
+def raise_lost_peer(world: World) -> Iterator[None]:
     """Raises LostError in place of the backend's error when a peer is gone."""
     try:
         yield
@@ -201,7 +201,7 @@ def losses_told(world: World) -> Iterator[None]:
         raise LostError(f"rank {world.rank} lost another process ({reason}); {RESUME_HINT}") from error
 
 
-def let_the_agent_speak() -> None:
+def wait_for_agent() -> None:
     """Gives torchrun's agent time to end this process and report the rank that died, which only the agent knows."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(1)

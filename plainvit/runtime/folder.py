@@ -94,13 +94,13 @@ class Folder:
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
 
-    def say(self, state: str, step: int, steps: int, reason: str = "", exit_code: int = 0) -> None:
+    def write_status(self, state: str, step: int, steps: int, reason: str = "", exit_code: int = 0) -> None:
         """Writes status.json. The state is running, done, interrupted, diverged or failed."""
         code = None if state == "running" else exit_code
         status = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
         self.write("status.json", status | _describe_process())
 
-    def begin_part(self) -> float:
+    def start_clock(self) -> float:
         """Starts the clock and returns the seconds spent before; a killed process counts to its last metrics line."""
         known, spent = self.read("environment.json"), run_seconds(self.path)
         if known.get("running_since") is not None:
@@ -109,7 +109,7 @@ class Folder:
         self.write("environment.json", known | {"seconds": round(spent, 1), "running_since": round(time.time(), 3)})
         return spent
 
-    def end_part(self, seconds: float) -> None:
+    def stop_clock(self, seconds: float) -> None:
         """Stops the clock at `seconds`, counted over all starts of the run."""
         known = self.read("environment.json")
         known.pop("running_since", None)
@@ -140,7 +140,9 @@ def _describe_process() -> dict[str, Any]:
     return {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def say_instead(path: Path, state: str, reason: str, exit_code: int, unsaid: tuple[str, ...] = ("running",)) -> None:
+def write_status_for(
+    path: Path, state: str, reason: str, exit_code: int, unsaid: tuple[str, ...] = ("running",)
+) -> None:
     """Writes how a run ended for a main process that died or hangs; only over the states in `unsaid`."""
     status = read_json(path / "status.json")
     if status.get("state") in unsaid:
@@ -154,7 +156,9 @@ def run_seconds(path: Path) -> float:
     for name in ("seconds", "running_since"):
         if known.get(name) is not None and not _is_time(known[name]):
             file = path / "environment.json"
-            raise ValueError(f"{file}: {name} is {short(known[name])}, not a time in seconds: correct or delete it")
+            raise ValueError(
+                f"{file}: {name} is {shorten_repr(known[name])}, not a time in seconds: correct or delete it"
+            )
     return float(known.get("seconds") or 0.0)
 
 
@@ -171,14 +175,14 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def _find_fault(numbers: Any) -> str:
     if not isinstance(numbers, dict):
-        return f" is {short(numbers)}, not an object"
+        return f" is {shorten_repr(numbers)}, not an object"
     if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):
-        return f".images is {short(numbers.get('images'))}, not a count"
-    for name, most in (("top1", 1.0), ("top5", 1.0), ("guessing", 1.0), ("nll", math.inf), ("loss", math.inf)):
+        return f".images is {shorten_repr(numbers.get('images'))}, not a count"
+    for name, most in (("top1", 1.0), ("top5", 1.0), ("majority_accuracy", 1.0), ("nll", math.inf), ("loss", math.inf)):
         value = numbers.get(name)
         given = value is not None or (name == "top1" and name in numbers)  # others are null where they are not finite
         if given and (type(value) not in (int, float) or not 0 <= value <= most):
-            return f".{name} is {short(value)}, not a number from 0 to {most:g}"
+            return f".{name} is {shorten_repr(value)}, not a number from 0 to {most:g}"
     return ""
 
 
@@ -186,7 +190,7 @@ def _is_time(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e12  # pyright: ignore[reportOperatorIssue]
 
 
-def short(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """repr(value), shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -260,7 +264,7 @@ def command() -> str:
     return shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""
 
 
-def other_bits(begun: dict[str, Any], now: dict[str, Any]) -> str:
+def describe_changes(begun: dict[str, Any], now: dict[str, Any]) -> str:
     """Changes of machine or torch since a run's first step, which change the last bits of results."""
     names = [name for name in ("torch", "device", "processes") if name in begun and begun[name] != now[name]]
     return ", ".join(f"{name} {begun[name]} -> {now[name]}" for name in names)

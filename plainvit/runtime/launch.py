@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plainvit.device import choose_device
 from plainvit.runtime.distributed import RESUME_HINT
-from plainvit.runtime.folder import NOTE, say_instead
+from plainvit.runtime.folder import NOTE, write_status_for
 
 
 @contextlib.contextmanager
@@ -84,4 +84,4 @@ def _record_end(state: str, reason: str, code: int, replace: tuple[str, ...] = (
     note = Path(os.environ[NOTE])
     for folder in note.read_text().splitlines() if note.is_file() else ():
         with contextlib.suppress(OSError, ValueError):  # a full disk was reported where it was met
-            say_instead(Path(folder), state, reason, code, replace)
+            write_status_for(Path(folder), state, reason, code, replace)

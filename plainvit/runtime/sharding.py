@@ -33,12 +33,12 @@ def replicate(objective: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(objective, device_ids=[torch.device(world.device)] if cuda else None)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from its shards. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(tensor: Tensor) -> tuple[Tensor, int]:
+def local_shard(tensor: Tensor) -> tuple[Tensor, int]:
     """The local rows of a tensor, and the index of the first."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
@@ -46,7 +46,7 @@ def part(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.to_local(), offset[0] if offset else 0
 
 
-def like(full: Tensor, example: Tensor) -> Tensor:
+def shard_like(full: Tensor, example: Tensor) -> Tensor:
     """Shards a full tensor as `example` is sharded. Nothing is sent: every process has the full tensor."""
     full = full.to(example.device)
     if not isinstance(example, DTensor) or full.shape != example.shape:

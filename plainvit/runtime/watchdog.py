@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from plainvit.runtime.distributed import LostError, World
-from plainvit.runtime.folder import say_instead
+from plainvit.runtime.folder import write_status_for
 
 
 class Watchdog:
@@ -77,7 +77,7 @@ class Watchdog:
                 print(reason, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             print(f"plainvit: {reason}; stacks in {file.name}", file=sys.stderr, flush=True)
-            say_instead(self.folder, "failed", reason, LostError.exit_code)
+            write_status_for(self.folder, "failed", reason, LostError.exit_code)
         finally:
             os._exit(LostError.exit_code)
 

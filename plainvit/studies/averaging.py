@@ -10,7 +10,16 @@ from matplotlib.figure import Figure
 
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config
 from plainvit.studies.drawings import draw_arms
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    check_no_worse,
+    decide_by_signs,
+    paired_difference,
+)
 
 HALF = 0.5
 
@@ -24,15 +33,15 @@ def arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide(found: Found) -> Verdict:
-    more = gap(found.of("last weights"), found.of("averaged"))
+def decide(found: Results) -> Verdict:
+    more = paired_difference(found.of("last weights"), found.of("averaged"))
     why = f"averaged - last weights {more}"
     if found.of("last weights") == found.of("averaged"):
         return Verdict("not decided", f"{why}: no answer differs in number")
-    return settle([check_no_worse(more)], why)
+    return decide_by_signs([check_no_worse(more)], why)
 
 
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     return draw_arms(found, "what is evaluated", {}, "")
 
 

@@ -14,7 +14,7 @@ from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import complete_model
 from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
 
 KINDS = {"plain": False, "axial": True}
 
@@ -31,18 +31,18 @@ def _millions(config: Config) -> float:
     return cost.macs(complete_model(config)) / 1e6
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """Axial is better, and takes more compute."""
-    difference = gap(found.of("plain"), found.of("axial"))
+    difference = paired_difference(found.of("plain"), found.of("axial"))
     times = found.arms["axial"].x / found.arms["plain"].x
-    return settle(
+    return decide_by_signs(
         [difference.sign, 1 if times > 1 else -1],
         f"axial - plain {difference}, for {times:.2f} times the multiply-adds",
     )
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     figure, [[axes]] = new_figure()
     for name, colour in zip(KINDS, SERIES, strict=False):
         draw_line(axes, found, [name], colour, "")

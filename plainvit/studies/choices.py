@@ -14,7 +14,17 @@ from matplotlib.figure import Figure
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import short_run
 from plainvit.studies.drawings import draw_arms
-from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, check_no_worse, gap, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Difference,
+    Results,
+    Study,
+    Verdict,
+    check_no_worse,
+    decide_by_signs,
+    paired_difference,
+)
 
 NORMS = ("pre", "post")
 COLD = "no warm-up"
@@ -22,7 +32,7 @@ RATE = 0.1  # of dropout, and of stochastic depth in the last block
 NO_WORSE = "is not worse than {} by more than two standard errors, and no loss above a point is left open"
 
 
-def better(difference: Gap, first: str, second: str) -> str:
+def better(difference: Difference, first: str, second: str) -> str:
     """Which of the two, in words; the difference is second - first."""
     if not difference.sign:
         return f"neither is better for certain ({second} - {first} {difference})"
@@ -37,7 +47,7 @@ def norm_arms(budget: Budget) -> dict[str, Arm]:
     warm = short_run(budget)
     if budget == "cpu":  # it is deep models that post-norm is said to be hard to train in
         warm = warm.replace(model=vit(warm).replace(depth=6))
-    cold = warm.replace(optim=warm.optim.replace(warmup=0.0), bad_steps=100)
+    cold = warm.replace(optim=warm.optim.replace(warmup=0.0), max_skipped_steps=100)
     return {
         f"{norm}{words}": Arm(config.replace(model=vit(config).replace(norm=norm)))
         for words, config in (("", warm), (f", {COLD}", cold))
@@ -45,13 +55,13 @@ def norm_arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide_norm(found: Found) -> Verdict:
+def decide_norm(found: Results) -> Verdict:
     """Without warm-up pre-norm is better, and leaving it out costs post-norm more."""
-    cold, warm = (gap(found.of(f"post{words}"), found.of(f"pre{words}")) for words in (f", {COLD}", ""))
+    cold, warm = (paired_difference(found.of(f"post{words}"), found.of(f"pre{words}")) for words in (f", {COLD}", ""))
     losses = {norm: found.differences(f"{norm}, {COLD}", norm) for norm in NORMS}
-    dearer = gap(losses["pre"], losses["post"])
+    dearer = paired_difference(losses["pre"], losses["post"])
     why = f"without warm-up {better(cold, 'post', 'pre')}; with it {better(warm, 'post', 'pre')}; "
-    return settle([cold.sign, dearer.sign], f"{why}to leave it out costs post more than pre by {dearer}")
+    return decide_by_signs([cold.sign, dearer.sign], f"{why}to leave it out costs post more than pre by {dearer}")
 
 
 # Dropout or stochastic depth ------------------------------------------------------------------------------------------
@@ -66,11 +76,13 @@ def depth_arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide_depth(found: Found) -> Verdict:
+def decide_depth(found: Results) -> Verdict:
     """Stochastic depth is no worse than dropout."""
-    difference = gap(found.of("dropout"), found.of("stochastic depth"))
-    none = "; ".join(f"{name} - neither {gap(found.of('neither'), found.of(name))}" for name in list(found.arms)[1:])
-    return settle([check_no_worse(difference)], f"{better(difference, 'dropout', 'stochastic depth')}; {none}")
+    difference = paired_difference(found.of("dropout"), found.of("stochastic depth"))
+    none = "; ".join(
+        f"{name} - neither {paired_difference(found.of('neither'), found.of(name))}" for name in list(found.arms)[1:]
+    )
+    return decide_by_signs([check_no_worse(difference)], f"{better(difference, 'dropout', 'stochastic depth')}; {none}")
 
 
 # GELU or ReLU ---------------------------------------------------------------------------------------------------------
@@ -82,23 +94,23 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
     return {name: Arm(config.replace(model=vit(config).replace(activation=kind))) for name, kind in kinds.items()}
 
 
-def decide_activation(found: Found) -> Verdict:
+def decide_activation(found: Results) -> Verdict:
     """The GELU is no worse than the ReLU."""
-    difference = gap(found.of("ReLU"), found.of("GELU"))
-    return settle([check_no_worse(difference)], better(difference, "ReLU", "GELU"))
+    difference = paired_difference(found.of("ReLU"), found.of("GELU"))
+    return decide_by_signs([check_no_worse(difference)], better(difference, "ReLU", "GELU"))
 
 
-def draw_norm(found: Found) -> Figure:
+def draw_norm(found: Results) -> Figure:
     figure = draw_arms(found, "where the norm stands", {}, "")
     figure.axes[0].set_xticks(range(len(found.arms)), [name.replace(", ", "\n") for name in found.arms])
     return figure
 
 
-def draw_depth(found: Found) -> Figure:
+def draw_depth(found: Results) -> Figure:
     return draw_arms(found, f"what is left out at random, at a rate of {RATE}", {}, "")
 
 
-def draw_activation(found: Found) -> Figure:
+def draw_activation(found: Results) -> Figure:
     return draw_arms(found, "activation of the MLP", {}, "")
 
 

@@ -23,7 +23,7 @@ from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES
 from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
-from plainvit.studies.study import FEWEST, Arm, Budget, Found, Study, Verdict, gap, settle
+from plainvit.studies.study import FEWEST, Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
 
 KINDS = ("ViT", "ResNet", "hybrid")
 COLOURS: dict[str, str] = dict(zip(KINDS, SERIES, strict=False))
@@ -93,50 +93,53 @@ def complete_model(config: Config) -> Model:
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def curves(found: Found, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def curves(found: Results, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Doublings of compute, and accuracy [seeds, models] along them."""
     names = found.group(kind)
     return np.log2([found.arms[name].x for name in names]), np.array([found.of(name) for name in names]).T
 
 
-def slopes(found: Found, kind: str) -> list[float]:
+def slopes(found: Results, kind: str) -> list[float]:
     """Gain per doubling of compute for each seed, by least squares."""
     places, rows = curves(found, kind)
     return [float(np.polyfit(places, row, 1)[0]) for row in rows]
 
 
-def lead_over_vit(found: Found, kind: str) -> np.ndarray:
+def lead_over_vit(found: Results, kind: str) -> np.ndarray:
     """[seeds, models]: how far each model is above a ViT of the same compute, between two of the ViTs where need be."""
     (at, ours), (known, vits) = curves(found, kind), curves(found, "ViT")
     return ours - np.array([np.interp(at, known, row) for row in vits])
 
 
-def decide_slopes(found: Found) -> Verdict:
+def decide_slopes(found: Results) -> Verdict:
     """A doubling of compute brings a ViT more than a ResNet."""
     steep = {kind: slopes(found, kind) for kind in ("ResNet", "ViT")}
-    difference = gap(steep["ResNet"], steep["ViT"])
+    difference = paired_difference(steep["ResNet"], steep["ViT"])
     rates = " and ".join(f"{kind} {100 * np.mean(steep[kind]):+.2f}" for kind in ("ViT", "ResNet"))
     level = -100 * lead_over_vit(found, "ResNet").mean()
     why = f"a doubling of compute brings {rates} points, a difference of {difference}; "
-    return settle(
+    return decide_by_signs(
         [difference.sign], why + f"at equal compute ViT is {abs(level):.2f} {'above' if level > 0 else 'below'}"
     )
 
 
-def decide_hybrids(found: Found) -> Verdict:
+def decide_hybrids(found: Results) -> Verdict:
     """A hybrid beats a ViT of the same compute where both are small, and by less where both are large."""
     difference = lead_over_vit(found, "hybrid")
     zero = [0.0] * len(difference)
-    small, large = gap(zero, difference[:, 0].tolist()), gap(zero, difference[:, -1].tolist())
-    fall = gap(difference[:, -1].tolist(), difference[:, 0].tolist())
+    small, large = (
+        paired_difference(zero, difference[:, 0].tolist()),
+        paired_difference(zero, difference[:, -1].tolist()),
+    )
+    fall = paired_difference(difference[:, -1].tolist(), difference[:, 0].tolist())
     why = f"hybrid - ViT: the smallest {small}, the largest {large}; the former is larger by {fall}"
-    return settle([small.sign, fall.sign], why)
+    return decide_by_signs([small.sign, fall.sign], why)
 
 
-def decide_saturation(found: Found) -> Verdict:
+def decide_saturation(found: Results) -> Verdict:
     """The last step up in compute still brings more than one standard error."""
     *_, before, last = found.group("ViT")
-    gain = gap(found.of(before), found.of(last))
+    gain = paired_difference(found.of(before), found.of(last))
     times = found.arms[last].x / found.arms[before].x
     why = f"the last {times:.1f} times of compute bring {gain}"
     if gain.seeds < FEWEST or abs(gain.mean) <= gain.error:
@@ -155,7 +158,7 @@ def table6(kind: str) -> list[tuple[float, float]]:
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """Our results next to Table 6, by compute on a logarithmic axis."""
     figure, axes = new_figure(1, 2, PANEL)
     kinds = list(dict.fromkeys(arm.group for arm in found.arms.values()))

@@ -20,15 +20,25 @@ from matplotlib.figure import Figure
 from plainvit.config import Config, Model, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import Subset
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.planning.cost import macs, parameters
 from plainvit.studies.bases import DOWNSTREAM, pretrain_config, vit
 from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.masked import few_shot
 from plainvit.studies.regularisation import plain
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, held_out, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    check_no_worse,
+    decide_by_signs,
+    held_out,
+    paired_difference,
+)
 
 VIT, RESNET = "ViT", "ResNet"
 SHARES: dict[Budget, tuple[float, ...]] = {"cpu": (0.05, 0.1, 0.25, 1.0), "gpu": (0.05, 0.1, 0.25, 1.0)}
@@ -57,14 +67,16 @@ def resnet(budget: Budget) -> Model:
 def arms(budget: Budget) -> dict[str, Arm]:
     config = early_stopping_config(budget)
     return {
-        f"{name}, {100 * share:.3g} %": Arm(config.replace(model=model, share=share), x=100 * share, group=name)
+        f"{name}, {100 * share:.3g} %": Arm(
+            config.replace(model=model, train_fraction=share), x=100 * share, group=name
+        )
         for name, model in {VIT: config.model, RESNET: resnet(budget)}.items()
         for share in SHARES[budget]
     }
 
 
 def small_arms(budget: Budget) -> dict[str, Arm]:
-    return {name: arm for name, arm in arms(budget).items() if arm.config.share <= SMALL}
+    return {name: arm for name, arm in arms(budget).items() if arm.config.train_fraction <= SMALL}
 
 
 def size_arms(budget: Budget) -> dict[str, Arm]:
@@ -72,7 +84,9 @@ def size_arms(budget: Budget) -> dict[str, Arm]:
     config = early_stopping_config(budget)
     little = SHARES[budget][1]
     return {
-        f"{name}, {100 * share:.3g} %": Arm(config.replace(model=model, share=share), x=100 * share, group=name)
+        f"{name}, {100 * share:.3g} %": Arm(
+            config.replace(model=model, train_fraction=share), x=100 * share, group=name
+        )
         for name, model in sizes(vit(config)).items()
         for share in (little, 1.0)
     }
@@ -124,10 +138,10 @@ def measure_overfitting(config: Config, folder: Path) -> dict[str, float]:
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """The ResNet leads on the smallest subset, and its lead shrinks with more data."""
     pairs = list(zip(found.group(VIT), found.group(RESNET), strict=True))
-    gaps = [gap(found.of(a, "few_shot"), found.of(b, "few_shot")) for a, b in pairs]
+    gaps = [paired_difference(found.of(a, "few_shot"), found.of(b, "few_shot")) for a, b in pairs]
     places = [found.arms[a].x for a, _ in pairs]
     falls = rank_correlation(places, [one.mean for one in gaps])
     listed = "; ".join(f"{place:.3g} %: {one}" for place, one in zip(places, gaps, strict=True))
@@ -137,7 +151,7 @@ def decide(found: Found) -> Verdict:
     return Verdict("not reproduced" if gaps[0].sign < 0 else "not decided", why)
 
 
-def describe_costs(found: Found) -> str:
+def describe_costs(found: Results) -> str:
     """Multiply-adds and parameters of each curve."""
     parts: list[str] = []
     for name in dict.fromkeys(arm.group for arm in found.arms.values()):
@@ -147,20 +161,25 @@ def describe_costs(found: Found) -> str:
     return "; ".join(parts)
 
 
-def decide_overfitting(found: Found) -> Verdict:
+def decide_overfitting(found: Results) -> Verdict:
     pairs = list(zip(found.group(RESNET), found.group(VIT), strict=True))
-    gaps = [gap(found.of(a, "overfitting"), found.of(b, "overfitting")) for a, b in pairs]
+    gaps = [paired_difference(found.of(a, "overfitting"), found.of(b, "overfitting")) for a, b in pairs]
     listed = "; ".join(f"{found.arms[a].x:.3g} %: {one}" for (a, _), one in zip(pairs, gaps, strict=True))
-    return settle([one.sign for one in gaps], f"train - held-out, ViT less ResNet: {listed}. {describe_costs(found)}")
+    return decide_by_signs(
+        [one.sign for one in gaps], f"train - held-out, ViT less ResNet: {listed}. {describe_costs(found)}"
+    )
 
 
-def decide_sizes(found: Found) -> Verdict:
+def decide_sizes(found: Results) -> Verdict:
     """The largest is not ahead of the smallest on little data, and gains on it with more."""
     (small, small_more), (large, large_more) = found.group("small"), found.group("large")
-    little, much = gap(found.of(small), found.of(large)), gap(found.of(small_more), found.of(large_more))
-    grows = gap(found.differences(small, large), found.differences(small_more, large_more))
+    little, much = (
+        paired_difference(found.of(small), found.of(large)),
+        paired_difference(found.of(small_more), found.of(large_more)),
+    )
+    grows = paired_difference(found.differences(small, large), found.differences(small_more, large_more))
     why = f"large - small: {little} on little data, {much} on more; it grows by {grows}"
-    return settle([check_no_worse(gap(found.of(large), found.of(small))), grows.sign], why)
+    return decide_by_signs([check_no_worse(paired_difference(found.of(large), found.of(small))), grows.sign], why)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -172,15 +191,15 @@ TABLE5 = {  # B/16 and L/16, ImageNet after fine-tuning, over millions of images
 }
 
 
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     return set_arm_ticks(draw_curves(found, SHARE, "5-shot top-1, %", {}, ""), found)
 
 
-def draw_overfitting(found: Found) -> Figure:
+def draw_overfitting(found: Results) -> Figure:
     return set_arm_ticks(draw_curves(found, SHARE, "training - held-out top-1, points", {}, ""), found)
 
 
-def draw_sizes(found: Found) -> Figure:
+def draw_sizes(found: Results) -> Figure:
     figure = draw_curves(found, SHARE, "held-out top-1, %", TABLE5, "paper, ImageNet, %: B/16 (small), L/16 (large)")
     figure.axes[1].set_xlabel("images, millions")
     return set_arm_ticks(figure, found)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
-from plainvit.studies.study import Found
+from plainvit.studies.study import Results
 
 SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
 
@@ -32,7 +32,7 @@ def draw_mean(
         draw_dots(axes, x, values, colour)
 
 
-def draw_line(axes: Axes, found: Found, arms: Sequence[str], colour: str, label: str, xscale: float = 1.0) -> None:
+def draw_line(axes: Axes, found: Results, arms: Sequence[str], colour: str, label: str, xscale: float = 1.0) -> None:
     """A line through the means of the arms in percent, and a dot for each seed."""
     xs = [xscale * found.arms[arm].x for arm in arms]
     axes.plot(xs, [100 * found.mean(arm) for arm in arms], color=colour, label=label or None)
@@ -49,7 +49,7 @@ def set_log_ticks(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 @styled()
-def draw_arms(found: Found, xlabel: str, paper: Mapping[str, float], paper_title: str) -> Figure:
+def draw_arms(found: Results, xlabel: str, paper: Mapping[str, float], paper_title: str) -> Figure:
     """The mean of each arm and a dot for each seed; the paper's values in a second panel."""
     names = list(found.values)
     figure, axes = new_figure(1, 2 if paper else 1, PANEL)
@@ -73,7 +73,7 @@ Curve = Sequence[tuple[float, float]]  # (x, y) points
 
 @styled()
 def draw_curves(
-    found: Found, xlabel: str, ylabel: str, paper: Mapping[str, Curve], paper_title: str, *, log: bool = True
+    found: Results, xlabel: str, ylabel: str, paper: Mapping[str, Curve], paper_title: str, *, log: bool = True
 ) -> Figure:
     """A curve for each group of arms, a dot for each seed; the paper's curves in a second panel."""
     groups = list(dict.fromkeys(arm.group for arm in found.arms.values()))
@@ -95,7 +95,7 @@ def draw_curves(
     return figure
 
 
-def set_arm_ticks(figure: Figure, found: Found, template: str = "{:g}") -> Figure:
+def set_arm_ticks(figure: Figure, found: Results, template: str = "{:g}") -> Figure:
     """Ticks of the first panel at the x values of the arms only."""
     ticks = sorted({arm.x for arm in found.arms.values()})
     figure.axes[0].set_xticks(ticks, [template.format(tick) for tick in ticks])

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config
-from plainvit.evaluate.chance import rank_correlation
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.studies.bases import pretrain_config
 from plainvit.studies.learned import difference_from
 from plainvit.studies.masked import SHORTER, count_steps, divide_steps, fine_tunings, masked_config, measure
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, settle
+from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs
 
 
 def upstream(budget: Budget) -> dict[str, Config]:
@@ -34,22 +34,22 @@ def arms(budget: Budget) -> dict[str, Arm]:
     return fine_tunings(budget, upstream(budget))
 
 
-def correlations(found: Found) -> list[float]:
+def correlations(found: Results) -> list[float]:
     """Of each seed, over its upstream runs."""
     few, full = ([found.of(arm, metric) for arm in found.values] for metric in ("few_shot", "top1"))
     return [rank_correlation(a, b) for a, b in zip(zip(*few, strict=True), zip(*full, strict=True), strict=True)]
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     each = correlations(found)
     over = difference_from(0.7, each)
     words = ", ".join(f"{one:.2f}" for one in each)
     why = f"rank correlation over {len(found.values)} upstream runs {over.describe(limit=0.7)} ({words})"
-    return settle([over.sign], why)
+    return decide_by_signs([over.sign], why)
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """A dot for each upstream run of each seed."""
     figure, axes = new_figure(1, 1, (PANEL[0], 3.1))
     panel: Axes = axes[0, 0]

@@ -24,11 +24,11 @@ from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ResNetConfig
 from plainvit.data.splits import open_splits
 from plainvit.device import choose_device
-from plainvit.evaluate.chance import rank_correlation
 from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ViT, build
 from plainvit.studies.bases import base, vit
-from plainvit.studies.study import Arm, Budget, Found, Gap, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Difference, Results, Study, Verdict, decide_by_signs, paired_difference
 from plainvit.weights import load
 
 IMAGES = 128  # as in the paper
@@ -61,9 +61,9 @@ def load_model(config: Config, folder: Path) -> ViT:
     return attention.require_vit(model).eval()
 
 
-def difference_from(limit: float, values: Sequence[float]) -> Gap:
+def difference_from(limit: float, values: Sequence[float]) -> Difference:
     """The difference of each seed from a fixed limit."""
-    return gap([limit] * len(values), values)
+    return paired_difference([limit] * len(values), values)
 
 
 # 19: positions --------------------------------------------------------------------------------------------------------
@@ -86,20 +86,23 @@ def mean_by_offset(similar: np.ndarray) -> np.ndarray:
     return (np.bincount(place, similar.ravel(), h * w) / np.bincount(place, minlength=h * w)).reshape(h, w)
 
 
-def decide_positions(found: Found) -> Verdict:
+def decide_positions(found: Results) -> Verdict:
     near = {arm: found.of(arm, "nearness") for arm in TWIN}
-    beside = gap(found.of("trained", "elsewhere"), found.of("trained", "beside"))
-    more = gap(found.of("untrained", "contrast"), found.of("trained", "contrast"))
-    trained, not_yet = difference_from(0.5, near["trained"]), gap(near["untrained"], [0.5] * len(near["untrained"]))
+    beside = paired_difference(found.of("trained", "elsewhere"), found.of("trained", "beside"))
+    more = paired_difference(found.of("untrained", "contrast"), found.of("trained", "contrast"))
+    trained, not_yet = (
+        difference_from(0.5, near["trained"]),
+        paired_difference(near["untrained"], [0.5] * len(near["untrained"])),
+    )
     why = (
         f"similarity follows nearness by {trained.describe(limit=0.5)} (untrained {0.5 - not_yet.mean:.2f}); same row "
         f"or column {beside.describe()} more similar than others, {more.describe()} more so than untrained"
     )
-    return settle([one.sign for one in (trained, beside, more, not_yet)], why)
+    return decide_by_signs([one.sign for one in (trained, beside, more, not_yet)], why)
 
 
 @styled()
-def draw_positions(found: Found) -> Figure:
+def draw_positions(found: Results) -> Figure:
     """Similarity at each offset, trained and untrained."""
     figure, axes = new_figure(1, 2, (3.4, 2.9))
     images = {arm: _offsets(found, arm) for arm in TWIN}
@@ -117,7 +120,7 @@ def draw_positions(found: Found) -> Figure:
     return figure
 
 
-def _offsets(found: Found, arm: str) -> np.ndarray:
+def _offsets(found: Results, arm: str) -> np.ndarray:
     """[h, w], mean over seeds."""
     values = {
         tuple(map(int, name.removeprefix("offset ").split(","))): found.mean(arm, name)
@@ -168,9 +171,9 @@ def _cosines(n: int) -> np.ndarray:
     return waves
 
 
-def decide_filters(found: Found) -> Verdict:
+def decide_filters(found: Results) -> Verdict:
     share, smooth = {arm: found.mean(arm, "share") for arm in TWIN}, found.of("trained", "smooth")
-    twice = gap([2 * one for one in found.of("untrained", "share")], found.of("trained", "share"))
+    twice = paired_difference([2 * one for one in found.of("untrained", "share")], found.of("trained", "share"))
     low = difference_from(0.6, smooth)
     why = (
         f"the first {found.mean('trained', 'count'):.0f} components explain {share['trained']:.1%}, "
@@ -178,11 +181,11 @@ def decide_filters(found: Found) -> Verdict:
         f"{low.describe(limit=0.6)} of their energy is of low frequency "
         f"(untrained {found.mean('untrained', 'smooth'):.2f})"
     )
-    return settle([twice.sign, low.sign], why)
+    return decide_by_signs([twice.sign, low.sign], why)
 
 
 @styled()
-def draw_filters(found: Found) -> Figure:
+def draw_filters(found: Results) -> Figure:
     """Cumulative explained variance, and smoothness of each component."""
     figure, axes = new_figure(1, 2, PANEL)
     explained, smooth = axes[0]
@@ -217,7 +220,7 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     assert source is not None
     places = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
     images = predictor.stack(source.image(int(place)) for place in places)
-    return summarize_distances(attention.heads(model, images).distance.numpy())
+    return summarize_distances(attention.measure_heads(model, images).distance.numpy())
 
 
 def summarize_distances(found: np.ndarray) -> dict[str, float]:
@@ -234,31 +237,31 @@ def summarize_distances(found: np.ndarray) -> dict[str, float]:
     return numbers | {f"layer {layer} head {head}": float(one) for (layer, head), one in np.ndenumerate(found)}
 
 
-def decide_attention(found: Found) -> Verdict:
-    half = gap([one / 2 for one in found.of("trained", "widest")], found.of("trained", "range"))
-    late = gap(found.of("trained", "early"), found.of("trained", "late"))
+def decide_attention(found: Results) -> Verdict:
+    half = paired_difference([one / 2 for one in found.of("trained", "widest")], found.of("trained", "range"))
+    late = paired_difference(found.of("trained", "early"), found.of("trained", "late"))
     rise = difference_from(0.5, found.of("trained", "rise"))
-    learned = gap(found.of("untrained", "range"), found.of("trained", "range"))
+    learned = paired_difference(found.of("untrained", "range"), found.of("trained", "range"))
     why = (
         f"heads of the first layer range over {found.mean('trained', 'range'):.1f} px, {half.describe(' px')} against "
         f"half of the widest head, {learned.describe(' px')} against untrained; the last third of the layers looks "
         f"{late.describe(' px')} further than the first; distance follows depth by "
         f"{rise.describe(limit=0.5)}"
     )
-    return settle([one.sign for one in (half, late, rise, learned)], why)
+    return decide_by_signs([one.sign for one in (half, late, rise, learned)], why)
 
 
-def decide_hybrid(found: Found) -> Verdict:
-    further = gap(found.of("ViT", "nearest"), found.of("hybrid", "nearest"))
+def decide_hybrid(found: Results) -> Verdict:
+    further = paired_difference(found.of("ViT", "nearest"), found.of("hybrid", "nearest"))
     why = (
         f"the most local head of the first layer looks {found.mean('hybrid', 'nearest'):.1f} px far in the hybrid, "
         f"{found.mean('ViT', 'nearest'):.1f} px in the ViT: {further.describe(' px')}"
     )
-    return settle([further.sign], why)
+    return decide_by_signs([further.sign], why)
 
 
 @styled()
-def draw_attention(found: Found) -> Figure:
+def draw_attention(found: Results) -> Figure:
     """A dot for each head of each seed by layer, and the mean of each layer (Figures 7 and 11)."""
     figure, axes = new_figure(1, len(found.values), PANEL)
     top = max(found.mean(arm, "widest") for arm in found.values)

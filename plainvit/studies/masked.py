@@ -29,13 +29,13 @@ from plainvit.studies.learned import load_model, untrained_config
 from plainvit.studies.study import (
     Arm,
     Budget,
-    Found,
+    Results,
     Study,
     Verdict,
     best_rate,
-    gap,
+    decide_by_signs,
     held_out,
-    settle,
+    paired_difference,
     warn_if_rate_at_edge,
 )
 from plainvit.studies.transfer import rates, scratch_model, set_rate
@@ -147,44 +147,49 @@ def _limit_images(source: Source) -> Source:
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def best(found: Found, start: str) -> str:
+def best(found: Results, start: str) -> str:
     """The arm with the best mean rate, chosen on the compared images for every start."""
     return best_rate(found, arms_by_rate(found, start))
 
 
-def arms_by_rate(found: Found, start: str) -> list[str]:
+def arms_by_rate(found: Results, start: str) -> list[str]:
     return [name for name in found.values if name.startswith(f"{start} at ")]
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """scratch < masked < supervised, and neither other masking is better in few-shot."""
     starts = ("scratch", "masked", "supervised")
     scratch, masked, supervised = (best(found, start) for start in starts)
     for start in starts:
         warn_if_rate_at_edge(found, best(found, start), arms_by_rate(found, start))
-    helps, below = gap(found.of(scratch), found.of(masked)), gap(found.of(masked), found.of(supervised))
-    others = {name: gap(found.of(name, "few_shot"), found.of(masked, "few_shot")) for name in ("pixels", "15 %")}
+    helps, below = (
+        paired_difference(found.of(scratch), found.of(masked)),
+        paired_difference(found.of(masked), found.of(supervised)),
+    )
+    others = {
+        name: paired_difference(found.of(name, "few_shot"), found.of(masked, "few_shot")) for name in ("pixels", "15 %")
+    }
     why = f"{masked} - {scratch} {helps}, {supervised} - {masked} {below}; few-shot, "
     why += ", ".join(f"masked - {name} {one}" for name, one in others.items())
-    verdict = settle([helps.sign, below.sign], why)
+    verdict = decide_by_signs([helps.sign, below.sign], why)
     if any(one.sign < 0 for one in others.values()):
         return Verdict("not reproduced", why)
     return verdict
 
 
-def decide_steps(found: Found) -> Verdict:
+def decide_steps(found: Results) -> Verdict:
     """The longest is better than the shortest, and the last factor of four gains less than the first."""
     rows = np.array([found.of(name) for name in lengths(found)])  # [lengths, seeds]
-    total, first, last = gap(rows[0], rows[-1]), rows[1] - rows[0], rows[-1] - rows[-2]
-    falls = gap(last, first)
+    total, first, last = paired_difference(rows[0], rows[-1]), rows[1] - rows[0], rows[-1] - rows[-2]
+    falls = paired_difference(last, first)
     why = (
         f"64 times the steps gain {total}; the first fourfold {100 * first.mean():+.2f}, the last "
         f"{100 * last.mean():+.2f} points: first - last {falls}"
     )
-    return settle([total.sign, falls.sign], why)
+    return decide_by_signs([total.sign, falls.sign], why)
 
 
-def lengths(found: Found) -> list[str]:
+def lengths(found: Results) -> list[str]:
     """Arms from the shortest pre-training."""
     return [name for name in found.values if not name.startswith("scratch")]
 
@@ -195,7 +200,7 @@ PAPER = {"scratch": 77.91, "masked": 79.9, "supervised": 84.15}  # ViT-B/16, fin
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """Accuracy after fine-tuning, few-shot before it, and the paper's values."""
     figure, axes = new_figure(1, 3, (3.5, 2.7))
     three = {start: best(found, start) for start in PAPER}
@@ -219,7 +224,7 @@ def _set_names(panel: Axes, names: list[str], title: str) -> None:
 
 
 @styled()
-def draw_steps(found: Found) -> Figure:
+def draw_steps(found: Results) -> Figure:
     """Accuracy after fine-tuning by pre-training steps; dashed: without pre-training."""
     figure, axes = new_figure(1, 1, PANEL)
     panel: Axes = axes[0, 0]

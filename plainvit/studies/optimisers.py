@@ -16,7 +16,16 @@ from plainvit.evaluate import paper
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config
 from plainvit.studies.compute import models, short_run
 from plainvit.studies.drawings import SERIES, draw_mean
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    check_no_worse,
+    decide_by_signs,
+    paired_difference,
+)
 
 KINDS = ("Adam", "SGD")
 TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers", "imagenet": "ImageNet"}
@@ -49,20 +58,22 @@ def arms(budget: Budget) -> dict[str, Arm]:
     return found
 
 
-def averages(found: Found, kind: str) -> list[float]:
+def averages(found: Results, kind: str) -> list[float]:
     """Mean over all downstream datasets for each seed."""
     return np.mean([found.of(arm) for arm in found.group(kind)], axis=0).tolist()
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """Adam's average is no worse."""
-    difference = gap(averages(found, "SGD"), averages(found, "Adam"))
+    difference = paired_difference(averages(found, "SGD"), averages(found, "Adam"))
     means = " and ".join(f"{kind} {100 * np.mean(averages(found, kind)):.2f} %" for kind in KINDS)
-    return settle([check_no_worse(difference)], f"after fine-tuning, on average {means}; Adam - SGD {difference}")
+    return decide_by_signs(
+        [check_no_worse(difference)], f"after fine-tuning, on average {means}; Adam - SGD {difference}"
+    )
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
     sets = list(dict.fromkeys(arm.split(", ")[-1] for arm in found.arms))
     ours = {
@@ -75,7 +86,7 @@ def draw(found: Found) -> Figure:
     return figure
 
 
-def _arms_on(found: Found, kind: str, data: str) -> list[str]:
+def _arms_on(found: Results, kind: str, data: str) -> list[str]:
     return [arm for arm in found.group(kind) if arm.endswith(f", {data}")]
 
 

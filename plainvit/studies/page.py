@@ -22,9 +22,9 @@ from rich.text import Text
 
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
-from plainvit.evaluate import chance
+from plainvit.evaluate import statistics
 from plainvit.runtime.display import readable
-from plainvit.studies.book import FILES
+from plainvit.studies.registry import FILES
 
 OUTCOMES = ("reproduced", "not reproduced", "not decided")
 BUDGETS = ("cpu", "gpu")  # from the smallest
@@ -45,7 +45,7 @@ class Title:
 
 def explain_uncertainty(seeds: Iterable[int]) -> str:
     """What ± and the intervals in tables and verdicts mean."""
-    shares = [f"{100 * chance.t_within(2.0, n - 1):.0f} % with {n} seeds" for n in sorted(set(seeds)) if n > 1]
+    shares = [f"{100 * statistics.t_within(2.0, n - 1):.0f} % with {n} seeds" for n in sorted(set(seeds)) if n > 1]
     rules = f" Most rules use two standard errors, which cover {', '.join(shares)}." if shares else ""
     return (
         "In tables, ± is the standard deviation over seeds; in verdicts, the standard error over seeds, of paired "

@@ -11,13 +11,13 @@ from plainvit.studies.study import (
     FEWEST,
     Arm,
     Budget,
-    Found,
+    Results,
     Study,
     Verdict,
     best_rate,
     check_equivalent,
-    gap,
-    settle,
+    decide_by_signs,
+    paired_difference,
     warn_if_rate_at_edge,
 )
 
@@ -44,10 +44,10 @@ def arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """The best of each against the other, and where on the grid the two lie."""
     token, average = (best_rate(found, found.group(name)) for name in (TOKEN, AVERAGE))
-    difference = gap(found.of(token), found.of(average))
+    difference = paired_difference(found.of(token), found.of(average))
     lower = found.arms[average].x <= found.arms[token].x
     why = f"at their best rates ({average}; {token}) average pooling is {difference} above the class token"
     why += "" if lower else "; average pooling wants the higher rate"
@@ -58,10 +58,12 @@ def decide(found: Found) -> Verdict:
         ]
     ):
         why += "; a best rate is at an end of the grid, so a better one may lie beyond it"
-    return settle([check_equivalent(difference), (1 if lower else -1) if difference.seeds >= FEWEST else 0], why)
+    return decide_by_signs(
+        [check_equivalent(difference), (1 if lower else -1) if difference.seeds >= FEWEST else 0], why
+    )
 
 
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     return set_arm_ticks(draw_curves(found, "learning rate", "held-out top-1, %", {}, ""), found, "{:.1e}")
 
 

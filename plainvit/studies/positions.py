@@ -13,7 +13,16 @@ from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.evaluate.paper import table
 from plainvit.studies.bases import base, vit
 from plainvit.studies.drawings import SERIES, draw_arms, draw_line
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_equivalent, gap, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    check_equivalent,
+    decide_by_signs,
+    paired_difference,
+)
 
 PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}  # as Table 8 has its columns
 KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
@@ -34,19 +43,19 @@ def arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """Every kind beats none, and no two of them differ by a third of the least of these gaps."""
-    gaps = {name: gap(found.of("none"), found.of(name)) for name in KINDS if name != "none"}
+    gaps = {name: paired_difference(found.of("none"), found.of(name)) for name in KINDS if name != "none"}
     third = min(one.mean for one in gaps.values()) / 3
     means = [found.mean(name) for name in gaps]
     why = "; ".join(f"{name} - none {one}" for name, one in gaps.items())
     why += f"; the kinds lie within {100 * (max(means) - min(means)):.2f} points, a third of the least gap is "
     needed = [one.sign for one in gaps.values()]
-    among = [check_equivalent(gap(found.of(a), found.of(b)), third) for a, b in combinations(gaps, 2)]
-    return settle(needed + among * all(sign > 0 for sign in needed), f"{why}{100 * third:.2f}")
+    among = [check_equivalent(paired_difference(found.of(a), found.of(b)), third) for a, b in combinations(gaps, 2)]
+    return decide_by_signs(needed + among * all(sign > 0 for sign in needed), f"{why}{100 * third:.2f}")
 
 
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     return draw_arms(found, "kind of positions", {kind: row["stem"] for kind, row in paper().items()}, "paper, 5-shot")
 
 
@@ -81,20 +90,20 @@ def place_arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide_places(found: Found) -> Verdict:
+def decide_places(found: Results) -> Verdict:
     """Neither other place is a point away from the stem; one that may be leaves it open."""
     gaps = {
-        f"{kind}, {place}": gap(found.of(f"{kind}, stem"), found.of(f"{kind}, {place}"))
+        f"{kind}, {place}": paired_difference(found.of(f"{kind}, stem"), found.of(f"{kind}, {place}"))
         for kind in TABLES
         for place in PLACES
         if place != "stem"
     }
     why = "against the stem: " + "; ".join(f"{name} {one}" for name, one in gaps.items())
-    return settle([check_equivalent(one) for one in gaps.values()], why)
+    return decide_by_signs([check_equivalent(one) for one in gaps.values()], why)
 
 
 @styled()
-def draw_places(found: Found) -> Figure:
+def draw_places(found: Results) -> Figure:
     """A curve for each kind over the places, ours and the paper's."""
     figure, axes = new_figure(1, 2, PANEL)
     ours, theirs = axes[0]

@@ -13,7 +13,7 @@ from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Config
 from plainvit.evaluate.grid import warn_at_edge
 from plainvit.studies.bases import base, vit
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
 
 DECAYS, DROPOUTS = (0.0, 0.03, 0.1, 0.3), (0.0, 0.1)
 NONE = "decay 0, dropout 0"
@@ -40,18 +40,18 @@ def arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """The best of the regularised against none."""
     best = max((arm for arm in found.values if arm != NONE), key=found.mean)
-    difference = gap(found.of(NONE), found.of(best))
+    difference = paired_difference(found.of(NONE), found.of(best))
     config = found.arms[best].config
     warn_at_edge(config.optim.weight_decay, DECAYS, "the best weight decay", "give the study more of them")
     warn_at_edge(vit(config).dropout, DROPOUTS, "the best dropout", "give the study more of them")
-    return settle([difference.sign], f"the best, {best}, is {difference} above none")
+    return decide_by_signs([difference.sign], f"the best, {best}, is {difference} above none")
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """The grid, each cell with its mean; what is above none in one colour, what is below in the other."""
     grid = np.array([[100 * found.mean(arm) for arm in found.group(f"dropout {one:g}")] for one in DROPOUTS])
     figure, axes = new_figure(1, 1, PANEL)

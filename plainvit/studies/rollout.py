@@ -25,7 +25,7 @@ from plainvit.models import ViT
 from plainvit.studies.bases import vit
 from plainvit.studies.drawings import draw_mean
 from plainvit.studies.learned import difference_from, load_model, trained_and_untrained
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
 
 IMAGES, SHOWN = 200, 3  # measured; shown in the figure
 
@@ -79,17 +79,20 @@ def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarra
 # Rule and figure ------------------------------------------------------------------------------------------------------
 
 
-def decide(found: Found) -> Verdict:
-    over, more = difference_from(1.0, found.of("trained")), gap(found.of("untrained"), found.of("trained"))
+def decide(found: Results) -> Verdict:
+    over, more = (
+        difference_from(1.0, found.of("trained")),
+        paired_difference(found.of("untrained"), found.of("trained")),
+    )
     why = (
         f"the object gets {over.describe(digits=3, limit=1.0)} times its share of the area, "
         f"{more.describe(digits=3)} against untrained"
     )
-    return settle([over.sign, more.sign], why)
+    return decide_by_signs([over.sign, more.sign], why)
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """The ratio of each seed; next to it some images with the maps of the first seed."""
     figure, axes = new_figure(SHOWN, 4, (1.5, 1.25))
     grid = axes[0, 0].get_gridspec()
@@ -115,7 +118,7 @@ def shade_by_map(image: np.ndarray, values: np.ndarray) -> np.ndarray:
     return (image * (0.15 + 0.85 * bright[..., None])).round().astype(np.uint8)
 
 
-def _draw_ratios(panel: Axes, found: Found) -> None:
+def _draw_ratios(panel: Axes, found: Results) -> None:
     for at, (name, colour) in enumerate({"trained": COLOURS["blue"], "untrained": COLOURS["muted"]}.items()):
         draw_mean(panel, at, found.of(name), colour)
     panel.axhline(1, color=COLOURS["muted"], linewidth=0.8, linestyle=":")

@@ -19,12 +19,21 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, ViTConfig
 from plainvit.evaluate import paper
-from plainvit.evaluate.chance import rank_correlation
+from plainvit.evaluate.statistics import rank_correlation
 from plainvit.planning import cost
 from plainvit.studies.bases import base, vit
 from plainvit.studies.compute import STEPS, complete_model
 from plainvit.studies.drawings import SERIES, draw_line, set_log_ticks
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, check_no_worse, gap, settle
+from plainvit.studies.study import (
+    Arm,
+    Budget,
+    Results,
+    Study,
+    Verdict,
+    check_no_worse,
+    decide_by_signs,
+    paired_difference,
+)
 
 AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
@@ -89,35 +98,37 @@ def all_arms(budget: Budget) -> dict[str, Arm]:
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def gains(found: Found, arm: str) -> list[float]:
+def gains(found: Results, arm: str) -> list[float]:
     """Gain per doubling of compute from the small model to the arm, for each seed."""
     doublings = math.log2(found.arms[arm].x)
     return [difference / doublings for difference in found.differences("small", arm)]
 
 
-def decide_axes(found: Found) -> Verdict:
+def decide_axes(found: Results) -> Verdict:
     """Depth brings more than width, its second doubling less than its first, and all together no less than any."""
-    ahead = gap(gains(found, "width x4"), gains(found, "depth x4"))
+    ahead = paired_difference(gains(found, "width x4"), gains(found, "depth x4"))
     first, second = (found.differences(*pair) for pair in (("small", "depth x2"), ("depth x2", "depth x4")))
-    fall = gap(second, first)
+    fall = paired_difference(second, first)
     best = max((arm for arm in found.arms if arm.endswith("x4") and not arm.startswith("all")), key=found.mean)
-    whole_way = gap(found.of(best), found.of("all x4"))
+    whole_way = paired_difference(found.of(best), found.of("all x4"))
     rates = ", ".join(f"{arm[:-3]} {100 * np.mean(gains(found, arm)):+.2f}" for arm in found.arms if arm.endswith("x4"))
     why = f"points for a doubling of compute: {rates}; depth - width {ahead}; first doubling of depth - second {fall}; "
-    return settle([ahead.sign, fall.sign, check_no_worse(whole_way)], f"{why}all - best axis ({best[:-3]}) {whole_way}")
+    return decide_by_signs(
+        [ahead.sign, fall.sign, check_no_worse(whole_way)], f"{why}all - best axis ({best[:-3]}) {whole_way}"
+    )
 
 
-def decide_patches(found: Found) -> Verdict:
+def decide_patches(found: Results) -> Verdict:
     """Each smaller patch is better, and the number of parameters hardly changes."""
     names = sorted(found.arms, key=lambda arm: -found.arms[arm].x)
-    steps = {f"{b[6:]} - {a[6:]} px": gap(found.of(a), found.of(b)) for a, b in pairwise(names)}
+    steps = {f"{b[6:]} - {a[6:]} px": paired_difference(found.of(a), found.of(b)) for a, b in pairwise(names)}
     counts = [cost.parameters(complete_model(found.arms[name].config)) for name in names]
     change = max(counts) / min(counts) - 1
     why = "; ".join(f"{name} {one}" for name, one in steps.items()) + f"; parameters differ by {100 * change:.1f} %"
-    return settle([*(one.sign for one in steps.values()), 1 if change < 0.03 else -1], why)
+    return decide_by_signs([*(one.sign for one in steps.values()), 1 if change < 0.03 else -1], why)
 
 
-def correlations(found: Found) -> dict[str, list[float]]:
+def correlations(found: Results) -> dict[str, list[float]]:
     """Rank correlation of accuracy over all arms, for each seed: with multiply-adds, with parameters."""
     models = [complete_model(found.arms[arm].config) for arm in found.arms]
     rows = np.array([found.of(arm) for arm in found.arms]).T  # [seeds, arms]
@@ -125,20 +136,20 @@ def correlations(found: Found) -> dict[str, list[float]]:
     return {kind: [rank_correlation([count(m) for m in models], row) for row in rows] for kind, count in kinds.items()}
 
 
-def decide_predictor(found: Found) -> Verdict:
+def decide_predictor(found: Results) -> Verdict:
     """Accuracy follows multiply-adds more closely than parameters."""
     both = correlations(found)
-    difference = gap(both["parameters"], both["multiply-adds"])
+    difference = paired_difference(both["parameters"], both["multiply-adds"])
     words = ", ".join(f"{kind} {np.mean(values):.3f}" for kind, values in both.items())
     why = f"rank correlation with accuracy: {words}; difference {difference.describe(digits=3)}"
-    return settle([difference.sign], why)
+    return decide_by_signs([difference.sign], why)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
 
 
 @styled()
-def draw_axes(found: Found) -> Figure:
+def draw_axes(found: Results) -> Figure:
     """Figure 8's form: from one model, a curve for each axis."""
     figure, [[axes]] = new_figure(1, 1, (6.4, 3.4))
     for axis, colour in zip(AXES, (*SERIES[:4], COLOURS["ink"]), strict=True):
@@ -150,7 +161,7 @@ def draw_axes(found: Found) -> Figure:
 
 
 @styled()
-def draw_patches(found: Found) -> Figure:
+def draw_patches(found: Results) -> Figure:
     figure, axes = new_figure(1, 2, PANEL)
     draw_line(axes[0, 0], found, found.group("patch"), SERIES[0], "")
     axes[0, 0].set(title="plainvit, held-out top-1, %")
@@ -173,7 +184,7 @@ def table6() -> dict[str, list[float | None]]:
 
 
 @styled()
-def draw_predictor(found: Found) -> Figure:
+def draw_predictor(found: Results) -> Figure:
     """Every arm against its multiply-adds, and against its parameters."""
     figure, axes = new_figure(1, 2, PANEL)
     counts = {"multiply-adds": cost.macs, "parameters": cost.parameters}

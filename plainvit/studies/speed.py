@@ -29,7 +29,7 @@ from plainvit.names import configure
 from plainvit.planning import cost, memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
-from plainvit.studies.study import Arm, Budget, Found, Study, Verdict, gap, settle
+from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 128, 224, 384, 512)}
 NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
@@ -165,13 +165,13 @@ def _peak(model: nn.Module, config: Config, size: int) -> float:
 # Rule -----------------------------------------------------------------------------------------------------------------
 
 
-def kinds(found: Found) -> tuple[list[str], list[str]]:
+def kinds(found: Results) -> tuple[list[str], list[str]]:
     """(names of the ViTs, names of the ResNets)"""
     groups = {arm.group: isinstance(arm.config.model, ViTConfig) for arm in found.arms.values()}
     return [name for name, is_vit in groups.items() if is_vit], [name for name, is_vit in groups.items() if not is_vit]
 
 
-def exponents(found: Found, group: str) -> list[float]:
+def exponents(found: Results, group: str) -> list[float]:
     """For each seed: the exponent of the image side by which images/s fall."""
     names = found.group(group)
     sides = np.log([found.arms[name].x for name in names])
@@ -179,7 +179,7 @@ def exponents(found: Found, group: str) -> list[float]:
     return [-float(np.polyfit(sides, row, 1)[0]) for row in rows]
 
 
-def nearest_resnet(found: Found, group: str) -> str:
+def nearest_resnet(found: Results, group: str) -> str:
     """The ResNet with the nearest multiply-adds at the middle image size; "" if none is within ALIKE."""
     work = {name: _middle_macs(found, name) for name in (group, *kinds(found)[1])}
     difference = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
@@ -187,29 +187,29 @@ def nearest_resnet(found: Found, group: str) -> str:
     return nearest if nearest and difference[nearest] <= math.log(ALIKE) else ""
 
 
-def _middle_macs(found: Found, group: str) -> int:
+def _middle_macs(found: Results, group: str) -> int:
     names = found.group(group)
     model = found.arms[names[len(names) // 2]].config.model
     assert model is not None
     return cost.macs(model)
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """ViTs slow down by less than the fourth power of the side; their largest batch is at least the ResNet's."""
     signs, words = [], []
     for name in kinds(found)[0]:
         fall = exponents(found, name)
-        signs.append(gap(fall, [4.0] * len(fall)).sign)
+        signs.append(paired_difference(fall, [4.0] * len(fall)).sign)
         words.append(f"{name} slows down by the power {np.mean(fall):.2f} of the side")
         if other := nearest_resnet(found, name):
             batches, rates = (_ratios(found, name, other, what) for what in ("largest_batch", "images_per_second"))
             signs.append(1 if min(batches) >= 1 else -1)
             ratios = f"largest batch is {_format_range(batches)} times, its speed {_format_range(rates)} times"
             words.append(f"beside {other} its {ratios}")
-    return settle(signs, "; ".join(words))
+    return decide_by_signs(signs, "; ".join(words))
 
 
-def _ratios(found: Found, group: str, other: str, metric: str) -> list[float]:
+def _ratios(found: Results, group: str, other: str, metric: str) -> list[float]:
     pairs = zip(found.group(group), found.group(other), strict=True)
     return [found.mean(a, metric) / found.mean(b, metric) for a, b in pairs]
 
@@ -219,7 +219,7 @@ def _format_range(values: list[float]) -> str:
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """The two panels of Figure 12; ResNets dashed."""
     figure, axes = new_figure(1, 2, (4.6, 3.2))
     vits, resnets = kinds(found)

@@ -27,8 +27,8 @@ from plainvit.analyse.figures import save
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
 from plainvit.disk import make_folder, read_json, write_text
-from plainvit.evaluate import chance
 from plainvit.evaluate.grid import choose_best, warn_at_edge
+from plainvit.evaluate.statistics import t_quantile
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, finite, read_results, run_seconds
 from plainvit.studies.page import explain_uncertainty
@@ -70,8 +70,8 @@ class Study:
     source: str  # paper, section, table
     rule: str  # what counts as reproduced
     arms: Callable[[Budget], dict[str, Arm]]
-    decide: Callable[["Found"], "Verdict"]
-    draw: Callable[["Found"], Figure]
+    decide: Callable[["Results"], "Verdict"]
+    draw: Callable[["Results"], Figure]
     # Metrics of a run from its config and folder
     measure: Callable[[Config, Path], dict[str, float]] = field(default=lambda config, folder: held_out(config, folder))
     number: int = 0  # of the claim on the page of all studies
@@ -87,7 +87,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """The results of a study: metrics of each arm and seed."""
 
     arms: dict[str, Arm]
@@ -110,13 +110,13 @@ class Found:
         return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
 
 
-def best_rate(found: Found, arms: Sequence[str]) -> str:
+def best_rate(found: Results, arms: Sequence[str]) -> str:
     """The arm with the best mean among arms that differ in learning rate."""
     by_rate = {found.arms[name].config.optim.lr: name for name in arms}
     return by_rate[choose_best({rate: found.mean(name) for rate, name in by_rate.items()})]
 
 
-def warn_if_rate_at_edge(found: Found, best: str, arms: Sequence[str]) -> bool:
+def warn_if_rate_at_edge(found: Results, best: str, arms: Sequence[str]) -> bool:
     """Whether the best rate is the lowest or highest one; logs a warning if so."""
     rates = [found.arms[name].config.optim.lr for name in arms]
     return warn_at_edge(found.arms[best].config.optim.lr, rates, f"{best}: lr", "add more rates to the study")
@@ -132,7 +132,7 @@ def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
 
 
 @dataclass(frozen=True)
-class Gap:
+class Difference:
     """Mean difference b - a of two arms, paired by seed, with its standard error."""
 
     mean: float
@@ -147,7 +147,7 @@ class Gap:
     @property
     def interval(self) -> tuple[float, float]:
         """Student's 95 % confidence interval; wider than two standard errors for few seeds."""
-        half = chance.t_quantile(self.seeds - 1) * self.error if self.seeds > 1 else math.inf
+        half = t_quantile(self.seeds - 1) * self.error if self.seeds > 1 else math.inf
         return self.mean - half, self.mean + half
 
     def describe(self, unit: str = "", *, scale: float = 1.0, digits: int = 2, limit: float | None = None) -> str:
@@ -162,31 +162,31 @@ class Gap:
         return self.describe(" points", scale=100)
 
 
-def gap(a: Sequence[float], b: Sequence[float]) -> Gap:
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """Paired by seed: runs of one seed share their data order."""
     differences = [y - x for x, y in zip(a, b, strict=True)]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
-    return Gap(statistics.fmean(differences), error, len(differences))
+    return Difference(statistics.fmean(differences), error, len(differences))
 
 
-def check_non_inferior(found: Gap, margin: float) -> int:
+def check_non_inferior(found: Difference, margin: float) -> int:
     """1 if two standard errors rule out that b is worse by more than the margin, -1 if b is, 0 if undecided."""
     if found.seeds >= FEWEST and found.mean - 2 * found.error > -margin:
         return 1
     return -1 if found.sign < 0 and found.mean <= -margin else 0
 
 
-def check_no_worse(found: Gap, margin: float = 0.01) -> int:
+def check_no_worse(found: Difference, margin: float = 0.01) -> int:
     """As `check_non_inferior`, but -1 if b is worse by more than two standard errors."""
     return -1 if found.sign < 0 else check_non_inferior(found, margin)
 
 
-def check_equivalent(found: Gap, margin: float = 0.01) -> int:
+def check_equivalent(found: Difference, margin: float = 0.01) -> int:
     """As `check_non_inferior`, for a difference in either direction."""
     return min(check_non_inferior(found, margin), check_non_inferior(replace(found, mean=-found.mean), margin))
 
 
-def settle(signs: Sequence[int], why: str) -> Verdict:
+def decide_by_signs(signs: Sequence[int], why: str) -> Verdict:
     """Reproduced if all signs are positive, not reproduced if any is negative, otherwise not decided."""
     if any(sign < 0 for sign in signs):
         return Verdict("not reproduced", why)
@@ -225,7 +225,7 @@ def run_study(
         for arm in arms
         if arms[arm].counts
     }
-    found = Found({arm: arms[arm] for arm in values}, values, study.metric)
+    found = Results({arm: arms[arm] for arm in values}, values, study.metric)
     verdict = study.decide(found)
     run_info = {
         "seconds": round(time.monotonic() - started, 1),
@@ -323,7 +323,7 @@ def _check_data(arms: Mapping[str, Arm]) -> None:
 
 
 def _write(
-    study: Study, budget: Budget, folder: Path, found: Found, verdict: Verdict, run_info: Mapping[str, Any]
+    study: Study, budget: Budget, folder: Path, found: Results, verdict: Verdict, run_info: Mapping[str, Any]
 ) -> None:
     machine = environment("cpu" if budget == "cpu" else "cuda")
     record = {
@@ -356,7 +356,7 @@ def decide_again(study: Study, folder: Path) -> Verdict:
     if record["definition"] != hash_definition(arms):
         raise ValueError(f"the arms of {study.name} have changed since the verdict in {folder}: run the study again")
     values = {arm: [_restore_nan(row) for row in rows] for arm, rows in record["values"].items()}
-    found = Found({arm: arms[arm] for arm in values}, values, study.metric)
+    found = Results({arm: arms[arm] for arm in values}, values, study.metric)
     verdict = study.decide(found)
     if record["rule"] != study.rule:
         record.setdefault("before", {"rule": record["rule"], "outcome": record["outcome"]})
@@ -372,7 +372,7 @@ def _restore_nan(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
-def table(study: Study, found: Found, verdict: Verdict) -> str:
+def table(study: Study, found: Results, verdict: Verdict) -> str:
     """Markdown: the claim, a row for each arm, the rule and the verdict."""
     rows = [f"| {arm} | {_cell(found, arm)} | {len(found.values[arm])} |" for arm in found.values]
     return "\n".join(
@@ -395,7 +395,7 @@ def table(study: Study, found: Found, verdict: Verdict) -> str:
     )
 
 
-def _cell(found: Found, arm: str) -> str:
+def _cell(found: Results, arm: str) -> str:
     scale = 100 if found.metric in PERCENT else 1
     values = [scale * value for value in found.of(arm)]
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""

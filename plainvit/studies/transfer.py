@@ -28,13 +28,13 @@ from plainvit.studies.drawings import draw_curves, set_arm_ticks
 from plainvit.studies.study import (
     Arm,
     Budget,
-    Found,
+    Results,
     Study,
     Verdict,
     best_rate,
     check_non_inferior,
-    gap,
-    settle,
+    decide_by_signs,
+    paired_difference,
     warn_if_rate_at_edge,
 )
 from plainvit.weights import load
@@ -63,7 +63,7 @@ def tasks(budget: Budget) -> dict[str, Config]:
     """What is fine-tuned on, by name: sets with many and with few images of a class."""
     found = {data: finetune_config(budget, data) for data in DOWNSTREAM[budget]}
     if budget == "cpu":
-        found |= {f"{data}, a tenth": config.replace(share=0.1) for data, config in found.items()}
+        found |= {f"{data}, a tenth": config.replace(train_fraction=0.1) for data, config in found.items()}
     return found
 
 
@@ -83,36 +83,36 @@ def arms(budget: Budget) -> dict[str, Arm]:
     return found
 
 
-def scratch_arms(found: Found, task: str) -> list[str]:
+def scratch_arms(found: Results, task: str) -> list[str]:
     """From scratch at each rate."""
     return [arm for arm in found.group(task) if arm != f"{task}, pre-trained"]
 
 
-def best_scratch(found: Found, task: str) -> str:
+def best_scratch(found: Results, task: str) -> str:
     return best_rate(found, scratch_arms(found, task))
 
 
-def gains(found: Found) -> dict[str, list[float]]:
+def gains(found: Results) -> dict[str, list[float]]:
     """Of each task, seed by seed: pre-trained less the best of scratch."""
     tasks = dict.fromkeys(arm.group for arm in found.arms.values())
     return {task: found.differences(best_scratch(found, task), f"{task}, pre-trained") for task in tasks}
 
 
-def decide(found: Found) -> Verdict:
+def decide(found: Results) -> Verdict:
     """Pre-training gains everywhere, and more where a class has few images."""
     rows = gains(found)
     for task in rows:
         warn_if_rate_at_edge(found, best_scratch(found, task), scratch_arms(found, task))
-    by_task = {task: gap([0.0] * len(row), row) for task, row in rows.items()}
+    by_task = {task: paired_difference([0.0] * len(row), row) for task, row in rows.items()}
     few, many = (np.mean([row for task, row in rows.items() if (task in FEW) == wanted], axis=0) for wanted in (1, 0))
-    more = gap(many.tolist(), few.tolist())
+    more = paired_difference(many.tolist(), few.tolist())
     why = "pre-trained - scratch: " + "; ".join(f"{TITLES[task]} {one}" for task, one in by_task.items())
     why += f"; with few images a class it gains {more} more"
-    return settle([*(one.sign for one in by_task.values()), more.sign], why)
+    return decide_by_signs([*(one.sign for one in by_task.values()), more.sign], why)
 
 
 @styled()
-def draw(found: Found) -> Figure:
+def draw(found: Results) -> Figure:
     """Both bars of each task, a dot for each seed."""
     figure, axes = new_figure(1, 1, PANEL)
     panel: Axes = axes[0, 0]
@@ -161,21 +161,21 @@ def redraw_positions(before: Path, config: Config) -> ViT:
     return model
 
 
-def decide_resolution(found: Found) -> Verdict:
+def decide_resolution(found: Results) -> Verdict:
     """Accuracy rises from the first size to the last without a fall between, and resampled positions beat new ones."""
     kept, new = found.group(RESAMPLED), found.group(REDRAWN)
-    rises = gap(found.of(kept[0]), found.of(kept[-1]))
-    steps = [gap(found.of(a), found.of(b)) for a, b in pairwise(kept)]
-    better = {found.arms[b].x: gap(found.of(a), found.of(b)) for a, b in zip(new, kept[1:], strict=True)}
+    rises = paired_difference(found.of(kept[0]), found.of(kept[-1]))
+    steps = [paired_difference(found.of(a), found.of(b)) for a, b in pairwise(kept)]
+    better = {found.arms[b].x: paired_difference(found.of(a), found.of(b)) for a, b in zip(new, kept[1:], strict=True)}
     why = f"{found.arms[kept[-1]].x:.0f} px less {found.arms[kept[0]].x:.0f} px: {rises}, by steps of "
     why += ", ".join(f"{100 * one.mean:+.2f}" for one in steps)
     why += "; resampled less new positions: " + "; ".join(f"{size:.0f} px {one}" for size, one in better.items())
     if any(one.sign < 0 for one in steps):
         return Verdict("not reproduced", why)
-    return settle([rises.sign, *(one.sign for one in better.values())], why)
+    return decide_by_signs([rises.sign, *(one.sign for one in better.values())], why)
 
 
-def draw_resolution(found: Found) -> Figure:
+def draw_resolution(found: Results) -> Figure:
     figure = draw_curves(found, "side of the image, pixels", "held-out top-1, %", {}, "", log=False)
     return set_arm_ticks(figure, found)
 
@@ -217,16 +217,16 @@ def redraw_last_layer(before: Path, config: Config) -> ViT:
     return model
 
 
-def decide_head(found: Found) -> Verdict:
+def decide_head(found: Results) -> Verdict:
     """Over the rates, zeros are as good on average and vary less."""
     zero, last = (np.array([found.of(arm) for arm in found.group(name)]) for name in (ZERO, LAST))  # [rates, seeds]
-    difference = gap(last.mean(0).tolist(), zero.mean(0).tolist())
-    steadier = gap(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
+    difference = paired_difference(last.mean(0).tolist(), zero.mean(0).tolist())
+    steadier = paired_difference(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
     why = f"averaged over the rates, {ZERO} less {LAST}: {difference}; its spread over them is smaller by {steadier}"
-    return settle([check_non_inferior(difference, WORSE), steadier.sign], why)
+    return decide_by_signs([check_non_inferior(difference, WORSE), steadier.sign], why)
 
 
-def draw_heads(found: Found) -> Figure:
+def draw_heads(found: Results) -> Figure:
     figure = draw_curves(found, "learning rate of fine-tuning", "held-out top-1, %", {}, "")
     return set_arm_ticks(figure, found, "{:.1e}")
 

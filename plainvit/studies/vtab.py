@@ -22,7 +22,7 @@ from rich.text import Text
 from plainvit.config import Config, nearest
 from plainvit.data.decode import DataError
 from plainvit.data.splits import open_splits
-from plainvit.data.vtab import GROUPS, TASKS, AbsentTask, augment_for
+from plainvit.data.vtab import GROUPS, TASKS, MissingTaskError, augment_for
 from plainvit.disk import write_text
 from plainvit.evaluate import paper
 from plainvit.recipes import recipe
@@ -79,7 +79,7 @@ def _has_images(config: Config, task: str, data_root: str | Path) -> bool:
     """Checked before the first run, so that damaged data fails now."""
     try:
         splits = open_splits(task_config(config, task, data_root))
-    except AbsentTask:
+    except MissingTaskError:
         return False
     if splits.test is None:
         raise DataError(f"{task} has no test images in {data_root}")

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from plainvit import __version__, device
 from plainvit.config import Config, ViTConfig
-from plainvit.data.splits import open_splits
-from plainvit.data.splits import risks as data_risks
+from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
@@ -43,7 +42,7 @@ def examine(config: Config | None = None, devices: int = 1) -> dict[str, Any]:
     }
     if config:
         report["config"] = config.recipe
-        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in risks(config, devices)]
+        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in find_problems(config, devices)]
     return report
 
 
@@ -83,7 +82,7 @@ def _attention() -> dict[str, bool]:
     }
 
 
-def risks(config: Config, devices: int = 1) -> Iterator[tuple[str, str]]:
+def find_problems(config: Config, devices: int = 1) -> Iterator[tuple[str, str]]:
     """(what may go wrong, how to mend it), from the config, and from data and weights where they can be opened."""
     yield from _of_optim(config)
     model, readable = config.model, True
@@ -131,7 +130,7 @@ def _of_run(config: Config) -> Iterator[tuple[str, str]]:
     except (ValueError, OSError) as error:
         yield str(error).splitlines()[0], "see `plainvit data info` for the data, --help for the settings"
         return
-    yield from data_risks(resolved, splits)
+    yield from find_data_problems(resolved, splits)
     if splits.val is None:
         yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
 

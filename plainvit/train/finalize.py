@@ -15,7 +15,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import whole
+from plainvit.runtime.sharding import full_tensor
 from plainvit.train.guards import DivergedError
 from plainvit.train.held_out import evaluate_masked
 from plainvit.train.masked import PredictPatches
@@ -26,7 +26,7 @@ from plainvit.weights import save
 
 def finalize(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json, the card and report.html; doing it again gives the same result."""
-    model, first = choose_final_model(run), run.world.first
+    model, first = choose_final_model(run), run.world.is_main
     if first:
         save(model, run.folder.path / "model.safetensors")
     try:
@@ -44,7 +44,7 @@ def finalize(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT
         (run.folder.path / "report.html").unlink(missing_ok=True)
     if first and report:
         write_report(run.folder.path, samples, state="done")
-    run.folder.say("done", run.progress.step, run.steps)
+    run.folder.write_status("done", run.progress.step, run.steps)
     return model, numbers
 
 
@@ -74,7 +74,7 @@ def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple
             continue
         result = classify(predictor, prepared)
         numbers[name] = result.summary()
-        if run.world.first:
+        if run.world.is_main:
             labels = align(prepared.source, predictor.classes, prepared.source.classes)
             samples = choose_samples(labels, result)
             write_card(make_card(predictor, labels, result, run.world), run.folder.path, labels, result)
@@ -107,7 +107,7 @@ def choose_final_model(run: Training) -> ViT | ResNet:
     if run.config.optim.lora and isinstance(model, ViT):
         add_lora(model, run.config.optim.lora, seed=0)
     with averaged_weights(trained, run.average):
-        model.load_state_dict({name: whole(tensor) for name, tensor in trained.state_dict().items()})
+        model.load_state_dict({name: full_tensor(tensor) for name, tensor in trained.state_dict().items()})
     merge_lora(model)
     model.about = trained.about
     return model.eval()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.folder import short
+from plainvit.runtime.folder import shorten_repr
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -41,7 +41,7 @@ class InterruptedRunError(ValueError):
 
 
 @contextlib.contextmanager
-def interruptions() -> Iterator[list[int]]:
+def catch_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM; the loop looks after each step. A second one ends the process at once."""
     got: list[int] = []
 
@@ -74,7 +74,7 @@ class Terminated(SystemExit):
 
 
 @contextlib.contextmanager
-def termination() -> Iterator[None]:
+def raise_on_termination() -> Iterator[None]:
     """SIGTERM ends what is inside by an exception, so that its end can be told of."""
 
     def handle(*_: object) -> None:
@@ -190,7 +190,7 @@ def _progress_fault(run: "Training", progress: Any, step: int) -> str:
         else:
             sound = (type(value) is int and 0 <= value <= most[name]) or (value is None and name == "best_step")
         if not sound:
-            return f"progress.{name} is {short(value)}"
+            return f"progress.{name} is {shorten_repr(value)}"
     return "" if "step" in progress else "progress.step is missing"
 
 
@@ -212,7 +212,7 @@ def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:
         for name, p in run.objective.named_parameters()
         if p.grad is not None and not bool(torch.isfinite(p.grad).all())
     ]
-    captures = Checkpoints(run.folder.path / "captures", run.config.bad_steps + 1, run.world)
+    captures = Checkpoints(run.folder.path / "captures", run.config.max_skipped_steps + 1, run.world)
     weights = {name: tensor for name, tensor in run.tensors().items() if name.startswith("model.")}
     what = {"loss": repr(loss), "norm": repr(norm), "gradients": bad, "images": batch.index.tolist()}
     captures.save(run.progress.step + 1, weights, what | {"micro_batch": run.progress.micro_batch})

@@ -10,7 +10,7 @@ import torch
 
 from plainvit.analyse.masked import draw_masked
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.transforms import prepare
+from plainvit.data.transforms import preprocess_image
 from plainvit.evaluate.classify import Prepared
 from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.train.masked import PredictPatches
@@ -51,7 +51,7 @@ def validate_masked(run: "Training", prepared: Prepared) -> dict[str, float]:
     objective = run.objective
     assert isinstance(objective, PredictPatches)
     found = evaluate_masked(objective, prepared, run.cast)
-    if run.world.first and run.folder.writes:
+    if run.world.is_main and run.folder.writes:
         draw_predictions(run, objective, prepared)
     return {name: value for name, value in found.items() if name in ("loss", "accuracy")}
 
@@ -63,7 +63,7 @@ def draw_predictions(run: "Training", objective: PredictPatches, prepared: Prepa
     images, index = [], []
     for one in np.unique(np.linspace(0, len(prepared.source) - 1, SHOWN).astype(int)):
         try:
-            images.append(prepare(prepared.source.read(int(one)), run.config.preprocess, prepared.size))
+            images.append(preprocess_image(prepared.source.read(int(one)), run.config.preprocess, prepared.size))
             index.append(int(one))
         except (ImageError, OSError):
             continue

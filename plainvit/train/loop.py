@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
 from plainvit.runtime.watchdog import Watchdog
-from plainvit.train.guards import DivergedError, InterruptedRunError, capture, choose_micro_batch, interruptions
+from plainvit.train.guards import DivergedError, InterruptedRunError, capture, catch_signals, choose_micro_batch
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import averaged_weights
 from plainvit.train.step import Prefetcher, launch
@@ -34,7 +34,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
         run.checkpoints.settled(),
         contextlib.closing(run.loader.batches(progress.step, run.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
-        interruptions() as run.signals,
+        catch_signals() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
         if progress.step:
@@ -46,7 +46,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
             progress.step += 1
             run.record(line)
             display.advance(progress.step, describe_step(line))
-            if progress.skipped > config.bad_steps:
+            if progress.skipped > config.max_skipped_steps:
                 raise DivergedError(describe_divergence(run))
             is_due = progress.step % evaluate_every == 0 or progress.step == run.steps
             if is_due and run.evaluate:
@@ -56,7 +56,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
                 budget.shorten(display)
             if is_due or stop_signal or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
-                run.folder.say("running", progress.step, run.steps)
+                run.folder.write_status("running", progress.step, run.steps)
             if stop_signal and progress.step < run.steps:
                 run.checkpoints.wait()
                 raise InterruptedRunError(stop_signal, progress.step)

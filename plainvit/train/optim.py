@@ -14,10 +14,10 @@ from torch.nn.utils import parametrize
 
 from plainvit.config import Optim
 from plainvit.models import ResNet, ViT
-from plainvit.runtime.sharding import like
+from plainvit.runtime.sharding import shard_like
 
 
-def decay_from_big_vision(lr: float, wd: float) -> float:
+def convert_big_vision_decay(lr: float, wd: float) -> float:
     """big_vision multiplies its decay by the schedule alone, PyTorch's AdamW by the rate: 1e-4 at lr 1e-3 is 0.1."""
     return wd / lr
 
@@ -167,7 +167,7 @@ class Optimizers:
                 found = mine.get(self._names[parameter])
                 if found:
                     optimizer.state[parameter] = {
-                        name: like(value, parameter) if value.ndim or on_device else value.clone()
+                        name: shard_like(value, parameter) if value.ndim or on_device else value.clone()
                         for name, value in found.items()
                     }
 

@@ -19,7 +19,7 @@ from plainvit.config import Config, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.folder import Folder, short
+from plainvit.runtime.folder import Folder, shorten_repr
 from plainvit.train.guards import tensor_fault
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training
@@ -50,7 +50,7 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
             size = progress.get("micro_batch", 0)
         fault = tensor_fault(run.objective.state_dict(), weights)
         if not fault and (type(size) is not int or not 0 <= size <= config.batch):
-            fault = f"micro_batch is {short(size)}"
+            fault = f"micro_batch is {shorten_repr(size)}"
         if fault:
             raise ValueError(f"what {path} keeps of step {number + 1} does not fit its config.json: {fault}")
         run.objective.load_state_dict(weights)

@@ -18,15 +18,21 @@ from typing import Any
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, to_json
 from plainvit.data.known import SETS
-from plainvit.data.splits import Splits, open_splits, risks
+from plainvit.data.splits import Splits, find_data_problems, open_splits
 from plainvit.device import is_out_of_memory
-from plainvit.disk import exit_code_of
+from plainvit.disk import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.distributed import LostError, World, join, let_the_agent_speak, losses_told
-from plainvit.runtime.folder import Folder, environment, other_bits, read_results, say_instead
+from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
+from plainvit.runtime.folder import Folder, describe_changes, environment, read_results, write_status_for
 from plainvit.train.finalize import finalize
-from plainvit.train.guards import DivergedError, InterruptedRunError, Terminated, out_of_memory_error, termination
+from plainvit.train.guards import (
+    DivergedError,
+    InterruptedRunError,
+    Terminated,
+    out_of_memory_error,
+    raise_on_termination,
+)
 from plainvit.train.loop import train
 from plainvit.train.resume_check import check_resumable
 from plainvit.train.search import check_search, search_rates
@@ -81,19 +87,19 @@ def fit(
     """
     world, options = join(config.device, config.timeout), Options(force, quiet, bare)
     try:
-        with losses_told(world):
+        with raise_lost_peer(world):
             config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
             if search:
                 check_search(config)
             path = Path(out) if out else Path("runs") / default_name(config)
-            with world.agree(lambda: Folder(path, writes=world.first)) as folder:
+            with world.agree(lambda: Folder(path, writes=world.is_main)) as folder:
                 if search:
                     config = search_in(world, folder, config, options)
                 fitted = run_in(world, folder, config, splits, options)
             world.barrier()  # nobody leaves while another process still works
             return fitted
     except LostError:
-        let_the_agent_speak()
+        wait_for_agent()
         raise
     finally:
         world.leave()
@@ -110,7 +116,7 @@ def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
 
 
 def identify(config: Config, splits: Splits) -> str:
-    return default_name(config) + str(splits.described)
+    return default_name(config) + str(splits.describe)
 
 
 def check_recipe(config: Config) -> None:
@@ -138,7 +144,7 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
     """The config with the best rate; each rate is a run of its own below the folder."""
 
     def try_rate(one: Config, splits: Splits, lr: float) -> dict[str, Any]:
-        with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.first) as inner:
+        with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
             return run_in(world, inner, one, splits, Options(quiet=options.quiet)).numbers["val"]
 
     return search_rates(config, try_rate)
@@ -151,16 +157,16 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
         return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
-    for risk, remedy in () if options.quiet or not world.first else risks(config, splits):
+    for risk, remedy in () if options.quiet or not world.is_main else find_data_problems(config, splits):
         log.warning("%s: %s", risk, remedy)
     run = world.agree(
         lambda: build_training(config, splits, folder, quiet=options.quiet, world=world, force=options.force)
     )
-    if len(set(world.gather_words(run.loader.mode))) > 1:  # each process chose by the memory that it has
+    if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
         run.loader.resident = None
     write_start(run, splits)
     try:
-        with losses_told(world), termination():
+        with raise_lost_peer(world), raise_on_termination():
             train_timed(run)
             model, numbers = finalize(run, splits, report=not options.bare)
     except BaseException as error:
@@ -173,18 +179,18 @@ def write_start(run: Training, splits: Splits) -> None:
     """The data, config, environment and status of the run, before its first step."""
     folder, config, world = run.folder, run.config, run.world
     init = {"init": init_hash(config)} if config.init else {}
-    folder.write("data.json", splits.described | init | {"loading": run.loader.mode})
+    folder.write("data.json", splits.describe | init | {"loading": run.loader.mode})
     folder.write("config.json", to_json(config))
     first, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
     folder.write("environment.json", first or now)
-    if run.checkpoints.steps() and (change := other_bits(first, now)) and not run.quiet:
+    if run.checkpoints.steps() and (change := describe_changes(first, now)) and not run.quiet:
         log.warning("%s since the run started: the samples are the same, the bits are not", change)
-    folder.say("running", folder.read("status.json").get("step", 0), config.steps)
+    folder.write_status("running", folder.read("status.json").get("step", 0), config.steps)
 
 
 def train_timed(run: Training) -> None:
     """Trains within --hours, and adds the time to that of earlier parts of the run."""
-    started, spent = time.monotonic(), run.folder.begin_part()
+    started, spent = time.monotonic(), run.folder.start_clock()
     try:
         budget = TimeBudget(run, spent) if run.config.hours else None
         if budget and not run.checkpoints.steps():
@@ -196,20 +202,20 @@ def train_timed(run: Training) -> None:
             raise
         raise out_of_memory_error(run, None, 0) from error
     finally:
-        run.folder.end_part(spent + time.monotonic() - started)
+        run.folder.stop_clock(spent + time.monotonic() - started)
 
 
 def write_end(run: Training, error: BaseException, report: bool) -> None:
     """status.json of a run that did not finish, and a report unless it failed."""
     was_stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
     state = "interrupted" if was_stopped else "diverged" if isinstance(error, DivergedError) else "failed"
-    usual = 130 if was_stopped else exit_code_of(error) if isinstance(error, ValueError | OSError) else 1
+    usual = 130 if was_stopped else exit_code(error) if isinstance(error, ValueError | OSError) else 1
     words, kind = str(error).partition("\n")[0], type(error).__name__
     is_plain = words and isinstance(error, ValueError | OSError | Terminated)
     reason = words if is_plain else f"{kind}: {words}".removesuffix(": ")
     code = getattr(error, "exit_code", usual)
-    run.folder.say(state, run.progress.step, run.steps, reason, code)
+    run.folder.write_status(state, run.progress.step, run.steps, reason, code)
     if isinstance(error, LostError):  # the main process may be the one that is gone
-        say_instead(run.folder.path, state, reason, code)
-    if run.world.first and report and state != "failed":
+        write_status_for(run.folder.path, state, reason, code)
+    if run.world.is_main and report and state != "failed":
         write_report(run.folder.path)

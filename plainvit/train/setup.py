@@ -59,8 +59,8 @@ def build_training(
         world=world,
         gradients=lambda *_: torch.empty(0),  # attached below
         update=lambda: None,
-        track=tracker(config.track if world.first else (), folder.path, config),
-        quiet=quiet or not world.first,
+        track=tracker(config.track if world.is_main else (), folder.path, config),
+        quiet=quiet or not world.is_main,
     )
     attach_step(run, uses_graphs)
     attach_evaluation(run, splits)
@@ -127,9 +127,9 @@ def check_combinations(config: Config, world: World, uses_fsdp: bool) -> None:
 def check_fp8(config: Config, world: World) -> None:
     if not has_fast_path():
         raise ValueError("--precision fp8 needs plainvit.models.fast, which is not installed: use --precision bf16")
-    from plainvit.models.fast.fp8 import why_not
+    from plainvit.models.fast.fp8 import explain_unsupported
 
-    reason = why_not(world.device)
+    reason = explain_unsupported(world.device)
     if isinstance(config.model, ResNetConfig):
         reason = "--precision fp8 is not supported for ResNets"
     elif config.optim.lora:
@@ -141,8 +141,8 @@ def check_fp8(config: Config, world: World) -> None:
 
 
 def accelerate_objective(objective: Any, config: Config) -> Any:
-    """Attaches the fast modules, unless --shortcuts off; and recomputed activations for --recompute."""
-    if config.shortcuts == "auto" and has_fast_path():
+    """Attaches the fast modules, unless --fast-path off; and recomputed activations for --recompute."""
+    if config.fast_path == "auto" and has_fast_path():
         from plainvit.models.fast import accelerate
 
         accelerate(objective, low_precision_residual=True)
@@ -184,7 +184,7 @@ def choose_compiler_options(config: Config) -> dict[str, Any] | None:
 
     0.16 ms instead of 0.21 for S/16 at batch 1024 on an H200.
     """
-    fits = isinstance(config.model, ViTConfig) and config.model.width <= NARROW and config.shortcuts == "auto"
+    fits = isinstance(config.model, ViTConfig) and config.model.width <= NARROW and config.fast_path == "auto"
     return {"triton.mix_order_reduction_allow_multi_stages": True} if fits else None
 
 

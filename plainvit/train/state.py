@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Config
 from plainvit.device import choose_precision
-from plainvit.runtime.sharding import like
+from plainvit.runtime.sharding import shard_like
 from plainvit.train.guards import check_checkpoint
 
 if TYPE_CHECKING:
@@ -117,11 +117,13 @@ class Training:
             for kind in ("model.", "average.", "optimizer.")
         }
         own = self.objective.state_dict()
-        self.objective.load_state_dict({name: like(tensor, own[name]) for name, tensor in by_kind["model."].items()})
+        self.objective.load_state_dict(
+            {name: shard_like(tensor, own[name]) for name, tensor in by_kind["model."].items()}
+        )
         self.optimizers.load(by_kind["optimizer."])
         if self.average:
             for name, tensor in self.average.weights.items():
-                tensor.copy_(like(by_kind["average."][name], tensor))
+                tensor.copy_(shard_like(by_kind["average."][name], tensor))
         self.progress = Progress(**state["progress"])
 
 
@@ -136,7 +138,7 @@ def resume(run: Training) -> None:
         run.progress.cut = run.progress.cut_of = 0
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch
-    if run.world.first:
+    if run.world.is_main:
         run.checkpoints.set_aside(run.progress.step)
     run.folder.rewind(run.progress.step)
     if found:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plainvit.device import is_out_of_memory
-from plainvit.runtime.sharding import whole
+from plainvit.runtime.sharding import full_tensor
 from plainvit.train.guards import out_of_memory_error
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def compute_gradients(
         # nobody could tell in which parameters it began
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
         torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
-    return torch.stack((loss.float(), correct.float(), whole(norm).float()))
+    return torch.stack((loss.float(), correct.float(), full_tensor(norm).float()))
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:

@@ -42,7 +42,7 @@ class TimeBudget:
         steps = max(int((self.left * MARGIN - evaluation * config.evaluations) / step), 1)
         if steps >= run.steps:
             return
-        if run.world.first:
+        if run.world.is_main:
             log.warning("--hours %g allows %d of %d steps, at %.3f s per step", config.hours, steps, run.steps, step)
         scale = steps / run.steps
         lengths = {name: getattr(config.optim, name) for name in ("warmup", "cooldown")}
@@ -51,7 +51,7 @@ class TimeBudget:
         if run.average:
             run.average.decay = run.config.decay(steps)
         run.folder.write("config.json", to_json(run.config))
-        run.folder.say("running", run.progress.step, run.steps)
+        run.folder.write_status("running", run.progress.step, run.steps)
 
     def shorten(self, display: "Display") -> None:
         """Shortens the run if it would not end in time at the pace since the last call.

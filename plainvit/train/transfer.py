@@ -9,13 +9,13 @@ import logging
 import torch
 from torch import nn
 
-from plainvit.config import About, Config, Model, Preprocess, ViTConfig, differences, length, pair
+from plainvit.config import About, Config, Model, Preprocess, ViTConfig, count_steps, differences, pair
 from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
 from plainvit.runtime.checkpoint import file_hash
-from plainvit.weights import load, look
+from plainvit.weights import inspect_weights, load
 from plainvit.weights.reading import resolve as weights_path
 
 log = logging.getLogger("plainvit")
@@ -24,7 +24,7 @@ FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not f
 
 def starting_model(config: Config) -> tuple[Model, Preprocess]:
     """The model and preprocessing that init implies, by its headers alone; a new head has a single layer."""
-    found, _ = look(config.init, image_size=config.image_size or None)
+    found, _ = inspect_weights(config.init, image_size=config.image_size or None)
     model: Model = found.config
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
@@ -74,7 +74,7 @@ def resolve(config: Config, splits: Splits) -> Config:
 def _length(config: Config, images: int) -> int:
     if not (config.steps or config.epochs or config.init):
         raise ValueError("the run has no length: give --epochs or --steps")
-    steps = length(config, images)
+    steps = count_steps(config, images)
     if not steps:
         raise ValueError(f"{config.epochs:g} epochs of {images} images are less than one batch of {config.batch}")
     for name in ("warmup", "cooldown"):

@@ -5,7 +5,7 @@ plainvit.save(model, "vit.safetensors", format="timm")
 plainvit convert B_16.npz folder/ --format transformers
 """
 
-from plainvit.weights.reading import load, look
+from plainvit.weights.reading import inspect_weights, load
 from plainvit.weights.writing import convert, save
 
-__all__ = ["convert", "load", "look", "save"]
+__all__ = ["convert", "inspect_weights", "load", "save"]

@@ -19,8 +19,8 @@ from plainvit.weights.layout import (
     PATCHES_HWIO,
     TRANSPOSE,
     Conversion,
+    DetectedModel,
     Entry,
-    Found,
     Layout,
     entry,
     linear,
@@ -127,7 +127,7 @@ def matches(tensors: Tensors) -> bool:
     )
 
 
-def find(tensors: Tensors, hints: Hints) -> tuple[Found, Tensors]:
+def find(tensors: Tensors, hints: Hints) -> tuple[DetectedModel, Tensors]:
     """The model of an archive, and the archive under the names of its layout."""
     if any(name.startswith("resnet/root_block/") for name in tensors.shapes):
         return _find_bit(tensors)
@@ -153,7 +153,7 @@ def _unstack(tensors: Tensors, prefix: str) -> Tensors:
     return RenamedTensors(tensors, names)
 
 
-def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
+def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
     big_vision = any("MultiHeadDotProductAttention_0" in name for name in shapes if _BLOCK.match(name))
     layout = vit_layout(prefix, big_vision=big_vision)
@@ -196,7 +196,7 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> Found:
         sources |= {"stem": f"{_CODE}: SAME padding, (w - mean) / (std + 1e-5), GroupNorm 1e-6"}
     if not table:
         sources |= {"posemb": "no table in the file: big_vision's fixed sin-cos positions"}
-    return Found(
+    return DetectedModel(
         family="big_vision" if big_vision else "Google",
         config=config,
         layout=layout,
@@ -224,7 +224,7 @@ def _find_stem(shapes: dict[str, tuple[int, ...]]) -> ResNetConfig | None:
     )
 
 
-def _find_bit(tensors: Tensors) -> tuple[Found, Tensors]:
+def _find_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
     """BiT; some files number the convolutions (standardized_conv2d_12), and the numbers have no meaning."""
     names = {re.sub(r"(conv2d|group_norm)_\d+/", r"\1/", name): (name, None) for name in tensors.shapes}
     if len(names) < len(tensors.shapes):
@@ -248,7 +248,7 @@ def _find_bit(tensors: Tensors) -> tuple[Found, Tensors]:
         "preprocess": "BiT's evaluation: square resize",
         "image_size": "convolutions take any size; 224 is the paper's pre-training",
     }
-    return Found("BiT", config, bit_layout(), sources, {"preprocess": {"resize": "squash"}}), tensors
+    return DetectedModel("BiT", config, bit_layout(), sources, {"preprocess": {"resize": "squash"}}), tensors
 
 
 def layout_for(config: Model) -> Layout:

@@ -38,7 +38,7 @@ Layout = Mapping[str, Entry]
 
 
 @dataclass
-class Found:
+class DetectedModel:
     """The model that a file describes, and how to read it."""
 
     family: str
@@ -101,7 +101,7 @@ def locate(layout: Layout, name: str) -> Entry | None:
     return Entry(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].conversion)
 
 
-def build_model(found: Found, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
+def build_model(found: DetectedModel, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
     """Builds the model and moves the file's tensors into it one by one, so that memory never holds them twice."""
     with torch.device("meta"):
         model = build(found.config)
@@ -143,7 +143,7 @@ def check_values(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _check_names(found: Found, names: Iterable[str], tensors: Tensors) -> dict[str, Entry]:
+def _check_names(found: DetectedModel, names: Iterable[str], tensors: Tensors) -> dict[str, Entry]:
     """{our name: its entry}, if the file has exactly the weights of the model."""
     located = {name: locate(found.layout, name) for name in names}
     entries = {name: place for name, place in located.items() if place is not None}
@@ -162,7 +162,7 @@ def _check_names(found: Found, names: Iterable[str], tensors: Tensors) -> dict[s
 
 
 def _check_shapes(
-    found: Found, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
+    found: DetectedModel, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
 ) -> None:
     for name, place in entries.items():
         for their, example in write_parameter(place, torch.empty(shapes[name], device="meta"), found.config):

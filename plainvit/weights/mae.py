@@ -34,7 +34,7 @@ from plainvit.weights.layout import (
     linear,
     locate,
 )
-from plainvit.weights.reading import look
+from plainvit.weights.reading import inspect_weights
 from plainvit.weights.writing import write_torch
 
 log = logging.getLogger("plainvit")
@@ -78,7 +78,7 @@ def read_mae(
     heads and decoder_heads are needed if the heads are not 64 wide, and 32 in the decoder. normalise: whether it was
     trained on pixels normalised by each patch's mean and std, as all but the mae_visualize_* files were.
     """
-    found, tensors = look(source, heads=heads)
+    found, tensors = inspect_weights(source, heads=heads)
     if "decoder_embed.weight" not in tensors.shapes:
         raise ValueError(f"{source} has no MAE decoder: use plainvit.load for an encoder alone")
     model = build_model(found, tensors, torch.float32)

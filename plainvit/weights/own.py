@@ -20,7 +20,7 @@ from plainvit.disk import read_json
 from plainvit.models import build
 from plainvit.weights import google, timm, torchvision, transformers
 from plainvit.weights.files import DamagedError, Tensors, hash_range
-from plainvit.weights.layout import SAME, Entry, Found, Layout
+from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout
 
 SCHEMA = 1  # a newer one is an error
 LIBRARIES: Mapping[str, ModuleType] = {
@@ -79,7 +79,7 @@ def _check_size(config: Model, tensors: Tensors) -> None:
         raise ValueError(f"it describes {sum(config.blocks):,} units, more than the file has")
 
 
-def find(tensors: Tensors, path: Path) -> Found:
+def find(tensors: Tensors, path: Path) -> DetectedModel:
     try:
         described = json.loads(tensors.metadata["plainvit"])
         schema, format_, about = int(described["schema"]), described["format"], described["about"]
@@ -97,7 +97,9 @@ def find(tensors: Tensors, path: Path) -> Found:
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the description in {path} is invalid: {reason}") from error
-    found = Found(str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names})
+    found = DetectedModel(
+        str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names}
+    )
     found.default = "the file's own description"
     found.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
     return found

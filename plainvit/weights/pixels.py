@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
 from plainvit.config import Preprocess, nearest
-from plainvit.weights.layout import Found
+from plainvit.weights.layout import DetectedModel
 
 GIVEN = "given by the caller"
 STATED = ("config.json", "preprocessor_config.json", GIVEN)  # sources that are no assumption start with one
@@ -25,7 +25,7 @@ class Pixels(TypedDict, total=False):
     antialias: bool | None
 
 
-def set_pixels(found: Found, pixels: Pixels) -> None:
+def set_pixels(found: DetectedModel, pixels: Pixels) -> None:
     """Replaces the settings that the caller gives."""
     for name in pixels:
         if name not in Pixels.__annotations__:
@@ -43,13 +43,13 @@ def set_pixels(found: Found, pixels: Pixels) -> None:
     found.about["preprocess"] = asdict(preprocess)
 
 
-def find_source(found: Found, name: str) -> str:
+def find_source(found: DetectedModel, name: str) -> str:
     """The source of a preprocessing setting."""
     group = "mean" if name in ("mean", "std") else "preprocess"
     return found.sources.get(name, found.sources.get(group, found.default))
 
 
-def describe_assumptions(found: Found) -> str:
+def describe_assumptions(found: DetectedModel) -> str:
     """One line with the settings that neither the file, nor one next to it, nor the caller states; "" if none."""
     preprocess = Preprocess(**found.about.get("preprocess", {}))
     values: dict[str, object] = {

@@ -21,7 +21,7 @@ from plainvit.names import is_model
 from plainvit.weights import google, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
-from plainvit.weights.layout import Found, build_model, join_names
+from plainvit.weights.layout import DetectedModel, build_model, join_names
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 
@@ -98,7 +98,7 @@ def load(
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
-    found, tensors = look(source, heads=heads, image_size=image_size, grid=grid, **pixels)
+    found, tensors = inspect_weights(source, heads=heads, image_size=image_size, grid=grid, **pixels)
     tensors.check()
     model = build_model(found, tensors, dtype)
     model.about = _make_about(found)
@@ -115,14 +115,14 @@ def load(
     return InferenceModel(model, fp8=optimise == "fp8")
 
 
-def look(
+def inspect_weights(
     source: str | Path,
     *,
     heads: int | None = None,
     image_size: int | tuple[int, int] | None = None,
     grid: tuple[int, int] | None = None,
     **pixels: Unpack[Pixels],
-) -> tuple[Found, Tensors]:
+) -> tuple[DetectedModel, Tensors]:
     """Describes a source from its headers, without reading the weights."""
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
@@ -151,7 +151,7 @@ def look(
     return found, tensors
 
 
-def _find(tensors: Tensors, path: Path, hints: Hints) -> tuple[Found, Tensors]:
+def _find(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     """Asks each format whether these are its names."""
     if "plainvit" in tensors.metadata:
         return own.find(tensors, path), tensors
@@ -162,7 +162,7 @@ def _find(tensors: Tensors, path: Path, hints: Hints) -> tuple[Found, Tensors]:
     return found, tensors
 
 
-def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[Found, Tensors]:
+def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     config = read_json(path / "config.json") if path.is_dir() else {}
     if transformers.matches(tensors):
         processor = read_json(path / "preprocessor_config.json") if path.is_dir() else {}
@@ -279,7 +279,7 @@ def _adapt(
     return model
 
 
-def _make_about(found: Found) -> About:
+def _make_about(found: DetectedModel) -> About:
     names = tuple(found.about.get("class_names") or ())
     if names and len(names) != found.config.classes:
         found.notes.append(f"{len(names)} class names for {found.config.classes} classes: left out")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from plainvit.config import Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.grids import Grid, Hints, count_layers, read_grid, read_heads, unsupported_model
-from plainvit.weights.layout import LEADING_AXIS, PATCHES, Found, Layout, entry, linear, list_assumptions
+from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm_names import ACTIVATIONS, ARCHITECTURES, check_architecture, read_about
 from plainvit.weights.timm_resnet import bit_layout, find_bit, find_stem, stem_layout
 
@@ -88,7 +88,7 @@ def _strip_wrapper(name: str) -> str:
     return re.sub(r"^(module\.|_orig_mod\.|backbone\.)+", "", name)
 
 
-def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[Found, Tensors]:
+def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[DetectedModel, Tensors]:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
     names: dict[str, tuple[str, int | None]] = {_strip_wrapper(name): (name, None) for name in tensors.shapes}
     if len(names) < len(tensors.shapes):
@@ -135,7 +135,7 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
     return "timm", "assumed: timm's names without config.json"
 
 
-def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> Found:
+def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> DetectedModel:
     shapes = tensors.shapes
     _check_vit(shapes, family[0])
     arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
@@ -196,7 +196,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     left_out = sorted({name.split(".")[0] for name in shapes if _is_training_only(name)})
     notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     notes += list_assumptions(sources)
-    return Found(family[0], config, layout, sources, read_about(sidecar, crop), _is_training_only, notes)
+    return DetectedModel(family[0], config, layout, sources, read_about(sidecar, crop), _is_training_only, notes)
 
 
 def _check_vit(shapes: Mapping[str, tuple[int, ...]], family: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from plainvit.config import ResNetConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import count_units, unsupported_model
-from plainvit.weights.layout import CONV1X1, Entry, Found, Layout, entry, linear, list_assumptions
+from plainvit.weights.layout import CONV1X1, DetectedModel, Entry, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm_names import check_architecture, read_about
 
 NUMERICS: dict[str, Any] = {"standardise": "var+1e-8", "norm_eps": 1e-5}
@@ -53,7 +53,7 @@ def find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
     )
 
 
-def find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
+def find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
     culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
     if len(root) != 4 or culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
@@ -79,4 +79,4 @@ def find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> Found:
         "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
     }
     about = read_about(sidecar, 1.0) if published else {"preprocess": {"resize": "squash"}}
-    return Found("timm", config, bit_layout(), sources, about, notes=list_assumptions(sources))
+    return DetectedModel("timm", config, bit_layout(), sources, about, notes=list_assumptions(sources))

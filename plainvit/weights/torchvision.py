@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
-from plainvit.weights.layout import LEADING_AXIS, PATCHES, Found, Layout, entry, linear, list_assumptions
+from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
 BLOCK = "encoder.layers.encoder_layer_{i}."
@@ -33,7 +33,7 @@ def matches(tensors: Tensors) -> bool:
     return "encoder.pos_embedding" in tensors.shapes and any(name.startswith("conv_proj.") for name in tensors.shapes)
 
 
-def find(tensors: Tensors, hints: Hints) -> Found:
+def find(tensors: Tensors, hints: Hints) -> DetectedModel:
     shapes = tensors.shapes
     if any(name.startswith("conv_proj.conv_bn") for name in shapes):
         raise unsupported_model("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
@@ -84,7 +84,7 @@ def find(tensors: Tensors, hints: Hints) -> Found:
     else:
         sources["preprocess"] = "assumed: that of torchvision's IMAGENET1K_V1"
     notes = list_assumptions(sources)
-    return Found("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
+    return DetectedModel("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
 
 
 def layout_for(config: Model) -> Layout:

@@ -12,7 +12,7 @@ from typing import Any
 from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
-from plainvit.weights.layout import LEADING_AXIS, PATCHES, Found, Layout, entry, linear, list_assumptions
+from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
 PATCH_KERNEL = "embeddings.patch_embeddings.projection.weight"
@@ -62,7 +62,7 @@ def matches(tensors: Tensors) -> bool:
     return any(name == PATCH_KERNEL or name.endswith(f".{PATCH_KERNEL}") for name in tensors.shapes)
 
 
-def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Found:
+def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
     for pattern, what in UNSUPPORTED_NAMES.items():
         culprit = next((name for name in tensors.shapes if pattern in name), None)
@@ -120,7 +120,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     pixels = "preprocessor_config.json" if processor else f"assumed: {family}'s usual processor"
     sources = {"activation": source, "norm_eps": source, "heads": heads_source, "image_size": size.source}
     sources |= {"mean": pixels, "preprocess": f"assumed: a square resize, since {problem}" if problem else pixels}
-    return Found(
+    return DetectedModel(
         family=family,
         config=model,
         layout=vit_layout(prefix, new=new, teacher=teacher, token="distillation_token" if teacher else "registers"),

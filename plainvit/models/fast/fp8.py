@@ -183,7 +183,7 @@ def use_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
     return model
 
 
-def in_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
+def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
     """A copy for inference with the Linears of the blocks in fp8 and all else in dtype.
 
     Not the last block's q, k and v, of which FastAttention.query_subset uses parts.
@@ -211,7 +211,7 @@ def _find_linears(model: ViT) -> list[nn.Linear]:
     return fit
 
 
-def why_not(place: torch.device | str) -> str:
+def explain_unsupported(place: torch.device | str) -> str:
     """Why a device does not support fp8; "" if it does. Runs one fp8 matmul."""
     place = torch.device(place)
     if place.type != "cuda":

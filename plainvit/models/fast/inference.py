@@ -25,7 +25,7 @@ from plainvit import device
 from plainvit.config import Model, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.fast import accelerate
-from plainvit.models.fast.fp8 import in_fp8, why_not
+from plainvit.models.fast.fp8 import convert_to_fp8, explain_unsupported
 
 ROUNDS = 5  # of timing
 TOLERANCE = {
@@ -106,7 +106,7 @@ class InferenceModel(nn.Module):
         if not self.fp8:
             return ()
         is_resnet = isinstance(self.model, ResNet)
-        reason = "fp8 is for ViTs, this model is a ResNet" if is_resnet else why_not(device_of(self.model))
+        reason = "fp8 is for ViTs, this model is a ResNet" if is_resnet else explain_unsupported(device_of(self.model))
         if reason and not self.choices:
             log.warning("%s: continuing as with optimise=True", reason)
         return () if reason else FP8
@@ -130,7 +130,7 @@ def cast_model(model: ViT | ResNet, choice: Choice) -> ViT | ResNet:
     """The model itself for fp32, else a copy in the precision of the choice; with the fast modules."""
     if choice.precision == "fp8":
         assert isinstance(model, ViT)
-        return accelerate(in_fp8(model))
+        return accelerate(convert_to_fp8(model))
     return accelerate(model if choice.precision == "fp32" else copy.deepcopy(model).bfloat16())
 
 

@@ -29,20 +29,20 @@ def wilson(right: float, images: int) -> tuple[float, float]:
     return max(low, 0.0), min(high, 1.0)  # rounding may exceed them
 
 
-def in_words(right: int, images: int, guessing: float | None = None) -> list[str]:
+def describe_accuracy(right: int, images: int, majority_accuracy: float | None = None) -> list[str]:
     """Accuracy with its interval and the accuracy of guessing; a second line if it is no better than guessing."""
     low, high = wilson(right, images)
     ends = (f"{100 * end:.{0 if images < 1000 else 1}f}" for end in (low, high))
     summary = f"{right:,} of {images:,} right, {100 * right / images:.2f} % (95 % interval {'-'.join(ends)} %)"
-    if guessing is None:
+    if majority_accuracy is None:
         return [summary]
-    lines = [f"{summary}; guessing would get {100 * guessing:.3g} %"]
-    if low <= guessing:
+    lines = [f"{summary}; guessing would get {100 * majority_accuracy:.3g} %"]
+    if low <= majority_accuracy:
         lines.append(f"this is no better than guessing, as far as {images:,} images can tell")
     return lines
 
 
-def sureness(confidence: float, right: int, images: int) -> str:
+def describe_confidence(confidence: float, right: int, images: int) -> str:
     """Compares mean confidence with accuracy, and says which is significantly larger."""
     low, high = wilson(right, images)
     words = f"on average it says {100 * confidence:.0f} % and is right in {100 * right / images:.0f} %"
@@ -72,7 +72,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * math.fsum(math.exp(one - count * math.log(2)) for one in logs))
 
 
-def paired(only_a: int, only_b: int, images: int) -> tuple[float, float]:
+def paired_bootstrap(only_a: int, only_b: int, images: int) -> tuple[float, float]:
     """95 % bootstrap interval of the difference b - a of two accuracies on the same images.
 
     The difference of an image is -1, 0 or 1, so resampling images is a multinomial draw of three counts.
@@ -90,7 +90,7 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     return mean - Z * error, mean + Z * error
 
 
-def student(values: Sequence[float]) -> tuple[float, float]:
+def student_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean of few values, by Student's t."""
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
     half = t_quantile(len(values) - 1) * error
