@@ -1,288 +1,51 @@
-"""Every setting of plainvit as frozen dataclasses, to and from JSON.
+"""Every setting of a training run as frozen dataclasses, to and from JSON; those of models are in model_config.py.
 
-A config is checked when it is created. Errors are one line: what is wrong and how to fix it. The comments of the fields
-are the help texts of the command's flags. Neither torch nor anything of plainvit is imported here.
+The comments of the fields are the help texts of the command's flags. Neither torch nor anything else of plainvit is
+imported here.
 """
 
 import dataclasses
-import difflib
-import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
-# What each library computes with the same weights; `create(numerics=...)` selects one
-VIT_NUMERICS: dict[str, dict[str, Any]] = {
-    "google": {"activation": "gelu_tanh", "norm_eps": 1e-6},  # flax's nn.gelu is the tanh form
-    "timm": {"activation": "gelu", "norm_eps": 1e-6},
-    "torchvision": {"activation": "gelu", "norm_eps": 1e-6},
-    "transformers": {"activation": "gelu", "norm_eps": 1e-12},
-}
-RESNET_NUMERICS: dict[str, dict[str, Any]] = {
-    "google": {"standardise": "var+1e-10", "norm_eps": 1e-5},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
-}
-STEM_NUMERICS: dict[str, dict[str, Any]] = {  # Google's hybrids use a ResNet implementation other than BiT's
-    "google": {"standardise": "std+1e-5", "norm_eps": 1e-6},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
-}
+from plainvit.model_config import (
+    RESNET_NUMERICS,
+    STEM_NUMERICS,
+    VIT_NUMERICS,
+    About,
+    Checked,
+    Model,
+    Preprocess,
+    ResNetConfig,
+    ViTConfig,
+    nearest,
+    pair,
+    visible,
+)
 
-
-MAX_LISTED = 24  # an error lists all names if there are at most this many
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The end of an error message about an unknown name: the closest known names."""
-    known = list(known)
-    by_lower = {one.lower(): one for one in known}
-    close = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
-    if close:
-        return f"nearest: {', '.join(close)}"
-    listed = known[:count] if len(known) > MAX_LISTED else known
-    return f"{'one of' if listed == known else 'such as'}: {', '.join(listed)}"
-
-
-#: Control characters except newline, marks that change the writing direction, and lone surrogates
-UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    """Text that is safe to print: characters that control a terminal are escaped."""
-    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
-
-
-def pair(size: int | Iterable[int]) -> tuple[int, int]:
-    """(height, width) of a size given as one number (a square) or as a pair."""
-    both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Iterable) else (size,)
-    if len(both) != 2 or not all(isinstance(side, int) for side in both):
-        raise ValueError(f"a size must be an integer or (height, width), got {size!r}")
-    return both
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """Base of every config: checks of choices, counts (positive, natural) and rates in [0, 1)."""
-
-    def _check(self, *, positive: Iterable[str] = (), natural: Iterable[str] = (), rates: Iterable[str] = ()) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
-            if hint is bool and not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-            if hint is float or (hint == float | None and value is not None):
-                valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                if not valid or (name.endswith("_eps") and value <= 0):
-                    raise ValueError(
-                        f"{name} must be a number{' above 0' if name.endswith('_eps') else ''}, got {value!r}"
-                    )
-        for names, low in ((positive, 1), (natural, 0)):
-            for name in names:
-                value = getattr(self, name)
-                for number in value if isinstance(value, tuple) else (value,):
-                    if not isinstance(number, int) or number < low:
-                        raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
-        for name in rates:
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalise a field
-
-    def _set_pixels(self, channels: int) -> None:
-        """Expand mean and std to one value per channel, and check them."""
-        for name in ("mean", "std"):
-            values = tuple(float(value) for value in getattr(self, name))
-            values = values * channels if len(values) == 1 else values
-            if len(values) != channels:
-                raise ValueError(
-                    f"{name} has {len(values)} values for {channels} channels: give one value, or one per channel"
-                )
-            self._set(name, values)
-            if not all(math.isfinite(value) for value in values) or (name == "std" and min(values) <= 0):
-                raise ValueError(f"{name} must be finite{' and above 0' if name == 'std' else ''}, got {values}")
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed. An unknown field is an error that names the nearest."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"{type(self).__name__} has no setting {name!r}; {nearest(name, known)}")
-        return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResNetConfig(Checked):
-    """A BiT ResNet, or with preactivation=False the convolutional stem of a hybrid (which ignores classes)."""
-
-    blocks: tuple[int, ...]  # Number of units in each stage; () is only the root
-    widen: int = 1  # Width multiplier, the k of R50xk
-    classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
-    image_size: tuple[int, int] = (224, 224)  # Height and width of the images in pixels
-    channels: int = 3  # Number of image channels
-    preactivation: bool = True  # Apply norm and ReLU before each convolution (BiT)
-    #: Padding of convolutions; same is TensorFlow's, asymmetric at stride 2
-    padding: Literal["symmetric", "same"] = "symmetric"
-    standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
-    norm_eps: float = 1e-5  # Epsilon of GroupNorm
-    init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
-    mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]
-    std: tuple[float, ...] = (0.5,)  # Standard deviation that pixels are divided by
-
-    def __post_init__(self) -> None:
-        self._set("image_size", pair(self.image_size))
-        self._set("blocks", tuple(self.blocks))
-        self._check(positive=("blocks", "widen", "image_size", "channels"), natural=("classes",))
-        if len(self.blocks) > 4:
-            raise ValueError(f"blocks must have at most 4 stages, got {self.blocks}")
-        self._set_pixels(self.channels)
-
-    @property
-    def stride(self) -> int:
-        """Image pixels per cell of the last feature map: 4 in the root, times 2 for each stage after the first."""
-        return 4 * 2 ** max(len(self.blocks) - 1, 0)
-
-    @property
-    def width(self) -> int:
-        """Number of channels of the last feature map."""
-        return 64 * self.widen * (4 * 2 ** (len(self.blocks) - 1) if self.blocks else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig(Checked):
-    """A Vision Transformer; the defaults are ViT-B/16 of the paper."""
-
-    width: int = 768  # Width of the token vectors
-    depth: int = 12  # Number of transformer blocks
-    heads: int = 12  # Number of attention heads; must divide the width
-    mlp_dim: int = 3072  # Width of the hidden layer of the MLPs
-    patch: tuple[int, int] = (16, 16)  # Patch height and width, in pixels or in cells of the stem's feature map
-    image_size: tuple[int, int] = (224, 224)  # Height and width of the images in pixels
-    channels: int = 3  # Number of image channels
-    classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
-    representation: int = 0  # Width of the hidden tanh layer of the head (pre-training); 0: linear head
-    #: Input of the head: class token, mean of patches, attention pooling
-    pool: Literal["token", "average", "attention"] = "token"
-    class_token: bool = True  # Prepend a learned class token to the patches
-    distillation: bool = False  # Add DeiT's distillation token, with its own head
-    registers: int = 0  # Number of register tokens (learned, prepended to the patches)
-    #: Kind of position embedding; sincos2d is not learned
-    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"
-    posemb_at: Literal["stem", "every", "shared"] = "stem"  # Where it is added: once, per layer, or one for all layers
-    posemb_prefix: Literal["none", "class", "all"] = "class"  # Prepended tokens that have a 1d position embedding
-    norm: Literal["pre", "post"] = "pre"  # LayerNorm before attention and MLP, or after the residual sum
-    norm_pooled: bool = False  # Apply the final norm after pooling (timm's fc_norm)
-    norm_eps: float = 1e-6  # Epsilon of LayerNorm
-    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # Activation of the MLPs
-    dropout: float = 0.0  # Dropout rate after the embedding, attention and each layer of the MLPs
-    stochastic_depth: float = 0.0  # Stochastic depth rate of the last block; grows linearly from 0 at the first
-    layer_scale: float | None = None  # Initial value of LayerScale; None: no LayerScale
-    axial: bool = False  # Replace each block by axial attention along rows, then columns (paper D.6)
-    stem: ResNetConfig | None = None  # ResNet stem of a hybrid
-    init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
-    mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]
-    std: tuple[float, ...] = (0.5,)  # Standard deviation that pixels are divided by
-
-    def __post_init__(self) -> None:
-        for name in ("image_size", "patch"):
-            self._set(name, pair(getattr(self, name)))
-        counts = ("width", "depth", "heads", "mlp_dim", "patch", "image_size", "channels")
-        self._check(
-            positive=counts,
-            natural=("classes", "representation", "registers"),
-            rates=("dropout", "stochastic_depth"),
-        )
-        self._set_pixels(self.channels)
-        self._check_shapes()
-        self._check_combinations()
-
-    def _check_shapes(self) -> None:
-        if self.width % self.heads:
-            divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
-            near = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:3])
-            raise ValueError(
-                f"width {self.width} is not divisible by heads {self.heads}; nearest: {', '.join(map(str, near))}"
-            )
-        for side, stride in zip(self.image_size, self.stride, strict=True):
-            if side % stride:
-                below, above = side // stride * stride, math.ceil(side / stride) * stride
-                near = f"{below} or {above}" if below else f"{above}"
-                size = " x ".join(map(str, self.image_size))
-                raise ValueError(f"image size {size} is not divisible by the patch size {stride}; nearest: {near}")
-        parts = {"2d": 2, "sincos2d": 4}.get(self.posemb, 1)
-        if self.width % parts or self.width < 2 * parts:
-            raise ValueError(
-                f"posemb {self.posemb!r} requires a width of at least {2 * parts} and divisible by {parts}, "
-                f"got {self.width}"
-            )
-        if self.stem and (self.stem.channels != self.channels or self.stem.preactivation):
-            raise ValueError("the stem of a hybrid must have the channels of the images and preactivation=False")
-
-    def _check_combinations(self) -> None:
-        if self.pool == "token" and not self.class_token:
-            raise ValueError("pool 'token' requires class_token=True: set it, or use pool 'average'")
-        if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
-            raise ValueError("distillation=True requires pool 'token', representation=0 and norm_pooled=False")
-        if self.posemb_at != "stem" and self.posemb in ("none", "relative"):
-            raise ValueError(
-                f"posemb {self.posemb!r} does not support posemb_at {self.posemb_at!r}: use posemb_at 'stem'"
-            )
-        if self.axial and (self.prefix or self.posemb == "relative"):
-            raise ValueError(
-                "axial=True requires class_token=False, registers=0, pool 'average' or 'attention', and a posemb "
-                "other than 'relative'"
-            )
-        if self.norm == "post" and self.norm_pooled:
-            raise ValueError("norm_pooled=True requires norm 'pre'")
-
-    @property
-    def stride(self) -> tuple[int, int]:
-        """Image pixels per token, vertically and horizontally."""
-        stem = self.stem.stride if self.stem else 1
-        return self.patch[0] * stem, self.patch[1] * stem
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(rows, columns) of patches."""
-        return self.image_size[0] // self.stride[0], self.image_size[1] // self.stride[1]
-
-    @property
-    def prefix(self) -> int:
-        """Number of tokens before the patches: class, distillation, registers, in this order."""
-        return self.class_token + self.distillation + self.registers
-
-    @property
-    def tokens(self) -> int:
-        return self.prefix + self.grid[0] * self.grid[1]
-
-    @property
-    def reads_one_token(self) -> bool:
-        """Whether only the class token is used after the last block."""
-        plain = self.norm == "pre" and not self.axial and self.posemb != "relative"
-        return plain and self.pool == "token" and not self.distillation
-
-    @property
-    def prefix_rows(self) -> int:
-        """Number of tokens before the patches that have a 1-D position embedding."""
-        return {"none": 0, "class": self.class_token + self.distillation, "all": self.prefix}[self.posemb_prefix]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preprocess(Checked):
-    """Resizing of photos for evaluation; the size, mean and std belong to the model."""
-
-    #: How to resize: squash ignores the aspect, crop takes the short side and a centre crop, squash-crop does both
-    resize: Literal["squash", "crop", "squash-crop"] = "squash"
-    crop: float = 1.0  # Side kept by the centre crop, as a fraction of the resized side
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # Interpolation when resizing
-    antialias: bool = True  # Antialias when downsizing (nearest never does, lanczos always)
-
-    def __post_init__(self) -> None:
-        self._check()
-        if not 0 < self.crop <= 1:
-            raise ValueError(f"crop must be above 0 and at most 1, got {self.crop}")
-
+__all__ = [
+    "RESNET_NUMERICS",
+    "STEM_NUMERICS",
+    "VIT_NUMERICS",
+    "About",
+    "Augment",
+    "Checked",
+    "Config",
+    "Masked",
+    "Model",
+    "Optim",
+    "Preprocess",
+    "ResNetConfig",
+    "ViTConfig",
+    "count_steps",
+    "differences",
+    "from_json",
+    "nearest",
+    "pair",
+    "to_json",
+    "visible",
+]
 
 LEAST_PIXELS = 8  # augment.resize below this is a factor of the image size
 
@@ -330,19 +93,6 @@ class Augment(Checked):
     def resized_side(self, side: int) -> int:
         """Pixels to which crop 'random' resizes an image, for a model with this image size."""
         return round(self.resize if self.resize >= LEAST_PIXELS else self.resize * side)
-
-
-@dataclass(frozen=True, kw_only=True)
-class About(Checked):
-    """Metadata of weights: format family, preprocessing, class names."""
-
-    family: str = "plainvit"
-    preprocess: Preprocess = Preprocess()
-    class_names: tuple[str, ...] = ()
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting -> where its value comes from
-
-
-Model = ViTConfig | ResNetConfig
 
 
 @dataclass(frozen=True, kw_only=True)

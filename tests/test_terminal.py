@@ -11,7 +11,8 @@ from pictures import plant, png
 
 import plainvit
 from plainvit.cli import main
-from plainvit.config import UNPRINTABLE, About, visible
+from plainvit.config import About, visible
+from plainvit.model_config import UNPRINTABLE
 from plainvit.runtime.display import Display
 
 Capture = pytest.CaptureFixture[str]
