@@ -89,7 +89,7 @@ def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
     config = runs.config()
     assert run_hash(config) == run_hash(config.replace(device="cuda", workers=3, data_root="elsewhere", recipe="mine"))
     assert run_hash(config.replace(init="a/1f")) == run_hash(config.replace(init="b/1f"))
-    others = [config.replace(**change) for change in ({"seed": 1}, {"steps": 13}, {"init": "1f"}, {"train_fraction": 0.5})]
+    others = [
         config.replace(seed=1),
         config.replace(steps=13),
         config.replace(init="1f"),
