@@ -2,9 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
     Model,
@@ -18,8 +16,6 @@ from plainvit.commands.parsing import (
 
 if TYPE_CHECKING:
     from plainvit.evaluate.classify import Result
-
-Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="CARD ...", help_behavior_hint="(required)")]
 
 
 def evaluate(
@@ -112,7 +108,7 @@ def _describe_accuracy(result: "Result") -> list[str]:
     return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
 
 
-def compare(cards: Cards, /, *, force: bool = False, json: bool = False) -> None:
+def compare(cards: tuple[Path, ...], /, *, force: bool = False, json: bool = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
     The test is paired if both evaluated the same images. Published results are shown where known, and the settings
