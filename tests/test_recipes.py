@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from plainvit import recipes
-from plainvit.commands.runs import _select_model
+from plainvit.commands.flags import Settings
+from plainvit.commands.settings import configure_run
 from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, count_steps, differences, from_json, to_json
 from plainvit.data.splits import open_splits
 from plainvit.data.transforms import DRAWS, crop_boxes
@@ -542,21 +543,15 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["command", "config"])
 @every_recipe
-def test_crops_scale_with_the_image_size(name: str, way: str) -> None:
-    """At two and three times the size a crop has the same place in the image, and no other setting changes."""
+def test_image_size_scales_the_crops_and_changes_nothing_else(name: str) -> None:
+    """At two and three times the size a crop has the same place in the image."""
     config = recipe(name)
     own = config.model.image_size[0] if config.model else config.image_size or 224
     u, sizes = torch.rand(500, DRAWS, generator=torch.Generator().manual_seed(0)), torch.tensor([[600, 400]] * 500)
     expected = crop_boxes(u, sizes, config.augment, (own, own))
     for size in (2 * own, 3 * own):
-        if way == "command":
-            changed = _select_model(config, {"image_size": size}, "train")
-        elif config.model:
-            changed = config.replace(model=config.model.replace(image_size=(size, size)))
-        else:
-            changed = config.replace(image_size=size)
+        changed = configure_run("train", name, Settings(image_size=size))
         assert {name.removeprefix("model.") for name in differences(config, changed)} == {"image_size"}
         boxes = crop_boxes(u, sizes, changed.augment, (size, size))
         # Places are whole pixels of the resized image: one of them at most

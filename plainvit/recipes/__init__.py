@@ -61,12 +61,8 @@ def describe_recipe(make: Recipe, *, summary: str, source: str, command: str, ex
 def _recipes() -> dict[str, Recipe]:
     from plainvit.recipes import augreg, bit, deit, masked, paper, plain_baselines, small
 
-    found: dict[str, Recipe] = {}
-    for module in (small, paper, bit, augreg, plain_baselines, deit, masked):
-        duplicates = found.keys() & module.RECIPES.keys()
-        assert not duplicates, f"duplicate recipe names: {duplicates}"
-        found |= module.RECIPES
-    return found
+    modules = (small, paper, bit, augreg, plain_baselines, deit, masked)
+    return {name: make for module in modules for name, make in module.RECIPES.items()}
 
 
 def _find(name: str) -> Recipe:
@@ -86,12 +82,11 @@ def in_file(name: str) -> bool:
 def _load(name: str) -> Recipe:
     """The function of FILE.py:FUNCTION."""
     file, _, function = (name + ":" if name.endswith(".py") else name).rpartition(":")
-    path = Path(file)
     if not function:
         raise ValueError(f"no function given for {file}: use {file}:FUNCTION")
-    if not path.is_file():
+    if not Path(file).is_file():
         raise ValueError(f"file {file} of recipe {name} does not exist")
-    module = run_file(path)
+    module = run_file(Path(file))
     make: Recipe | None = getattr(module, function, None)
     if not callable(make):
         own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]

@@ -34,35 +34,24 @@ class Row(NamedTuple):
     level: str
     weight_decay: float
     regularisation: float  # rate of dropout and of stochastic depth in the last block: 0.1 or 0
+    accuracy: str  # on ImageNet
+    exaflops: str  # as `plainvit.planning.cost` counts them
 
 
 # All rows: Adam, batches of 4,096, 300 epochs, lr 0.001, cosine, 10,000 steps of warm-up, clipped at 1, 224 pixels.
 # vit_i1k.py uses neither dropout nor stochastic depth; it notes that the paper found them to help B and L on ImageNet.
 ROWS: dict[str, Row] = {
-    "augreg-ti16-i1k": Row("ViT-Ti/16", "imagenet", "light1", 0.1, 0.0),
-    "augreg-s32-i1k": Row("ViT-S/32", "imagenet", "medium1", 0.1, 0.0),
-    "augreg-s16-i1k": Row("ViT-S/16", "imagenet", "medium2", 0.1, 0.0),
-    "augreg-b32-i1k": Row("ViT-B/32", "imagenet", "medium2", 0.1, 0.0),
-    "augreg-b16-i1k": Row("ViT-B/16", "imagenet", "medium2", 0.1, 0.0),
-    "augreg-l16-i1k": Row("ViT-L/16", "imagenet", "medium2", 0.1, 0.0),
-    "augreg-s16-i21k": Row("ViT-S/16", "imagenet21k", "light1", 0.03, 0.0),
-    "augreg-b32-i21k": Row("ViT-B/32", "imagenet21k", "light1", 0.1, 0.0),
-    "augreg-b16-i21k": Row("ViT-B/16", "imagenet21k", "medium1", 0.1, 0.0),
-    "augreg-l16-i21k": Row("ViT-L/16", "imagenet21k", "strong1", 0.1, 0.0),
-    "augreg-r50+l32-i21k": Row("R50x1+ViT-L/32", "imagenet21k", "medium1", 0.1, 0.1),
-}
-REPORTED: dict[str, tuple[str, str]] = {  # accuracy on ImageNet, exaFLOPs as `plainvit.planning.cost` counts them
-    "augreg-ti16-i1k": ("72.59", "2.86"),
-    "augreg-s32-i1k": ("72.07", "2.61"),
-    "augreg-s16-i1k": ("79.00", "10.5"),
-    "augreg-b32-i1k": ("74.42", "10.1"),
-    "augreg-b16-i1k": ("79.84", "40.1"),
-    "augreg-l16-i1k": ("75.72", "141"),
-    "augreg-s16-i21k": ("83.73", "117"),
-    "augreg-b32-i21k": ("83.59", "113"),
-    "augreg-b16-i21k": ("85.49", "447"),
-    "augreg-l16-i21k": ("85.59", "1,567"),
-    "augreg-r50+l32-i21k": ("85.99", "495"),
+    "augreg-ti16-i1k": Row("ViT-Ti/16", "imagenet", "light1", 0.1, 0.0, "72.59", "2.86"),
+    "augreg-s32-i1k": Row("ViT-S/32", "imagenet", "medium1", 0.1, 0.0, "72.07", "2.61"),
+    "augreg-s16-i1k": Row("ViT-S/16", "imagenet", "medium2", 0.1, 0.0, "79.00", "10.5"),
+    "augreg-b32-i1k": Row("ViT-B/32", "imagenet", "medium2", 0.1, 0.0, "74.42", "10.1"),
+    "augreg-b16-i1k": Row("ViT-B/16", "imagenet", "medium2", 0.1, 0.0, "79.84", "40.1"),
+    "augreg-l16-i1k": Row("ViT-L/16", "imagenet", "medium2", 0.1, 0.0, "75.72", "141"),
+    "augreg-s16-i21k": Row("ViT-S/16", "imagenet21k", "light1", 0.03, 0.0, "83.73", "117"),
+    "augreg-b32-i21k": Row("ViT-B/32", "imagenet21k", "light1", 0.1, 0.0, "83.59", "113"),
+    "augreg-b16-i21k": Row("ViT-B/16", "imagenet21k", "medium1", 0.1, 0.0, "85.49", "447"),
+    "augreg-l16-i21k": Row("ViT-L/16", "imagenet21k", "strong1", 0.1, 0.0, "85.59", "1,567"),
+    "augreg-r50+l32-i21k": Row("R50x1+ViT-L/32", "imagenet21k", "medium1", 0.1, 0.1, "85.99", "495"),
 }
 
 
@@ -81,37 +70,37 @@ def pretraining(name: str) -> Config:
         batch=4096,
         loss="sigmoid",
         head_bias=-6.9 if row.data == "imagenet" else -10.0,
-        optim=Optim(name="adamw", lr=1e-3, schedule="cosine", warmup=10_000, weight_decay=row.weight_decay, clip=1.0),
-        augment=Augment(crop="inception-tf", flip=0.5, randaugment=(operations, magnitude), mixup=mixup),
+        optim=Optim(lr=1e-3, warmup=10_000, weight_decay=row.weight_decay),
+        augment=Augment(crop="inception-tf", randaugment=(operations, magnitude), mixup=mixup),
         preprocess=Preprocess(resize="crop", crop=0.875),
     )
 
 
 def _describe_pretraining(name: str) -> Recipe:
-    row, (accuracy, exaflops) = ROWS[name], REPORTED[name]
-    title = "ImageNet" if row.data == "imagenet" else "ImageNet-21k"
+    row = ROWS[name]
+    if row.data == "imagenet":
+        title, source, protocol = "ImageNet", "big_vision's vit_i1k.py", "at 224 px"
+    else:
+        title, source, protocol = "ImageNet-21k", "released weights", "after augreg-ft-imagenet, 384 px"
     return describe_recipe(
         partial(pretraining, name),
         summary=f"{row.model} trained on {title} with AugReg's {row.level}, 300 epochs.",
-        source="AugReg (arXiv 2106.10270), "
-        + ("big_vision's vit_i1k.py" if title == "ImageNet" else "released weights"),
+        source=f"AugReg (arXiv 2106.10270), {source}",
         command=f"{name} --data-root DIR",
-        expected=f"ImageNet {accuracy} % "
-        + ("at 224 px" if title == "ImageNet" else "after augreg-ft-imagenet, 384 px"),
-        cost=f"{exaflops} exaFLOPs",
+        expected=f"ImageNet {row.accuracy} % {protocol}",
+        cost=f"{row.exaflops} exaFLOPs",
     )
 
 
 def _finetuning(steps: int, warmup: int, grid: tuple[float, ...], **settings: str | float) -> Config:
     """As in the ViT paper, with a shorter grid; crop and test-time resize follow the released code."""
-    optim = Optim(name="sgd", lr=0.01, momentum=0.9, schedule="cosine", warmup=warmup, clip=1.0, grid=grid)
+    optim = Optim(name="sgd", lr=0.01, warmup=warmup, grid=grid)
     return Config(
         image_size=384,
-        head="zero",
         steps=steps,
         batch=512,
         optim=optim,
-        augment=Augment(crop="inception-tf", flip=0.5),
+        augment=Augment(crop="inception-tf"),
         preprocess=Preprocess(resize="squash"),
     ).replace(**settings)
 

@@ -37,34 +37,20 @@ DEIT: dict[str, tuple[str, str, str]] = {  # model, accuracy on ImageNet, exaFLO
 }
 
 
+# The augmentation that DeiT and DeiT III's fine-tuning share
+STRONG: dict[str, Any] = {"area": (0.08, 1.0), "mixup": 0.8, "cutmix": 1.0}
+
+
 def deit(name: str) -> Config:
     """DeiT without distillation: one setting for the three sizes."""
+    lr = 5e-4 * 1024 / 512
     return Config(
         model=_model(DEIT[name][0], 224, stochastic_depth=0.1),
         data="imagenet",
         epochs=300,
         batch=1024,
-        loss="softmax",
-        optim=Optim(
-            name="adamw",
-            lr=5e-4 * 1024 / 512,
-            schedule="cosine",
-            warmup=_warmup(1024),
-            lr_end=1e-5,
-            weight_decay=0.05,
-            clip=0.0,
-        ),
-        augment=Augment(
-            crop="inception",
-            area=(0.08, 1.0),
-            flip=0.5,
-            randaugment=RANDAUGMENT,
-            erase=0.25,
-            repeats=3,
-            mixup=0.8,
-            cutmix=1.0,
-            smoothing=0.1,
-        ),
+        optim=Optim(lr=lr, warmup=_warmup(1024), lr_end=1e-5, weight_decay=0.05, clip=0.0),
+        augment=Augment(randaugment=RANDAUGMENT, erase=0.25, repeats=3, smoothing=0.1, **STRONG),
         preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
         ema=0.99996,  # DeiT also keeps this average, but reports the weights without it
     )
@@ -83,27 +69,25 @@ def _describe_deit(name: str) -> Recipe:
 
 
 class Third(NamedTuple):
+    """A model of DeiT III."""
+
     model: str
     size: int
     lr: float
     stochastic_depth: float
+    accuracy: str  # on ImageNet at 224 px, after fine-tuning where it was trained smaller
+    exaflops: str
+    finetuning_exaflops: str = ""
 
 
 # DeiT III drops every block with this probability; ours grows linearly from 0 at the first block to it at the last, so
 # half as much is dropped on the whole. H/14 is stated at 160 px, where a patch of 14 leaves the last 6 rows and columns
 # out: 11 x 11 patches. At 154 px they are the whole image.
 DEIT3: dict[str, Third] = {
-    "deit3-s16-i1k": Third("ViT-S/16", 224, 4e-3, 0.05),
-    "deit3-b16-i1k": Third("ViT-B/16", 192, 3e-3, 0.2),
-    "deit3-l16-i1k": Third("ViT-L/16", 192, 3e-3, 0.45),
-    "deit3-h14-i1k": Third("ViT-H/14", 154, 3e-3, 0.6),
-}
-# Accuracy on ImageNet at 224 px, after fine-tuning where it was trained smaller; exaFLOPs of training, of fine-tuning
-REPORTED: dict[str, tuple[str, str, str]] = {
-    "deit3-s16-i1k": ("81.4", "28.3", ""),
-    "deit3-b16-i1k": ("83.8", "78.6", "2.70"),
-    "deit3-l16-i1k": ("84.9", "276", "9.46"),
-    "deit3-h14-i1k": ("85.2", "480", "25.7"),
+    "deit3-s16-i1k": Third("ViT-S/16", 224, 4e-3, 0.05, "81.4", "28.3"),
+    "deit3-b16-i1k": Third("ViT-B/16", 192, 3e-3, 0.2, "83.8", "78.6", "2.70"),
+    "deit3-l16-i1k": Third("ViT-L/16", 192, 3e-3, 0.45, "84.9", "276", "9.46"),
+    "deit3-h14-i1k": Third("ViT-H/14", 154, 3e-3, 0.6, "85.2", "480", "25.7"),
 }
 SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # resize the short side, centre crop with ratio 1
 
@@ -118,25 +102,9 @@ def deit3(name: str) -> Config:
         epochs=800,
         batch=2048,
         loss="binary",
-        optim=Optim(
-            name="lamb",
-            lr=row.lr,
-            schedule="cosine",
-            warmup=_warmup(2048),
-            lr_end=1e-5,
-            weight_decay=0.05,
-            clip=1.0,  # part of the LAMB implementation that it used
-        ),
-        augment=Augment(
-            crop="inception",
-            area=(0.08, 1.0),
-            flip=0.5,
-            three_augment=True,
-            colour=0.3,
-            repeats=3,
-            mixup=0.8,
-            cutmix=1.0,
-        ),
+        # Clipping is part of the LAMB implementation that it used
+        optim=Optim(name="lamb", lr=row.lr, warmup=_warmup(2048), lr_end=1e-5, weight_decay=0.05, clip=1.0),
+        augment=Augment(three_augment=True, colour=0.3, repeats=3, **STRONG),
         preprocess=SQUARE,
     )
 
@@ -149,50 +117,34 @@ def deit3_at_224() -> Config:
         data="imagenet",
         epochs=20,
         batch=512,
-        loss="softmax",
-        optim=Optim(
-            name="adamw",
-            lr=1e-5,
-            schedule="cosine",
-            warmup=_warmup(512),
-            lr_end=1e-5,  # equal to lr: constant after the warm-up
-            weight_decay=0.1,
-            clip=0.0,
-        ),
-        augment=Augment(
-            crop="inception",
-            area=(0.08, 1.0),
-            flip=0.5,
-            randaugment=RANDAUGMENT,
-            mixup=0.8,
-            cutmix=1.0,
-            smoothing=0.1,
-        ),
+        # lr_end equals lr: constant after the warm-up
+        optim=Optim(lr=1e-5, lr_end=1e-5, warmup=_warmup(512), weight_decay=0.1, clip=0.0),
+        augment=Augment(randaugment=RANDAUGMENT, smoothing=0.1, **STRONG),
         preprocess=SQUARE,
     )
 
 
 def _describe_deit3(name: str) -> Recipe:
-    row, (accuracy, exaflops, _) = DEIT3[name], REPORTED[name]
+    row = DEIT3[name]
     return describe_recipe(
         partial(deit3, name),
         summary=f"{row.model} trained on ImageNet at {row.size} px as DeiT III, 800 epochs.",
         source="DeiT III (arXiv 2204.07118), the commands of its README",
         command=f"{name} --data-root DIR",
-        expected=f"ImageNet {accuracy} % at 224 px" + ("" if row.size == 224 else f", after {name}-ft224"),
-        cost=f"{exaflops} exaFLOPs",
+        expected=f"ImageNet {row.accuracy} % at 224 px" + ("" if row.size == 224 else f", after {name}-ft224"),
+        cost=f"{row.exaflops} exaFLOPs",
     )
 
 
 def _describe_deit3_at_224(name: str) -> Recipe:
-    row, (accuracy, _, exaflops) = DEIT3[name], REPORTED[name]
+    row = DEIT3[name]
     return describe_recipe(
         partial(deit3_at_224),
         summary=f"{row.model} of {name} fine-tuned on ImageNet at 224 px, 20 epochs.",
         source="DeiT III (arXiv 2204.07118), the commands of its README",
         command=f"{name}-ft224 --init runs/{name} --data-root DIR",
-        expected=f"ImageNet {accuracy} % at 224 px",
-        cost=f"{exaflops} exaFLOPs",
+        expected=f"ImageNet {row.accuracy} % at 224 px",
+        cost=f"{row.finetuning_exaflops} exaFLOPs",
     )
 
 

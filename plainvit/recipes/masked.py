@@ -7,13 +7,15 @@ Sources: ViT (arXiv 2010.11929, 4.6 and B.1.2), MAE (arXiv 2111.06377) and SimMI
 released with them. The run folder holds a plain ViT without a head: whatever takes weights takes it.
 """
 
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from plainvit.config import Augment, Config, Masked, Optim, Preprocess, ViTConfig
 from plainvit.names import configure
-from plainvit.recipes import Recipe
+from plainvit.recipes import Recipe, describe_recipe
+from plainvit.recipes.small import RECIPES as SUPERVISED
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_PIXELS: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 def masked_b16_jft() -> Config:
@@ -24,7 +26,17 @@ def masked_b16_jft() -> Config:
     Expected: ImageNet 79.9 % after ft-imagenet (4.6); 2 points above training from scratch
     Cost: 432 exaFLOPs
     """
-    return _paper("", 1_000_000)
+    # Settings not in the paper follow Table 3 on JFT: betas, crops, weight decay 0.1, no dropout, no clipping
+    return Config(
+        model=configure("ViT-B/16", classes=0),
+        steps=1_000_000,
+        batch=4096,
+        objective="masked",
+        masked=Masked(ratio=0.5, target="colour"),
+        optim=Optim(lr=2e-4, warmup=10_000, weight_decay=0.1, clip=0.0),
+        augment=Augment(crop="inception-tf"),
+        preprocess=Preprocess(resize="crop", crop=0.875),
+    )
 
 
 def masked_b16_i1k() -> Config:
@@ -35,23 +47,7 @@ def masked_b16_i1k() -> Config:
     Expected: not reported; not measured
     Cost: 43.2 exaFLOPs
     """
-    return _paper("imagenet", 100_000)
-
-
-def _paper(data: str, steps: int) -> Config:
-    """Settings not in the paper follow Table 3 on JFT: betas, crops, weight decay 0.1, no dropout, no clipping."""
-    return Config(
-        model=configure("ViT-B/16", classes=0),
-        data=data,
-        holdout=0.01 if data else 0.0,
-        steps=steps,
-        batch=4096,
-        objective="masked",
-        masked=Masked(ratio=0.5, target="colour"),
-        optim=Optim(lr=2e-4, schedule="cosine", warmup=10_000, weight_decay=0.1, clip=0.0),
-        augment=Augment(crop="inception-tf"),
-        preprocess=Preprocess(resize="crop", crop=0.875),
-    )
+    return masked_b16_jft().replace(data="imagenet", holdout=0.01, steps=100_000)
 
 
 def mae_b16_i1k() -> Config:
@@ -62,10 +58,8 @@ def mae_b16_i1k() -> Config:
     Expected: ImageNet 83.6 % after MAE's fine-tuning of 1,600 epochs' weights (published)
     Cost: about half of the same epochs with labels
     """
-    model = configure("ViT-B/16", classes=0, numerics="timm")
-    assert isinstance(model, ViTConfig)
     return Config(
-        model=model.replace(posemb="sincos2d", mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        model=configure("ViT-B/16", classes=0, numerics="timm", posemb="sincos2d", **IMAGENET_PIXELS),
         data="imagenet",
         holdout=0.01,
         epochs=800,
@@ -73,7 +67,7 @@ def mae_b16_i1k() -> Config:
         objective="mae",
         masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=8, width=512, heads=16),
         optim=Optim(lr=1.5e-4 * 4096 / 256, betas=(0.9, 0.95), warmup=40 / 800, weight_decay=0.05, clip=0.0),
-        augment=Augment(crop="inception", area=(0.2, 1.0)),
+        augment=Augment(area=(0.2, 1.0)),
         preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
     )
 
@@ -86,100 +80,65 @@ def simmim_b16_i1k() -> Config:
     Expected: ImageNet 83.8 % after SimMIM's fine-tuning (published, with its own positions)
     Cost: that of the same epochs with labels
     """
-    model = configure("ViT-B/16", classes=0, numerics="timm", layer_scale=0.1, stochastic_depth=0.1)
-    assert isinstance(model, ViTConfig)
-    return Config(
-        model=model.replace(mean=IMAGENET_MEAN, std=IMAGENET_STD),
-        data="imagenet",
-        holdout=0.01,
-        epochs=800,
+    shape = {"layer_scale": 0.1, "stochastic_depth": 0.1, **IMAGENET_PIXELS}
+    schedule: dict[str, Any] = {"schedule": "steps", "milestones": (700 / 800,), "warmup": 10 / 800}
+    return mae_b16_i1k().replace(
+        model=configure("ViT-B/16", classes=0, numerics="timm", **shape),
         batch=2048,
         objective="simmim",
         masked=Masked(ratio=0.6, unit=2, target="pixels"),
-        optim=Optim(
-            lr=1e-4 * 2048 / 512,
-            schedule="steps",
-            milestones=(700 / 800,),
-            warmup=10 / 800,
-            weight_decay=0.05,
-            clip=5.0,
-        ),
-        augment=Augment(crop="inception", area=(0.67, 1.0)),
-        preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
+        optim=Optim(lr=1e-4 * 2048 / 512, weight_decay=0.05, clip=5.0, **schedule),
+        augment=Augment(area=(0.67, 1.0)),
     )
 
 
 # Small: the models of recipes cifar10 and tiny-imagenet, which can start from the weights ---------------------------
 
-
-def masked_cifar10() -> Config:
-    """The ViT of the recipe cifar10 predicts mean colours of half of the patches.
-
-    Source: plainvit; masks and target of ViT (arXiv 2010.11929), B.1.2
-    Command: plainvit train masked-cifar10 --data-root DIR
-    Expected: not measured
-    Cost: not measured
-    """
-    return _small("cifar10", "masked")
-
-
-def mae_cifar10() -> Config:
-    """The ViT of the recipe cifar10 sees a quarter of the patches and predicts the pixels of the others.
-
-    Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 2 blocks of 128
-    Command: plainvit train mae-cifar10 --data-root DIR
-    Expected: not measured
-    Cost: 1 min 20 s of training on one H200, 2 min 30 s in all
-    """
-    return _small("cifar10", "mae")
-
-
-def masked_tiny_imagenet() -> Config:
-    """The ViT of the recipe tiny-imagenet predicts mean colours of half of the patches.
-
-    Source: plainvit; masks and target of ViT (arXiv 2010.11929), B.1.2
-    Command: plainvit train masked-tiny-imagenet --data-root DIR
-    Expected: not measured
-    Cost: not measured
-    """
-    return _small("tiny-imagenet", "masked")
-
-
-def mae_tiny_imagenet() -> Config:
-    """The ViT of the recipe tiny-imagenet sees a quarter of the patches and predicts the pixels of the others.
-
-    Source: plainvit; MAE (arXiv 2111.06377) with a decoder of 2 blocks of 128
-    Command: plainvit train mae-tiny-imagenet --data-root DIR
-    Expected: not measured
-    Cost: 3 min 11 s on one H200, 3 min 45 s in all
-    """
-    return _small("tiny-imagenet", "mae")
-
-
 SMALL_MASKS: dict[str, dict[str, Any]] = {
     "masked": {"ratio": 0.5, "target": "colour"},
     "mae": {"ratio": 0.75, "target": "pixels", "normalise": True, "depth": 2, "width": 128, "heads": 4},
 }
+SMALL_COSTS = {
+    "masked-cifar10": "not measured",
+    "mae-cifar10": "1 min 20 s of training on one H200, 2 min 30 s in all",
+    "masked-tiny-imagenet": "not measured",
+    "mae-tiny-imagenet": "3 min 11 s on one H200, 3 min 45 s in all",
+}
 
 
-def _small(data: str, objective: Literal["masked", "mae"]) -> Config:
+def _small(name: str) -> Config:
     """The optimizer of supervised training, with weaker crops: there is little risk of overfitting.
 
     MAE's encoder sees a quarter of the tokens: steps of four times as many images cost about as much.
     """
-    from plainvit.recipes.small import RECIPES as SMALL
-
-    labelled = SMALL[data]()
+    objective, _, data = name.partition("-")
+    labelled = SUPERVISED[data]()
     assert isinstance(labelled.model, ViTConfig)
-    crop = {"crop": "pad", "pad": 4} if data == "cifar10" else {"crop": "inception", "area": (0.25, 1.0)}
     return labelled.replace(
         model=labelled.model.replace(stochastic_depth=0.0),
         epochs=250 if objective == "mae" else 200,
         batch=labelled.batch * (4 if objective == "mae" else 1),
         objective=objective,
         masked=Masked(**SMALL_MASKS[objective]),
-        augment=Augment(**crop),
+        augment=labelled.augment.replace(randaugment=(0, 0), mixup=0.0, cutmix=0.0),
         ema_window=0.0,
+    )
+
+
+def _describe_small(name: str) -> Recipe:
+    objective, _, data = name.partition("-")
+    task = "predicts mean colours of half of the patches"
+    source = "masks and target of ViT (arXiv 2010.11929), B.1.2"
+    if objective == "mae":
+        task = "sees a quarter of the patches and predicts the pixels of the others"
+        source = "MAE (arXiv 2111.06377) with a decoder of 2 blocks of 128"
+    return describe_recipe(
+        partial(_small, name),
+        summary=f"The ViT of the recipe {data} {task}.",
+        source=f"plainvit; {source}",
+        command=f"{name} --data-root DIR",
+        expected="not measured",
+        cost=SMALL_COSTS[name],
     )
 
 
@@ -199,7 +158,7 @@ def mae_photos() -> Config:
         objective="mae",
         masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=4, width=256, heads=8),
         optim=Optim(lr=6e-4, betas=(0.9, 0.95), warmup=0.05, weight_decay=0.05),
-        augment=Augment(crop="inception", area=(0.2, 1.0)),
+        augment=Augment(area=(0.2, 1.0)),
         evaluations=10,
     )
 
@@ -209,9 +168,6 @@ RECIPES: dict[str, Recipe] = {
     "masked-b16-i1k": masked_b16_i1k,
     "mae-b16-i1k": mae_b16_i1k,
     "simmim-b16-i1k": simmim_b16_i1k,
-    "masked-cifar10": masked_cifar10,
-    "mae-cifar10": mae_cifar10,
-    "masked-tiny-imagenet": masked_tiny_imagenet,
-    "mae-tiny-imagenet": mae_tiny_imagenet,
+    **{name: _describe_small(name) for name in SMALL_COSTS},
     "mae-photos": mae_photos,
 }
