@@ -64,19 +64,14 @@ def _implied_preprocess(start: Config, command: str) -> Preprocess:
 
 
 def _load_model_config(start: Config, command: str) -> Model | None:
-    """The model of the weights to start from; plan reads it off a published name without loading them."""
-    if command == "plan":
-        from plainvit.planning.shapes import published_model
-
-        if model := published_model(start):
-            return model
+    """The model of the weights to start from."""
     from plainvit.hub import UnreachableError
     from plainvit.train.transfer import starting_model
 
     try:
         return starting_model(start)[0]
     except (ValueError, OSError) as error:
-        if command == "doctor":  # it reports the error
+        if command == "doctor":  # which reports the error
             return None
         if not isinstance(error, UnreachableError):
             raise

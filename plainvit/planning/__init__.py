@@ -5,6 +5,5 @@ memory      bytes of a training step on one device, by purpose
 devices     peak rates, memory and links of the known GPUs
 step_time   seconds of a training step, from steps measured on an H200
 datasets    images and classes of known datasets
-shapes      models of published weights, by name, without a download
 plan        all of it for one run: `plainvit plan`
 """

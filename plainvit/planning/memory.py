@@ -6,7 +6,6 @@ Letters as in the models: N tokens, D width, M mlp_dim, H heads.
 
 import math
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from plainvit.config import Model, Optim, ResNetConfig, ViTConfig
@@ -48,6 +47,11 @@ class Step:
         return math.ceil(self.images / self.size)
 
     @property
+    def shards(self) -> int:
+        """Devices that share the weights, gradients and optimizer state."""
+        return self.devices if self.parallel == "fsdp" else 1
+
+    @property
     def recomputes_gelu(self) -> bool:
         """Compiled with the fast path, a GELU is computed again in the backward pass and its output is not saved."""
         relu = isinstance(self.model, ViTConfig) and self.model.activation == "relu"
@@ -60,16 +64,15 @@ def memory(step: Step) -> dict[str, int]:
     Gradients grow while activations are freed, so with one micro-batch only the larger of the two counts; with several,
     gradients stay while the activations of the next one are computed.
     """
-    count, (trained, matrices) = cost.parameters(step.model), count_trained(step.model, step.optim)
-    shards = step.devices if step.parallel == "fsdp" else 1
+    count, shards = cost.parameters(step.model), step.shards
     found: dict[str, float] = {
         "weights": 4 * count / shards,
-        "gradients": 4 * trained / shards,
-        "optimizer state": optimizer_bytes(step.optim, trained, matrices) / shards,
+        "gradients": 4 * count / shards,
+        "optimizer state": optimizer_bytes(step.model, step.optim) / shards,
         "averaged weights": 4 * count / shards if step.has_average else 0,
         "bf16 weights": 2 * count if step.element_bytes == 2 else 0,
         "gathered blocks": _gathered_bytes(step.model) if step.parallel == "fsdp" else 0,
-        "DDP buckets": 4 * trained if step.parallel == "ddp" else 0,
+        "DDP buckets": 4 * count if step.parallel == "ddp" else 0,
         "images": step.images * step.pixel_bytes * step.model.channels * math.prod(step.model.image_size),
         "activations": step.size * saved_bytes(step),
         "workspace": step.size * _workspace_bytes(step),
@@ -82,8 +85,7 @@ def memory(step: Step) -> dict[str, int]:
 
 def checkpoint_bytes(step: Step) -> int:
     """Weights, averaged weights and optimizer state, in fp32."""
-    count, (trained, matrices) = cost.parameters(step.model), count_trained(step.model, step.optim)
-    return 4 * count * (2 if step.has_average else 1) + optimizer_bytes(step.optim, trained, matrices)
+    return 4 * cost.parameters(step.model) * (1 + step.has_average) + optimizer_bytes(step.model, step.optim)
 
 
 def largest_micro_batch(step: Step, device: Device) -> int:
@@ -96,37 +98,15 @@ def largest_micro_batch(step: Step, device: Device) -> int:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def optimizer_bytes(optim: Optim, trained: int, matrices: int) -> int:
+def optimizer_bytes(model: Model, optim: Optim) -> int:
     """AdamW and LAMB keep two fp32 values for each weight, SGD one, Muon one for the matrices of the blocks."""
+    count = cost.parameters(model)
     if optim.name == "sgd":
-        return 4 * trained if optim.momentum else 0
-    return 8 * trained - (4 * matrices if optim.name == "muon" else 0)
-
-
-def count_trained(model: Model, optim: Optim) -> tuple[int, int]:
-    """(weights that training changes, those of them in matrices of the blocks)."""
-    if optim.frozen or optim.lora:
-        return _count_unfrozen(model, optim)
+        return 4 * count if optim.momentum else 0
     matrices = 0
-    if isinstance(model, ViTConfig):
+    if optim.name == "muon" and isinstance(model, ViTConfig):
         matrices = count_layers(model) * (4 * model.width**2 + 2 * model.width * model.mlp_dim)
-    return cost.parameters(model), matrices
-
-
-def _count_unfrozen(model: Model, optim: Optim) -> tuple[int, int]:
-    """The same by the names of the parameters of the model, which is built without storage."""
-    import torch
-
-    from plainvit.models import build
-
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in build(model).named_parameters()}
-    shapes = {name: s for name, s in shapes.items() if not any(fnmatchcase(name, one) for one in optim.frozen)}
-    matrices = [s for name, s in shapes.items() if "blocks." in name and name.endswith("weight") and len(s) == 2]
-    if not optim.lora:
-        return sum(map(math.prod, shapes.values())), sum(map(math.prod, matrices))
-    thin = sum(optim.lora * sum(shape) for shape in matrices)  # LoRA trains two thin matrices for each, and the head
-    return thin + sum(math.prod(s) for name, s in shapes.items() if name.startswith("head")), thin
+    return 8 * count - 4 * matrices
 
 
 def count_layers(model: ViTConfig) -> int:

@@ -18,8 +18,7 @@ from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps,
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES, count_training_images
 from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
-from plainvit.planning.memory import GIB, Step, checkpoint_bytes, count_trained, largest_micro_batch, memory
-from plainvit.planning.shapes import published_model
+from plainvit.planning.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory
 from plainvit.planning.step_time import step_seconds
 
 SAVE_HOURS = 0.5  # suggested time between checkpoints that are more than twice as far apart
@@ -44,33 +43,31 @@ def plan(
     _check(config, devices, images, search)
     device = DEVICES[on] if on else None
     run = _count_steps(config, model, images, runs=1 + len(config.optim.grid) * search)
-    steps = _list_steps(config, model, devices)
+    step = describe_step(config, model, devices)
     report: Report = {
         "recipe": config.recipe,
         "parameters": cost.parameters(model),
-        "trained": count_trained(model, config.optim)[0],
         "classes": model.classes,
         "image_size": list(model.image_size),
         "tokens": model.tokens if isinstance(model, ViTConfig) else None,
         "flops_per_image": {"forward": 2 * cost.macs(model), "training": 6 * cost.macs(model)},
         "run": run,
-        "checkpoint_bytes": checkpoint_bytes(steps[0]),
+        "checkpoint_bytes": checkpoint_bytes(step),
         "checkpoints_kept": config.keep,
         "on": measured["device"] if measured else on,
         "origin": measured["origin"] if measured else device.origin if device else "",
         "devices": devices,
-        "modes": {step.parallel: _plan_mode(step, device, run, measured) for step in steps},
-        "chosen": config.parallel if len(steps) > 1 else steps[0].parallel,
+        "parallel": step.parallel,
+        "step": _plan_step(step, device, run, measured),
     }
     return report | {"notes": [*_list_assumptions(config, model, report), *_list_advice(config, report)]}
 
 
 def resolve_model(config: Config) -> Model:
     """The model that is trained, with the classes of its data where they are known."""
-    model = config.model or (published_model(config) if config.init else None)
+    model = config.model
     if model is None:
-        unknown = f"the model of {config.init} is not known without its weights" if config.init else "there is no model"
-        raise ValueError(f"{unknown}: give --model NAME")
+        raise ValueError("there is no model to plan: give --model NAME or --init WEIGHTS")
     if config.objective == "classify":
         return model.replace(classes=model.classes or CLASSES.get(config.data, 0))
     if isinstance(model, ResNetConfig):
@@ -88,8 +85,8 @@ def _find_device(on: str) -> str:
 
 
 def _check(config: Config, devices: int, images: int | None, search: bool) -> None:
-    if not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"--devices must be an integer of at least 1, got {devices}")
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
     if config.batch % devices:
         near = min((n for n in range(1, config.batch + 1) if config.batch % n == 0), key=lambda n: abs(n - devices))
         raise ValueError(f"--batch {config.batch} is not divisible by --devices {devices}: try --devices {near}")
@@ -109,10 +106,10 @@ def _count_steps(config: Config, model: Model, images: int | None, runs: int) ->
     return found | {"exaflops": cost.training_exaflops(model, seen) if seen else None}
 
 
-def _list_steps(config: Config, model: Model, devices: int) -> list[Step]:
-    """A step on one device, or one by ddp and one by fsdp."""
+def describe_step(config: Config, model: Model, devices: int) -> Step:
+    """The training step of one device."""
     element_bytes, fast_path = 4 if config.precision == "fp32" else 2, config.fast_path == "auto"
-    step = Step(
+    return Step(
         model=model,
         images=config.batch // devices,
         micro_batch=config.micro_batch,
@@ -126,16 +123,13 @@ def _list_steps(config: Config, model: Model, devices: int) -> list[Step]:
         eager=config.compile == "off",
         graphs=config.graphs == "auto" and devices == 1 and cost.is_small(model, config.batch),
         fp8=config.precision == "fp8",
+        parallel=config.parallel if devices > 1 else "single",
         devices=devices,
     )
-    if devices == 1:
-        return [step]
-    ddp_only = config.optim.name == "muon" or config.optim.lora or config.objective != "classify" or step.fp8
-    return [replace(step, parallel=name) for name in (("ddp",) if ddp_only else ("ddp", "fsdp"))]
 
 
-def _plan_mode(step: Step, device: Device | None, run: Report, measured: Report | None) -> Report:
-    """Memory and time of one way to run."""
+def _plan_step(step: Step, device: Device | None, run: Report, measured: Report | None) -> Report:
+    """Memory and time of a step, and the hours of the run."""
     if measured:
         step = replace(step, micro_batch=measured["micro_batch"])
     elif device and not step.micro_batch:
@@ -143,24 +137,21 @@ def _plan_mode(step: Step, device: Device | None, run: Report, measured: Report 
     found: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
     if device:
         found["fits"] = found["memory"]["total"] <= device.usable_bytes
-        found["largest_micro_batch"] = largest_micro_batch(replace(step, recompute=False), device)
-        found["largest_with_recompute"] = largest_micro_batch(replace(step, recompute=True), device)
+        found["largest_micro_batch"] = largest_micro_batch(step, device)
     if measured:
-        seconds = {"measured": measured["seconds"]}
+        parts = {"measured": measured["seconds"]}
     elif device and found["fits"]:
-        seconds = step_seconds(step, device)
+        parts = step_seconds(step, device)
     else:
         return found
-    total = sum(seconds.values())
-    rate = run["batch"] / total
-    hours = run["runs"] * run["steps"] * total / 3600 if run["steps"] else None
+    seconds = sum(parts.values())
+    rate = run["batch"] / seconds
     return found | {
+        "parts": parts,
         "seconds": seconds,
-        "step_seconds": total,
         "images_per_second": rate,
         "mfu": 6 * cost.macs(step.model) * rate / step.devices / (device.tflops * 1e12) if device else None,
-        "hours": hours,
-        "device_hours": hours * step.devices if hours else None,
+        "hours": run["runs"] * run["steps"] * seconds / 3600 if run["steps"] else None,
     }
 
 
@@ -177,11 +168,11 @@ def choose_micro_batch(step: Step, device: Device) -> int:
 def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     """The micro-batch of an FSDP step that fits into `free` bytes next to the weights; 0 if none does."""
     assert config.model
-    step = next(step for step in _list_steps(config, config.model, devices) if step.parallel == "fsdp")
+    step = replace(describe_step(config, config.model, devices), parallel="fsdp")
     for size in sorted((n for n in range(1, step.images + 1) if step.images % n == 0), reverse=True):
         used = memory(replace(step, micro_batch=size))
-        there = used["weights"] + used["averaged weights"] + used["images"]
-        if used["total"] - there <= free * USABLE_MEMORY:
+        allocated = used["weights"] + used["averaged weights"] + used["images"]
+        if used["total"] - allocated <= free * USABLE_MEMORY:
             return size
     return 0
 
@@ -201,7 +192,7 @@ def _list_assumptions(config: Config, model: Model, report: Report) -> Iterator[
     if config.teacher:
         yield "memory and time of the teacher are not planned"
     if config.optim.frozen or config.optim.lora:
-        yield "activations and time are planned for training every weight: an upper bound"
+        yield "planned for training every weight: an upper bound with --optim.frozen and --optim.lora"
     if report["devices"] > 1 and report["on"]:
         speed = DEVICES[report["on"]].collective_bandwidth(report["devices"]) / 1e9
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"
@@ -209,18 +200,16 @@ def _list_assumptions(config: Config, model: Model, report: Report) -> Iterator[
 
 def _list_advice(config: Config, report: Report) -> Iterator[str]:
     """What to change, and what the flags of the command mean for the result."""
-    run, chosen = report["run"], report["modes"][report["chosen"]]
-    for name, mode in report["modes"].items():
-        if mode["fits"] and not chosen["fits"]:
-            yield f"--parallel {report['chosen']} does not fit: use --parallel {name}"
-        elif mode["fits"] and chosen["step_seconds"] > 1.01 * mode["step_seconds"]:
-            yield f"--parallel {name} is planned {chosen['step_seconds'] / mode['step_seconds'] - 1:.0%} faster"
+    run, step = report["run"], report["step"]
+    if step["fits"] is False:
+        shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
+        yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
     if run["runs"] > 1:
         rates = ", ".join(f"{lr:g}" for lr in config.optim.grid)
         yield f"FLOPs and time are those of {run['runs']} runs: --search tries {rates}, then trains with the best"
-    if not chosen.get("hours"):
+    if not step.get("hours"):
         return
-    hours, steps = chosen["hours"] / run["runs"], run["steps"]
+    hours, steps = step["hours"] / run["runs"], run["steps"]
     apart = hours * min(math.ceil(steps / config.evaluations), config.save_every or steps) / steps
     if config.hours and hours > config.hours:
         yield f"--hours {config.hours:g} allows about {int(steps * config.hours / hours):,} steps of each run"
@@ -229,71 +218,56 @@ def _list_advice(config: Config, report: Report) -> Iterator[str]:
         yield f"checkpoints are {_format(apart)} hours apart: --save-every {every:.0f} saves about every 30 minutes"
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
+# Table ----------------------------------------------------------------------------------------------------------------
 
 
 def table(report: Report) -> RenderableType:
-    """The report for people."""
-    marks = [f"* the run uses --parallel {report['chosen']}"] if len(report["modes"]) > 1 else []
-    notes = ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
-    return Group(_summary_table(report), "", _mode_table(report), *marks, *notes)
-
-
-def _summary_table(report: Report) -> Table:
+    """The report as a table."""
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
+    for title, text in {**_describe_run(report), "": "", **_describe_step(report["step"], report["devices"])}.items():
+        shown.add_row(title, text)
+    notes = ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
+    return Group(shown, *notes)
+
+
+def _describe_run(report: Report) -> dict[str, str]:
     run, flops = report["run"], report["flops_per_image"]
-    trained = "" if report["trained"] == report["parameters"] else f", {report['trained']:,} of them trained"
     unit, name = (1e9, "GFLOPs") if flops["forward"] >= 1e8 else (1e6, "MFLOPs")
-    shown.add_row("recipe", report["recipe"] or "none")
-    shown.add_row("parameters", f"{report['parameters']:,}{trained}")
-    shown.add_row(
-        "per image", f"{flops['forward'] / unit:,.1f} {name} forward, {flops['training'] / unit:,.1f} training"
-    )
+    rows = {"recipe": report["recipe"] or "none", "parameters": f"{report['parameters']:,}"}
+    rows["per image"] = f"{flops['forward'] / unit:,.1f} {name} forward, {flops['training'] / unit:,.1f} training"
     if run["steps"]:
         epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
         title = "run" if run["runs"] == 1 else f"each of {run['runs']} runs"
-        shown.add_row(title, f"{run['steps']:,} steps of {run['batch']:,}{epochs}")
-        shown.add_row("compute", f"{_format(run['exaflops'])} exaFLOPs")
+        rows |= {title: f"{run['steps']:,} steps of {run['batch']:,}{epochs}"}
+        rows["compute"] = f"{_format(run['exaflops'])} exaFLOPs"
     size = _format_bytes(report["checkpoint_bytes"])
-    shown.add_row("checkpoint", f"{size}; the newest {report['checkpoints_kept']} and the best are kept")
+    rows["checkpoint"] = f"{size}; the newest {report['checkpoints_kept']} and the best are kept"
     if report["on"]:
-        shown.add_row("device", f"{report['devices']:,} x {report['on']}: {report['origin']}")
-    return shown
+        parallel = f", --parallel {report['parallel']}" if report["devices"] > 1 else ""
+        rows["device"] = f"{report['devices']:,} x {report['on']}{parallel}: {report['origin']}"
+    return rows
 
 
-def _mode_table(report: Report) -> Table:
-    """Memory and time, one column for each way to run; rows without a value are left out."""
-    shown = Table("one step", box=None, pad_edge=False, header_style="bold")
-    for name in report["modes"]:
-        is_marked = len(report["modes"]) > 1 and name == report["chosen"]
-        shown.add_column(f"{name}*" if is_marked else name, justify="right")
-    modes = [_describe_mode(mode) for mode in report["modes"].values()]
-    for title in max(modes, key=len):
-        cells = [mode.get(title, "-") for mode in modes]
-        if set(cells) != {"-"}:
-            shown.add_row(title, *cells, style="bold" if title in ("memory of a device", "time") else "")
-    return shown
-
-
-def _describe_mode(mode: Report) -> dict[str, str]:
-    """Title -> text of each row."""
-    rows = {name: _format_bytes(size) if size else "-" for name, size in mode["memory"].items()}
-    rows["memory of a device"] = rows.pop("total")
-    rows |= {"images of a device": f"{mode['images']:,}", "micro-batch": f"{mode['micro_batch']:,}"}
-    if mode["fits"] is not None:
-        rows |= {"fits": "yes" if mode["fits"] else "no", "largest micro-batch": f"{mode['largest_micro_batch']:,}"}
-        rows["  with --recompute"] = f"{mode['largest_with_recompute']:,}"
-    if "seconds" not in mode:
+def _describe_step(step: Report, devices: int) -> dict[str, str]:
+    sizes = {name: _format_bytes(size) for name, size in step["memory"].items() if size}
+    micro_batch = f"{step['micro_batch']:,} of {step['images']:,} images"
+    if step["fits"] is not None:
+        micro_batch += f"; at most {step['largest_micro_batch']:,} fit" if step["fits"] else "; does not fit"
+    rows = {"memory of a device": sizes.pop("total"), **{f"  {name}": size for name, size in sizes.items()}}
+    rows["micro-batch"] = micro_batch
+    if "seconds" not in step:
         return rows
-    times = mode["seconds"] | {"time": mode["step_seconds"]}
-    rows |= {"": ""} | {name: f"{1000 * value:,.1f} ms" if value else "-" for name, value in times.items()}
-    rows |= {"images/s": _format(mode["images_per_second"])}
-    rows |= {"MFU (of peak bf16)": f"{mode['mfu']:.0%}" if mode["mfu"] else "-"}
-    hours = mode["hours"]
-    rows["run"] = "-" if hours is None else f"{_format(hours)} h" if hours >= 1 else f"{_format(60 * hours)} min"
-    return rows | {"device-hours": _format(mode["device_hours"]) if hours and hours >= 1 else "-"}
+    rows["time of a step"] = f"{1000 * step['seconds']:,.1f} ms"
+    parts = {name: seconds for name, seconds in step["parts"].items() if seconds}
+    rows |= {f"  {name}": f"{1000 * seconds:,.1f} ms" for name, seconds in parts.items() if len(parts) > 1}
+    mfu = f", {step['mfu']:.0%} of peak bf16 (MFU)" if step["mfu"] else ""
+    rows["speed"] = f"{_format(step['images_per_second'])} images/s{mfu}"
+    if hours := step["hours"]:
+        shared = f", {_format(hours * devices)} device-hours" if devices > 1 else ""
+        rows["time of the run"] = f"{_format(hours)} h{shared}" if hours >= 1 else f"{_format(60 * hours)} min"
+    return rows
 
 
 def _format(value: float) -> str:

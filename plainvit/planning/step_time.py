@@ -1,4 +1,4 @@
-"""Seconds of one training step, from steps measured on one H200 (docs/results.md, "Speed beside the peers").
+"""Seconds of one training step, from steps measured on one H200 (docs/results.md, "Planned and measured steps").
 
     step = matmuls / rate(width) + attention / rate + update of the weights
 
@@ -15,7 +15,7 @@ from plainvit.config import ResNetConfig, ViTConfig
 from plainvit.names import configure
 from plainvit.planning import cost
 from plainvit.planning.devices import H200, Device
-from plainvit.planning.memory import Step, count_layers, count_trained
+from plainvit.planning.memory import Step, count_layers
 
 # Model, batch, images/s of one H200: 224 px, bf16, compiled, AdamW, fast path
 MEASURED = (
@@ -37,7 +37,7 @@ FP32_SHARE = 0.8  # of the fp32 peak; assumed, not measured
 
 def step_seconds(step: Step, device: Device) -> dict[str, float]:
     """Seconds of a step by part; `host` and `communication` are what computation does not hide."""
-    matmuls, attention, convolutions = (3 * 2 * macs * step.images for macs in executed_macs(step))
+    matmuls, attention, convolutions = (6 * macs * step.images for macs in executed_macs(step))
     rate, passes = matmul_rate(step.model.width), 4 / 3 if step.recompute else 1
     factor = (1 if step.fast_path else NO_FAST_PATH) * (EAGER if step.eager else 1) * (FP8 if step.fp8 else 1)
     slowdown = passes * device.slowdown / factor
@@ -47,7 +47,7 @@ def step_seconds(step: Step, device: Device) -> dict[str, float]:
         "matmuls": slowdown * matmuls / rate,
         "attention": slowdown * attention / ATTENTION_RATE,
         "convolutions": slowdown * convolutions / CONVOLUTION_RATE,
-        "update": update_seconds(step, device),
+        "update": update_seconds(step) * H200.bandwidth / device.bandwidth,
     }
     computation = sum(parts.values())
     launches = passes * _count_launches(step) * (GRAPH_LAUNCH if step.graphs else LAUNCH)
@@ -90,22 +90,19 @@ def _measured_rates() -> list[tuple[int, float]]:
     for name, batch, images_per_second in MEASURED:
         step = Step(model=configure(name), images=batch, fast_path=True)
         matmuls, attention, _ = (6 * macs * batch for macs in executed_macs(step))
-        seconds = batch / images_per_second - attention / ATTENTION_RATE - update_seconds(step, H200)
+        seconds = batch / images_per_second - attention / ATTENTION_RATE - update_seconds(step)
         rates.append((step.model.width, matmuls / seconds))
     return rates
 
 
-def update_seconds(step: Step, device: Device) -> float:
-    """The optimizer, and what each micro-batch does once for each weight; limited by the memory's bandwidth."""
-    model, trained = step.model, count_trained(step.model, step.optim)[0]
-    sharded = trained / step.devices if step.parallel == "fsdp" else trained
-    seconds = UPDATE * sharded + WEIGHT_OVERHEAD * cost.parameters(model) * step.micro_batches
+def update_seconds(step: Step) -> float:
+    """The optimizer on an H200, and what each micro-batch does once for each weight."""
+    model, weights = step.model, cost.parameters(step.model)
+    seconds = UPDATE * weights / step.shards + WEIGHT_OVERHEAD * weights * step.micro_batches
     if step.optim.name == "muon" and isinstance(model, ViTConfig):  # five Newton-Schulz iterations for each matrix
-        flops = (
-            count_layers(model) * 5 * (24 * model.width**3 + 8 * model.width**2 * model.mlp_dim + 4 * model.width**3)
-        )
+        flops = 5 * count_layers(model) * (28 * model.width**3 + 8 * model.width**2 * model.mlp_dim)
         seconds += flops / matmul_rate(model.width)
-    return seconds * H200.bandwidth / device.bandwidth
+    return seconds
 
 
 def _count_launches(step: Step) -> int:
@@ -122,9 +119,8 @@ def exposed_communication(step: Step, device: Device, computation: float) -> flo
     DDP reduces the fp32 gradients during the backward pass of the last micro-batch. FSDP gathers the weights for both
     passes of each micro-batch and scatters the gradients, next to all of the computation.
     """
-    share, bandwidth = (step.devices - 1) / step.devices, device.collective_bandwidth(step.devices)
+    copies, hidden = 2 * step.micro_batches + 1, computation
     if step.parallel == "ddp":
-        sent = 2 * 4 * count_trained(step.model, step.optim)[0] * share
-        return max(sent / bandwidth - computation * 2 / 3 / step.micro_batches, 0.0)
-    sent = (2 * step.micro_batches + 1) * 4 * cost.parameters(step.model) * share
-    return max(sent / bandwidth - computation, 0.0)
+        copies, hidden = 2, computation * 2 / 3 / step.micro_batches
+    sent = copies * 4 * cost.parameters(step.model) * (step.devices - 1) / step.devices
+    return max(sent / device.collective_bandwidth(step.devices) - hidden, 0.0)
