@@ -73,10 +73,13 @@ class Augment(Checked):
     def __post_init__(self) -> None:
         for name in ("area", "aspect", "randaugment"):
             self._set(name, tuple(getattr(self, name)))
-        self._check(positive=("repeats",), natural=("pad", "randaugment"), rates=("colour", "smoothing"))
-        for name in ("flip", "erase"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        self._check(
+            positive=("repeats",),
+            natural=("pad", "randaugment"),
+            rates=("colour", "smoothing"),
+            fractions=("flip", "erase"),
+            not_negative=("mixup", "cutmix"),
+        )
         if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
                 f"area and aspect must be (minimum, maximum), area within (0, 1]; got {self.area}, {self.aspect}"
@@ -85,8 +88,6 @@ class Augment(Checked):
             raise ValueError("augment.crop 'random' requires augment.resize, such as 1.17 (times the image size)")
         if self.resize and self.resize < 1:
             raise ValueError(f"augment.resize must be a factor of at least 1, or a size in pixels; got {self.resize}")
-        if min(self.mixup, self.cutmix) < 0:
-            raise ValueError(f"mixup and cutmix must be at least 0, got {self.mixup} and {self.cutmix}")
         if self.randaugment[1] > 30:
             raise ValueError(f"the magnitude of randaugment must be at most 30, got {self.randaugment[1]}")
 
@@ -121,20 +122,19 @@ class Optim(Checked):
     def __post_init__(self) -> None:
         for name in ("milestones", "betas", "grid", "frozen"):
             self._set(name, tuple(getattr(self, name)))
-        self._check(natural=("lora",), rates=("momentum",))
+        self._check(
+            natural=("lora",),
+            rates=("momentum",),
+            not_negative=("warmup", "cooldown", "weight_decay", "lr_end", "clip"),
+            above_zero=("eps", "timescale"),
+        )
         for lr in (self.lr, *self.grid):
             if not 0 < lr <= 1e6:
                 raise ValueError(f"lr must be above 0 and at most 1e6, got {lr}")
-        for name in ("warmup", "cooldown", "weight_decay", "lr_end", "clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
-        for name in ("eps", "timescale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if list(self.milestones) != sorted(self.milestones) or not all(0 < one < 1 for one in self.milestones):
             raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
@@ -234,19 +234,15 @@ class Config(Checked):
             positive=("batch", "evaluations", "keep"),
             natural=("steps", "micro_batch", "save_every", "patience", "max_skipped_steps", "seed", "image_size"),
             rates=("holdout", "search_holdout", "ema", "ema_window"),
+            not_negative=("epochs", "hours"),
+            above_zero=("temperature", "timeout"),
         )
         if not 0 < self.train_fraction <= 1:
             raise ValueError(f"train_fraction must be above 0 and at most 1, got {self.train_fraction}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
-        for name in ("epochs", "hours"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.workers < -1:
             raise ValueError(f"workers must be at least 0, or -1 to choose automatically; got {self.workers}")
-        for name in ("temperature", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.micro_batch and self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
             raise ValueError(f"batch {self.batch} is not divisible by micro_batch {self.micro_batch}; nearest: {near}")
@@ -306,20 +302,18 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _parse(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return from_json(value, _KINDS)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet")) -> Any:
     """The config that `to_json` wrote: a model, unless other kinds are given. Unknown settings are errors."""
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), kinds)}")
-    fields: dict[str, Any] = {
-        name: tuple(value)
-        if isinstance(value, list)
-        else from_json(value, _KINDS)
-        if isinstance(value, Mapping)
-        else value
-        for name, value in values.items()
-        if name != "kind"
-    }
+    fields = {name: _parse(value) for name, value in values.items() if name != "kind"}
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in fields:
         if name not in known:

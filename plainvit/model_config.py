@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -60,11 +60,23 @@ def pair(size: int | Iterable[int]) -> tuple[int, int]:
     return both
 
 
+# What a number may have to be, in words and as a check
+BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "positive": ("an integer of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    "natural": ("an integer of at least 0", lambda value: isinstance(value, int) and value >= 0),
+    "rates": ("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "fractions": ("between 0 and 1", lambda value: 0 <= value <= 1),
+    "not_negative": ("at least 0", lambda value: value >= 0),
+    "above_zero": ("above 0", lambda value: value > 0),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Base of every config: checks of choices, counts (positive, natural) and rates in [0, 1)."""
+    """Base of every config: its fields are checked when it is created."""
 
-    def _check(self, *, positive: Iterable[str] = (), natural: Iterable[str] = (), rates: Iterable[str] = ()) -> None:
+    def _check(self, **names: Iterable[str]) -> None:
+        """Check the types of all fields, and the fields named for each of `BOUNDS`."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
@@ -74,18 +86,14 @@ class Checked:
             if hint is float or (hint == float | None and value is not None):
                 valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
                 if not valid or (name.endswith("_eps") and value <= 0):
-                    raise ValueError(
-                        f"{name} must be a number{' above 0' if name.endswith('_eps') else ''}, got {value!r}"
-                    )
-        for names, low in ((positive, 1), (natural, 0)):
-            for name in names:
+                    above = " above 0" if name.endswith("_eps") else ""
+                    raise ValueError(f"{name} must be a number{above}, got {value!r}")
+        for bound, fields in names.items():
+            text, is_valid = BOUNDS[bound]
+            for name in fields:
                 value = getattr(self, name)
-                for number in value if isinstance(value, tuple) else (value,):
-                    if not isinstance(number, int) or number < low:
-                        raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
-        for name in rates:
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+                if not all(is_valid(number) for number in (value if isinstance(value, tuple) else (value,))):
+                    raise ValueError(f"{name} must be {text}, got {value}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalise a field

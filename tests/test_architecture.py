@@ -214,18 +214,6 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
     assert not modules_loaded_by(code) & HEAVY
 
 
-def test_help_loads_few_modules() -> None:
-    loaded = modules_loaded_by(command_line("--help"))
-    assert "plainvit.cli" in loaded
-    assert not loaded & HEAVY
-    assert len(loaded) < 150
-
-
-@pytest.mark.parametrize("command", ["models", "recipes"])
-def test_tables_of_names_load_no_torch(command: str) -> None:
-    assert not modules_loaded_by(command_line(command)) & {"torch", "numpy"}
-
-
 # Files ----------------------------------------------------------------------------------------------------------------
 
 

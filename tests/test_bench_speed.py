@@ -106,15 +106,6 @@ def _macs_by_hand(width: int, depth: int, mlp: int, tokens: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_peer_that_learns_otherwise_is_told_of(
-    train: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(load("peers", monkeypatch), "RATE", 0.1)
-    train.main([*TINY, *STEPS, "--systems", "plainvit;timm"])
-    assert "timm, tuned: losses differ by more than 0.001" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_missing_peer_is_left_out_with_its_line(
     train: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
@@ -126,15 +117,6 @@ def test_a_missing_peer_is_left_out_with_its_line(
     line = "ViT-Ti/16, timm, tuned: timm is not installed: pip install timm"
     assert line in found["left_out"]
     assert f"left out: {line}" in capsys.readouterr().err
-
-
-def test_peers_that_fill_the_memory_come_one_by_one(train: ModuleType) -> None:
-    names, model = train.names_of(("timm", "plainvit", "torchvision")), configure("ViT-H/14")
-    assert names[0] == "plainvit"
-    assert len(names) == 5
-    assert train.groups(names, model, 141 * 2**30) == [names[1:]]
-    assert train.groups(names, model, 80 * 2**30) == [[name] for name in names[1:]]
-    assert train.groups(names, model, 0) == [names[1:]], "on a CPU"
 
 
 def test_peers_in_different_rounds_are_compared_through_plainvit(train: ModuleType) -> None:
@@ -174,15 +156,6 @@ def test_wrong_words_are_one_line(train: ModuleType, capsys: Any, words: tuple[s
     assert line in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_variants_with_another_loss_are_timed_next_to_plainvit(train: ModuleType, tmp_path: Path) -> None:
-    systems = "plainvit;plainvit, every token;plainvit, MAE"
-    train.main([*TINY, *STEPS, "--systems", systems, "--json", str(tmp_path / "rows.json")])
-    found = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["system"] for row in found["rows"]] == systems.split(";")
-    assert not any(row["remarks"] for row in found["rows"])
-    assert all(len(row["rounds"]) == 2 for row in found["rows"])
-
-
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,22 +187,6 @@ def test_kernels_are_told_apart_by_their_names(measure: ModuleType) -> None:
     assert {name: measure.kind_of(name) for name in kinds} == kinds
     long = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Traits<64, 128>, false>(pytorch_flash::Params)"
     assert measure.short_name(long) == "flash_fwd_kernel"
-
-
-def test_the_kernel_table_adds_up(measure: ModuleType, capsys: Any) -> None:
-    found = [measure.Kernel("nvjet_a", "gemm", 6.0, 48), measure.Kernel("flash_fwd", "attention", 2.0, 12)]
-    measure.kernel_table("one step", [*found, measure.Kernel("between kernels", measure.IDLE, 0.4, 60)])
-    out = capsys.readouterr().out
-    assert "75.0%" in out
-    assert "25.0%" in out
-    assert "5.0%" in out
-    assert measure.busy_ms(found) == 8
-
-
-def test_idle_time_is_what_no_kernel_takes(measure: ModuleType) -> None:
-    """Kernels may overlap, or lie within one another, and come in any order."""
-    assert measure.idle([(5, 7), (0, 2), (1, 3), (1.5, 1.6), (8, 9)]) == 2 + 1
-    assert measure.idle([]) == 0
 
 
 # The gate -------------------------------------------------------------------------------------------------------------
@@ -277,11 +234,6 @@ def test_the_gate_runs_and_ends_with_its_code(gate: ModuleType, tmp_path: Path, 
     assert gate.verdict(found[device]["ratio"], device, found)[0] == 0
 
 
-def test_the_committed_figures_can_be_read(gate: ModuleType) -> None:
-    figures = json.loads(gate.FIGURES.read_text())
-    assert all(0.1 < one["ratio"] < 10 for one in figures.values())
-
-
 # Inference ------------------------------------------------------------------------------------------------------------
 
 
@@ -327,31 +279,3 @@ def test_agreement_is_counted_on_a_sets_test_images(monkeypatch: pytest.MonkeyPa
     assert found["images"] > 300
     assert plain["top1"] == pytest.approx(read_json(tmp_path / "run" / "results.json")["test"]["top1"])
     assert (plain["agreement"], other["agreement"]) == (1, 0)
-
-
-def test_forms_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    infer = load("infer", monkeypatch)
-    names = list(infer.forms_of(["plainvit", "timm"], compiled=True, graph=True))
-    systems = {(system, form) for system in ("plainvit", "timm") for form in ("as shipped", "compiled", "graph")}
-    assert {tuple(name.split(", ")) for name in names} == systems
-    assert list(infer.forms_of(["timm"], compiled=False, graph=True)) == ["timm, as shipped"]
-    assert list(infer.forms_of(["timm"], compiled=True, bf16=True))[-1] == "timm, compiled bf16"
-
-
-def test_ratios_of_graphs_are_to_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    infer = load("infer", monkeypatch)
-    times = {"plainvit, compiled": 2.0, "plainvit, graph": 0.5, "timm, compiled": 3.0, "timm, graph": 0.6}
-    rows = infer.with_ratios([{"system": name, "ms": ms} for name, ms in times.items()])
-    assert [row["ratio"] for row in rows] == pytest.approx([1.5, 1.2, 1.0, 1.0])
-
-
-@pytest.mark.slow
-def test_what_is_compiled_answers_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    infer = load("infer", monkeypatch)
-    words = ["--model", "Ti/16", "--systems", "timm", "--batches", "2,1", "--compile", "on", "--seconds", "0.01"]
-    infer.main([*TINY, *words, "--json", str(tmp_path / "rows.json")])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    low = [row for row in rows if row["system"].endswith("bf16")]
-    assert len(rows) - len(low) == 8
-    assert len(low) == (0 if infer.no_bf16() else 4)
-    assert all(row["off"] < (0.1 if row in low else 1e-4) for row in rows)

@@ -193,6 +193,7 @@ WRONG = {  # command: words that the line must name
     "vtab A --init B --data-root C": "'A' flags",
     "train digits other": "'other' [RECIPE]",
     "train digit": "'digit' digits",
+    "plan digits --measure --on h200": "--measure --on",
     "train digits --class-weights True": "'True' switches",
     "train digits --model.class-token=True": "--model.class-token 'True'",
     "train digits --model.widen 2": "'widen'",

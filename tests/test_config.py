@@ -23,13 +23,8 @@ from plainvit.names import configure, list_models
 BAD_NAMES: dict[str, tuple[str, ...]] = {  # the name asked for, and what the message must offer
     "vit-b/16": ("ViT-B/16",),
     "ViT-B16": ("ViT-B/16",),
-    "ViT-X/16": ("/16",),
     "R50+ViT-B/16": ("R50x1+ViT-B/16",),
-    "R50x1+ViT-B/14": ("R50x1+ViT-B/16",),
     "BiT-R51x1": ("BiT-R50x1", "BiT-R101x1"),
-    "BiT-R50": ("BiT-R50x1",),
-    "BiT-R50x0": ("BiT-R50x1",),
-    "ViT-B/0": ("ViT-B/8",),
     "resnet18": (),
     "": (),
     "ViT-B/16\n": ("ViT-B/16",),
@@ -56,51 +51,31 @@ def test_unknown_models_suggest_the_nearest(name: str) -> None:
 
 BAD_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {  # name of a model, settings, a part of the message
     "size not divisible": ("ViT-B/16", {"image_size": 225}, "nearest: 224 or 240"),
-    "one side not divisible": ("ViT-B/16", {"image_size": (224, 250)}, "nearest: 240 or 256"),
     "size below a patch": ("ViT-B/16", {"image_size": 15}, "nearest: 16"),
     "hybrid's size": ("R50x1+ViT-B/16", {"image_size": 100}, "nearest: 96 or 112"),
     "size of zero": ("ViT-B/16", {"image_size": 0}, "image_size"),
-    "negative size": ("ViT-B/16", {"image_size": -16}, "image_size"),
     "three sizes": ("ViT-B/16", {"image_size": (224, 224, 3)}, "(height, width)"),
-    "a size in words": ("ViT-B/16", {"image_size": "224"}, "(height, width)"),
     "a fractional size": ("ViT-B/16", {"image_size": 224.0}, "224.0"),
-    "ResNet of no size": ("BiT-R50x1", {"image_size": 0}, "image_size"),
     "heads": ("ViT-B/16", {"heads": 11}, "nearest: 6, 8, 12"),
     "no heads": ("ViT-B/16", {"heads": 0}, "heads"),
-    "no depth": ("ViT-B/16", {"depth": 0}, "depth"),
     "fractional depth": ("ViT-B/16", {"depth": 1.5}, "depth"),
-    "negative dropout": ("ViT-B/16", {"dropout": -0.1}, "dropout"),
     "dropout of one": ("ViT-B/16", {"dropout": 1.0}, "dropout"),
     "dropout not a number": ("ViT-B/16", {"dropout": float("nan")}, "dropout"),
-    "dropout in words": ("ViT-B/16", {"dropout": "0.1"}, "dropout"),
-    "stochastic depth": ("ViT-B/16", {"stochastic_depth": 1.5}, "stochastic_depth"),
     "negative classes": ("ViT-B/16", {"classes": -1}, "classes"),
-    "negative registers": ("ViT-B/16", {"registers": -1}, "registers"),
     "unknown setting": ("ViT-B/16", {"witdh": 64}, "width"),
-    "unknown setting of a hybrid": ("R50x1+ViT-B/16", {"pooling": "token"}, "pool"),
-    "unknown setting of a ResNet": ("BiT-R50x1", {"paddings": "same"}, "padding"),
     "a ViT's setting for a ResNet": ("BiT-R50x1", {"patch": 16}, "patch"),
     "unknown posemb": ("ViT-B/16", {"posemb": "2D"}, "2d"),
-    "unknown pool": ("ViT-B/16", {"pool": "avg"}, "average"),
-    "unknown activation": ("ViT-B/16", {"activation": "gelu_tan"}, "gelu_tanh"),
-    "unknown init": ("ViT-B/16", {"init": "jax"}, "google"),
     "unknown numerics": ("ViT-B/16", {"numerics": "tim"}, "timm"),
     "no such numerics for a hybrid": ("R50x1+ViT-B/16", {"numerics": "torchvision"}, "timm"),
-    "no such numerics for a ResNet": ("BiT-R50x1", {"numerics": "transformers"}, "google"),
     "pool token without a class token": ("ViT-B/16", {"class_token": False}, "average"),
     "distillation with average": ("ViT-B/16", {"distillation": True, "pool": "average"}, "token"),
-    "distillation with representation": ("ViT-B/16", {"distillation": True, "representation": 9}, "representation=0"),
     "no table to add": ("ViT-B/16", {"posemb": "none", "posemb_at": "every"}, "stem"),
-    "relative at every layer": ("ViT-B/16", {"posemb": "relative", "posemb_at": "shared"}, "stem"),
     "axial with a class token": ("Axial-ViT-B/16", {"class_token": True}, "class_token=False"),
-    "axial and relative": ("Axial-ViT-B/16", {"posemb": "relative"}, "relative"),
     "post-norm with fc_norm": ("ViT-B/16", {"norm": "post", "norm_pooled": True}, "norm_pooled"),
-    "odd width in 2d": ("ViT-B/16", {"width": 27, "heads": 3, "posemb": "2d"}, "divisible by 2"),
     "sincos2d": ("ViT-B/16", {"width": 66, "heads": 3, "posemb": "sincos2d"}, "divisible by 4"),
     "two means": ("ViT-B/16", {"mean": (0.5, 0.5)}, "3 channels"),
     "a std of zero": ("ViT-B/16", {"std": (0.5, 0.0, 0.5)}, "std"),
     "five stages": ("BiT-R50x1", {"blocks": (1, 1, 1, 1, 1)}, "4 stages"),
-    "an empty stage": ("BiT-R50x1", {"blocks": (1, 0)}, "blocks"),
     "a stem with other channels": ("R50x1+ViT-B/16", {"stem": ResNetConfig(blocks=(1,), channels=1)}, "channels"),
 }
 
@@ -137,8 +112,6 @@ BAD_IMAGES: dict[str, torch.Tensor] = {
     "channels last": torch.zeros(1, 24, 40, 3),
     "no batch": torch.zeros(3, 24, 40),
     "wrong dtype": torch.zeros(1, 3, 24, 40, dtype=torch.int64),
-    "booleans": torch.zeros(1, 3, 24, 40, dtype=torch.bool),
-    "complex": torch.zeros(1, 3, 24, 40, dtype=torch.complex64),
 }
 
 
@@ -149,7 +122,7 @@ def test_invalid_images(make: Any, case: str) -> None:
     assert ("int64" if case == "wrong dtype" else "images") in message
 
 
-def test_images_of_another_size_are_an_error_with_the_right_size() -> None:
+def test_a_vit_names_the_size_that_it_takes() -> None:
     assert "[batch, 3, 24, 40]" in error_of(tiny.vit(torch.float32), torch.zeros(2, 3, 40, 24))
 
 
@@ -171,28 +144,16 @@ def test_json_round_trip(name: str) -> None:
     assert from_json(json.loads(text)) == config
 
 
-def test_json_of_a_rectangle() -> None:
-    config = ViTConfig(image_size=(32, 64), mean=(0.1, 0.2, 0.3), layer_scale=1e-4, posemb="2d", posemb_at="every")
-    values = json.loads(json.dumps(to_json(config)))
-    assert (values["image_size"], values["mean"], values["kind"]) == ([32, 64], [0.1, 0.2, 0.3], "vit")
-    assert from_json(values) == config
-
-
 @pytest.mark.parametrize(
     ("values", "part"),
     [
         ({}, "kind"),
-        ({"kind": "vti"}, "vit"),
         ({"kind": "vit", "witdh": 3}, "width"),
         ({"kind": "resnet"}, "blocks"),
-        ({"kind": "resnet", "blocks": [3], "heads": 3}, "heads"),
         ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "colour": 1}}, "colour"),
         ({"kind": "vit", "dropout": "much"}, "dropout"),
-        ({"kind": "vit", "width": -1}, "width"),
         ({"kind": ["vit"]}, "kind"),
-        ({"kind": "vit", "norm_eps": "small"}, "norm_eps"),
         ({"kind": "vit", "norm_eps": -1.0}, "norm_eps"),
-        ({"kind": "vit", "layer_scale": "small"}, "layer_scale"),
         ({"kind": "vit", "class_token": "no"}, "class_token"),
     ],
 )
@@ -236,11 +197,6 @@ def test_named_models_have_the_shape_of_timms(name: str) -> None:
     assert {key: x.shape for key, x in ours.items()} == {key: x.shape for key, x in renamed.items()}
     if "ViT" in name:
         assert model.config.heads == peer.blocks[0].attn.num_heads
-
-
-def test_any_patch_size_has_a_name() -> None:
-    config = configure("ViT-B/20", image_size=240)
-    assert (config.patch, config.grid) == ((20, 20), (12, 12))
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("*", 29), ("BiT-*", 9), ("*B/16", 3), ("ViT-B/16", 1), ("vit*", 0)])

@@ -4,7 +4,6 @@ The tables are those of facts/paper.md and facts/weights.md, which come from the
 """
 
 import functools
-from typing import Any
 
 import pytest
 import tiny
@@ -34,28 +33,6 @@ PARAMETERS: dict[str, tuple[int, int | None]] = {
 }
 # name: millions of parameters, headless and with 1000 classes; GMACs at 224 px; GMACs at (px), as printed.
 # Two cells of the fact sheet were rounded twice (78.148 to 78.2, 562.488 to 563); here they have one more digit.
-VIT_TABLE: dict[str, tuple[str, str, str, int, str]] = {
-    "ViT-Ti/16": ("5.5", "5.7", "1.25", 384, "4.7"),
-    "ViT-S/32": ("22.5", "22.9", "1.14", 384, "3.4"),
-    "ViT-S/16": ("21.7", "22.1", "4.60", 384, "15.5"),
-    "ViT-B/32": ("87.5", "88.2", "4.41", 384, "13.0"),
-    "ViT-B/16": ("85.8", "86.6", "17.56", 384, "55.5"),
-    "ViT-B/8": ("85.8", "86.6", "78.15", 384, "294"),
-    "ViT-L/32": ("305.5", "306.5", "15.38", 384, "45.3"),
-    "ViT-L/16": ("303.3", "304.3", "61.55", 384, "191"),
-    "ViT-H/14": ("630.8", "632.0", "167.3", 518, "1017"),
-    "ViT-g/14": ("1011", "", "267", 518, "1595"),
-    "ViT-G/14": ("1843", "", "484", 518, "2822"),
-}
-BIT_TABLE: dict[str, tuple[str, str]] = {  # headless millions of parameters, GMACs at 224 px
-    "BiT-R50x1": ("23.5", "4.09"),
-    "BiT-R50x2": ("93.9", "16.1"),
-    "BiT-R101x1": ("42.5", "7.8"),
-    "BiT-R152x1": ("58.1", "11.5"),
-    "BiT-R152x2": ("232", "45.8"),
-    "BiT-R200x3": ("562.5", "134"),
-    "BiT-R152x4": ("928", "183"),
-}
 # Table 6: (name, epochs): exaFLOPs. The paper prints 859 for R50+L/16 at 7 epochs, but 1668 for twice as many.
 TABLE_6: dict[tuple[str, int], float] = {
     ("ViT-B/32", 7): 55,
@@ -90,11 +67,6 @@ def counted(config: Model) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), counter.get_total_flops()
 
 
-def as_printed(value: float, text: str) -> str:
-    """The value with as many decimals as the table gives."""
-    return f"{value:.{len(text.partition('.')[2])}f}"
-
-
 @pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 5))
 def test_parameters_to_the_last_digit(name: str) -> None:
     with_head, headless = PARAMETERS[name]
@@ -107,33 +79,6 @@ def test_parameters_to_the_last_digit(name: str) -> None:
 @pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 6))
 def test_arithmetic_equals_the_built_model(name: str) -> None:
     config = configure(name)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
-
-
-GRID = {"width": 48, "depth": 2, "heads": 4, "mlp_dim": 80, "patch": (4, 6), "image_size": (12, 30), "classes": 5}
-ODD: dict[str, dict[str, Any]] = {
-    "relative": {"posemb": "relative", "registers": 2},
-    "map": {"pool": "attention"},
-    "map, no class token": {"pool": "attention", "class_token": False},
-    "LayerScale": {"layer_scale": 0.1},
-    "registers": {"registers": 3, "posemb_prefix": "all"},
-    "registers without rows": {"registers": 3, "posemb_prefix": "none"},
-    "distillation": {"distillation": True},
-    "headless distillation": {"distillation": True, "classes": 0},
-    "representation": {"representation": 20},
-    "representation, headless": {"representation": 20, "classes": 0},
-    "axial": {"axial": True, "class_token": False, "pool": "average"},
-    "axial, every": {"axial": True, "class_token": False, "pool": "average", "posemb_at": "every"},
-    "post-norm": {"norm": "post"},
-    "fc_norm": {"norm_pooled": True, "pool": "average"},
-    "five channels": {"channels": 5},
-    "one token": {"image_size": (4, 6)},
-}
-
-
-@pytest.mark.parametrize("changes", ODD.values(), ids=ODD)
-def test_arithmetic_of_odd_models(changes: dict[str, Any]) -> None:
-    config = ViTConfig(**GRID | changes)
     assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
 
 
@@ -199,23 +144,6 @@ def test_arithmetic_of_a_rectangular_hybrid() -> None:
     assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
 
 
-@pytest.mark.parametrize("name", VIT_TABLE)
-def test_the_vits_of_the_fact_sheet(name: str) -> None:
-    headless, with_head, gmacs, size, gmacs_large = VIT_TABLE[name]
-    assert as_printed(cost.parameters(configure(name, classes=0)) / 1e6, headless) == headless
-    if with_head:
-        assert as_printed(cost.parameters(configure(name)) / 1e6, with_head) == with_head
-    assert as_printed(cost.macs(configure(name)) / 1e9, gmacs) == gmacs
-    assert as_printed(cost.macs(configure(name, image_size=size)) / 1e9, gmacs_large) == gmacs_large
-
-
-@pytest.mark.parametrize("name", BIT_TABLE)
-def test_the_resnets_of_the_fact_sheet(name: str) -> None:
-    config = configure(name, classes=0)
-    found = cost.parameters(config) / 1e6, cost.macs(config) / 1e9
-    assert tuple(map(as_printed, found, BIT_TABLE[name])) == BIT_TABLE[name]
-
-
 @pytest.mark.parametrize("row", TABLE_6, ids=lambda row: f"{row[0]} {row[1]}")
 def test_training_compute_is_that_of_table_6(row: tuple[str, int]) -> None:
     """By count of multiply-adds ResNets come out 3 to 4 % above the paper's figures; the others agree."""
@@ -237,8 +165,3 @@ def test_summary() -> None:
     assert row["weights_mib"] == pytest.approx(row["parameters"] * 4 / 2**20)
     assert round(row["gmacs"], 1) == 55.5
     assert row["paper_exaflops"]["7 epochs"] == pytest.approx(224, rel=0.01)  # the paper pre-trained at 224 px
-
-
-def test_a_size_that_does_not_fit_is_said() -> None:
-    assert "does_not_fit" in cost.summary("ViT-H/14", 384)
-    assert cost.summary("BiT-R50x1", 333)["gmacs"] > cost.summary("BiT-R50x1", 224)["gmacs"]

@@ -37,7 +37,7 @@ class Probe:
         return len(self.marks.read_text()) if self.marks.exists() else 0
 
 
-@pytest.mark.parametrize("signal", ["SIGILL", "SIGSEGV", "SIGBUS", ""])
+@pytest.mark.parametrize("signal", ["SIGILL", ""])
 def test_the_result_of_the_probe_is_cached_per_cpu(cpuinfo: Path, tmp_path: Path, signal: str) -> None:
     probe = Probe(tmp_path, DIES.format(name=signal) if signal else "")
     for _ in range(2):
@@ -57,15 +57,6 @@ def test_another_failure_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Pat
     assert probe.runs == 2
 
 
-def test_a_timeout_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_out(*_: object, **__: object) -> None:
-        raise subprocess.TimeoutExpired("python", 120)
-
-    monkeypatch.setattr(subprocess, "run", time_out)
-    assert device.cpu_bf16_kills(cpuinfo, "", tmp_path / "cache") is False
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize("flags", ["flags\t\t: fpu sse avx512f avx512_bf16 amx_tile\n", "Features\t: fp asimd\n", ""])
 def test_a_cpu_without_amx_is_not_probed(tmp_path: Path, flags: str) -> None:
     file = tmp_path / "cpuinfo"
@@ -76,7 +67,7 @@ def test_a_cpu_without_amx_is_not_probed(tmp_path: Path, flags: str) -> None:
     assert probe.runs == 0
 
 
-@pytest.mark.parametrize("broken", ["", "{}", "[]", "null", "not json", '{"other": 1}'])
+@pytest.mark.parametrize("broken", ["", "[]", '{"other": 1}'])
 def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str) -> None:
     probe, cache = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "cache"
     assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
@@ -85,20 +76,6 @@ def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str
     assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
     assert json.loads(file.read_text()) == {"kills": True}
     assert list(cache.iterdir()) == [file]  # no temporary files are left
-
-
-def test_without_a_writable_cache_the_cpu_is_probed_each_time(cpuinfo: Path, tmp_path: Path) -> None:
-    probe, blocked = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "file"
-    blocked.write_text("in the way")
-    for _ in range(2):
-        assert device.cpu_bf16_kills(cpuinfo, probe.code, blocked / "cache") is True
-    assert probe.runs == 2
-
-
-def test_the_cache_is_in_xdg_cache_home(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    device.cpu_bf16_kills(cpuinfo, "pass")
-    assert len(list((tmp_path / "xdg" / "plainvit").iterdir())) == 1
 
 
 def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +96,7 @@ def in_child(code: str, **environment: str) -> str:
     return run.stdout.strip()
 
 
-PREPARED = """
+CHILD = """
 import os, sys, types
 from plainvit import device
 {before}
@@ -141,13 +118,13 @@ LOADED = "sys.modules['torch'] = types.ModuleType('torch')"
         ("", True, {device.ISA_VARIABLE: "AVX2"}, "AVX2 False"),
     ],
 )
-def test_prepare_disables_amx_on_a_bad_cpu_before_torch(
+def test_amx_is_disabled_on_a_bad_cpu_before_torch(
     before: str, kills: bool, given: dict[str, str], expected: str
 ) -> None:
-    assert in_child(PREPARED.format(before=before, kills=kills), **given) == expected
+    assert in_child(CHILD.format(before=before, kills=kills), **given) == expected
 
 
-def test_the_package_calls_prepare_before_loading_models() -> None:
+def test_the_package_sets_the_environment_before_loading_models() -> None:
     code = """
 import sys, types, plainvit
 from plainvit import device
@@ -191,22 +168,6 @@ def test_bf16_is_rejected_where_it_would_crash(kind: str) -> None:
     model = make(kind)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
         model(images(model))
-
-
-@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
-def test_fp32_runs_where_bf16_would_crash(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make(kind)(images(make(kind)))
-    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
-    model = make(kind)
-    assert torch.equal(model(images(model)), expected)
-    with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        assert torch.equal(model(images(model)), expected)
-
-
-def test_bf16_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: False)
-    model = tiny.vit(torch.bfloat16)
-    assert model(images(model)).isfinite().all()
 
 
 def test_creating_a_model_disables_cudnn_attention() -> None:

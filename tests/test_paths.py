@@ -41,12 +41,6 @@ def test_predictions_go_to_a_path_with_a_colon(here: Path, suffix: str) -> None:
     assert not (here / f"out:1.{suffix}.parts").exists()
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
-def test_features_go_to_a_path_with_a_colon(here: Path, suffix: str) -> None:
-    run("embed", "m:1.safetensors", "photos:1", "--workers", "0", "--out", f"out:1.{suffix}")
-    assert (here / f"out:1.{suffix}").stat().st_size
-
-
 def test_evaluations_are_written_and_compared_below_a_folder_with_a_colon(here: Path, capsys: Capture) -> None:
     for out in ("lr:3e-4", "lr:1e-3"):
         run("evaluate", "m:1.safetensors", "--data", "photos:1", "--workers", "0", "--out", out)
@@ -80,12 +74,6 @@ def test_probes_and_conversions_take_paths_with_a_colon(here: Path) -> None:
     for name in ("t:1.safetensors", "t:1.pth"):
         run("convert", "m:1.safetensors", name, "--format", "timm", "--drop", "activation")
     run("convert", "m:1.safetensors", "g:1.npz", "--format", "google")
-
-
-def test_a_run_is_trained_and_resumed_in_a_folder_with_a_colon(here: Path) -> None:
-    for _ in range(2):
-        run("train", "digits", "--model.depth", "1", "--steps", "2", "--out", "lr:3e-4", "--device", "cpu")
-    assert (here / "lr:3e-4" / "images.parquet").is_file()
 
 
 OPENERS = {

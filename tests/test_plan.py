@@ -19,24 +19,22 @@ import torch
 from rich.console import Console
 from test_cost import TABLE_6
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from plainvit import cli, hub
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT, build
-from plainvit.names import configure, list_models
+from plainvit.names import configure
 from plainvit.planning import cost, step_time
 from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, largest_micro_batch, memory, saved_bytes
-from plainvit.planning.plan import choose_micro_batch, plan, resolve_model, table
-from plainvit.planning.step_time import MEASURED, executed_macs, exposed_communication, matmul_rate, step_seconds
+from plainvit.planning.plan import choose_micro_batch, plan, table
+from plainvit.planning.step_time import MEASURED, executed_macs, exposed_communication, step_seconds
 from plainvit.recipes import about, recipe
 from plainvit.recipes.paper import PRETRAINING
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train import guards
-from plainvit.train.masked import PredictPatches
 from plainvit.train.measure import measure_steps
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
@@ -147,13 +145,6 @@ def test_activations_of_other_models_are_close(config: Model, tolerance: float) 
     )
 
 
-def test_recomputed_blocks_save_only_their_input() -> None:
-    step = Step(model=SMALL, images=1)
-    block = saved_bytes(Step(model=SMALL.replace(depth=3), images=1)) - saved_bytes(step)
-    saving = saved_bytes(step) - saved_bytes(dataclasses.replace(step, recompute=True))
-    assert saving == SMALL.depth * (block - 4 * SMALL.tokens * SMALL.width)
-
-
 FAST: dict[str, Any] = {"fast_path": True, "residual_bytes": 2}
 STEPS = [  # one H200, torch 2.11, bf16, compiled, AdamW, 224 px (docs/results.md): model, batch, options, images/s, GiB
     ("ViT-Ti/16", 1024, FAST, 28_857, 11.12),
@@ -222,16 +213,6 @@ def test_fsdp_holds_a_shard_of_what_ddp_holds() -> None:
     assert fsdp["total"] < ddp["total"]
 
 
-def test_gathered_blocks_are_those_of_the_built_model() -> None:
-    with torch.device("meta"):
-        model = build(SMALL)
-    assert isinstance(model, ViT)
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    others = sum(p.numel() for p in model.parameters()) - SMALL.depth * block
-    found = memory(Step(model=SMALL, images=1, parallel="fsdp", devices=2))["gathered blocks"]
-    assert found == 4 * (2 * block + others) + 8 * block
-
-
 def test_checkpoint_bytes_match_a_saved_checkpoint(tmp_path: Path) -> None:
     fit(small_runs.config(steps=1, evaluations=1, recipe="mine"), tmp_path, quiet=True, bare=True)
     config = from_json(read_json(tmp_path / "config.json"), ("run",))
@@ -267,39 +248,12 @@ def test_more_work_takes_longer(changes: dict[str, Any]) -> None:
     assert images_per_second(dataclasses.replace(step, **changes)) < images_per_second(step)
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", ["ViT-B/16", "R50x1+ViT-B/16", "BiT-R50x1", "Axial-ViT-B/32"])
 def test_executed_macs_are_all_macs_without_the_fast_path(name: str) -> None:
     model = configure(name)
     assert sum(executed_macs(Step(model=model, images=1))) == pytest.approx(cost.macs(model))
     fast = sum(executed_macs(Step(model=model, images=1, fast_path=True)))
-    reads_one_token = isinstance(model, ViTConfig) and model.reads_one_token
-    assert (fast < cost.macs(model)) == reads_one_token
-    assert all(seconds >= 0 for seconds in step_seconds(Step(model=model, images=64), H200).values())
-
-
-def test_self_supervision_computes_the_last_block_for_all_tokens() -> None:
-    """PyTorch's count of the forward pass, without the layer that predicts the patches."""
-    config = Config(model=SMALL, objective="masked", data="digits", steps=1)
-    model = build(SMALL.replace(classes=0))
-    assert isinstance(model, ViT)
-    net, index = PredictPatches(model, config), torch.arange(1)
-    with FlopCounterMode(display=False) as counted:
-        net(torch.zeros(1, 3, *SMALL.image_size, dtype=torch.uint8), *net.hide(0, torch.zeros_like(index), index))
-    predictions = 2 * net.hidden * SMALL.width * 512
-    planned = 2 * sum(executed_macs(Step(model=resolve_model(config), images=1, fast_path=True)))
-    assert planned == counted.get_total_flops() - predictions
-
-
-def test_the_rate_grows_with_the_width_below_the_largest_models() -> None:
-    rates = [matmul_rate(width) for width in (64, 192, 256, 384, 768, 1024)]
-    assert rates == sorted(rates)
-    assert matmul_rate(96) == pytest.approx(matmul_rate(192) / 2)
-    assert matmul_rate(1664) == matmul_rate(1280)
-
-
-def test_a_small_step_waits_for_the_host() -> None:
-    parts = step_seconds(Step(model=configure("ViT-Ti/16"), images=1), H200)
-    assert max(parts, key=lambda name: parts[name]) == "host"
+    assert (fast < cost.macs(model)) == (isinstance(model, ViTConfig) and model.reads_one_token)
 
 
 @pytest.mark.parametrize(("parallel", "copies"), [("ddp", 2), ("fsdp", 3)])
@@ -326,14 +280,6 @@ def test_measured_steps_replace_the_estimate() -> None:
     assert step["hours"] == pytest.approx(40 * measured["seconds"] / 3600)
     assert report["on"] == ("cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name())
     assert report["notes"] == []
-
-
-def test_measuring_is_only_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--on", "h200"], ["--devices", "2"], ["--images", "10"]):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["plan", "digits", "--measure", *flags])
-        assert stopped.value.code == 2
-    assert "--measure" in capsys.readouterr().err
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -380,21 +326,6 @@ def test_reports_are_json_and_fit_80_columns(name: str, options: dict[str, Any])
     if "seconds" in step:
         assert step["seconds"] == pytest.approx(sum(step["parts"].values()))
         assert f"{1000 * step['seconds']:,.1f} ms" in text
-
-
-def test_known_datasets_set_the_length() -> None:
-    run = plan(recipe("vit-b16-i1k"))["run"]
-    assert run["images"] == 1_281_167 - round(0.01 * 1_281_167)
-    assert run["steps"] == int(300 * run["images"] / 4096)
-    assert plan(Config(model=SMALL.replace(classes=0), data="vtab/dtd", steps=3))["classes"] == 47
-    assert plan(Config(model=SMALL, data="flowers102", holdout=0.5, epochs=2, batch=102))["run"]["steps"] == 20
-
-
-def test_without_the_number_of_images_a_step_is_planned() -> None:
-    report = plan(recipe("vit-h14-jft"), on="h200", devices=64)
-    assert (report["run"]["exaflops"], report["step"]["hours"]) == (None, None)
-    assert report["step"]["images_per_second"] > 0
-    assert any("--images" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("name", ["masked-cifar10", "mae-cifar10"])

@@ -5,8 +5,6 @@ The tables are those of facts/paper.md (sections 3, 5 and 8), row by row. Nothin
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -402,18 +400,6 @@ def test_costs_are_those_of_the_arithmetic(name: str) -> None:
     seen = config.steps * config.batch or config.epochs * images * (1 - config.holdout)
     printed = float(said.split()[0].replace(",", ""))
     assert printed == pytest.approx(training_exaflops(model.replace(classes=classes), seen), rel=0.006)
-
-
-def test_patterns() -> None:
-    assert list_recipes("vit-?16-i1k") == ["vit-b16-i1k", "vit-l16-i1k"]
-    assert list_recipes("r50+vit-*-14ep") == ["r50+vit-l16-jft-14ep"]
-    assert list_recipes("nothing") == []
-
-
-def test_recipes_load_no_torch() -> None:
-    code = "import sys; from plainvit.recipes import list_recipes, recipe; recipe('ft-cifar10'); list_recipes()"
-    code += "; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
 # Refusals and files of one's own --------------------------------------------------------------------------------------

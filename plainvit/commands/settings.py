@@ -4,8 +4,6 @@ from typing import Any
 
 from plainvit.commands.flags import Settings
 from plainvit.config import Config, Model, Preprocess, pair
-from plainvit.names import configure
-from plainvit.recipes import recipe
 
 
 def configure_run(command: str, name: str, given: Settings) -> Config:
@@ -15,6 +13,8 @@ def configure_run(command: str, name: str, given: Settings) -> Config:
             f"no recipe given, for example: plainvit {command} digits (`plainvit recipes` lists all). For your photos: "
             "plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
         )
+    from plainvit.recipes import recipe
+
     config = recipe(name) if name else Config()
     changes, nested = _split_names(given)
     start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
@@ -39,6 +39,8 @@ def _split_names(given: Settings) -> tuple[dict[str, Any], dict[str, dict[str, A
 
 def _select_model(config: Config, start: Config, name: str, settings: dict[str, Any], command: str) -> Model | None:
     """The model that --model names, or that of the recipe or of the weights to start from, with its own settings."""
+    from plainvit.names import configure
+
     for side in {"image_size", "patch"} & settings.keys():
         settings[side] = pair(*settings[side]) if len(settings[side]) == 1 else settings[side]
     model = config.model
