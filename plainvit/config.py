@@ -32,6 +32,7 @@ __all__ = [
     "Augment",
     "Checked",
     "Config",
+    "DataSummary",
     "Masked",
     "Model",
     "Optim",
@@ -267,6 +268,16 @@ class Config(Checked):
     def decay(self, steps: int) -> float:
         """Decay of the averaged weights: ema, or computed from ema_window."""
         return max(1 - 1 / (self.ema_window * steps), 0.0) if self.ema_window else self.ema
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """What a recipe may depend on: the training images of a dataset."""
+
+    images: int
+    classes: int
+    side: int  # median of the shorter sides, in pixels
+    is_grey: bool = False
 
 
 _KINDS: dict[str, type[Checked]] = {

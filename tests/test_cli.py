@@ -18,7 +18,7 @@ from plainvit.commands.flags import list_flags, parse
 from plainvit.commands.predict import InferenceFlags
 from plainvit.commands.runs import COMMON_FLAGS
 from plainvit.planning import cost
-from plainvit.recipes.small import RECIPES as STARTERS
+from plainvit.recipes.starters import RECIPES as STARTERS
 from plainvit.weights.published import TO_START
 
 COMMAND = Path(sys.executable).with_name("plainvit")

@@ -353,9 +353,9 @@ def test_there_is_a_test_for_every_recipe_of_a_paper() -> None:
     tables += ["augreg-ft-imagenet", "augreg-ft-other", *(f"plain-s16-i1k-{epochs}ep" for epochs in (90, 150, 300))]
     tables += [*(f"deit-{size}16-i1k" for size in ("ti", "s", "b")), *DEIT_3]
     tables += [f"deit3-{size}-i1k-ft224" for size in ("b16", "l16", "h14")]
-    from plainvit.recipes import masked, small
+    from plainvit.recipes import masked, starters
 
-    assert [*small.RECIPES, *tables, *masked.RECIPES] == NAMES  # the last are held by tests/test_masked_training.py
+    assert [*starters.RECIPES, *tables, *masked.RECIPES] == NAMES  # the last are held by tests/test_masked_training.py
     assert len(set(NAMES)) == len(NAMES)
 
 

@@ -179,7 +179,7 @@ def recipes(pattern: Pattern = "", /, *, json: bool = False) -> None:
     """
     from plainvit.config import to_json
     from plainvit.recipes import about, list_recipes, recipe
-    from plainvit.recipes.small import RECIPES as STARTERS
+    from plainvit.recipes.starters import RECIPES as STARTERS
 
     names = list_recipes(pattern) if pattern else list(STARTERS)
     if not names:

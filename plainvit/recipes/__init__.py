@@ -2,20 +2,21 @@
 
     plainvit train NAME --data-root DIR          plainvit train my.py:function
 
-One file per source: small, paper, bit, augreg, plain_baselines, deit, masked. Each has RECIPES: name -> function.
+One file per source: starters, paper, bit, augreg, plain_baselines, deit, masked. Each has RECIPES: name -> function.
 Your own recipe is a function in your own file. The file is executed: name only files that you trust.
 """
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 
-from plainvit.config import Config, nearest
+from plainvit.config import Config, DataSummary, nearest
 
-Recipe = Callable[[], Config]
+Recipe = Callable[..., Config]
 PARTS = ("source", "command", "expected", "cost")  # lines of a docstring, after the first
 
 
@@ -24,19 +25,26 @@ def list_recipes(pattern: str = "*") -> list[str]:
     return [name for name in _recipes() if fnmatchcase(name, pattern)]
 
 
-def recipe(name: str) -> Config:
-    """The config of a named recipe or of FILE.py:FUNCTION; its `recipe` field is that name."""
+def recipe(name: str, data: DataSummary | None = None) -> Config:
+    """The config of a named recipe or of FILE.py:FUNCTION; its `recipe` field is that name.
+
+    A recipe that has a parameter `data` adapts to the dataset, such as `small`.
+    """
     make = _find(name)
-    if not in_file(name):
-        return make().replace(recipe=name)
     try:
-        config = make()
+        config = make(data=data) if data and takes_data(name) else make()
     except Exception as error:
+        if not in_file(name):
+            raise
         raise ValueError(f"recipe {name} raised {_one_line(error)}") from error
     if not isinstance(config, Config):
-        kind = type(config).__name__
-        raise ValueError(f"recipe {name} returned {kind}, expected plainvit.config.Config")
+        raise ValueError(f"recipe {name} returned {type(config).__name__}, expected plainvit.config.Config")
     return config.replace(recipe=name)
+
+
+def takes_data(name: str) -> bool:
+    """Whether a recipe depends on the dataset."""
+    return "data" in inspect.signature(_find(name)).parameters
 
 
 def about(name: str) -> dict[str, str]:
@@ -59,9 +67,9 @@ def describe_recipe(make: Recipe, *, summary: str, source: str, command: str, ex
 
 
 def _recipes() -> dict[str, Recipe]:
-    from plainvit.recipes import augreg, bit, deit, masked, paper, plain_baselines, small
+    from plainvit.recipes import augreg, bit, deit, masked, paper, plain_baselines, starters
 
-    modules = (small, paper, bit, augreg, plain_baselines, deit, masked)
+    modules = (starters, paper, bit, augreg, plain_baselines, deit, masked)
     return {name: make for module in modules for name, make in module.RECIPES.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from plainvit.config import Augment, Config, Masked, Optim, Preprocess, ViTConfig
 from plainvit.names import configure
 from plainvit.recipes import Recipe, describe_recipe
-from plainvit.recipes.small import RECIPES as SUPERVISED
+from plainvit.recipes.starters import RECIPES as SUPERVISED
 
 IMAGENET_PIXELS: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.config import Augment, Config, DataSummary, Optim, ViTConfig
 from plainvit.names import configure
 from plainvit.recipes import Recipe
 
@@ -44,6 +44,31 @@ def pixels() -> Config:
         epochs=40,
         optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.1, weight_decay=0.1),
         augment=base.augment.replace(mixup=0.0),
+    )
+
+
+def small(data: DataSummary = DataSummary(images=5_000, classes=10, side=28, is_grey=True)) -> Config:  # noqa: B008
+    """Train a small ViT on small images (28 to 64 px) from scratch, sized by the data.
+
+    Source: plainvit
+    Command: plainvit train small --data FOLDER
+    Expected: TODO
+    Cost: TODO
+    """
+    patch = max(round(data.side / 7), 1)  # about 7 x 7 tokens
+    side = max(round(data.side / patch), 1) * patch
+    shape: dict[str, Any] = {"width": 96, "depth": 6, "heads": 3, "mlp_dim": 192}
+    shape |= {"patch": (patch, patch), "image_size": (side, side)}
+    return Config(
+        model=ViTConfig(classes=0, pool="average", class_token=False, init="timm", **shape),
+        holdout=0.05,
+        epochs=float(min(max(150_000 // max(data.images, 1), 5), 200)),
+        batch=128,
+        optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.05, weight_decay=0.1),
+        # Grey images are mostly characters, which a flip would change
+        augment=Augment(crop="pad", pad=max(side // 10, 1), flip=0.0 if data.is_grey else 0.5, cutmix=1.0),
+        ema_window=0.1,
+        evaluations=10,
     )
 
 
@@ -134,6 +159,7 @@ def photos() -> Config:
 RECIPES: dict[str, Recipe] = {
     "digits": digits,
     "pixels": pixels,
+    "small": small,
     "cifar10": cifar10,
     "tiny-imagenet": tiny_imagenet,
     "finetune": finetune,

@@ -1,0 +1,30 @@
+"""The number, size and colour of a dataset's training images, for recipes that depend on them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from plainvit.config import DataSummary
+from plainvit.data.decode import ImageError
+from plainvit.data.sources import open_source
+
+SAMPLE = 64  # images that are read
+
+
+def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
+    """Count the training images and classes, and read some images for their size and colour."""
+    source = open_source(data, "train", data_root=data_root or None)
+    sides: list[int] = []
+    is_grey = True
+    error: ImageError | None = None
+    for index in np.unique(np.linspace(0, len(source) - 1, SAMPLE).astype(int)):
+        try:
+            image = source.image(int(index))
+        except ImageError as found:  # training reports the unreadable ones
+            error = found
+            continue
+        sides.append(min(image.shape[:2]))
+        is_grey = is_grey and bool((image == image[..., :1]).all())
+    if not sides and error:
+        raise error
+    return DataSummary(images=len(source), classes=len(source.classes), side=int(np.median(sides)), is_grey=is_grey)
