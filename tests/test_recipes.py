@@ -5,21 +5,36 @@ The tables are those of facts/paper.md (sections 3, 5 and 8), row by row. Nothin
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pictures import plant_classes
+from PIL import Image
 
 from plainvit import recipes
+from plainvit.cli import main
 from plainvit.commands.flags import Settings
 from plainvit.commands.settings import configure_run
-from plainvit.config import Augment, Config, ResNetConfig, ViTConfig, count_steps, differences, from_json, to_json
+from plainvit.config import (
+    Augment,
+    Config,
+    DataSummary,
+    ResNetConfig,
+    ViTConfig,
+    count_steps,
+    differences,
+    from_json,
+    to_json,
+)
 from plainvit.data.splits import open_splits
+from plainvit.data.summary import summarise
 from plainvit.data.transforms import DRAWS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
-from plainvit.recipes import about, list_recipes, recipe
+from plainvit.recipes import about, choose_recipe, list_recipes, recipe
 from plainvit.recipes.bit import hyperrule
 from plainvit.train.transfer import resolve
 
@@ -524,6 +539,65 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(mine.parent)
     assert recipe("digits").recipe == "digits"
     assert recipes.list_recipes("digits") == ["digits"]
+
+
+# Recipes that depend on the data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("side", "patch", "size"), [(8, 1, 8), (28, 4, 28), (32, 4, 32), (47, 6, 48), (64, 8, 64), (96, 12, 96)]
+)
+def test_small_takes_its_sizes_from_the_data(side: int, patch: int, size: int) -> None:
+    config = recipe("small", DataSummary(images=5_000, classes=3, side=side))
+    assert isinstance(config.model, ViTConfig)
+    assert (config.model.patch, config.model.image_size) == ((patch, patch), (size, size))
+
+
+@pytest.mark.parametrize(("images", "epochs"), [(10, 100), (5_000, 20), (1_000_000, 5)])
+def test_small_trains_longer_on_fewer_images(images: int, epochs: int) -> None:
+    assert recipe("small", DataSummary(images=images, classes=3, side=28)).epochs == epochs
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_summary_counts_images_and_finds_their_size_and_colour(colour: bool, tmp_path: Path) -> None:
+    for index in range(6):
+        pixels = torch.randint(0, 256, (30, 40, 3 if colour else 1), dtype=torch.uint8).expand(30, 40, 3).numpy()
+        file = tmp_path / "ab"[index % 2] / f"{index}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    (tmp_path / "a" / "bad.png").write_bytes(b"no image")
+    found = summarise(str(tmp_path))
+    assert found == DataSummary(images=7, classes=2, side=30, is_grey=not colour)
+    assert recipe("small", found).augment.flip == (0.5 if colour else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "side", "name"),
+    [("photos/", 500, "photos"), ("photos/", 97, "photos"), ("photos/", 64, "small"), ("cifar10", 32, "cifar10")],
+)
+def test_a_recipe_is_chosen_by_the_size_of_the_images(data: str, side: int, name: str) -> None:
+    assert choose_recipe(data, DataSummary(images=100, classes=2, side=side))[0] == name
+
+
+@pytest.mark.parametrize("words", ["", "small", "photos", "--image-size 16", "--model ViT-Ti/16 --image-size 32"])
+def test_train_plan_and_doctor_agree_on_the_config(words: str, tmp_path: Path, monkeypatch: Any) -> None:
+    plant_classes(tmp_path / "data", {"a": 6, "b": 6})
+    seen: list[Config] = []
+    monkeypatch.setattr("plainvit.train.run.fit", lambda config, *_, **__: seen.append(config) or sys.exit(0))
+    monkeypatch.setattr("plainvit.train.doctor.examine", lambda config, *_: seen.append(config) or sys.exit(0))
+    monkeypatch.setattr("plainvit.train.measure.measure_steps", lambda config: seen.append(config) or sys.exit(0))
+    for command in ("train", "doctor", "plan --measure"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), *words.split(), "--data", str(tmp_path / "data"), "--epochs", "3"])
+    assert len(seen) == 3
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_plan_of_a_folder_counts_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant_classes(tmp_path, {"a": 40, "b": 40})
+    main(["plan", "--data", str(tmp_path), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["run"]["images"], report["classes"], report["recipe"]) == (76, 2, "small")
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def train(recipe: str = "", /, *, settings: Settings, flags: RunFlags) -> Proces
     interrupted run. The run folder holds the weights, the metrics and a report.
 
     Args:
-        recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
+        recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own; default: one that suits --data
     """
     return _train("train", recipe, settings, flags)
 
@@ -64,7 +64,7 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     for name, least in (("devices", 1), ("restarts", 0)):
         if getattr(flags, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(flags, name)}")
-    config = configure_run(command, recipe, settings)
+    config = configure_run(command, recipe, settings, quiet=flags.json)
     if flags.devices > 1 and "RANK" not in os.environ:
         return Processes(flags.devices, flags.restarts, config.device)
     from plainvit.train.run import fit
@@ -137,7 +137,7 @@ def plan(
     """
     from plainvit.planning import plan as planning
 
-    config, measured = configure_run("plan", recipe, settings), None
+    config, measured = configure_run("plan", recipe, settings, quiet=json), None
     if measure:
         if on or devices > 1 or images:
             raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
@@ -145,6 +145,12 @@ def plan(
 
         config, measured = measure_steps(config)
         images = measured["images"]
+    elif images is None and Path(config.data).exists():
+        from plainvit.data.splits import open_splits
+        from plainvit.train.transfer import resolve
+
+        splits = open_splits(config)
+        config, images = resolve(config, splits), len(splits.train)
     report = planning.plan(config, on=on, devices=devices, images=images, search=search, measured=measured)
     print_result(report, None if json else planning.table(report))
 
@@ -163,7 +169,7 @@ def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: b
 
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
-    config = configure_run("doctor", recipe, settings)
+    config = configure_run("doctor", recipe, settings, quiet=json)
     report = examination.examine(config if config.recipe else None, devices)
     print_result(report, None if json else examination.table(report))
 

@@ -1,21 +1,19 @@
 """Recipe and flags -> the config of a run, for train, finetune, plan and doctor."""
 
+import os
+import sys
 from typing import Any
 
 from plainvit.commands.flags import Settings
-from plainvit.config import Config, Model, Preprocess, pair
+from plainvit.config import Config, DataSummary, Model, Preprocess, pair
 
 
-def configure_run(command: str, name: str, given: Settings) -> Config:
+def configure_run(command: str, name: str, given: Settings, *, quiet: bool = False) -> Config:
     """The recipe's config, with the model that the flags select and every other setting that was given."""
-    if not name and command in ("train", "plan"):
-        raise ValueError(
-            f"no recipe given, for example: plainvit {command} digits (`plainvit recipes` lists all). For your photos: "
-            "plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
-        )
     from plainvit.recipes import recipe
 
-    config = recipe(name) if name else Config()
+    name = name or _choose_recipe(command, given, quiet)
+    config = recipe(name, _summarise_data(name, given)) if name else Config()
     changes, nested = _split_names(given)
     start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
     model = _select_model(config, start, changes.pop("model", ""), nested.pop("model", {}), command)
@@ -25,6 +23,36 @@ def configure_run(command: str, name: str, given: Settings) -> Config:
         current = getattr(config, part) or _implied_preprocess(start, command)
         changes[part] = current.replace(**values)
     return config.replace(model=model, **changes)
+
+
+def _choose_recipe(command: str, given: Settings, quiet: bool) -> str:
+    """The recipe that suits --data, printed with the reason; "" for a doctor without data."""
+    data, init = given.get("data", ""), given.get("init", "")
+    if not data:
+        if command == "doctor":
+            return ""
+        raise ValueError(f"no recipe and no data given: plainvit {command} digits, or plainvit {command} --data FOLDER")
+    if init:
+        name, reason = "finetune", f"starts from {init}"
+    else:
+        from plainvit.data.summary import summarise
+        from plainvit.recipes import choose_recipe
+
+        name, reason = choose_recipe(data, summarise(data, given.get("data_root", "")))
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        print(f"recipe {name}: {reason}", file=sys.stderr)
+    return name
+
+
+def _summarise_data(name: str, given: Settings) -> DataSummary | None:
+    """The summary of --data, for a recipe that depends on it."""
+    from plainvit.recipes import takes_data
+
+    if not given.get("data") or not takes_data(name):
+        return None
+    from plainvit.data.summary import summarise
+
+    return summarise(given["data"], given.get("data_root", ""))
 
 
 def _split_names(given: Settings) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

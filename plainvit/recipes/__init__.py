@@ -47,6 +47,21 @@ def takes_data(name: str) -> bool:
     return "data" in inspect.signature(_find(name)).parameters
 
 
+SMALL_SIDE = 96  # images up to this many pixels are small
+
+
+def choose_recipe(data: str, summary: DataSummary) -> tuple[str, str]:
+    """The recipe to train on a dataset from scratch, and the reason."""
+    for name in ("digits", "cifar10", "tiny-imagenet"):
+        if data == name:
+            return name, "made for this dataset"
+    found = f"{summary.images:,} training images of about {summary.side} px"
+    if summary.side <= SMALL_SIDE:
+        return "small", found
+    hint = "pretrained weights are far more accurate: plainvit finetune --init WEIGHTS --data "
+    return "photos", f"{found}; {hint}{data}"
+
+
 def about(name: str) -> dict[str, str]:
     """The parts of a recipe's docstring: name, summary, source, command, expected, cost; "" if absent."""
     lines = [line.strip() for line in (_find(name).__doc__ or "").strip().splitlines()]
