@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plainvit.analyse.figures import COLOURS, cell, new_axes, printable, save, styled, write_csv
+from plainvit.analyse.figures import COLOURS, new_axes, printable, save, styled, write_csv
 from plainvit.analyse.page import (
     Html,
     Section,
@@ -94,11 +94,6 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
         spine.set_visible(count > NUMBERED)
 
 
-def write_confusion(matrix: np.ndarray, classes: Sequence[str], path: Path) -> None:
-    rows = [[name, *map(cell, row)] for name, row in zip(classes, matrix.astype(float).tolist(), strict=True)]
-    write_csv(path, [["truth \\ guess", *classes], *rows])
-
-
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,15 +101,15 @@ def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, fo
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
     save(figure, folder / "figures" / "confusion.png")
-    write_confusion(matrix, classes, folder / "figures" / "confusion.csv")
+    rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
+    write_csv(folder / "figures" / "confusion.csv", [["truth \\ prediction", *classes], *rows])
     width = f"min-width:{min(figure.get_figwidth() * 72, 620):.0f}px;max-width:{figure.get_figwidth() * 110:.0f}px"
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     numbers = " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    shown = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="picture")
-    drawn = join([shown, element("p", note + numbers, class_="note")])
-    layout = "beside" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    listed = _confusion_table(matrix, classes, split)
-    body = element("div", element("div", listed), element("div", drawn), class_=layout)
+    drawn = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="wide-figure")
+    drawn = element("div", drawn, element("p", note + numbers, class_="note"))
+    layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
+    body = element("div", element("div", _confusion_table(matrix, classes, split)), drawn, class_=layout)
     return Section("Confusion matrix", join([body, figure_links("confusion")]))
 
 
@@ -130,17 +125,12 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     found = find_frequent_confusions(matrix)
     if not found:
         return element("p", f"No errors on the {split} images.")
-    totals, errors = matrix.sum(1), matrix.sum() - np.trace(matrix)
+    rows = []
+    for truth, predicted in found:
+        count, total = matrix[truth, predicted], matrix[truth].sum()
+        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", percent(count / total)))
+    errors = matrix.sum() - np.trace(matrix)
     summary = f"{pluralize(errors, 'error')} in {pluralize(matrix.sum(), f'{split} image')}."
-    rows = [
-        (
-            classes[truth],
-            classes[predicted],
-            f"{matrix[truth, predicted]:,.0f} of {totals[truth]:,.0f}",
-            percent(matrix[truth, predicted] / totals[truth]),
-        )
-        for truth, predicted in found
-    ]
     titles = ["true class", "predicted as", "images", "of the class"]
     return join([element("p", summary), table(titles, rows, numbers=(2, 3))])
 
