@@ -32,7 +32,6 @@ from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
 from plainvit.data.sources import open_source
-from plainvit.disk import DiskError
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT
 from plainvit.names import configure
@@ -89,12 +88,12 @@ def run_all(looked: Subject) -> tuple[set[str], list[str]]:
 
 
 ALL = {
-    *("filters", "positions", "attention-distance", "attention-entropy", "attention-maps", "every-head"),
+    *("filters", "positions", "attention-distance", "attention-entropy", "attention-maps"),
     *("faithfulness", "token-norms", "layer-similarity", "removal", "hidden-patches"),
 }
 LACKS = {
     "no positions": {"positions"},
-    "axial": {"attention-maps", "every-head", "faithfulness"},
+    "axial": {"attention-maps", "faithfulness"},
     "no head": {"faithfulness", "removal", "hidden-patches"},
     "resnet": ALL - {"filters", "layer-similarity", "hidden-patches"},
 }
@@ -167,7 +166,7 @@ def test_analysis_writes_figures_data_and_page(
     found = json.loads(capsys.readouterr().out)
     assert Path(found["report"]) == tmp_path / "analysis.html"
     figures = {Path(path).stem for path in found["figures"]}
-    assert figures >= ALL | {"positions-resampled", "layer-similarity-against", "faithfulness-insertion"}
+    assert figures >= ALL | {"layer-similarity-against", "faithfulness-insertion"}
     assert figures == {path.stem for path in (tmp_path / "figures").glob("*.png")}
     for path in found["figures"]:
         with Image.open(path) as image:
@@ -273,13 +272,7 @@ def test_unavailable_published_weights_suggest_alternatives(
 def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     words = [str(folder / "model.safetensors"), "--images", str(folder / "photos"), "--out", str(tmp_path / "file")]
-    assert "--out" in fail(words, capsys, 5)
-
-
-@pytest.mark.skipif(not Path("/proc/version").exists(), reason="no /proc, which not even root can write to")
-def test_a_read_only_folder(folder: Path) -> None:
-    with pytest.raises(DiskError, match="/proc/analysis"):
-        analyse_model(folder / "model.safetensors", str(folder / "photos"), "/proc/analysis", device="cpu", quiet=True)
+    assert str(tmp_path / "file") in fail(words, capsys, 5)
 
 
 def test_unreadable_images_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -297,11 +290,6 @@ def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
     assert len(open_images("shapes:size=16,count=5", "", "")) == 5
     with pytest.raises(DataError, match="data root"):
         open_images("tiny-imagenet", "", "")
-
-
-def test_images_of_the_wrong_size_raise() -> None:
-    with pytest.raises(ValueError, match="do not fit this model"):
-        attention.measure_heads(vit(), torch.zeros(1, 3, 32, 32))
 
 
 def test_an_analysis_that_raises_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +311,7 @@ def test_colours_of_grey_images_are_not_called_learned() -> None:
     assert "colours of grey images" in next(iter(analyse_filters(looked))).text
 
 
-# The claim ------------------------------------------------------------------------------------------------------------
+# Rollout -------------------------------------------------------------------------------------------------------------
 
 
 def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -340,26 +328,17 @@ def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.nd
 def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With timm's small initial weights, whose attention is nearly even.
+    """With timm's small initial weights, whose attention is nearly uniform.
 
-    Google's are large enough for texture alone to draw attention: a small object of one texture then gets more than its
-    share before any training, and a map's bright object proves nothing.
+    With Google's larger ones, texture alone draws attention to the object before any training.
     """
     without_figures(monkeypatch)
     shape = ViTConfig(
         width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
     )
-    made = Config(
-        model=shape,
-        data="shapes:size=32,count=6000",
-        steps=700,
-        batch=64,
-        holdout=0.02,
-        optim=Optim(lr=1e-3, warmup=0.2, weight_decay=0.05),
-        augment=Augment(crop="none"),
-        evaluations=1,
-        workers=0,
-    )
+    optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
+    made = Config(model=vit, data="shapes:size=32,count=6000", steps=700, batch=64, holdout=0.02, optim=optim,
+                  augment=augment, evaluations=1, workers=0)  # fmt: skip
     plainvit.fit(made, tmp_path / "run", quiet=True)
     source = open_source("shapes:size=32,count=200", "test")
     assert isinstance(source, Shapes)
@@ -371,18 +350,6 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
         mass, area = on_object(model.initialise(torch.Generator().manual_seed(seed)), source, 200)
         assert wilcoxon(mass, area, alternative="greater").pvalue > 0.01
         assert mass.mean() == pytest.approx(area.mean(), rel=0.02)
-
-
-@pytest.mark.slow
-@every_kind
-def test_each_model_kind_gets_a_page(kind: str, tmp_path: Path) -> None:
-    plainvit.save(KINDS[kind]().float(), tmp_path / "model.safetensors")
-    plant(tmp_path / "photos", {f"{seed}.png": png(seed, 30, 50) for seed in range(3)})
-    written = analyse_model(
-        tmp_path / "model.safetensors", str(tmp_path / "photos"), tmp_path, device="cpu", quiet=True
-    )
-    assert written.report.stat().st_size < 10_000_000
-    assert len(written.figures) >= 5
 
 
 @pytest.mark.slow

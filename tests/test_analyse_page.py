@@ -1,4 +1,4 @@
-"""The page of an analysis: what it holds and how large it grows, hostile names, and the explorer in a real browser."""
+"""The report of an analysis: its attention data, its size, hostile names, and the explorer in a real browser."""
 
 import base64
 import hashlib
@@ -153,15 +153,6 @@ def test_a_page_of_vit_b_16_stays_below_ten_megabytes() -> None:
     body, script = explorer(model, shown, described(1), Plan(1, twelve.keys, twelve.head_keys, twelve.heads[:1]))
     size = len(render_page("ViT-B/16", "", [Section("Explorer", body)], script=script))
     assert 12 * twelve.images * size < 9_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("ViT-B/16", 224), ("ViT-L/16", 384)])
-def test_whole_explorers_stay_below_ten_megabytes(name: str, size: int) -> None:
-    model = plainvit.create(name, image_size=size).eval()
-    wanted = plan(model, 128)
-    body, script = explorer(model, pixels(model, wanted.images), described(wanted.images), wanted)
-    assert len(render_page(name, "", [Section("Explorer", body)], script=script)) < 9_000_000
 
 
 # What it may do -------------------------------------------------------------------------------------------------------

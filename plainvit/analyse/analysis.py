@@ -8,7 +8,6 @@ model are omitted with a note.
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from plainvit.analyse.page import (
     write_page,
 )
 from plainvit.analyse.subject import LEAST, Drawing, Finding, Findings, Subject, gather, resolve_images
-from plainvit.disk import DiskError, write_text
+from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.models import ViT
@@ -89,8 +88,9 @@ def analyse_model(
     subject = gather(predictor, *data, count, model)
     subject.against, subject.other, subject.thorough = other, display_name(against), thorough
     subject.notes[:0] = find_warnings(subject)
-    folder = Path(out) if out else _default_folder(Path(model))
-    _check_folder(folder)
+    default = Path(model) if Path(model).is_dir() else Path("analysis") / display_name(model)
+    folder = Path(out or default)
+    make_folder(folder / "figures")  # fails before the analysis if it cannot be written
     with Display("analysis", len(ANALYSES) + 1, quiet=quiet) as display:
         found = run_analyses(subject, display)
         figures = [path for finding in found for path in _write_figures(finding, folder / "figures")]
@@ -128,20 +128,6 @@ def display_name(model: str | Path) -> str:
         generic = path.stem in ("model", "pytorch_model", "checkpoint", "weights")
         return path.resolve().parent.name if generic and path.is_file() else path.stem
     return (path.resolve() if path.is_dir() else path).name or str(model)
-
-
-def _default_folder(model: Path) -> Path:
-    return model if model.is_dir() else Path("analysis") / display_name(model)
-
-
-def _check_folder(folder: Path) -> None:
-    """Fails before the analysis if its results cannot be written."""
-    try:
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder / "figures"):
-            pass
-    except OSError as error:
-        raise DiskError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
 
 
 def find_warnings(subject: Subject) -> list[str]:

@@ -1,9 +1,9 @@
-"""Confusion matrix and accuracy by class: figure, CSV and report sections.
+"""Confusion matrix and metrics by class: figure, CSV and report sections.
 
 A matrix [K, K] counts images: rows are true classes, columns are predicted classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -135,25 +135,25 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     return join([element("p", summary), table(titles, rows, numbers=(2, 3))])
 
 
-def class_accuracy_section(matrix: np.ndarray, classes: Sequence[str], split: str) -> Section:
-    totals = matrix.sum(1)
-    seen = np.flatnonzero(totals > 0)
-    shares = np.diag(matrix)[seen] / totals[seen]
-    order = seen[np.lexsort((seen, -totals[seen], shares))]  # worst first; ties: more images first
-    rows = [_class_row(matrix, classes, int(index)) for index in order]
-    mean = f"Mean accuracy over the classes on the {split} images: {percent(shares.mean())}."
-    unseen = len(matrix) - len(seen)
-    note = f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
-    titles = ["class", element("th", class_="measure"), "accuracy", "correct / images", "most frequent error"]
-    return Section("Accuracy by class", join([element("p", mean + note), folded_table(titles, rows, (2, 3))]))
+def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
+    """[K] each: images, precision, recall and F1; 0 where undefined."""
+    correct, images, predictions = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    counts = {"precision": predictions, "recall": images, "f1": (images + predictions) / 2}
+    return {"images": images} | {name: correct / np.maximum(count, 0.5) for name, count in counts.items()}
 
 
-def _class_row(matrix: np.ndarray, classes: Sequence[str], index: int) -> tuple[object, ...]:
-    row, total = matrix[index], matrix[index].sum()
-    errors = row.copy()
-    errors[index] = 0
-    worst = int(errors.argmax())
-    most = f"{classes[worst]} ({errors[worst]:,.0f})" if errors[worst] else ""
-    share = row[index] / total
-    measure = element("td", bar(share), class_="measure")
-    return classes[index], measure, percent(share), f"{row[index]:,.0f} / {total:,.0f}", most
+def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], data: str = "") -> Section:
+    """A row for each class that has images, the lowest recall first. data: a file to link to."""
+    images, recall = numbers["images"], numbers["recall"]
+    seen = np.flatnonzero(images > 0)
+    order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
+    rows = []
+    for at in order.tolist():
+        ratios = (percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
+        rows.append((classes[at], element("td", bar(recall[at]), class_="measure"), *ratios, f"{images[at]:,.0f}"))
+    text = f"Lowest recall (accuracy within the class) first. Mean recall: {percent(recall[seen].mean())}."
+    unseen = len(images) - len(seen)
+    text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
+    link = element("p", "Data: ", element("a", data, href=data), ".", class_="note") if data else ""
+    titles = ["class", element("th", class_="measure"), "recall", "precision", "F1", "images"]
+    return Section("Metrics by class", join([element("p", text), folded_table(titles, rows, (2, 3, 4, 5)), link]))

@@ -23,7 +23,6 @@ from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
 LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
-WIDE = 8.7  # inches of a figure that spans the page
 RANDOM = "random order"
 
 
@@ -194,27 +193,6 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
         axes.text(x + 0.47, -0.04, name, fontsize=7.5, ha="center", va="bottom")
     axes.set(xlim=(-0.02, len(columns)), ylim=(tall * len(images), -0.14))
     axes.set_axis_off()
-    return figure
-
-
-@styled()
-def draw_head_maps(values: np.ndarray, title: str) -> Figure:
-    """[layers, heads, h, w] as a grid of maps, each on its own scale: layers are columns, heads are rows."""
-    layers, heads, h, w = values.shape
-    low, high = values.min((2, 3), keepdims=True), values.max((2, 3), keepdims=True)
-    scaled = (values - low) / np.where(high > low, high - low, 1)
-    gap = max(1, w // 8)
-    side = min(0.6, (WIDE - 1.2) / layers)  # inches of a tile
-    tall = side * h / w
-    figure, axes = new_axes((max(side * layers + 1.3, 3.4), max(tall * heads, 0.9) + 0.75))
-    canvas = _tile_grid(scaled.transpose(1, 0, 2, 3), gap)
-    image = axes.imshow(canvas, cmap="magma", vmin=0, vmax=1, interpolation="none")
-    _number_ticks(axes.xaxis, range(layers), w + gap, w)
-    _number_ticks(axes.yaxis, range(heads), h + gap, h)
-    axes.set(xlabel="layer", ylabel="head", title=title)
-    _remove_frame(axes)
-    bar = _add_colorbar(figure, image, axes, "attention", ticks=(0, 1))
-    bar.ax.set_yticklabels(["min", "max"])
     return figure
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.analyse import figures
-from plainvit.analyse.confusion import confusion_section
+from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.page import (
     SPLIT,
@@ -18,7 +18,6 @@ from plainvit.analyse.page import (
     element,
     fact,
     figure_links,
-    folded_table,
     inline_svg,
     join,
     notice,
@@ -39,7 +38,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     """report.html with its figures."""
     sections = [
         _confusion_section(card, labels, result, folder),
-        _class_section(labels, result),
+        class_section(result.by_class(), labels.guess_names, "classes.csv") if labels.single else None,
         _calibration_section(result, folder),
         predictions_section(errors, folder, "Most confident errors", (int((~result.right).sum()), len(result.right))),
         _command_section(card),
@@ -90,21 +89,6 @@ def _confusion_section(card: Card, labels: Labels, result: Result, folder: Path)
         return None
     names = [figures.printable(name) for name in labels.guess_names]
     return confusion_section(result.confusion.astype(float), names, SPLIT[card.data["split"]], folder)
-
-
-def _class_section(labels: Labels, result: Result) -> Section | None:
-    """Precision, recall and F1 of each class, worst first."""
-    if not labels.single:
-        return None
-    numbers = result.by_class()
-    seen = np.flatnonzero(numbers["images"] > 0)
-    order = seen[np.lexsort((seen, numbers["f1"][seen]))]
-    shares = zip(*(map(percent, numbers[name][order]) for name in ("precision", "recall", "f1")), strict=True)
-    rows = [(labels.guess_names[at], f"{numbers['images'][at]:,}", *row) for at, row in zip(order, shares, strict=True)]
-    titles = ["class", "images", "precision", "recall", "F1"]
-    link = element("a", "classes.csv", href="classes.csv")
-    words = element("p", "Sorted by F1, worst first. Data: ", link, ".")
-    return Section("Metrics by class", join([words, folded_table(titles, rows, (1, 2, 3, 4))]))
 
 
 def _calibration_section(result: Result, folder: Path) -> Section:

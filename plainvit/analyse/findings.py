@@ -46,23 +46,15 @@ def analyse_positions(subject: Subject) -> Findings:
     model = attention.require_vit(subject.model)
     similar, (h, w) = embeddings.similarity(model), model.config.grid
     found, chance = embeddings.structure(similar), embeddings.permutation_test(similar)
-    numbers = {"grid": (h, w), **_structure_numbers(found), "chance": chance._asdict()}
+    numbers = {"grid": (h, w), **asdict(found), "contrast": found.contrast, "chance": chance._asdict()}
     numbers["similarity"] = similar.round(4).tolist()
-    figures = {"": Drawing(drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches"), numbers)}
-    text = ""
-    if model.config.posemb != "relative":
-        larger = math.ceil(1.5 * h), math.ceil(1.5 * w)
-        resampled = embeddings.similarity(model, grid=larger)
-        numbers = {"grid": larger, **_structure_numbers(embeddings.structure(resampled))}
-        title = f"Resampled to {larger[0]} x {larger[1]} patches"
-        figures["resampled"] = Drawing(drawings.draw_similarity(resampled, title), numbers)
-        text = " The second figure shows the positions resampled for larger images: the same pattern, but finer."
+    drawn = drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches")
     yield Finding(
         "positions",
         "Position similarity",
         "Each tile shows the cosine similarity of one patch's position embedding with all others. "
-        f"{describe_structure(found, chance)}{text}",
-        figures,
+        f"{describe_structure(found, chance)}",
+        {"": Drawing(drawn, numbers)},
     )
 
 
@@ -81,10 +73,6 @@ def describe_structure(found: embeddings.Structure, chance: embeddings.PValues) 
         "elsewhere (p-values of a permutation test). Rank correlation of similarity and nearness: "
         f"{found.nearness:.2f}."
     )
-
-
-def _structure_numbers(found: embeddings.Structure) -> dict[str, Any]:
-    return asdict(found) | {"contrast": found.contrast}
 
 
 def analyse_heads(subject: Subject) -> Findings:

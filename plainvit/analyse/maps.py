@@ -20,16 +20,14 @@ _PASSES = 5 * 2 * len(robust.SHARES) + 10  # forward passes per image: five maps
 def analyse_maps(subject: Subject) -> Findings:
     model = attention.require_global_attention(subject.model)
     images = subject.images[: subject.affordable_images(_PASSES, TESTED, SHOWN + 2)]
-    by_head = attention.attention_maps(model, images)  # [B, L, H, h, w]
     maps = {
         "rollout": attention.rollout(model, images),
         "rollout, no residual": attention.rollout(model, images, residual=False),
-        "last layer": by_head[:, -1].mean(1),
+        "last layer": attention.attention_maps(model, images)[:, -1].mean(1),
     }
     if model.head is not None:
         maps["relevance"] = attention.relevance(model, images)
     yield _find_maps(subject, maps)
-    yield _find_head_maps(subject, by_head[0].float().numpy())
     if model.head is not None:
         yield _find_faithfulness(subject, maps)
 
@@ -62,17 +60,6 @@ def _map_table(images: np.ndarray, maps: dict[str, np.ndarray], captions: list[s
         rows.append(join((element("div", *shown, class_="row"), element("p", caption, class_="note"))))
     scale = element("p", "min ", element("span", class_="ramp heat"), " max of each map", class_="note")
     return element("div", *rows, scale, class_="maps", style=f"--columns:{len(maps) + 1}")
-
-
-def _find_head_maps(subject: Subject, maps: np.ndarray) -> Finding:
-    query = "the class token" if subject.model.config.pool == "token" else "all patches (mean)"
-    drawn = drawings.draw_head_maps(maps, f"Attention of {query}")
-    return Finding(
-        "every-head",
-        "Attention of every head",
-        f"Attention of {query} in each head of each layer, for the first image above; each map on its own scale.",
-        {"": Drawing(drawn, {"name": subject.names[0], "maps": maps.round(6).tolist()})},
-    )
 
 
 # Faithfulness ---------------------------------------------------------------------------------------------------------

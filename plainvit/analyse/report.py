@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse.confusion import class_accuracy_section, confusion_section
+from plainvit.analyse.confusion import class_section, confusion_section, measure_classes
 from plainvit.analyse.curves import curves_section
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
@@ -231,8 +231,9 @@ def _confusion_sections(run: Run) -> list[Section]:
     matrix = run.confusion()
     if matrix is None:
         return []
-    classes, split = run.classes(len(matrix)), SPLIT[run.split]
-    return [confusion_section(matrix, classes, split, run.folder), class_accuracy_section(matrix, classes, split)]
+    classes = run.classes(len(matrix))
+    section = confusion_section(matrix, classes, SPLIT[run.split], run.folder)
+    return [section, class_section(measure_classes(matrix), classes)]
 
 
 def _command_section(run: Run) -> Section | None:
