@@ -337,7 +337,7 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
         width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
     )
     optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
-    made = Config(model=vit, data="shapes:size=32,count=6000", steps=700, batch=64, holdout=0.02, optim=optim,
+    made = Config(model=shape, data="shapes:size=32,count=6000", steps=700, batch=64, holdout=0.02, optim=optim,
                   augment=augment, evaluations=1, workers=0)  # fmt: skip
     plainvit.fit(made, tmp_path / "run", quiet=True)
     source = open_source("shapes:size=32,count=200", "test")
