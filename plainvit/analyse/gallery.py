@@ -93,9 +93,10 @@ def contact_sheet(
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
     image, name = thumbnail(source, index), str(row["name"]).rpartition("/")[2]
-    if not row["guesses"]:
+    predictions = row["predictions"] if "predictions" in row else row["guesses"]
+    if not predictions:
         return Cell(image, "no prediction", name, colour=WRONG)
-    best = row["guesses"][0]
+    best = predictions[0]
     return Cell(image, str(best["label"]), name, number(best["probability"]))
 
 

@@ -145,6 +145,7 @@ def _facts(run: Run) -> list[Html]:
     facts: list[Html] = []
     result, val, split = run.result(run.split), run.result("val"), SPLIT.get(run.split, "")
     top5, nll, error = (number(result.get(name)) for name in ("top5", "nll", "ece"))
+    facts += _first_result_facts(run)
     if run.split == "test" and val:
         biased = "optimistic, see below" if run.chosen_on_val else ""
         facts.append(fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), biased))
@@ -156,13 +157,33 @@ def _facts(run: Run) -> list[Html]:
     seconds, device = number(run.environment.get("seconds")), run.environment.get("device")
     if not math.isnan(seconds):
         facts.append(fact("training time", format_duration(seconds), f"on {printable(device, 40)}" if device else ""))
-    steps, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
-    if len(steps):
-        under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
-        facts.append(fact("steps", f"{steps[-1]:,.0f}", under))
+    facts += _step_facts(run)
     if not math.isnan(error):  # last: its note takes a row
         facts.append(fact(f"{split} calibration error", points(error), _describe_confidence(result)))
     return facts
+
+
+def _first_result_facts(run: Run) -> list[Html]:
+    first = run.first_result
+    if not first:
+        return []
+    seconds, head = number(first.get("seconds")), first.get("head") or "linear"
+    after = "" if math.isnan(seconds) else f"after {format_duration(seconds)}"
+    top1 = percent(number(first.get("top1")), number(first.get("images")))
+    return [fact("first result", top1, f"{head} head on frozen features", after)]
+
+
+def _step_facts(run: Run) -> list[Html]:
+    """Steps that were taken; next to them the steps asked for, if --hours allowed fewer."""
+    recorded, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
+    taken, asked = number(run.results.get("steps")), number(run.results.get("steps_asked"))
+    taken = float(recorded[-1]) if math.isnan(taken) and len(recorded) else taken
+    if math.isnan(taken):
+        return []
+    hours = number(run.config.get("hours"))
+    limited = f"of {asked:,.0f}: limited by --hours {hours:g}" if asked > taken and hours > 0 else ""
+    passes = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
+    return [fact("steps", f"{taken:,.0f}", limited, passes)]
 
 
 def _describe_confidence(result: Mapping[str, Any]) -> str:
@@ -185,6 +206,10 @@ def _notices(run: Run) -> Iterable[Html]:
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
             yield notice(describe_unreadable(unreadable, f"{name} image"), warning=True)
+    if run.results.get("final") == "first":
+        trained = percent(number(as_dict(run.results.get("trained")).get("top1")), run.images("val"))
+        words = "The final weights are the first result, a linear head on frozen features"
+        yield notice(f"{words}: fine-tuning was not better on the held-out images ({trained}).")
     if run.chosen_on_val:
         yield notice(_describe_selection_bias(run))
     better = as_dict(run.results.get("better_before"))

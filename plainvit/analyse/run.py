@@ -52,6 +52,11 @@ class Run:
     def chosen_on_val(self) -> bool:
         return bool(self.results.get("chosen_on_val") or as_dict(self.results.get("val")).get("chosen_on_val"))
 
+    @property
+    def first_result(self) -> dict[str, Any]:
+        """The result of the linear head from which fine-tuning started, if there was one."""
+        return as_dict(self.results.get("first_result") or self.results.get("first"))
+
     def result(self, split: str) -> dict[str, Any]:
         return as_dict(self.results.get(split))
 
