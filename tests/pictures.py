@@ -1,4 +1,4 @@
-"""Pictures, folders and shards made on the spot for the data tests, by Pillow, pyarrow and tarfile alone."""
+"""Images, folders and shards for the tests, made with Pillow, pyarrow and tarfile alone."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from PIL import Image
 
 
 def real_data() -> Path:
-    """The folder of real images; the test is skipped where there is none."""
+    """The folder of real images; skips the test if there is none."""
     folder = os.environ.get("PLAINVIT_DATA")
     if not folder:
         pytest.skip("PLAINVIT_DATA is not set")
@@ -24,12 +24,12 @@ def real_data() -> Path:
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Pixels [height, width, 3] with nothing to compress: any two seeds differ."""
+    """Random pixels [height, width, 3], which do not compress; any two seeds differ."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth blobs of colour, as kind to JPEG as a photograph."""
+    """Smooth blobs of colour, which JPEG compresses like a photograph."""
     coarse = noise(max(height // 8, 2), max(width // 8, 2), seed)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -42,7 +42,7 @@ def encode(image: Image.Image | np.ndarray, form: str = "PNG", **options: Any) -
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
-    """What Pillow reads, nothing turned."""
+    """The pixels that Pillow reads, without EXIF rotation."""
     with Image.open(io.BytesIO(data)) as image:
         return np.array(image.convert(mode))
 
@@ -65,7 +65,7 @@ def plant(root: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def plant_classes(root: Path, counts: Mapping[str, int], start: int = 0) -> Path:
-    """Class folders with so many different PNGs each."""
+    """Class folders, each with this number of different PNGs."""
     seeds = iter(range(start, start + sum(counts.values())))
     return plant(root, {f"{name}/{i}.png": png(next(seeds)) for name, count in counts.items() for i in range(count)})
 
@@ -80,7 +80,7 @@ def write_parquet(
     columns: tuple[str, str] = ("image", "label"),
     group: int = 1000,
 ) -> None:
-    """A shard the way the `datasets` library writes it: a struct of bytes and path, class names in the schema."""
+    """A shard as the `datasets` library writes it: a struct of bytes and path, class names in the schema."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cells = [None if data is None else {"bytes": data, "path": None} for data in images] if struct else list(images)
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()

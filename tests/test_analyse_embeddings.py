@@ -19,7 +19,7 @@ from plainvit.analyse.embeddings import (
     similarity,
     structure,
 )
-from plainvit.analyse.parts import describe_structure
+from plainvit.analyse.findings import describe_structure
 
 
 def test_filters_are_the_principal_components() -> None:
@@ -59,10 +59,10 @@ def test_filters_of_hybrids_and_resnets_are_those_of_the_root(make: Any) -> None
 def test_zero_is_grey_in_filter_images() -> None:
     tiles = np.zeros((2, 4, 4, 3))
     tiles[0, 1, 2] = 0.5, -0.25, 0
-    pictures = filters_to_rgb(tiles)
-    assert pictures.dtype == np.uint8
-    assert pictures[0, 1, 2].tolist() == [255, 64, 128]
-    assert (pictures[1] == 128).all()
+    images = filters_to_rgb(tiles)
+    assert images.dtype == np.uint8
+    assert images[0, 1, 2].tolist() == [255, 64, 128]
+    assert (images[1] == 128).all()
     assert filters_to_rgb(tiles[..., :1]).shape == (2, 4, 4, 3)
     with pytest.raises(ValueError, match="4 channels"):
         filters_to_rgb(np.zeros((1, 2, 2, 4)))

@@ -94,11 +94,9 @@ NAMED: dict[str, Callable[[ViT, Path], object]] = {
 SCORED: dict[str, Callable[[ViT, Tensor], object]] = {
     "accuracy": lambda model, images: robust.accuracy(model, images, LABELS),
     "removed": lambda model, images: robust.measure_removal(model, images, LABELS),
-    "shifted": lambda model, images: robust.measure_shifts(model, images, LABELS, (0, 1)),
     "faithfulness": lambda model, images: robust.faithfulness(model, images, torch.rand(IMAGES, 3, 5)),
     "occluded": lambda model, images: robust.measure_occlusion(model, images, LABELS, (3, 5), (0.0, 0.5)),
     "shuffled": lambda model, images: robust.measure_shuffling(model, images, LABELS, [(1, 1)]),
-    "ends": robust.score_ends,
 }
 LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
     "heads": attention.measure_heads,

@@ -248,14 +248,14 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_is_none_is_left_out(tmp_path: Path) -> None:
-    from plainvit.analyse.masked import draw_masked, masked_pictures
+    from plainvit.analyse.masked import draw_masked, read_masked_figures
 
     rows = [np.full((2, 8, 12, 3), shade, np.uint8) for shade in (10, 20, 30)]
     for step in (1, 5, 9):
         draw_masked(tmp_path, step, rows)
     (tmp_path / "figures/masked-0000009.png").write_bytes(b"no picture")
     (tmp_path / "figures/masked-x.png").write_bytes(b"")
-    found = masked_pictures(tmp_path)
+    found = read_masked_figures(tmp_path)
     assert [step for step, _ in found] == [1, 5]
     shown = found[0][1]
     assert shown.shape == (3 * 72 + 2 * 4, 2 * 108 + 4, 3)  # nine times as large

@@ -1,9 +1,9 @@
-"""Confusion matrix and accuracy by class: figure, CSV and report sections.
+"""Confusion matrix and metrics by class: figure, CSV and report sections.
 
 A matrix [K, K] counts images: rows are true classes, columns are predicted classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plainvit.analyse.figures import COLOURS, cell, new_axes, printable, save, styled, write_csv
+from plainvit.analyse.figures import COLOURS, new_axes, printable, save, styled, write_csv
 from plainvit.analyse.page import (
     Html,
     Section,
@@ -94,11 +94,6 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
         spine.set_visible(count > NUMBERED)
 
 
-def write_confusion(matrix: np.ndarray, classes: Sequence[str], path: Path) -> None:
-    rows = [[name, *map(cell, row)] for name, row in zip(classes, matrix.astype(float).tolist(), strict=True)]
-    write_csv(path, [["truth \\ guess", *classes], *rows])
-
-
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,15 +101,15 @@ def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, fo
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
     save(figure, folder / "figures" / "confusion.png")
-    write_confusion(matrix, classes, folder / "figures" / "confusion.csv")
+    rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
+    write_csv(folder / "figures" / "confusion.csv", [["truth \\ prediction", *classes], *rows])
     width = f"min-width:{min(figure.get_figwidth() * 72, 620):.0f}px;max-width:{figure.get_figwidth() * 110:.0f}px"
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     numbers = " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    shown = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="picture")
-    drawn = join([shown, element("p", note + numbers, class_="note")])
-    layout = "beside" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    listed = _confusion_table(matrix, classes, split)
-    body = element("div", element("div", listed), element("div", drawn), class_=layout)
+    drawn = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="wide-figure")
+    drawn = element("div", drawn, element("p", note + numbers, class_="note"))
+    layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
+    body = element("div", element("div", _confusion_table(matrix, classes, split)), drawn, class_=layout)
     return Section("Confusion matrix", join([body, figure_links("confusion")]))
 
 
@@ -130,40 +125,35 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     found = find_frequent_confusions(matrix)
     if not found:
         return element("p", f"No errors on the {split} images.")
-    totals, errors = matrix.sum(1), matrix.sum() - np.trace(matrix)
+    rows = []
+    for truth, predicted in found:
+        count, total = matrix[truth, predicted], matrix[truth].sum()
+        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", percent(count / total)))
+    errors = matrix.sum() - np.trace(matrix)
     summary = f"{pluralize(errors, 'error')} in {pluralize(matrix.sum(), f'{split} image')}."
-    rows = [
-        (
-            classes[truth],
-            classes[predicted],
-            f"{matrix[truth, predicted]:,.0f} of {totals[truth]:,.0f}",
-            percent(matrix[truth, predicted] / totals[truth]),
-        )
-        for truth, predicted in found
-    ]
     titles = ["true class", "predicted as", "images", "of the class"]
     return join([element("p", summary), table(titles, rows, numbers=(2, 3))])
 
 
-def class_accuracy_section(matrix: np.ndarray, classes: Sequence[str], split: str) -> Section:
-    totals = matrix.sum(1)
-    seen = np.flatnonzero(totals > 0)
-    shares = np.diag(matrix)[seen] / totals[seen]
-    order = seen[np.lexsort((seen, -totals[seen], shares))]  # worst first; ties: more images first
-    rows = [_class_row(matrix, classes, int(index)) for index in order]
-    mean = f"Mean accuracy over the classes on the {split} images: {percent(shares.mean())}."
-    unseen = len(matrix) - len(seen)
-    note = f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
-    titles = ["class", element("th", class_="measure"), "accuracy", "correct / images", "most frequent error"]
-    return Section("Accuracy by class", join([element("p", mean + note), folded_table(titles, rows, (2, 3))]))
+def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
+    """[K] each: images, precision, recall and F1; 0 where undefined."""
+    correct, images, predictions = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    counts = {"precision": predictions, "recall": images, "f1": (images + predictions) / 2}
+    return {"images": images} | {name: correct / np.maximum(count, 0.5) for name, count in counts.items()}
 
 
-def _class_row(matrix: np.ndarray, classes: Sequence[str], index: int) -> tuple[object, ...]:
-    row, total = matrix[index], matrix[index].sum()
-    errors = row.copy()
-    errors[index] = 0
-    worst = int(errors.argmax())
-    most = f"{classes[worst]} ({errors[worst]:,.0f})" if errors[worst] else ""
-    share = row[index] / total
-    measure = element("td", bar(share), class_="measure")
-    return classes[index], measure, percent(share), f"{row[index]:,.0f} / {total:,.0f}", most
+def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], data: str = "") -> Section:
+    """A row for each class that has images, the lowest recall first. data: a file to link to."""
+    images, recall = numbers["images"], numbers["recall"]
+    seen = np.flatnonzero(images > 0)
+    order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
+    rows = []
+    for at in order.tolist():
+        ratios = (percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
+        rows.append((classes[at], element("td", bar(recall[at]), class_="measure"), *ratios, f"{images[at]:,.0f}"))
+    text = f"Lowest recall (accuracy within the class) first. Mean recall: {percent(recall[seen].mean())}."
+    unseen = len(images) - len(seen)
+    text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
+    link = element("p", "Data: ", element("a", data, href=data), ".", class_="note") if data else ""
+    titles = ["class", element("th", class_="measure"), "recall", "precision", "F1", "images"]
+    return Section("Metrics by class", join([element("p", text), folded_table(titles, rows, (2, 3, 4, 5)), link]))

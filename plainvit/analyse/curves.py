@@ -1,6 +1,6 @@
-"""Learning curves of a run: metrics.jsonl as columns, a figure, a CSV file and a report section.
+"""Learning curves of a run: metrics.jsonl as columns, a figure and a report section.
 
-table = thin_table(read_metrics(Path("runs/digits/metrics.jsonl")))
+table = read_metrics(Path("runs/digits/metrics.jsonl"))
 save(draw_curves(table), Path("curves.png"))
 """
 
@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, WRONG, cell, new_figure, number, save, styled, write_csv
+from plainvit.analyse.figures import COLOURS, PANEL, WRONG, new_figure, number, save, styled
 from plainvit.analyse.page import Section, element, figure_links, inline_svg, join
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
 METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels
 VALIDATION = tuple(f"{kind}_{name}" for kind in ("val", "val_ema") for name in METRICS)
-BUCKETS = 250
+BUCKETS = 120  # points of a curve of training steps
 
 Table = dict[str, np.ndarray]  # column -> values, NaN where missing; one row for each step, in order
 
@@ -73,62 +73,34 @@ def _read_values(line: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-def thin(values: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
-    """Indices to draw: the first, the last, and the minimum and maximum of each bucket."""
-    where = np.flatnonzero(np.isfinite(values))
-    if len(where) <= 2 * buckets:
-        return where
-    kept = {where[0], where[-1]}
-    for part in np.array_split(where, buckets):
-        kept |= {part[np.argmin(values[part])], part[np.argmax(values[part])]}
-    return np.array(sorted(kept))
-
-
-def thin_table(table: Table) -> Table:
-    """The rows that the training curves need, all validations, some skipped steps; with smoothed columns."""
-    keep = [thin(table[name]) for name in TRAINING if name != "skipped"]
-    keep += [np.flatnonzero(np.isfinite(table[name])) for name in VALIDATION]
-    skipped = np.flatnonzero(table["skipped"] > 0)
-    keep.append(skipped[np.linspace(0, len(skipped) - 1, min(len(skipped), BUCKETS)).astype(int)])
-    rows = np.unique(np.concatenate(keep)).astype(int)
-    smoothed = {f"{name}_smoothed": smooth(table[name], rows) for name in ("loss", "accuracy", "norm", "waiting")}
-    return {name: values[rows] for name, values in table.items()} | smoothed
-
-
-def smooth(values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Centred means over 4 % of the run. Each window is summed separately: a spike would corrupt a running sum."""
-    where = np.flatnonzero(np.isfinite(values))
-    half = max(len(where) // 25 // 2, 1)
-    smoothed = np.full(len(at), math.nan)
-    for index, row in enumerate(at):
-        if np.isfinite(values[row]):
-            centre = int(np.searchsorted(where, row))
-            smoothed[index] = values[where[max(centre - half, 0) : centre + half + 1]].mean()
-    return smoothed
+def summarize(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
+    """[4, n]: last step, mean, minimum and maximum of each bucket of consecutive finite values."""
+    finite = np.flatnonzero(np.isfinite(values))
+    parts = np.array_split(finite, min(len(finite), buckets)) if len(finite) else []
+    rows = [(steps[part[-1]], values[part].mean(), values[part].min(), values[part].max()) for part in parts]
+    return np.array(rows).reshape(-1, 4).T
 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
+_VALIDATED = "validation, averaged weights"
 # panel -> its title and its lines: (column, label, colour)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
-    "loss": ("Training loss", [("loss", "each step", "grey"), ("loss_smoothed", "smoothed", "blue")]),
+    "loss": ("Training loss", [("loss", "mean", "blue")]),
     "top1": (
         "Top-1 accuracy, %",
-        [
-            ("accuracy_smoothed", "training batches", "grey"),
-            ("val_top1", "validation", "blue"),
-            ("val_ema_top1", "validation, averaged weights", "orange"),
-        ],
+        [("accuracy", "training", "grey"), ("val_top1", "validation", "blue"), ("val_ema_top1", _VALIDATED, "orange")],
     ),
     "nll": (
         "Validation negative log-likelihood",
-        [("val_nll", "validation", "blue"), ("val_ema_nll", "validation, averaged weights", "orange")],
+        [("val_nll", "validation", "blue"), ("val_ema_nll", _VALIDATED, "orange")],
     ),
     "val_loss": ("Validation loss", [("val_loss", "validation", "blue")]),
     "lr": ("Learning rate", [("lr", "", "blue")]),
-    "norm": ("Gradient norm", [("norm", "each step", "grey"), ("norm_smoothed", "smoothed", "blue")]),
-    "waiting": ("Time spent waiting for data, %", [("waiting_smoothed", "", "blue")]),
+    "norm": ("Gradient norm", [("norm", "mean", "blue")]),
+    "waiting": ("Time spent waiting for data, %", [("waiting", "", "blue")]),
 }
+_WITH_RANGE = ("loss", "norm")  # columns whose smallest and largest values are drawn as a band
 
 
 def panels(table: Table) -> list[str]:
@@ -139,6 +111,7 @@ def panels(table: Table) -> list[str]:
 
 @styled()
 def draw_curves(table: Table) -> Figure:
+    """All panels that have data, two in a row."""
     names = panels(table)
     columns = min(2, max(len(names), 1))
     figure, axes = new_figure(max(math.ceil(len(names) / columns), 1), columns)
@@ -146,8 +119,6 @@ def draw_curves(table: Table) -> Figure:
         _draw_panel(panel, table, name)
     for panel in axes.flat[len(names) :]:
         panel.set_axis_off()
-    if not names:
-        axes[0, 0].text(0.5, 0.5, "no steps recorded", ha="center", color=COLOURS["muted"])
     return figure
 
 
@@ -164,75 +135,63 @@ def draw_curve(table: Table, name: str) -> Figure:
 
 def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     title, lines = _PANELS[name]
-    scale = 100 if title.endswith("%") else 1
-    drawn = [_draw_line(axes, table, line, scale) for line in lines]
-    axes.set_title(title)
-    axes.set_xlabel("step")
+    for column, label, colour in lines:
+        _draw_line(axes, table, column, label=label, colour=colour, scale=100 if title.endswith("%") else 1)
+    axes.set(title=title, xlabel="step")
     first, last = table["step"][[0, -1]]
     margin = 0.02 * (last - first) or 0.5
     axes.set_xlim(first - margin, last + margin)  # the same for all panels: validations begin later
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
-    if name in ("loss", "nll", "norm") and _spans_decades([values for values in drawn if len(values)]):
-        _make_logarithmic(axes)
+    if name in ("loss", "nll", "norm"):
+        _use_log_scale_for_decades(axes)
     elif name in ("lr", "waiting"):  # start at zero, and show at least 10 %
         axes.set_ylim(0, max(axes.get_ylim()[1], 10 if name == "waiting" else 1e-12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     if name == "loss":
         _mark_skipped(axes, table)
-    if len(axes.get_legend_handles_labels()[0]) > 1 and name != "norm":  # same lines as the loss
-        # Corners that are usually empty
-        axes.legend(loc="lower left" if name == "loss" else "lower right" if name == "top1" else "upper right")
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(loc="lower right" if name == "top1" else "upper right")  # corners that are usually empty
 
 
-def _draw_line(axes: Axes, table: Table, line: tuple[str, str, str], scale: float) -> np.ndarray:
-    column, label, colour = line
-    finite = np.isfinite(table[column])
-    steps, values = table["step"][finite], np.clip(table[column][finite] * scale, -1e99, 1e99)  # matplotlib's limit
-    if len(values):
-        marker = "o" if column.startswith("val_") or len(values) == 1 else ""
-        width = 0.7 if column in ("loss", "norm") else 1.7
-        axes.plot(steps, values, color=COLOURS[colour], label=label, linewidth=width, marker=marker)
-    return values
+def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str, scale: float) -> None:
+    is_validation = column.startswith("val_")
+    steps, *values = summarize(table["step"], table[column], len(table["step"]) + 1 if is_validation else BUCKETS)
+    if not len(steps):
+        return
+    mean, low, high = np.clip(np.array(values) * scale, -1e99, 1e99)  # matplotlib's limit
+    if column in _WITH_RANGE and (low < high).any():
+        axes.fill_between(steps, low, high, color=COLOURS["grey"], alpha=0.4, linewidth=0, label="range")
+    axes.plot(steps, mean, color=COLOURS[colour], label=label, marker="o" if is_validation or len(steps) == 1 else "")
 
 
-def _spans_decades(lines: Sequence[np.ndarray]) -> bool:
-    low, high = min(map(np.min, lines)), max(map(np.max, lines))
-    return low > 0 and high / low > 12
-
-
-def _make_logarithmic(axes: Axes) -> None:
+def _use_log_scale_for_decades(axes: Axes) -> None:
+    """A logarithmic axis if the values are positive and span more than a decade."""
+    low, high = axes.dataLim.intervaly
+    if not (low > 0 and high / low > 12):
+        return
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
     decades = math.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0, 3.0) if decades < 3.5 else (1.0,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
 
 
 def _mark_skipped(axes: Axes, table: Table) -> None:
     steps = table["step"][table["skipped"] > 0]
     if len(steps):
+        chosen = steps[np.linspace(0, len(steps) - 1, min(len(steps), BUCKETS)).astype(int)]
         bottom = axes.get_xaxis_transform()  # x in steps, y as a fraction of the panel
-        height = np.full(len(steps), 0.03)
-        axes.plot(steps, height, "|", color=WRONG, markersize=7, transform=bottom, label="skipped (NaN or Inf)")
-
-
-def write_curves(table: Table, path: Path) -> None:
-    """The rows that were drawn, in full precision."""
-    columns = [name for name in table if name == "step" or np.isfinite(table[name]).any()]
-    rows = zip(*(table[name].tolist() for name in columns), strict=True)
-    write_csv(path, [columns, *(list(map(cell, row)) for row in rows)])
+        height = np.full(len(chosen), 0.03)
+        axes.plot(chosen, height, "|", color=WRONG, markersize=7, transform=bottom, label="skipped (NaN or Inf)")
 
 
 def curves_section(table: Table, folder: Path) -> Section | None:
-    """Also writes figures/curves.png and .csv; None if no step was recorded."""
+    """Also writes figures/curves.png; None if no step was recorded."""
     names = panels(table)
     if not names:
         return None
     save(draw_curves(table), folder / "figures" / "curves.png")
-    write_curves(table, folder / "figures" / "curves.csv")
-    drawn = [inline_svg(draw_curve(table, name), f"Curve of {name} by step") for name in names]
+    drawn = [inline_svg(draw_curve(table, name), f"{_PANELS[name][0]} by step") for name in names]
     shown = element("div", *(element("div", svg) for svg in drawn), class_="panels")
-    return Section("Learning curves", join([shown, figure_links("curves")]))
+    return Section("Learning curves", join([shown, figure_links("curves", "metrics.jsonl")]))

@@ -19,26 +19,23 @@ from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, filters_to_rgb
 from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
-from plainvit.analyse.page import CRISP
 
 LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
-WIDE = 8.7  # inches of a figure that spans the page
 RANDOM = "random order"
-DARK = 48  # median pixel value, of 255
 
 
 @styled()
 def draw_filters(found: Filters) -> Figure:
     """Tiles sorted by explained variance, seven to a row as in Figure 7."""
-    pictures = filters_to_rgb(found.tiles)
-    columns = min(7, len(pictures))
-    rows = math.ceil(len(pictures) / columns)
+    images = filters_to_rgb(found.tiles)
+    columns = min(7, len(images))
+    rows = math.ceil(len(images) / columns)
     figure, axes = new_axes((0.95 * columns, 1.12 * rows + 0.3))
-    for place, (picture, share) in enumerate(zip(pictures, found.variance, strict=True)):
-        x, y = place % columns, 1.25 * (place // columns)
-        axes.imshow(picture, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
+    for at, (image, share) in enumerate(zip(images, found.variance, strict=True)):
+        x, y = at % columns, 1.25 * (at // columns)
+        axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
         axes.text(x + 0.45, y + 1, f"{100 * share:.1f} %", fontsize=7, color=COLOURS["muted"], ha="center", va="center")
     axes.set(xlim=(-0.02, columns), ylim=(1.25 * rows, -0.02))
     axes.set_title("Principal components of the first layer, explained variance")
@@ -80,18 +77,17 @@ def _number_ticks(axis: Axis, numbers: Sequence[int] | np.ndarray, step: int, wi
 
 
 @styled()
-def draw_heads(values: np.ndarray, title: str, reference: float, label: str) -> Figure:
-    """A dot for each head by layer, the mean of each layer, and a reference line (Figure 7, right)."""
+def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
+    """A dot for each head by layer, the mean of each layer, and the value of uniform attention (Figure 7, right)."""
     layers, heads = values.shape
     figure, axes = new_axes(PANEL)
     at = np.arange(1, layers + 1)
-    axes.axhline(reference, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label=label)
+    axes.axhline(uniform, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label="uniform attention")
     dots = {"s": 14, "color": COLOURS["blue"], "alpha": 0.55, "linewidths": 0}
     axes.scatter(np.repeat(at, heads), values.ravel(), label="head", **dots)
     axes.plot(at, values.mean(1), color=COLOURS["orange"], marker="" if layers > 1 else "o", label="mean of layer")
-    axes.set(xlabel="layer", ylim=(0, 1.06 * max(reference, float(np.nanmax(values)), 1e-6)), xlim=(0.5, layers + 0.5))
-    axes.set_title(title)
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.set(xlim=(0.5, layers + 0.5), ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
+    _label_layers(axes, title)
     _add_legend(figure, axes)
     return figure
 
@@ -141,20 +137,27 @@ def draw_removed_layers(full: float, layers: Sequence[float]) -> Figure:
     at = np.arange(1, len(layers) + 1)
     axes.bar(at, 100 * np.asarray(layers), color=COLOURS["blue"], width=0.7, label="without the layer")
     axes.axhline(100 * full, color=COLOURS["orange"], linewidth=1.4, label="full model")
-    axes.set(xlabel="layer", ylim=(0, max(105 * full, 105 * max(layers), 1)), xlim=(0.4, len(layers) + 0.6))
-    axes.set_title("Accuracy without each layer, %")
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.set(xlim=(0.4, len(layers) + 0.6), ylim=(0, max(105 * full, 105 * max(layers), 1)))
+    _label_layers(axes, "Accuracy without each layer, %")
     _add_legend(figure, axes)
     return figure
 
 
+def _label_layers(axes: Axes, title: str) -> None:
+    axes.set(xlabel="layer", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+
+
 @styled()
-def draw_histogram(values: np.ndarray, title: str, xlabel: str, threshold: float, label: str) -> Figure:
+def draw_norms(ratios: np.ndarray, threshold: float) -> Figure:
+    """Histogram of token norms in medians, with the threshold of outliers."""
     figure, axes = new_axes(PANEL)
-    limit = max(float(values.max()), 1.1 * threshold)
-    axes.hist(values.ravel(), bins=60, range=(0, limit), color=COLOURS["blue"], log=True)
+    limit = max(float(ratios.max()), 1.1 * threshold)
+    axes.hist(ratios.ravel(), bins=60, range=(0, limit), color=COLOURS["blue"], log=True)
+    label = f"outliers: above {threshold:g} medians"
     axes.axvline(threshold, color=COLOURS["orange"], linewidth=1.4, label=label)
-    axes.set(xlabel=xlabel, xlim=(0, limit), ylim=(0.7, None), title=title)
+    axes.set(xlim=(0, limit), ylim=(0.7, None), xlabel="norm / median norm")
+    axes.set_title("Patches by the norm of their last token")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _add_legend(figure, axes)
@@ -164,30 +167,13 @@ def draw_histogram(values: np.ndarray, title: str, xlabel: str, threshold: float
 # Maps -----------------------------------------------------------------------------------------------------------------
 
 
-def needs_heat_map(images: np.ndarray) -> bool:
-    """Whether images [N, H, W, 3] are too small or too dark for maps drawn as shading."""
-    return max(images.shape[1:3]) < CRISP or float(np.median(images)) < DARK
-
-
-def shade_image(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """An image [H, W, 3] darkened where the map [h, w] is low (Figure 6)."""
-    return (image * (0.15 + 0.85 * _resize_map(values, image)[..., None])).round().astype(np.uint8)
-
-
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The map as colours over the image in grey, also visible on dark images."""
-    grey = image.mean(2, keepdims=True)
-    colours = 255 * colormaps["plasma"](_resize_map(values, image))[..., :3]
-    return (0.25 * grey + 0.75 * colours).round().astype(np.uint8)
-
-
-def _resize_map(values: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """[h, w] -> [H, W], scaled to [0, 1]."""
-    height, width = image.shape[:2]
-    low, high = float(values.min()), float(values.max())
+    """The map [h, w], scaled to [0, 1], as colours over the image [H, W, 3] in grey."""
+    (height, width), low, high = image.shape[:2], float(values.min()), float(values.max())
     scaled = (values - low) / (high - low) if high > low else np.zeros_like(values)
-    grown = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    return np.asarray(grown, np.float32) / 255
+    large = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    colours = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
+    return (0.25 * image.mean(2, keepdims=True) + 0.75 * colours).round().astype(np.uint8)
 
 
 @styled()
@@ -199,35 +185,14 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
     for row, (image, name) in enumerate(zip(images, names, strict=True)):
         y = row * tall
-        for x, picture in enumerate([image, *(shade_image(image, values[row]) for values in maps.values())]):
-            axes.imshow(picture, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
+        for x, shown in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
+            axes.imshow(shown, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
         below = {"fontsize": 6, "va": "top", "color": COLOURS["muted"], "parse_math": False}
         axes.text(0, y + 0.94 * ratio + 0.02, printable(name, 60), **below)
     for x, name in enumerate(columns):
         axes.text(x + 0.47, -0.04, name, fontsize=7.5, ha="center", va="bottom")
     axes.set(xlim=(-0.02, len(columns)), ylim=(tall * len(images), -0.14))
     axes.set_axis_off()
-    return figure
-
-
-@styled()
-def draw_head_maps(values: np.ndarray, title: str) -> Figure:
-    """[layers, heads, h, w] as a grid of maps, each on its own scale: layers are columns, heads are rows."""
-    layers, heads, h, w = values.shape
-    low, high = values.min((2, 3), keepdims=True), values.max((2, 3), keepdims=True)
-    scaled = (values - low) / np.where(high > low, high - low, 1)
-    gap = max(1, w // 8)
-    side = min(0.6, (WIDE - 1.2) / layers)  # inches of a tile
-    tall = side * h / w
-    figure, axes = new_axes((max(side * layers + 1.3, 3.4), max(tall * heads, 0.9) + 0.75))
-    canvas = _tile_grid(scaled.transpose(1, 0, 2, 3), gap)
-    image = axes.imshow(canvas, cmap="magma", vmin=0, vmax=1, interpolation="none")
-    _number_ticks(axes.xaxis, range(layers), w + gap, w)
-    _number_ticks(axes.yaxis, range(heads), h + gap, h)
-    axes.set(xlabel="layer", ylabel="head", title=title)
-    _remove_frame(axes)
-    bar = _add_colorbar(figure, image, axes, "attention", ticks=(0, 1))
-    bar.ax.set_yticklabels(["min", "max"])
     return figure
 
 

@@ -1,6 +1,6 @@
 """Evaluate one model on one dataset split and write a folder with a card, figures and a report.
 
-    done = assess("runs/photos", "photos/", split="test")          done.card, done.folder, done.result
+    done = evaluate_model("runs/photos", "photos/", split="test")          done.card, done.folder, done.result
     plainvit evaluate runs/photos --data photos/
 
 The folder holds card.json, images.parquet (a row for each image), classes.csv, figures/ and report.html.
@@ -17,12 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.analyse import figures
-from plainvit.analyse.evaluation_page import slug, write_evaluation
-from plainvit.analyse.gallery import Sample
+from plainvit.analyse.evaluation_report import slug, write_evaluation
+from plainvit.analyse.gallery import Sample, thumbnail
 from plainvit.data.loader import Batch
-from plainvit.data.sources import Source
 from plainvit.data.splits import choose_split
-from plainvit.data.transforms import resize_image
 from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
@@ -36,7 +34,7 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
 
 log = logging.getLogger("plainvit")
-WORST = 24  # errors shown as images
+ERRORS = 24  # errors shown as images
 SAMPLES = 48  # predictions in the report of a run
 TIMEOUT = 600.0  # seconds to wait for the other processes
 
@@ -145,7 +143,7 @@ def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Re
     make_folder(folder / "figures")
     if labels.single:
         _write_classes(labels, result, folder)
-    write_evaluation(card, labels, result, worst_errors(labels, result), folder)
+    write_evaluation(card, labels, result, most_confident_errors(labels, result), folder)
     write_card(card, folder, labels, result)  # last: a folder with a card is complete
     return Evaluation(card, folder, result)
 
@@ -164,11 +162,11 @@ def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
     )
 
 
-# The worst errors -----------------------------------------------------------------------------------------------------
+# Samples ------------------------------------------------------------------------------------------------------------
 
 
-def worst_errors(labels: Labels, result: Result, most: int = WORST) -> list[Sample]:
-    """The most confident errors."""
+def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) -> list[Sample]:
+    """The errors with the highest probability of the predicted class."""
     wrong = np.flatnonzero(~result.right)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
     return [_make_sample(labels, result, int(place)) for place in wrong]
@@ -176,7 +174,7 @@ def worst_errors(labels: Labels, result: Result, most: int = WORST) -> list[Samp
 
 def choose_samples(labels: Labels, result: Result) -> list[Sample]:
     """The most confident errors, and correct predictions spread over the dataset."""
-    wrong = worst_errors(labels, result, SAMPLES // 2)
+    wrong = most_confident_errors(labels, result, SAMPLES // 2)
     right = np.flatnonzero(result.right)
     places = right[np.unique(np.linspace(0, len(right) - 1, SAMPLES - len(wrong)).astype(int))] if len(right) else right
     return [*wrong, *(_make_sample(labels, result, int(place)) for place in places)]
@@ -184,21 +182,14 @@ def choose_samples(labels: Labels, result: Result) -> list[Sample]:
 
 def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
     index = int(result.index[place])
+    image = thumbnail(labels.source, index)
     return Sample(
-        image=thumbnail(labels.source, index),
+        image=np.zeros((1, 1, 3), np.uint8) if image is None else image,  # the file was removed meanwhile
         truth=labels.truth(index),
-        guess=labels.guess_names[result.guesses[place, 0]],
+        prediction=labels.guess_names[result.guesses[place, 0]],
         probability=float(result.probabilities[place]),
         name=labels.source.name(index),
     )
-
-
-def thumbnail(source: Source, index: int) -> np.ndarray:
-    """A small version for an HTML page."""
-    pixels = source.image(index)
-    shrink = min(1.0, 160 / max(pixels.shape[:2]))
-    height, width = (max(int(extent * shrink), 1) for extent in pixels.shape[:2])
-    return resize_image(pixels, (height, width)).permute(1, 2, 0).numpy()
 
 
 # The terminal ---------------------------------------------------------------------------------------------------------
@@ -219,8 +210,8 @@ def summary_table(done: Evaluation) -> Group:
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []
-    counts += [f"{data['left_out']:,} left out"] if data["left_out"] else []
-    title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; right is {data['rule']}"
+    counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
+    title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), shown]
     lines += [Text(f"{100 * one['top1']:.2f} % in {one['source']}", style="dim") for one in published(card)]
     lines.append(Text(done.result.confidence_sentence))

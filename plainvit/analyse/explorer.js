@@ -1,9 +1,9 @@
 /* Click a patch of an image to see its attention in every layer and head that the page contains.
-   The page's data: {images: [{source, name, guess, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
+   The page's data: {images: [{source, name, prediction, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
    token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
    reads: whether the head reads that token alone, heat, crisp: how the images are drawn at first,
-   largest, largestSingles: [image][view][query] in per mille}. A png is a grey picture with a row for each query (patches in reading
-   order, then the token) and a column for each key, scaled to the row's largest; a last column has the token's share. */
+   largest, largestSingles: [image][view][query] in per mille}. A png is a grey image with a row for each query (patches in reading
+   order, then the token) and a column for each key, scaled to the row's largest; a last column has the token's fraction. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
@@ -13,7 +13,7 @@
   const layers = data.heads.length, singlesBefore = [];
   data.heads.reduce((sum, heads, layer) => (singlesBefore[layer] = sum) + heads.length, 0);
   const state = { image: 0, query: data.reads ? patches : middle, layer: layers - 1, head: null, heat: data.heat };
-  const decoded = new Map(), pictures = new Map();
+  const decoded = new Map(), loadedImages = new Map();
 
   function make(name, parent, settings = {}, attributes = {}) {
     const made = Object.assign(document.createElement(name), settings);
@@ -22,24 +22,24 @@
   }
 
   function load(source) {
-    if (!pictures.has(source)) pictures.set(source, new Promise((resolve, reject) => {
-      const picture = new Image();
-      picture.onload = () => resolve(picture);
-      picture.onerror = reject;
-      picture.src = source;
+    if (!loadedImages.has(source)) loadedImages.set(source, new Promise((resolve, reject) => {
+      const loaded = new Image();
+      loaded.onload = () => resolve(loaded);
+      loaded.onerror = reject;
+      loaded.src = source;
     }));
-    return pictures.get(source);
+    return loadedImages.get(source);
   }
 
   // A view is {kind: "means" or "singles", at, keys}: its grey values, one byte for each query and key
   async function values(image, view) {
     const key = [image, view.kind, view.at].join("/");
     if (!decoded.has(key)) {
-      const picture = await load("data:image/png;base64," + data[view.kind][image][view.at]);
-      const canvas = Object.assign(document.createElement("canvas"), { width: picture.width, height: picture.height });
+      const loaded = await load("data:image/png;base64," + data[view.kind][image][view.at]);
+      const canvas = Object.assign(document.createElement("canvas"), { width: loaded.width, height: loaded.height });
       const context = canvas.getContext("2d", { willReadFrequently: true });
-      context.drawImage(picture, 0, 0);
-      const pixels = context.getImageData(0, 0, picture.width, picture.height).data;
+      context.drawImage(loaded, 0, 0);
+      const pixels = context.getImageData(0, 0, loaded.width, loaded.height).data;
       decoded.set(key, Uint8Array.from({ length: pixels.length / 4 }, (_, i) => pixels[4 * i]));
     }
     return decoded.get(key);
@@ -56,13 +56,13 @@
 
   async function shade(canvas, view) {
     const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
-    const picture = await load(data.images[image].source), grey = await values(image, view);
+    const loaded = await load(data.images[image].source), grey = await values(image, view);
     if (ticket !== canvas.ticket) return; // another one has been asked for meanwhile
     const context = canvas.getContext("2d"), [down, across] = view.keys, size = down * across;
     const { width, height } = canvas, first = query * (size + (data.token ? 1 : 0));
     context.imageSmoothingEnabled = !data.crisp;
     context.filter = state.heat ? "grayscale(1)" : "none";
-    context.drawImage(picture, 0, 0, width, height);
+    context.drawImage(loaded, 0, 0, width, height);
     context.filter = "none";
     const small = Object.assign(document.createElement("canvas"), { width: across, height: down });
     const over = small.getContext("2d").createImageData(across, down);
@@ -74,18 +74,18 @@
     if (canvas === main && token) showToken(grey[first + size] / 255);
   }
 
-  // The overlay of a pixel, [red, green, blue, alpha], by its share of the largest: shade, or a colour
-  const dimmed = (share) => [0, 0, 0, 215 * (1 - share)];
+  // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest: shade, or a colour
+  const dimmed = (fraction) => [0, 0, 0, 215 * (1 - fraction)];
   const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
-  function hot(share) {
-    const at = share * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);
+  function hot(fraction) {
+    const at = fraction * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);
     return [...COLOURS[low].map((from, i) => from + (at - low) * (COLOURS[low + 1][i] - from)), 190];
   }
 
-  function showToken(share) {
-    token.style.setProperty("--share", `${100 * share}%`);
-    tokenShare.textContent = `${(100 * share).toFixed(0)} %`;
-    token.setAttribute("aria-label", `the ${data.token}: ${tokenShare.textContent} of the attention`);
+  function showToken(fraction) {
+    token.style.setProperty("--fraction", `${100 * fraction}%`);
+    tokenFraction.textContent = `${(100 * fraction).toFixed(0)} %`;
+    token.setAttribute("aria-label", `the ${data.token}: ${tokenFraction.textContent} of the attention`);
   }
 
   function frame(context, query, width, height) {
@@ -97,16 +97,16 @@
 
   // Layout
   const left = make("div", root, { className: "stage" }), right = make("div", root, { className: "views" });
-  const beside = make("div", left, { className: data.token ? "beside-token" : "" });
-  const token = data.token && make("button", beside, { type: "button", className: "token" },
-    { title: `the ${data.token}: its share of the attention; click to see its own attention` });
+  const stage = make("div", left, { className: data.token ? "token-and-image" : "" });
+  const token = data.token && make("button", stage, { type: "button", className: "token" },
+    { title: `the ${data.token}: its fraction of the attention; click to see its own attention` });
   if (token) {
     make("i", token);
     make("span", token, { textContent: data.token });
     token.onclick = () => change({ query: patches });
   }
-  const tokenShare = token && make("b", token);
-  const main = make("canvas", beside, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
+  const tokenFraction = token && make("b", token);
+  const main = make("canvas", stage, { width: 840, height: Math.round(840 * ratio), tabIndex: 0, id: "explorer-image" },
     { role: "application", "aria-describedby": "explorer-words" });
   const scale = make("p", left, { className: "note scale" });
   scale.append("0 ");
@@ -184,7 +184,7 @@
   }
 
   function describe() {
-    const { image, query, layer, head } = state, guess = data.images[image].guess;
+    const { image, query, layer, head } = state, prediction = data.images[image].prediction;
     const where = query === patches ? "the " + data.token :
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
     const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
@@ -195,7 +195,7 @@
       `${even.toFixed(1)} %.` + (largest < 2 * even ? " Nearly uniform: the scale of the map exaggerates the differences." : "");
     const unread = data.reads && layer === layers - 1 && query < patches ?
       ` Patches of the last layer do not affect the prediction: the head reads only the ${data.token}.` : "";
-    words.textContent = `${who}: attention of ${where}.${unread}${most}` + (guess ? ` Prediction: ${guess}.` : "");
+    words.textContent = `${who}: attention of ${where}.${unread}${most}` + (prediction ? ` Prediction: ${prediction}.` : "");
     main.setAttribute("aria-label", words.textContent);
   }
 

@@ -1,8 +1,8 @@
 """Interactive attention explorer: click a patch to see its attention in every layer and head.
 
-The page embeds attention as small grey PNGs, one for each image and view (the mean of a layer's heads, or one head).
-The class token has its own column in them and its own cell next to the image. What would make the page too large is
-pooled or omitted, and the page says so.
+The report embeds attention as small grey PNGs, one for each image and view (the mean of a layer's heads, or one head).
+The class token has its own column in them and its own cell next to the image. What would make the file too large is
+pooled or omitted, and the report says so.
 """
 
 import base64
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +20,19 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import AttentionReducer, require_global_attention
-from plainvit.analyse.drawings import needs_heat_map
 from plainvit.analyse.page import CRISP, Html, element
 from plainvit.models import ViT
 from plainvit.models.inference import in_eval_mode
 
-BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the page stays below 10
+BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the report stays below 10
 IMAGES = 6
 COARSEST = 6  # keys along a side; coarser maps of single heads are not useful
+DARK = 48  # median pixel value, of 255
 
 
 @dataclass
 class Plan:
-    """Which attention the page embeds."""
+    """Which attention the report embeds."""
 
     images: int
     keys: tuple[int, int]  # grid of the layer means, may be coarser than the patches
@@ -48,9 +48,9 @@ class Plan:
 
 def plan(model: ViT, images: int, budget: int = BUDGET) -> Plan:
     """The first plan within the budget; if there is none, the smallest one."""
-    candidate = None
+    (h, w), candidate = model.config.grid, None
     for candidate in _list_plans(model, min(images, IMAGES)):
-        if candidate.size(_count_queries(model)) <= budget:
+        if candidate.size(h * w + (model.config.prefix > 0)) <= budget:
             return candidate
     assert candidate is not None
     return candidate
@@ -58,51 +58,36 @@ def plan(model: ViT, images: int, budget: int = BUDGET) -> Plan:
 
 def _list_plans(model: ViT, images: int) -> Iterator[Plan]:
     """From everything to less: fewer images, then coarser maps, then the heads of fewer layers, then no heads."""
-    grid, layers, heads = model.config.grid, len(model.blocks), list(range(model.config.heads))
-    coarser = [_pool_grid(grid, factor) for factor in (2, 4, 8)]
-    single = [grid, *(pooled for pooled in coarser if max(pooled) >= COARSEST)]
+    (h, w), layers, heads = model.config.grid, len(model.blocks), list(range(model.config.heads))
+    full, half, quarter, *coarser = [(-(-h // factor), -(-w // factor)) for factor in (1, 2, 4, 8, 16, 32)]
+    single = [full, *(pooled for pooled in (half, quarter) if max(pooled) >= COARSEST)]
     for stride in (1, 2, 3, 4, 6, 8, layers, 0):  # every so many layers with single heads, always with the last
         chosen = [heads if stride and (layers - 1 - layer) % stride == 0 else [] for layer in range(layers)]
         for count in range(images, 0, -1):
             for head_keys in single if stride else single[-1:]:
-                for factor in (1, 2):
-                    yield Plan(count, _pool_grid(grid, factor), head_keys, chosen)
-    for factor in (4, 8, 16, 32):
-        yield Plan(1, _pool_grid(grid, factor), single[-1], [[] for _ in range(layers)])
+                yield Plan(count, full, head_keys, chosen)
+                yield Plan(count, half, head_keys, chosen)
+    for keys in (quarter, *coarser):
+        yield Plan(1, keys, single[-1], [[] for _ in range(layers)])
 
 
-def _pool_grid(grid: tuple[int, int], factor: int) -> tuple[int, int]:
-    return -(-grid[0] // factor), -(-grid[1] // factor)
+class Views(NamedTuple):
+    """Attention of one image: for each layer and for each single head the result of `_attention_matrix`."""
 
-
-def _count_queries(model: ViT) -> int:
-    return model.config.grid[0] * model.config.grid[1] + (model.config.prefix > 0)
-
-
-@dataclass
-class Views:
-    """Attention of one image: matrices of `_attention_matrix` and the maximum of each of their rows."""
-
-    means: list[np.ndarray]
-    largest: list[np.ndarray]  # [queries] of each layer, in thousandths
-    singles: list[np.ndarray]
-    largest_singles: list[np.ndarray]  # [queries] of each head
+    means: list[tuple[np.ndarray, np.ndarray]]
+    singles: list[tuple[np.ndarray, np.ndarray]]
 
 
 @torch.no_grad()
 @in_eval_mode
 def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
     """Views of one image [3, H, W] from one forward pass."""
-    found = Views([], [], [], [])
+    found = Views([], [])
 
     def add(layer: int, attention: Tensor) -> None:
-        mean, largest = _attention_matrix(model, attention[0].mean(0), wanted.keys)
-        found.means.append(mean)
-        found.largest.append(largest)
+        found.means.append(_attention_matrix(model, attention[0].mean(0), wanted.keys))
         for head in wanted.heads[layer]:
-            single, largest = _attention_matrix(model, attention[0, head], wanted.head_keys)
-            found.singles.append(single)
-            found.largest_singles.append(largest)
+            found.singles.append(_attention_matrix(model, attention[0, head], wanted.head_keys))
 
     require_global_attention(model)(image[None].to(model.embedding.weight.device), AttentionReducer(add))
     return found
@@ -114,11 +99,10 @@ def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> t
     A class token adds a last row, and a last column with its fraction of the attention (255: all of it).
     """
     prefix, grid = model.config.prefix, model.config.grid
-    rows = [attention[prefix:, prefix:], attention[:1, prefix:]] if prefix else [attention]
-    weights = torch.cat(rows).float()  # [queries, n]
-    token = torch.cat((attention[prefix:, :1], attention[:1, :1])).float() if prefix else weights[:, :0]  # [queries, 1]
+    rows = torch.cat((attention[prefix:], attention[: min(prefix, 1)])).float()  # [queries, N]: patches, then the token
+    weights, token = rows[:, prefix:], rows[:, : min(prefix, 1)]
     if keys != grid:
-        weights = F.adaptive_avg_pool2d(weights.view(-1, 1, *grid), keys).flatten(1)
+        weights = F.adaptive_avg_pool2d(weights.reshape(-1, 1, *grid), keys).flatten(1)
         weights = weights * (grid[0] * grid[1] / (keys[0] * keys[1]))  # sums instead of means
     largest = weights.amax(1, keepdim=True)
     shares = torch.cat((weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), token), 1)
@@ -127,9 +111,11 @@ def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> t
 
 
 def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Plan) -> tuple[Html, str]:
-    """(HTML, script). `shown` has for each image: source (a data: URL), name, guess."""
+    """(HTML, script). `shown` has for each image: source (a data: URL), name, prediction."""
     height, width = model.config.image_size
-    seen = [views(model, image, wanted) for image in images[: wanted.images]]
+    images = images[: wanted.images]
+    seen = [views(model, image, wanted) for image in images]
+    crisp = max(height, width) < CRISP
     data = {
         "images": [one | {"width": width, "height": height} for one in shown[: wanted.images]],
         "grid": model.config.grid,
@@ -138,39 +124,36 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
         "headKeys": wanted.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
         "reads": model.config.pool == "token",
-        "heat": needs_heat_map(images[: wanted.images].permute(0, 2, 3, 1).numpy()),
-        "crisp": max(height, width) < CRISP,
+        "heat": crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
+        "crisp": crisp,
         "heads": wanted.heads,
-        "means": [[_png(view) for view in one.means] for one in seen],
-        "largest": [[view.tolist() for view in one.largest] for one in seen],
-        "singles": [[_png(view) for view in one.singles] for one in seen],
-        "largestSingles": [[view.tolist() for view in one.largest_singles] for one in seen],
+        "means": [[_png(view) for view, _ in one.means] for one in seen],
+        "largest": [[largest.tolist() for _, largest in one.means] for one in seen],
+        "singles": [[_png(view) for view, _ in one.singles] for one in seen],
+        "largestSingles": [[largest.tolist() for _, largest in one.singles] for one in seen],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name can close the element
-    without = "The explorer needs JavaScript; the rest of this page works without it."
     body = element(
         "div",
         Html(f'<script type="application/json" id="explorer-data">{text}</script>'),
         element("div", id="explorer-stage", class_="explorer"),
-        element("noscript", element("p", without)),
+        element("noscript", element("p", "The explorer needs JavaScript; the rest of the report works without it.")),
     )
     return body, Path(__file__).with_name("explorer.js").read_text(encoding="utf-8")
 
 
 def describe_omissions(wanted: Plan, model: ViT, images: int) -> str:
-    """What the page omits to stay small; empty if nothing."""
-    with_heads, layers = [layer for layer, heads in enumerate(wanted.heads, 1) if heads], len(wanted.heads)
+    """What the report omits to stay small; empty if nothing."""
+    grid, with_heads, layers = model.config.grid, sum(map(bool, wanted.heads)), len(wanted.heads)
     words = []
     if wanted.images < min(images, IMAGES):
-        words.append(f"the explorer shows {wanted.images} image{'s' if wanted.images > 1 else ''}")
-    if wanted.keys != model.config.grid:
+        words.append(f"the explorer shows {wanted.images} image{'s' * (wanted.images > 1)}")
+    if wanted.keys != grid:
         words.append(f"maps of layers are pooled to {wanted.keys[0]} x {wanted.keys[1]}")
-    if with_heads and wanted.head_keys != model.config.grid:
+    if with_heads and wanted.head_keys != grid:
         words.append(f"maps of heads are pooled to {wanted.head_keys[0]} x {wanted.head_keys[1]}")
-    if not with_heads:
-        words.append("single heads are omitted")
-    elif len(with_heads) < layers:
-        words.append(f"single heads are shown for {len(with_heads)} of {layers} layers")
+    if with_heads < layers:
+        words.append(f"single heads are shown for {with_heads or 'none'} of {layers} layers")
     return f"To keep this file below 10 MB, {', '.join(words)}." if words else ""
 
 

@@ -9,7 +9,7 @@ def losses(steps, values) -> Figure:
     return figure
 
 save(losses(steps, values), Path("figures/losses.png"))   # on white, for papers and slides
-svg(losses(steps, values), "Loss by step")                # for HTML: follows its font and dark mode
+svg(losses(steps, values), "Loss by step")                # for HTML: uses its font and dark mode
 
 Uses Matplotlib without pyplot: no global figures, no display. Matplotlib's settings are global; `styled` restores them.
 """
@@ -59,7 +59,6 @@ _SETTINGS: dict[str, Any] = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 9,
-    "axes.titlecolor": COLOURS["ink"],
     "axes.labelcolor": COLOURS["muted"],
     "axes.edgecolor": COLOURS["grey"],
     "axes.linewidth": 0.8,
@@ -96,7 +95,7 @@ _SETTINGS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """The project's style, whatever the user's matplotlibrc says. As a decorator: of a function that draws."""
+    """The project's style, whatever the user's matplotlibrc says. Also a decorator for functions that draw."""
     with matplotlib.style.context(["default", _SETTINGS]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # class names may use scripts that the font lacks
         yield
@@ -119,26 +118,20 @@ def new_axes(panel: tuple[float, float] = PANEL) -> tuple[Figure, Axes]:
 @styled()
 def save(figure: Figure, path: Path, limit: int = LARGEST) -> None:
     """Writes a PNG atomically; one above the limit gets fewer colours, then fewer pixels."""
-    dpi, image = float(DPI), _render(figure, DPI)
-    data = _png(image)
-    if len(data) > limit:
-        data = _png(image.quantize())
+    dpi, data = float(DPI), _png(figure, DPI)
     while len(data) > limit and dpi > 20:
+        data = _png(figure, dpi, colours=256)
         dpi *= 0.95 * math.sqrt(limit / len(data))  # bytes are roughly proportional to pixels
-        data = _png(_render(figure, dpi).quantize())
     write_atomically(path, lambda target: target.write_bytes(data))
 
 
-def _render(figure: Figure, dpi: float) -> Image.Image:
+def _png(figure: Figure, dpi: float, colours: int = 0) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], pil_kwargs={"compress_level": 1})
-    return Image.open(buffer).convert("RGB")
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+    image = Image.open(buffer).convert("RGB")
+    data = io.BytesIO()
+    (image.quantize(colours) if colours else image).save(data, "PNG")
+    return data.getvalue()
 
 
 @styled()
@@ -154,14 +147,8 @@ def svg(figure: Figure, label: str) -> str:
     assert opening, "matplotlib's svg has a viewBox"
     text = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}">' + text[opening.end() :]
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids must be unique in a page
-    return re.sub(r'style="[^"]*"', _use_css_variables, text).strip()
-
-
-def _use_css_variables(style: re.Match[str]) -> str:
-    text = style[0]
-    for name, colour in COLOURS.items():
-        text = text.replace(colour, f"var(--{name})")
-    return text
+    variables = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
+    return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda colour: variables.get(colour[0], colour[0]), text).strip()
 
 
 # Text and numbers -----------------------------------------------------------------------------------------------------
@@ -185,11 +172,6 @@ def number(value: object) -> float:
         return float(value) if math.isfinite(value) else math.nan
     except OverflowError:  # an integer too large for a float
         return math.nan
-
-
-def cell(value: float) -> str:
-    """A number for a CSV file, in full precision; empty for NaN."""
-    return "" if math.isnan(value) else str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:

@@ -8,101 +8,75 @@ import torch
 from torch import Tensor
 
 from plainvit.analyse import attention, drawings, robust
-from plainvit.analyse.page import Html, element, join, picture, table
-from plainvit.analyse.subject import Drawing, Part, Parts, Subject
+from plainvit.analyse.page import Html, element, embed_image, join, table
+from plainvit.analyse.subject import Drawing, Finding, Findings, Subject
 from plainvit.evaluate.statistics import student_interval
 
 SHOWN = 6  # images with maps
 TESTED = 32  # images of the faithfulness test
-_PASSES = 5 * 2 * (len(robust.SHARES) - 2) + 10  # forward passes per image: five maps, two curves, and the maps
+_PASSES = 5 * 2 * len(robust.SHARES) + 10  # forward passes per image: five maps, two curves, and the maps
 
 
-def analyse_maps(subject: Subject) -> Parts:
+def analyse_maps(subject: Subject) -> Findings:
     model = attention.require_global_attention(subject.model)
     images = subject.images[: subject.affordable_images(_PASSES, TESTED, SHOWN + 2)]
-    looks = attention.attention_maps(model, images)  # [B, L, H, h, w]
     maps = {
         "rollout": attention.rollout(model, images),
         "rollout, no residual": attention.rollout(model, images, residual=False),
-        "last layer": looks[:, -1].mean(1),
+        "last layer": attention.attention_maps(model, images)[:, -1].mean(1),
     }
     if model.head is not None:
         maps["relevance"] = attention.relevance(model, images)
-    yield _overlay_part(subject, maps)
-    yield _head_part(subject, looks[0].float().numpy())
+    yield _find_maps(subject, maps)
     if model.head is not None:
-        yield _faithfulness_part(subject, maps)
+        yield _find_faithfulness(subject, maps)
 
 
-def _overlay_part(subject: Subject, maps: dict[str, Tensor]) -> Part:
+def _find_maps(subject: Subject, maps: dict[str, Tensor]) -> Finding:
     shown = subject.images[:SHOWN].permute(0, 2, 3, 1).numpy()
     arrays = {name: values[:SHOWN].float().numpy() for name, values in maps.items()}
     pairs = zip(subject.names, subject.describe_predictions(SHOWN), strict=False)
     captions = [f"{name}: {prediction}" if prediction else name for name, prediction in pairs]
     rounded = {name: values.round(decimals=6).tolist() for name, values in arrays.items()}
-    numbers = {"names": subject.names[:SHOWN]} | rounded
     gradient = "; relevance weights attention by the gradient of the predicted class" if "relevance" in maps else ""
-    return Part(
+    return Finding(
         "attention-maps",
         "Attention maps",
-        "Which patches the prediction may depend on: bright (yellow in the heat map) where a map is high, each map on "
-        "its own scale. Rollout multiplies attention through the layers, with and without residual connections; the "
-        f"last layer is what the head reads{gradient}. The section on faithfulness tests which maps to trust.",
-        {"": Drawing(drawings.draw_maps(shown, arrays, captions), numbers)},
+        "Which patches the prediction may depend on: yellow where a map is high, each map on its own scale. Rollout "
+        "multiplies attention through the layers, with and without residual connections; the last layer is what the "
+        f"head reads{gradient}. The section on faithfulness tests which maps to trust.",
+        {"": Drawing(drawings.draw_maps(shown, arrays, captions), {"names": subject.names[:SHOWN]} | rounded)},
         _map_table(shown, arrays, captions),
-    )
-
-
-def _head_part(subject: Subject, looks: np.ndarray) -> Part:
-    query = "the class token" if subject.model.config.pool == "token" else "all patches (mean)"
-    drawn = drawings.draw_head_maps(looks, f"Attention of {query}")
-    return Part(
-        "every-head",
-        "Attention of every head",
-        f"Attention of {query} in each head of each layer, for the first image above; each map on its own scale.",
-        {"": Drawing(drawn, {"name": subject.names[0], "looks": looks.round(6).tolist()})},
     )
 
 
 def _map_table(images: np.ndarray, maps: dict[str, np.ndarray], captions: list[str]) -> Html:
     """Images in rows under the names of the maps: sharper and smaller than one large figure."""
-    head = element("div", *(element("b", name) for name in ("image", *maps)), class_="row")
-    rows = []
+    rows = [element("div", *(element("b", name) for name in ("image", *maps)), class_="row")]
     for row, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        shown = [picture(image, caption)]
-        shown += [_shade_and_heat(image, values[row], f"{name} of {caption}") for name, values in maps.items()]
+        shown = [embed_image(image, caption)]
+        for name, values in maps.items():
+            shown.append(embed_image(drawings.overlay_heat(image, values[row]), f"{name} of {caption}"))
         rows.append(join((element("div", *shown, class_="row"), element("p", caption, class_="note"))))
-    ramp = element("p", "min ", element("span", class_="ramp"), " max of each map", class_="note")
-    checked = "" if drawings.needs_heat_map(images) else None
-    switch = element("input", type="checkbox", class_="switch", id="as-heat-maps", checked=checked)
-    label = element("label", " as heat maps (also visible on dark images)", for_="as-heat-maps")
-    grid = element("div", head, *rows, ramp, class_="maps", style=f"--columns:{len(maps) + 1}")
-    return element("div", switch, label, grid)
-
-
-def _shade_and_heat(image: np.ndarray, values: np.ndarray, words: str) -> Html:
-    """Both versions of a map; the checkbox of the page selects one."""
-    return element(
-        "div",
-        element("div", picture(drawings.shade_image(image, values), words), class_="dimmed"),
-        element("div", picture(drawings.overlay_heat(image, values), words), class_="heated"),
-    )
+    scale = element("p", "min ", element("span", class_="ramp heat"), " max of each map", class_="note")
+    return element("div", *rows, scale, class_="maps", style=f"--columns:{len(maps) + 1}")
 
 
 # Faithfulness ---------------------------------------------------------------------------------------------------------
 
 
-def _faithfulness_part(subject: Subject, maps: dict[str, Tensor]) -> Part:
+def _find_faithfulness(subject: Subject, maps: dict[str, Tensor]) -> Finding:
     count = len(next(iter(maps.values())))
-    images, grid = subject.images[:count], subject.grid
-    random_maps = torch.rand(count, *grid, generator=torch.Generator().manual_seed(0))
-    known = robust.score_ends(subject.model, images)
-    found = {name: robust.faithfulness(subject.model, images, values, known=known) for name, values in maps.items()}
-    base = robust.faithfulness(subject.model, images, random_maps, known=known)
-    deletion = {name: compute_gain(base.deletion_areas, one.deletion_areas) for name, one in found.items()}
-    insertion = {name: compute_gain(one.insertion_areas, base.insertion_areas) for name, one in found.items()}
-    found[drawings.RANDOM] = base
-    return Part(
+    random_maps = torch.rand(count, *subject.grid, generator=torch.Generator().manual_seed(0))
+    found = {
+        name: robust.faithfulness(subject.model, subject.images[:count], values)
+        for name, values in (maps | {drawings.RANDOM: random_maps}).items()
+    }
+    base = found[drawings.RANDOM]
+    deletion = {name: compute_gain(base.deletion_areas, found[name].deletion_areas) for name in maps}
+    insertion = {name: compute_gain(found[name].insertion_areas, base.insertion_areas) for name in maps}
+    rows = [(name, str(deletion[name]), str(insertion[name])) for name in maps]
+    return Finding(
         "faithfulness",
         "Faithfulness of the maps",
         f"Deletion: patches of {count} images are replaced by the image's mean colour, highest map value "
@@ -114,7 +88,7 @@ def _faithfulness_part(subject: Subject, maps: dict[str, Tensor]) -> Part:
             "": _draw_curves(found, "deletion", "patches hidden, %", deletion),
             "insertion": _draw_curves(found, "insertion", "patches shown, %", insertion),
         },
-        table=_gain_table(deletion, insertion),
+        table=table(("map", "deletion, compared with random", "insertion, compared with random"), rows),
     )
 
 
@@ -139,9 +113,8 @@ class Gain(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        if math.isnan(self.low):
-            return f"{100 * self.mean:+.1f}"
-        return f"{100 * self.mean:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+        interval = "" if math.isnan(self.low) else f" ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+        return f"{self.verdict}: {100 * self.mean:+.1f}{interval}"
 
     @property
     def verdict(self) -> str:
@@ -153,9 +126,3 @@ def compute_gain(larger: list[float], smaller: list[float]) -> Gain:
     differences = np.subtract(larger, smaller)
     ends = student_interval(differences.tolist()) if len(differences) > 1 else (math.nan, math.nan)
     return Gain(float(differences.mean()), *ends)
-
-
-def _gain_table(deletion: dict[str, Gain], insertion: dict[str, Gain]) -> Html:
-    gains = ((name, deletion[name], insertion[name]) for name in deletion)
-    rows = [(name, f"{hidden.verdict}: {hidden}", f"{shown.verdict}: {shown}") for name, hidden, shown in gains]
-    return table(("map", "deletion, compared with random", "insertion, compared with random"), rows)

@@ -3,7 +3,7 @@
 Each validation writes figures/masked-0001000.png in the run folder; the report shows three of them.
 """
 
-import re
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,14 +28,9 @@ def draw_masked(folder: Path, step: int, rows: Sequence[np.ndarray]) -> Path:
 
 def mosaic(rows: Sequence[np.ndarray]) -> np.ndarray:
     """One canvas with white gaps."""
-    shown = [[_resize(image) for image in row] for row in rows]
-    height, width, _ = shown[0][0].shape
-    down, across = height + GAP, width + GAP
-    page = np.full((len(rows) * down - GAP, len(shown[0]) * across - GAP, 3), 255, np.uint8)
-    for y, row in enumerate(shown):
-        for x, image in enumerate(row):
-            page[y * down : y * down + height, x * across : x * across + width] = image
-    return page
+    space = (0, GAP), (0, GAP), (0, 0)
+    lines = [np.concatenate([np.pad(_resize(one), space, constant_values=255) for one in row], 1) for row in rows]
+    return np.concatenate(lines)[:-GAP, :-GAP]
 
 
 def _resize(image: np.ndarray) -> np.ndarray:
@@ -45,21 +40,13 @@ def _resize(image: np.ndarray) -> np.ndarray:
     return np.asarray(smaller).repeat(times, 0).repeat(times, 1)
 
 
-def masked_pictures(folder: Path) -> list[tuple[int, np.ndarray]]:
-    """(step, figure) of an early, a middle and the last validation, if there are any."""
-    found = {}
-    for path in (folder / "figures").glob("masked-*.png"):
-        if number := re.fullmatch(r"masked-(\d+)\.png", path.name):
-            found[int(number[1])] = path
-    steps = sorted(found)
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return [(step, pixels) for step in chosen if (pixels := _read(found[step])) is not None]
-
-
-def _read(path: Path) -> np.ndarray | None:
-    """None if it is not a readable PNG or too large."""
-    try:
-        with Image.open(path, formats=("PNG",)) as image:
-            return np.asarray(image.convert("RGB")) if max(image.size) <= LARGEST else None
-    except (OSError, ValueError):
-        return None
+def read_masked_figures(folder: Path) -> list[tuple[int, np.ndarray]]:
+    """(step, figure) of an early, a middle and the last validation; none of files that are damaged or too large."""
+    paths = sorted((folder / "figures").glob("masked-" + "[0-9]" * 7 + ".png"))
+    chosen = sorted({paths[0], paths[len(paths) // 2], paths[-1]}) if paths else []
+    found = []
+    for path in chosen:
+        with contextlib.suppress(OSError, ValueError), Image.open(path, formats=("PNG",)) as image:
+            if max(image.size) <= LARGEST:
+                found.append((int(path.stem.removeprefix("masked-")), np.asarray(image.convert("RGB"))))
+    return found

@@ -1,7 +1,7 @@
 """Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
-from plainvit.analyse.page import Section, element, page, table
-page("Digits", "What came out.", [Section("Numbers", table(["class", "images"], [("zero", 178)], numbers=[1]))])
+from plainvit.analyse.page import Section, render_page, table
+render_page("Digits", "Class sizes.", [Section("Classes", table(["class", "images"], [("zero", 178)], numbers=[1]))])
 
 Every string that is not `Html` is escaped, so class and file names cannot inject markup.
 """
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from PIL import Image
 
 from plainvit.analyse import figures
-from plainvit.analyse.figures import Figure, printable
+from plainvit.analyse.figures import printable
 from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -28,7 +29,7 @@ CRISP = 64  # pixels along a side; smaller images are shown without smoothing
 THUMB = 200  # pixels of the longer side; 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow no-break space
 NONE = "\u2013"  # a missing value
-WORST = 20  # classes shown before the rest is folded
+UNFOLDED = 20  # classes shown before the rest is folded
 SPLIT = {"test": "test", "val": "validation", "train": "training"}  # reports show the first that exists
 DARK = {
     "paper": "#14171a",
@@ -67,20 +68,24 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
 
 
-def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", script: str = "") -> str:
-    """A page with a title, a lead (plain text or Html) and sections.
+def render_page(title: str, lead: str, sections: Sequence[Section], *, eyebrow: str = "", script: str = "") -> str:
+    """An HTML page with a title, a lead (plain text or Html) and sections.
 
-    Its content security policy allows no script but the given one.
+    eyebrow: the line above the title. The content security policy allows no script but the given one.
     """
     allowed = f"; script-src {_digest(script)}" if script else ""
-    made = "This page loads no external resources" + ("." if script else " and runs no scripts.")
-    above = element("p", eyebrow, class_="eyebrow") if eyebrow else ""
+    offline = "This page loads no external resources" + ("." if script else " and runs no scripts.")
     body = element(
         "main",
-        element("header", above, element("h1", title), _lead_paragraph(lead)),
+        element(
+            "header",
+            element("p", eyebrow, class_="eyebrow") if eyebrow else "",
+            element("h1", title),
+            lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
+        ),
         _table_of_contents(sections) if len(sections) > 2 else "",
         *(element("section", element("h2", title), body, id=_anchor(title)) for title, body in sections),
-        element("footer", f"Made by plainvit. {made}"),
+        element("footer", f"Made by plainvit. {offline}"),
         Html(f"<script>{script}</script>") if script else "",
     )
     head = element(
@@ -96,21 +101,17 @@ def page(title: str, lead: str, sections: Sequence[Section], eyebrow: str = "", 
 
 
 def write_page(
-    path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], script: str = ""
+    path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], *, script: str = ""
 ) -> Path:
     """Writes a page atomically; sections that are None are omitted, `above` is the line above the title."""
-    text = page(title, lead, [section for section in sections if section], " · ".join(filter(None, above)), script)
-    write_text(path, text)
+    shown = [section for section in sections if section]
+    write_text(path, render_page(title, lead, shown, eyebrow=" · ".join(filter(None, above)), script=script))
     return path
 
 
 def _digest(script: str) -> str:
     """The hash of a script for the content security policy."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
-
-
-def _lead_paragraph(lead: str) -> Html:
-    return lead if isinstance(lead, Html) else element("p", lead, class_="lead")
 
 
 def _table_of_contents(sections: Sequence[Section]) -> Html:
@@ -123,14 +124,12 @@ def _anchor(title: str) -> str:
 
 
 def _stylesheet() -> str:
-    light = _variables(figures.COLOURS | {"soft": "#f3f5f6"})
-    dark = _variables(DARK | {"soft": "#1e2327"})
+    light, dark = (
+        "".join(f"--{name}:{colour};" for name, colour in colours.items())
+        for colours in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
+    )
     colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-
-
-def _variables(colours: Mapping[str, str]) -> str:
-    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
@@ -143,11 +142,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iter
 
 def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]) -> Html:
     """A row for each class; all but the first ones are folded."""
-    shown = table(titles, rows[:WORST], numbers)
-    if not rows[WORST:]:
+    shown = table(titles, rows[:UNFOLDED], numbers)
+    if not rows[UNFOLDED:]:
         return shown
-    rest = element("summary", f"The other {pluralize(len(rows) - WORST, 'class', 'classes')}")
-    return join([shown, element("details", rest, table(titles, rows[WORST:], numbers))])
+    rest = element("summary", f"The other {pluralize(len(rows) - UNFOLDED, 'class', 'classes')}")
+    return join([shown, element("details", rest, table(titles, rows[UNFOLDED:], numbers))])
 
 
 def _cell(name: str, value: object, kind: str | None) -> Html:
@@ -190,13 +189,13 @@ def inline_svg(figure: Figure, label: str) -> Html:
     return Html(figures.svg(figure, label))  # matplotlib escapes its text
 
 
-def figure_links(name: str) -> Html:
-    """Links to the data and the PNG of a figure."""
-    links = [element("a", f"figures/{name}.{kind}", href=f"figures/{name}.{kind}") for kind in ("csv", "png")]
+def figure_links(name: str, data: str = "") -> Html:
+    """Links to the PNG of a figure and to its data: figures/NAME.csv, or another file of the folder."""
+    links = [element("a", path, href=path) for path in (data or f"figures/{name}.csv", f"figures/{name}.png")]
     return element("p", "Data: ", links[0], ". Figure: ", links[1], ".", class_="note")
 
 
-def picture(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
+def embed_image(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """An embedded image: PNG if small, otherwise a JPEG thumbnail."""
     shown = Image.fromarray(image)
     tiny = max(shown.size) < CRISP
@@ -245,5 +244,5 @@ def pluralize(count: float, one: str, many: str = "") -> str:
     return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
 
 
-def describe_unscored(count: float, image: str) -> str:
+def describe_unreadable(count: float, image: str) -> str:
     return f"{pluralize(count, image)} could not be read and {'is' if count == 1 else 'are'} not included."

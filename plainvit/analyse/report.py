@@ -14,27 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse.confusion import class_accuracy_section, confusion_section
+from plainvit.analyse.confusion import class_section, confusion_section, measure_classes
 from plainvit.analyse.curves import curves_section
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
-from plainvit.analyse.masked import masked_pictures
+from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import (
     NONE,
-    SPACE,
     SPLIT,
     Html,
     Section,
     code_block,
-    describe_unscored,
+    describe_unreadable,
     element,
+    embed_image,
     fact,
     format_duration,
     join,
     notice,
     pairs,
     percent,
-    picture,
     pluralize,
     points,
     table,
@@ -44,7 +43,17 @@ from plainvit.analyse.run import Run, as_dict, read_run
 from plainvit.config import Config, to_json
 from plainvit.evaluate.statistics import FEW, describe_confidence
 
-TIMES = "\u00a0\u00d7\u00a0"  # with no-break spaces
+OBJECTIVES = {
+    "masked": " without labels, by masked patch prediction",
+    "mae": " without labels, as a masked autoencoder",
+    "simmim": " without labels, by SimMIM",
+}
+STATES = {
+    "running": "This run is not finished",
+    "interrupted": "This run was interrupted",
+    "diverged": "This run diverged",
+    "failed": "This run failed",
+}
 
 
 def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") -> Path:
@@ -75,15 +84,7 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
 
 def _summary(run: Run) -> Html:
     rows = [element("dl", *facts, class_="facts") for facts in (_headline(run), _facts(run)) if facts]
-    notices = [notice(*words, warning=warning) for words, warning in _notices(run)]
-    return join([element("p", _describe_training(run), class_="lead"), *rows, *notices])
-
-
-OBJECTIVES = {
-    "masked": " without labels, by masked patch prediction",
-    "mae": " without labels, as a masked autoencoder",
-    "simmim": " without labels, by SimMIM",
-}
+    return join([element("p", _describe_training(run), class_="lead"), *rows, *_notices(run)])
 
 
 def _describe_training(run: Run) -> str:
@@ -93,9 +94,8 @@ def _describe_training(run: Run) -> str:
     words.append(OBJECTIVES.get(str(run.config.get("objective")), ""))
     if run.config.get("data"):
         words.append(f" on {run.config['data']}")
-    images = run.images("train")
+    images, names = run.images("train"), run.data.get("classes")
     sizes = [] if math.isnan(images) else [pluralize(images, "training image")]
-    names = run.data.get("classes")
     sizes += [pluralize(len(names), "class", "classes")] if isinstance(names, list) else []
     words.append(f": {' of '.join(sizes)}" if sizes else "")
     return "".join(words) + "."
@@ -108,59 +108,24 @@ def _describe_model(model: Mapping[str, Any], init: object) -> str:
     kind = "A hybrid ResNet and Vision Transformer" if model.get("stem") else kind
     formats = {"depth": "depth {}", "width": "width {}", "heads": "{} heads", "blocks": "blocks {}"}
     formats |= {"patch": "patch size {}", "image_size": "image size {}"}
-    shown = [text.format(_format_sides(model[name])) for name, text in formats.items() if name in model]
+    values = {name: " x ".join(map(str, one)) if isinstance(one, list) else one for name, one in model.items()}
+    shown = [text.format(values[name]) for name, text in formats.items() if name in values]
     return f"{kind} ({', '.join(shown)})"
-
-
-def _format_sides(value: object) -> str:
-    return TIMES.join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _facts(run: Run) -> list[Html]:
-    facts: list[Html] = []
-    result, val, split = run.result(run.split), run.result("val"), SPLIT.get(run.split, "")
-    top5, nll, seconds = number(result.get("top5")), number(result.get("nll")), number(run.environment.get("seconds"))
-    if run.split == "test" and val:
-        biased = "optimistic, see below" if run.chosen_on_val else ""
-        facts.append(fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), biased))
-    names = run.data.get("classes")
-    if not math.isnan(top5) and not (isinstance(names, list) and len(names) <= FEW):
-        facts.append(fact(f"{split} top-5", percent(top5, number(result.get("images")))))
-    if not math.isnan(nll):
-        facts.append(fact(f"{split} NLL", f"{nll:.3f}", "negative log-likelihood"))
-    if not math.isnan(seconds):
-        device = run.environment.get("device")
-        facts.append(fact("training time", format_duration(seconds), f"on {printable(device, 40)}" if device else ""))
-    steps, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
-    if len(steps):
-        under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
-        facts.append(fact("steps", f"{steps[-1]:,.0f}", under))
-    error = number(result.get("ece"))
-    if not math.isnan(error):  # last: its note takes a row
-        facts.append(fact(f"{split} calibration error", points(error), _describe_confidence(result)))
-    return facts
-
-
-def _describe_confidence(result: Mapping[str, Any]) -> str:
-    """Mean confidence compared with accuracy, if the run recorded it."""
-    images, top1, confidence = (number(result.get(name)) for name in ("images", "top1", "probability"))
-    known = images >= 1 and 0 <= top1 <= 1 and 0 <= confidence <= 1
-    return describe_confidence(confidence, round(top1 * images), int(images)) if known else ""
 
 
 def _headline(run: Run) -> list[Html]:
     """The main result: on test images, else validation images, else the last validation during training."""
-    result = run.result(run.split)
+    result, split = run.result(run.split), SPLIT.get(run.split, "")
+    images, top1, majority = (number(result.get(name)) for name in ("images", "top1", "majority_accuracy"))
     if "top1" not in result and "loss" in result:
         accuracy = number(result.get("accuracy"))
         under = "on masked pixels" if math.isnan(accuracy) else f"{percent(accuracy)} of the masked colours correct"
-        return [fact(f"{SPLIT[run.split]} loss", f"{number(result['loss']):.4f}", under, chief=True)]
+        return [fact(f"{split} loss", f"{number(result['loss']):.4f}", under, chief=True)]
     if result:
-        images, top1 = number(result.get("images")), number(result.get("top1"))
-        under = " · ".join(word for word in (_format_interval(result), _format_score(top1, images)) if word)
-        majority_accuracy = number(result.get("majority_accuracy"))
-        chance = "" if math.isnan(majority_accuracy) else f"chance level {percent(majority_accuracy)}"
-        return [fact(f"{SPLIT[run.split]} top-1 accuracy", percent(top1, images), under, chance, chief=True)]
+        correct = "" if math.isnan(top1 * images) else f"{top1 * images:,.0f} of {pluralize(images, 'image')} correct"
+        under = " · ".join(filter(None, (_format_interval(result), correct)))
+        chance = "" if math.isnan(majority) else f"chance level {percent(majority)}"
+        return [fact(f"{split} top-1 accuracy", percent(top1, images), under, chance, chief=True)]
     for column, name in (("val_top1", ""), ("val_ema_top1", " of the averaged weights")):
         rows = np.flatnonzero(np.isfinite(run.curves[column]))
         if len(rows):
@@ -172,45 +137,89 @@ def _headline(run: Run) -> list[Html]:
 
 def _format_interval(result: Mapping[str, Any]) -> str:
     ends = result.get("interval")
-    ends = [number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [math.nan]
-    if any(map(math.isnan, ends)):
-        return ""
-    low, high = (percent(end, number(result.get("images"))) for end in ends)
-    return f"95{SPACE}% interval {low.removesuffix(f'{SPACE}%')} {NONE} {high}"
+    ends = [percent(number(end), number(result.get("images"))) for end in ends] if isinstance(ends, list) else []
+    return f"95 % interval {ends[0]} to {ends[1]}" if len(ends) == 2 and NONE not in ends else ""
 
 
-def _format_score(top1: float, images: float) -> str:
-    if math.isnan(top1) or math.isnan(images):
-        return ""
-    return f"{top1 * images:,.0f} of {pluralize(images, 'image')} correct"
+def _facts(run: Run) -> list[Html]:
+    facts: list[Html] = []
+    result, val, split = run.result(run.split), run.result("val"), SPLIT.get(run.split, "")
+    top5, nll, error = (number(result.get(name)) for name in ("top5", "nll", "ece"))
+    facts += _first_result_facts(run)
+    if run.split == "test" and val:
+        biased = "optimistic, see below" if run.chosen_on_val else ""
+        facts.append(fact("validation top-1", percent(number(val.get("top1")), number(val.get("images"))), biased))
+    names = run.data.get("classes")
+    if not math.isnan(top5) and not (isinstance(names, list) and len(names) <= FEW):
+        facts.append(fact(f"{split} top-5", percent(top5, number(result.get("images")))))
+    if not math.isnan(nll):
+        facts.append(fact(f"{split} NLL", f"{nll:.3f}", "negative log-likelihood"))
+    seconds, device = number(run.environment.get("seconds")), run.environment.get("device")
+    if not math.isnan(seconds):
+        facts.append(fact("training time", format_duration(seconds), f"on {printable(device, 40)}" if device else ""))
+    facts += _step_facts(run)
+    if not math.isnan(error):  # last: its note takes a row
+        facts.append(fact(f"{split} calibration error", points(error), _describe_confidence(result)))
+    return facts
 
 
-def _notices(run: Run) -> Iterable[tuple[list[object], bool]]:
-    """(text, whether it is a warning)"""
+def _first_result_facts(run: Run) -> list[Html]:
+    first = run.first_result
+    if not first:
+        return []
+    seconds, head = number(first.get("seconds")), first.get("head") or "linear"
+    after = "" if math.isnan(seconds) else f"after {format_duration(seconds)}"
+    top1 = percent(number(first.get("top1")), number(first.get("images")))
+    return [fact("first result", top1, f"{head} head on frozen features", after)]
+
+
+def _step_facts(run: Run) -> list[Html]:
+    """Steps that were taken; next to them the steps asked for, if --hours allowed fewer."""
+    recorded, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
+    taken, asked = number(run.results.get("steps")), number(run.results.get("steps_asked"))
+    taken = float(recorded[-1]) if math.isnan(taken) and len(recorded) else taken
+    if math.isnan(taken):
+        return []
+    hours = number(run.config.get("hours"))
+    limited = f"of {asked:,.0f}: limited by --hours {hours:g}" if asked > taken and hours > 0 else ""
+    passes = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
+    return [fact("steps", f"{taken:,.0f}", limited, passes)]
+
+
+def _describe_confidence(result: Mapping[str, Any]) -> str:
+    """Mean confidence compared with accuracy, if the run recorded it."""
+    images, top1, confidence = (number(result.get(name)) for name in ("images", "top1", "probability"))
+    known = images >= 1 and 0 <= top1 <= 1 and 0 <= confidence <= 1
+    return describe_confidence(confidence, round(top1 * images), int(images)) if known else ""
+
+
+def _notices(run: Run) -> Iterable[Html]:
     state, reason = run.status.get("state"), run.status.get("reason")
     if state and state != "done":
         step, steps = number(run.status.get("step")), number(run.status.get("steps"))
-        ended = {"running": "This run is not finished", "interrupted": "This run was interrupted"}
-        ended |= {"diverged": "This run diverged", "failed": "This run failed"}
         where = "" if math.isnan(step) else f" at step {step:,.0f}" + ("" if math.isnan(steps) else f" of {steps:,.0f}")
-        words = ended.get(str(state), f"This run ended with state {state!r}")
-        yield [element("b", words), f"{where}{f': {reason}' if reason else ''}."], True
+        words = STATES.get(str(state), f"This run ended with state {state!r}")
+        yield notice(element("b", words), f"{where}{f': {reason}' if reason else ''}.", warning=True)
     if run.skipped:
-        yield [f"{pluralize(run.skipped, 'step')} skipped: loss or gradient was NaN or Inf."], True
-    for split in SPLIT:
+        yield notice(f"{pluralize(run.skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
+    for split, name in SPLIT.items():
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
-            yield [describe_unscored(unreadable, f"{SPLIT[split]} image")], True
+            yield notice(describe_unreadable(unreadable, f"{name} image"), warning=True)
+    if run.results.get("final") == "first":
+        trained = percent(number(as_dict(run.results.get("trained")).get("top1")), run.images("val"))
+        words = "The final weights are the first result, a linear head on frozen features"
+        yield notice(f"{words}: fine-tuning was not better on the held-out images ({trained}).")
     if run.chosen_on_val:
-        yield [_describe_selection_bias(run)], False
+        yield notice(_describe_selection_bias(run))
     better = as_dict(run.results.get("better_before"))
     if better:
         top1, step = percent(number(better.get("top1")), run.images("val")), number(better.get("step"))
         text = f"Step {step:,.0f} had a higher validation accuracy, {top1}: use --patience N to keep the best weights."
-        yield [f"The final weights are those of the last step. {text}"], False
+        yield notice(f"The final weights are those of the last step. {text}")
     if run.problems:
-        listed = [part for fault in run.problems for part in (", ", fault)][1:]
-        yield ["Missing files: ", *listed, "."], False
+        listed = [part for problem in run.problems for part in (", ", problem)][1:]
+        yield notice("Missing files: ", *listed, ".")
 
 
 def _describe_selection_bias(run: Run) -> str:
@@ -226,21 +235,20 @@ def _describe_selection_bias(run: Run) -> str:
 def _masked_section(run: Run) -> Section | None:
     """Figures of masked prediction, if the run made any."""
     parts: list[object] = []
-    for step, pixels in masked_pictures(run.folder):
-        shown = picture(pixels, f"Images, masked images and predictions at step {step}", max(pixels.shape[:2]))
-        parts += [element("h3", f"Step {step:,}"), element("div", shown, class_="picture")]
+    for step, pixels in read_masked_figures(run.folder):
+        shown = embed_image(pixels, f"Images, masked images and predictions at step {step}", max(pixels.shape[:2]))
+        parts += [element("h3", f"Step {step:,}"), element("div", shown, class_="wide-figure")]
     if not parts:
         return None
     note = "From top to bottom: held-out images, model input (masked patches in grey), predictions."
-    normalised = as_dict(run.config.get("masked")).get("normalise")
-    note += " Mean and contrast of each patch are taken from the image: they are not predicted." if normalised else ""
+    if as_dict(run.config.get("masked")).get("normalise"):
+        note += " Mean and contrast of each patch are taken from the image: they are not predicted."
     return Section("Masked prediction", join([element("p", note, class_="note"), *parts]))
 
 
 def _count_errors(run: Run) -> tuple[int, int] | None:
     """(errors, images) of the split whose predictions are shown."""
-    result = run.result(run.split)
-    images, top1 = number(result.get("images")), number(result.get("top1"))
+    images, top1 = (number(run.result(run.split).get(name)) for name in ("images", "top1"))
     return None if math.isnan(images * top1) else (round(images - top1 * images), round(images))
 
 
@@ -248,32 +256,26 @@ def _confusion_sections(run: Run) -> list[Section]:
     matrix = run.confusion()
     if matrix is None:
         return []
-    classes, split = run.classes(len(matrix)), SPLIT[run.split]
-    return [confusion_section(matrix, classes, split, run.folder), class_accuracy_section(matrix, classes, split)]
+    classes = run.classes(len(matrix))
+    section = confusion_section(matrix, classes, SPLIT[run.split], run.folder)
+    return [section, class_section(measure_classes(matrix), classes)]
 
 
 def _command_section(run: Run) -> Section | None:
     parts: list[object] = []
     command = run.environment.get("command")
     if command:
+        known = {"seed": run.config.get("seed"), "commit": run.environment.get("commit")}
+        words = " and ".join(f"{name} {value}" for name, value in known.items() if value is not None)
         parts += [element("p", "Run it again:"), code_block(str(command))]
-        commit, seed = run.environment.get("commit"), run.config.get("seed")
-        known = [f"seed {seed}" if seed is not None else "", f"commit {commit}" if commit else ""]
-        if any(known):
-            parts.append(element("p", f"With {' and '.join(filter(None, known))}.", class_="note"))
+        parts += [element("p", f"With {words}.", class_="note")] if words else []
     if run.status.get("state") == "done" or (run.folder / "model.safetensors").exists():
-        folder = shlex.quote(str(run.folder))
-        weights = shlex.quote(str(run.folder / "model.safetensors"))
+        folder, weights = (shlex.quote(str(path)) for path in (run.folder, run.folder / "model.safetensors"))
+        data = {"--data": run.config.get("data"), "--data-root": run.config.get("data_root")}
+        flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in data.items() if value)
         parts += [element("p", "Inspect the weights:"), code_block(f"plainvit inspect {weights}")]
-        command = f"plainvit finetune --init {folder}{_data_flags(run)}"
-        parts += [element("p", "Fine-tune these weights:"), code_block(command)]
+        parts += [element("p", "Fine-tune the weights:"), code_block(f"plainvit finetune --init {folder}{flags}")]
     return Section("Commands", join(parts)) if parts else None
-
-
-def _data_flags(run: Run) -> str:
-    """The data of the run as flags."""
-    flags = {"--data": run.config.get("data"), "--data-root": run.config.get("data_root")}
-    return "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in flags.items() if value)
 
 
 def _settings_section(run: Run) -> Section | None:
@@ -288,18 +290,17 @@ def _settings_section(run: Run) -> Section | None:
 
 
 def _data_table(run: Run) -> Html:
-    splits = [(name, as_dict(part)) for name, part in as_dict(run.data.get("splits")).items()]
-    if not splits:
-        return Html("")
+    splits = {name: as_dict(part) for name, part in as_dict(run.data.get("splits")).items()}
+    counts = {name: number(part.get("images")) for name, part in splits.items()}
     rows = [
-        (SPLIT.get(name, name), _format_count(part.get("images")), element("code", part.get("fingerprint", NONE)))
-        for name, part in splits
+        (
+            SPLIT.get(name, name),
+            NONE if math.isnan(counts[name]) else f"{counts[name]:,.0f}",
+            element("code", part.get("fingerprint", NONE)),
+        )
+        for name, part in splits.items()
     ]
-    return table(["split", "images", "fingerprint of file names and labels"], rows, numbers=(1,))
-
-
-def _format_count(value: object) -> str:
-    return NONE if math.isnan(number(value)) else f"{number(value):,.0f}"
+    return table(["split", "images", "fingerprint of file names and labels"], rows, numbers=(1,)) if rows else Html("")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

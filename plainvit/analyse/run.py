@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse.curves import Table, read_metrics, tabulate, thin_table
+from plainvit.analyse.curves import Table, read_metrics, tabulate
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.page import SPLIT, Html, element, join
 from plainvit.disk import read_json
@@ -35,8 +35,7 @@ class Run:
     results: dict[str, Any]
     environment: dict[str, Any]
     status: dict[str, Any]
-    curves: Table  # downsampled
-    skipped: int  # steps without an update
+    curves: Table
     problems: tuple[Html, ...]  # missing or unreadable files
 
     @property
@@ -45,8 +44,18 @@ class Run:
         return next((split for split in SPLIT if as_dict(self.results.get(split))), "")
 
     @property
+    def skipped(self) -> int:
+        """Steps without an update."""
+        return int((self.curves["skipped"] > 0).sum())
+
+    @property
     def chosen_on_val(self) -> bool:
         return bool(self.results.get("chosen_on_val") or as_dict(self.results.get("val")).get("chosen_on_val"))
+
+    @property
+    def first_result(self) -> dict[str, Any]:
+        """The result of the linear head from which fine-tuning started, if there was one."""
+        return as_dict(self.results.get("first_result") or self.results.get("first"))
 
     def result(self, split: str) -> dict[str, Any]:
         return as_dict(self.results.get(split))
@@ -79,7 +88,7 @@ def as_dict(value: object) -> dict[str, Any]:
 def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: expected a run folder, such as runs/NAME")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {name.partition(".")[0]: {} for name in FILES} | {"metrics": tabulate([])}
     problems: list[Html] = []
     for name, meaning in FILES.items():
         read = read_metrics if name == "metrics.jsonl" else read_json
@@ -90,7 +99,4 @@ def read_run(folder: Path) -> Run:
             problem = f" ({meaning}) cannot be read: {error}"
         if problem:
             problems.append(join([element("code", name), problem]))
-    metrics = found.pop("metrics", tabulate([]))
-    skipped = int((metrics["skipped"] > 0).sum())
-    parts = {key: found.get(key, {}) for key in ("config", "data", "results", "environment", "status")}
-    return Run(folder=folder, curves=thin_table(metrics), skipped=skipped, problems=tuple(problems), **parts)
+    return Run(folder=folder, curves=found.pop("metrics"), problems=tuple(problems), **found)

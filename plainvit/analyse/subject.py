@@ -1,10 +1,10 @@
-"""What an analysis examines (a model and images) and what its parts return (figures with text).
+"""What is analysed (a model and images), and what an analysis returns (figures with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-next(analyse_filters(subject)).drawings[""].figure            one of the parts in parts.py and maps.py
+next(analyse_filters(subject)).drawings[""].figure            one of the analyses in findings.py and maps.py
 
-A part that does not apply to a model raises a ValueError with the reason, which the page shows. Parts that need many
-passes use as many images as a fixed number of multiply-adds allows, and say how many.
+An analysis that does not apply to a model raises a ValueError with the reason, which the report shows. One that needs
+many forward passes uses as many images as a fixed number of multiply-adds allows, and says how many.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plainvit.analyse import robust
 from plainvit.analyse.page import Html
-from plainvit.data.decode import DataError, ImageError, size
+from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import choose_split, find_training_config
 from plainvit.disk import run_settings
@@ -30,8 +30,7 @@ from plainvit.models import ViT
 from plainvit.planning.cost import macs
 
 LEAST = 16  # images needed for an accuracy
-TINY, SHRUNK = 64, 3  # pixels along a side, and a reduction factor, at which photos lose most detail
-WORK = {"cpu": 7e11, "cuda": 2e14}  # multiply-adds of a part: about ten seconds
+WORK = {"cpu": 7e11, "cuda": 2e14}  # multiply-adds of an analysis: about ten seconds
 
 
 @dataclass
@@ -43,7 +42,6 @@ class Subject:
     names: list[str]
     labels: Tensor | None  # [n], if known and the model's classes
     which: str = "images"  # their description, after a number
-    held_out: bool = False  # of the training data, by the run of this model
     against: Predictor | None = None
     other: str = ""  # name of the model in `against`
     thorough: bool = False
@@ -55,14 +53,14 @@ class Subject:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The model's patches; for a ResNet, about 14 x 14 squares."""
+        """The model's patches; for a ResNet, at most 14 x 14 squares."""
         if isinstance(self.model, ViT):
             return self.model.config.grid
-        height, width = self.model.config.image_size
-        return _largest_divisor(height), _largest_divisor(width)
+        height, width = (max(n for n in range(1, 15) if side % n == 0) for side in self.model.config.image_size)
+        return height, width
 
     def affordable_images(self, passes: float, most: int, least: int = LEAST) -> int:
-        """Number of images for a part that needs this many passes for each."""
+        """Number of images for an analysis that needs this many passes for each."""
         count = min(most, len(self.images))
         if self.thorough:
             return count
@@ -90,10 +88,6 @@ class Subject:
         return [f"{names[at]} ({100 * p:.0f} %)" for p, at in pairs]
 
 
-def _largest_divisor(side: int) -> int:
-    return max(count for count in range(1, 15) if side % count == 0)
-
-
 class Drawing(NamedTuple):
     """A figure and its data."""
 
@@ -102,18 +96,18 @@ class Drawing(NamedTuple):
 
 
 @dataclass
-class Part:
+class Finding:
     """One or more figures and how to read them."""
 
     name: str
     title: str
-    words: str
-    drawings: dict[str, Drawing]
-    html: Html | None = None  # shown on the page instead of the figures
+    text: str
+    drawings: dict[str, Drawing]  # by the suffix of their file names
+    html: Html | None = None  # shown in the report instead of the figures
     table: Html | None = None  # shown below them
 
 
-Parts = Iterator[Part]
+Findings = Iterator[Finding]
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -133,28 +127,22 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     """Images spread evenly over the source, in the model's size; unreadable ones are skipped."""
     source = open_images(spec, split, data_root, model)
     rows: list[tuple[Tensor, str, int]] = []
-    sides: list[int] = []  # shorter side of each file
     broken: list[str] = []
     for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
         try:
-            pixels = source.read(index)
-            rows.append((predictor.load_image(pixels), source.name(index), int(source.labels[index])))
-            sides.append(min(size(pixels)))
+            rows.append((predictor.load_image(source.read(index)), source.name(index), int(source.labels[index])))
         except (ImageError, OSError) as error:
             broken.append(f"{source.name(index)}: {error}")
     if not rows:
         raise DataError(f"no image of {spec} can be read: {broken[0].splitlines()[0]}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # files are sorted by class
-    rows = [rows[index] for index in order]
-    labels, fits = torch.tensor([row[2] for row in rows]), _has_matching_classes(predictor, source)
-    fits = fits and bool((labels >= 0).all())
-    subject = Subject(predictor, torch.stack([row[0] for row in rows]), [row[1] for row in rows], labels)
+    images, names, labels = zip(*(rows[index] for index in order), strict=True)
+    subject = Subject(predictor, torch.stack(images), list(names), torch.tensor(labels))
     own = find_training_config(model, spec, data_root) is not None
-    subject.which, subject.held_out = _describe_images(source, own, len(rows)), own and source.split != "train"
+    subject.which = _describe_images(source, own, len(rows))
     if broken:
         subject.notes.append(f"{len(broken)} of {len(broken) + len(rows)} images could not be read: {broken[0]}.")
-    subject.notes += _describe_shrinking(int(np.median(sides)), predictor.size)
-    if not fits:
+    if not _has_matching_classes(predictor, source) or min(labels) < 0:
         subject.labels = None
         note = "The images have no labels of this model: accuracy is agreement with its original predictions."
         subject.notes += [note] if predictor.classes else []
@@ -167,16 +155,6 @@ def _describe_images(source: Source, own: bool, count: int) -> str:
     kinds |= {"val": "held-out images of the run", "train": "training images of the run"} if own else {}
     kind = kinds.get(source.split, "images") if source.classes else "images"
     return f"of the {len(source):,} {kind}" if count < len(source) else kind
-
-
-def _describe_shrinking(side: int, wanted: tuple[int, int]) -> list[str]:
-    """A note if photos were reduced so much that little can be recognised."""
-    height, width = wanted
-    if min(wanted) > TINY or side < SHRUNK * min(wanted):
-        return []
-    return [
-        f"The images were reduced from {side} pixels (median shorter side) to the model's {width} x {height} pixels."
-    ]
 
 
 def _has_matching_classes(predictor: Predictor, source: Source) -> bool:

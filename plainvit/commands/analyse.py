@@ -36,11 +36,11 @@ def analyse(
         thorough: Use more images for maps and analyse single heads of any model, also on a CPU
         pixels: Preprocessing, if the file does not say it
         device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
-        json: Print the written paths, and what was left out, as JSON
+        json: Print the written paths and the notes as JSON
     """
     from rich.text import Text
 
-    from plainvit.analyse.understand import analyse_model
+    from plainvit.analyse.analysis import analyse_model
     from plainvit.hub import UnreachableError
 
     try:
@@ -60,6 +60,6 @@ def analyse(
     except UnreachableError as error:
         own = "plainvit train pixels --out runs/px, then plainvit analyse runs/px"
         raise ValueError(f"{error}; or analyse a model that you train: {own}") from error
-    paths = {"page": str(written.page), "figures": [str(path) for path in written.figures], "notes": written.notes}
-    lines = "\n".join((f"analysis: {written.page}", *(f"note: {note}" for note in written.notes)))
+    paths = {"report": str(written.report), "figures": [str(path) for path in written.figures], "notes": written.notes}
+    lines = "\n".join((f"analysis: {written.report}", *(f"note: {note}" for note in written.notes)))
     print_result(paths, None if json else Text(lines))

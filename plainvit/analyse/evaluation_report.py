@@ -1,4 +1,4 @@
-"""report.html and figures of one evaluation, from its card, labels and predictions."""
+"""The report of one evaluation: report.html and figures/, from its card, labels and predictions."""
 
 import re
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.analyse import figures
-from plainvit.analyse.confusion import confusion_section
+from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.page import (
     SPLIT,
     Html,
     Section,
     code_block,
-    describe_unscored,
+    describe_unreadable,
     element,
     fact,
-    folded_table,
+    figure_links,
     inline_svg,
     join,
     notice,
@@ -38,7 +38,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     """report.html with its figures."""
     sections = [
         _confusion_section(card, labels, result, folder),
-        _class_section(labels, result),
+        class_section(result.by_class(), labels.guess_names, "classes.csv") if labels.single else None,
         _calibration_section(result, folder),
         predictions_section(errors, folder, "Most confident errors", (int((~result.right).sum()), len(result.right))),
         _command_section(card),
@@ -60,19 +60,15 @@ def _summary(card: Card, result: Result) -> Html:
     lead = f"{card.name} on {pluralize(images, SPLIT[data['split']] + ' image')} of {data['spec']}, "
     lead += f"{pluralize(data['classes'], 'class', 'classes')}. Correct is {data['rule']}."
     low, high = (percent(end, images) for end in card.intervals["top1"])
-    chief = fact(
-        "top-1 accuracy",
-        percent(card.metrics["top1"], images),
-        f"95 % interval {low} to {high} · {card.counts['top1']:,} of {images:,} correct",
-        "" if result.majority_accuracy is None else f"chance level {percent(result.majority_accuracy)}",
-        chief=True,
-    )
+    chance = "" if result.majority_accuracy is None else f"chance level {percent(result.majority_accuracy)}"
+    score = f"95 % interval {low} to {high} · {card.counts['top1']:,} of {images:,} correct"
+    chief = fact("top-1 accuracy", percent(card.metrics["top1"], images), score, chance, chief=True)
     facts = [fact("top-5", percent(card.metrics["top5"], images))] if result.classes > FEW else []
     facts.append(fact("NLL", f"{card.metrics['nll']:.3f}", "negative log-likelihood"))
     if "f1" in card.metrics:
         facts.append(fact("F1", percent(card.metrics["f1"], images), "mean over the classes"))
-    error = points(card.metrics["ece"])
-    facts.append(fact("calibration error", error, result.confidence_sentence, "expected calibration error, 15 bins"))
+    calibration = points(card.metrics["ece"]), result.confidence_sentence, "expected calibration error, 15 bins"
+    facts.append(fact("calibration error", *calibration))
     rows = [element("dl", chief, class_="facts"), element("dl", *facts, class_="facts")]
     return join([element("p", lead, class_="lead"), *rows, *_notices(card)])
 
@@ -80,7 +76,7 @@ def _summary(card: Card, result: Result) -> Html:
 def _notices(card: Card) -> list[Html]:
     found: list[Html] = []
     if card.unreadable:
-        found.append(notice(describe_unscored(card.unreadable, "image"), warning=True))
+        found.append(notice(describe_unreadable(card.unreadable, "image"), warning=True))
     if card.data["left_out"]:
         found.append(notice(f"{pluralize(card.data['left_out'], 'image')} excluded by the rule."))
     found += [notice(f"{percent(one['top1'], 10_000)} in {one['source']}.") for one in published(card)]
@@ -95,34 +91,17 @@ def _confusion_section(card: Card, labels: Labels, result: Result, folder: Path)
     return confusion_section(result.confusion.astype(float), names, SPLIT[card.data["split"]], folder)
 
 
-def _class_section(labels: Labels, result: Result) -> Section | None:
-    """Precision, recall and F1 of each class, worst first."""
-    if not labels.single:
-        return None
-    numbers = result.by_class()
-    seen = np.flatnonzero(numbers["images"] > 0)
-    order = seen[np.lexsort((seen, numbers["f1"][seen]))]
-    shares = zip(*(map(percent, numbers[name][order]) for name in ("precision", "recall", "f1")), strict=True)
-    rows = [
-        (labels.guess_names[at], f"{numbers['images'][at]:,}", *three) for at, three in zip(order, shares, strict=True)
-    ]
-    titles = ["class", "images", "precision", "recall", "F1"]
-    link = element("a", "classes.csv", href="classes.csv")
-    words = element("p", "Sorted by F1, worst first. Data: ", link, ".")
-    return Section("Metrics by class", join([words, folded_table(titles, rows, (1, 2, 3, 4))]))
-
-
 def _calibration_section(result: Result, folder: Path) -> Section:
     bins = result.bins()
     figure = draw_calibration(bins)
     figures.save(figure, folder / "figures" / "calibration.png")
-    titles = ["images", "mean probability", "share right"]
+    titles = ["images", "mean probability", "accuracy"]
     figures.write_csv(folder / "figures" / "calibration.csv", [titles, *bins.tolist()])
     summary, error = result.confidence_sentence, points(result.calibration_error)
     words = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {error} (15 bins). Bars below the line: "
     words += "overconfident. Darker bars: more images."
     shown = element("div", inline_svg(figure, "Reliability diagram"), style="max-width:520px")
-    return Section("Calibration", join([element("p", words), shown]))
+    return Section("Calibration", join([element("p", words), shown, figure_links("calibration")]))
 
 
 @figures.styled()
@@ -130,11 +109,11 @@ def draw_calibration(bins: np.ndarray) -> figures.Figure:
     """Reliability diagram: accuracy by predicted probability; opacity shows the number of images."""
     figure, axes = figures.new_axes((4.6, 3.4))
     width, (images, _, accuracy) = 1 / len(bins), bins.T
-    for place, (count, share) in enumerate(zip(images, accuracy, strict=True)):
+    for at, (count, share) in enumerate(zip(images, accuracy, strict=True)):
         if count:
             opacity = 0.25 + 0.75 * float(np.sqrt(count / images.max()))
-            axes.bar((place + 0.5) * width, share, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
-            axes.plot((place + 0.5) * width, share, "_", color=figures.COLOURS["blue"], markersize=9)
+            axes.bar((at + 0.5) * width, share, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
+            axes.plot((at + 0.5) * width, share, "_", color=figures.COLOURS["blue"], markersize=9)
     axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="accuracy")
     return figure
