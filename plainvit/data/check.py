@@ -28,8 +28,9 @@ from rich.text import Text
 
 from plainvit.data import known
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
+from plainvit.data.folders import order_classes
 from plainvit.data.shards import INDEX, UNFINISHED
-from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source, order_classes
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 from plainvit.data.transforms import resize_image
 from plainvit.disk import make_folder, write_atomically, write_text
 

@@ -100,6 +100,7 @@ class Loader:
                 yield batch
 
     def _streamed_batches(self, start: int, stop: int | None) -> Generator[Batch]:
+        self.source.load()
         items = run_workers(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
@@ -179,6 +180,8 @@ def evaluation_batches(
     work = Evaluate(source, index, batch, size, preprocess)
     if workers is None:
         workers = min(default_workers(), len(work)) if len(work) > 1 else 0
+    if workers:
+        source.load()
     items = run_workers(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
     with contextlib.closing(items):
         for _, (images, labels, indices, bad) in items:
