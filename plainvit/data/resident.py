@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Augment
+from plainvit.data.cache import available_memory
 from plainvit.data.decode import ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.data.transforms import augment_batch, crop_boxes
@@ -60,11 +60,7 @@ def available_bytes(device: torch.device) -> int:
     """Free memory of the device; on the host, including the page cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return available_memory()
 
 
 def find_resident_sizes(

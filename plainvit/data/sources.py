@@ -80,6 +80,11 @@ class Source(ABC):
         """(height, width), from the header if encoded."""
         return size(self.read(index))
 
+    def read_with_extent(self, index: int) -> tuple[bytes | np.ndarray, tuple[int, int]]:
+        """What `read` returns, and the image's (height, width)."""
+        data = self.read(index)
+        return data, size(data)
+
     def fingerprint(self) -> str:
         """Hash of names, labels and classes; independent of the folder."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogatepass"))
