@@ -220,6 +220,11 @@ class Table(Source):
             raise ImageError("the row has no image bytes")
         return data
 
+    def identify(self, index: int) -> bytes:
+        """The image, or its name if the files are too large for memory: reading all would take minutes."""
+        self.load()
+        return self.read(index) if self._fits else self.name(index).encode()
+
     def _read_group(self, group: int) -> pa.ChunkedArray:
         file, inside = self._groups[group]
         return self._files[file].read_images(inside, self._column)
