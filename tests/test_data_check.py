@@ -152,10 +152,11 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
         "train/a/page.jpg": b"<html>not found</html>",
         "train/a/short.jpg": jpeg(1, 80, 80, quality=95)[:2000],
         "train/a/empty.png": b"",
+        "train/a/again.png": png(1, 80, 80),  # of train/a/1.png
         "train/b/copy.png": png(0, 80, 80),  # of train/a/0.png
         "train/b/strip.png": png(7, 20, 400),
         "train/b/speck.png": png(8, 6, 7),
-        "val/a/leak.png": png(200, 80, 80),  # of train/c/0.png
+        "val/a/leak.png": png(2, 80, 80),  # of train/a/2.png
         "val/a/own.png": png(999, 80, 80),
     }
     plant(root, sound | planted)
@@ -165,7 +166,8 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
         ("train", "a/page.jpg", "unreadable"),
         ("train", "a/short.jpg", "unreadable"),
         ("train", "a/empty.png", "unreadable"),
-        ("train", "b/copy.png", "duplicate"),
+        ("train", "a/again.png", "duplicate"),
+        ("train", "b/copy.png", "two labels"),
         ("train", "b/strip.png", "odd shape"),
         ("train", "b/speck.png", "very small"),
         ("train", "empty", "empty class"),
@@ -176,7 +178,7 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert "<html>" in reasons["a/page.jpg"]
     assert "empty" in reasons["a/empty.png"]
     assert "a/0.png" in reasons["b/copy.png"]
-    assert "c/0.png" in reasons["a/leak.png"]
+    assert "a/2.png" in reasons["a/leak.png"]
     assert "train" in reasons["a/leak.png"]
     assert "400 x 20" in reasons["b/strip.png"]
     assert "7 x 6" in reasons["b/speck.png"]

@@ -22,9 +22,11 @@ from rich.text import Text
 from plainvit.data import known
 from plainvit.data.decode import DataError, ImageError, decode, size
 from plainvit.data.folders import order_classes
+from plainvit.data.imagenet import readable_names
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 
 T = TypeVar("T")
+NAMES_SHOWN = 6  # classes named by `data info`
 
 
 def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
@@ -67,6 +69,7 @@ def info(spec: str, parts: dict[str, Source]) -> dict[str, Any]:
     classes = merge_classes(spec, parts)
     by_number = list(classes) != sorted(classes) and list(classes) == order_classes(classes)
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
+    report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
     for split, source in parts.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
         extents = np.array([extent for index in sample if (extent := _read_size(source, int(index))) is not None])
@@ -107,10 +110,9 @@ def info_table(report: dict[str, Any]) -> Group:
         least, most = part["per_class"]["least"], part["per_class"]["most"]
         shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
     order = ", in numeric order" if report["ordered_as_numbers"] else ""
-    lines: list[Any] = [
-        Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']} classes{order}\n"),
-        shown,
-    ]
+    names = ", ".join(map(_escape, report["class_names"])) + (", ..." if report["classes"] > NAMES_SHOWN else "")
+    title = Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']:,} classes{order} ({names})\n")
+    lines: list[Any] = [title, shown]
     for split, part in report["splits"].items():
         if part["unreadable"]:
             sampled = part["unreadable"] + part["sizes_from"]
@@ -127,7 +129,7 @@ def _escape(name: str) -> str:
 def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     """Every problem of the data as one finding: {split, name, problem, detail}."""
     findings: list[dict[str, Any]] = []
-    seen: dict[bytes, tuple[str, str]] = {}  # content hash -> (split, name) of the first image with it
+    seen: dict[bytes, tuple[str, str, str]] = {}  # content hash -> (split, name, class) of the first image with it
     for split, source in splits(spec, data_root).items():
         empty = [source.classes[label] for label in np.flatnonzero(_count_classes(source) == 0)]
         findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
@@ -139,13 +141,20 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
                 findings.append(_make_finding(split, name, "unreadable", problem))
                 continue
             sizes[index] = extent
+            label = source.classes[source.labels[index]] if source.labels[index] >= 0 else ""
             if digest in seen:
-                other_split, other = seen[digest]
-                kind = "duplicate" if other_split == split else "duplicate across splits"
-                findings.append(_make_finding(split, name, kind, f"same as {other} in {other_split}"))
-            seen.setdefault(digest, (split, name))
+                findings.append(_make_finding(split, name, *_describe_copy(split, label, *seen[digest])))
+            seen.setdefault(digest, (split, name, label))
         findings += _find_outliers(source, split, sizes)
     return findings
+
+
+def _describe_copy(split: str, label: str, other_split: str, other: str, other_label: str) -> tuple[str, str]:
+    """(problem, detail) of an image that equals another one."""
+    if label != other_label and label and other_label:
+        return "two labels", f"same image as {other} in {other_split}: labelled {label!r} here, {other_label!r} there"
+    kind = "duplicate" if other_split == split else "duplicate across splits"
+    return kind, f"same as {other} in {other_split}"
 
 
 def _make_finding(split: str, name: str, problem: str, detail: str) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
     if unknown:
         raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
     if not classes:
-        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl")
+        layout = "put the images of each class into a folder of its own, such as beagle/1.jpg"
+        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl: {layout}")
     names: list[str] = []
     counts: list[int] = []
     unread: list[str] = []

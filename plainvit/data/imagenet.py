@@ -5,6 +5,7 @@ and torchvision's names (torchvision.models._meta), which are unique: "crane bir
 """
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -16,6 +17,13 @@ def wordnet_ids() -> tuple[str, ...]:
 def class_names() -> tuple[str, ...]:
     """The 1,000 readable names, in label order: tench, goldfish, ..."""
     return _read_classes()[1]
+
+
+def readable_names(classes: Iterable[str]) -> tuple[str, ...]:
+    """The names of these classes if all are WordNet ids of ImageNet-1k (n01440764 is tench); otherwise unchanged."""
+    classes = tuple(classes)
+    names = dict(zip(wordnet_ids(), class_names(), strict=True))
+    return tuple(names[one] for one in classes) if classes and all(one in names for one in classes) else classes
 
 
 @functools.cache

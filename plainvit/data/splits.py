@@ -53,7 +53,7 @@ def open_splits(config: Config) -> Splits:
     assert train is not None
     if train.labels.min() < 0:
         raise DataError(f"{config.data} has training images without a label: label or remove them")
-    _check_names(train)
+    _check_classes(train, config)
     val, test = _open(config, "val"), _open(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
@@ -63,8 +63,15 @@ def open_splits(config: Config) -> Splits:
     return Splits(take_fraction(train, config.train_fraction), val, test, is_held_out)
 
 
-def _check_names(source: Source) -> None:
-    """Class names are saved as UTF-8, but a folder's name may be any bytes."""
+def _check_classes(source: Source, config: Config) -> None:
+    """Labels must be learnable; class names are saved as UTF-8, but a folder's name may be any bytes."""
+    classes, images = len(source.classes), len(source)
+    if config.objective != "mae" and classes < 2:
+        raise DataError(f"{source.spec} has only the class {source.classes[0]!r}: a classifier needs two or more")
+    if images < classes and config.objective != "mae":
+        raise DataError(
+            f"{source.spec} has {images:,} training images for {classes:,} classes: each needs at least one"
+        )
     for name in source.classes:
         if name.encode("utf-8", "replace").decode() != name:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
