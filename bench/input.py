@@ -22,7 +22,7 @@ import torch
 import plainvit
 from bench.measure import interleaved, make_parser, report, seconds_a_call, summary
 from plainvit.config import Augment
-from plainvit.data import check
+from plainvit.data import pack
 from plainvit.data.loader import Loader
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.resident import decode_all
@@ -84,9 +84,9 @@ def timm_loader(folder: Path) -> float:
 def photos(data: Path, work: Path, repeats: int) -> list[dict[str, Any]]:
     originals, packed, unpacked = work / "originals", work / "packed", work / "unpacked"
     count = write_folder(str(data / "imagenet-photos"), originals, 48)
-    check.pack(str(originals), packed, side=320)
+    pack.pack(str(originals), packed, side=320)
     small = work / "small"
-    check.pack(str(data / "imagenet-photos"), small, side=320)
+    pack.pack(str(data / "imagenet-photos"), small, side=320)
     write_folder(str(small), unpacked, 48)
     runs = {
         "plainvit, original files": lambda: ours(originals),

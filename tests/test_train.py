@@ -25,7 +25,7 @@ from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
-from plainvit.data.splits import _draw_fraction, find_data_problems, hold_out, open_splits
+from plainvit.data.splits import find_data_problems, hold_out, open_splits
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
@@ -485,26 +485,6 @@ def test_a_teacher_with_other_words_for_the_classes_is_taken_with_a_warning(
     plainvit.save(teacher, tmp_path / "t.safetensors")
     load_teacher(tiny(teacher=str(tmp_path / "t.safetensors")), ("circle", "square", "triangle"))
     assert "calls a class 'disc'" in caplog.text
-
-
-def test_holding_out_is_fair_and_stable() -> None:
-    source = open_source("digits", "train")
-    rest, held = hold_out(source, 0.1)
-    assert len(rest) + len(held) == len(source)
-    names = {held.name(i) for i in range(len(held))}
-    assert not names & {rest.name(i) for i in range(len(rest))}
-    for label in range(10):
-        assert abs((held.labels == label).sum() - 0.1 * (source.labels == label).sum()) <= 0.5
-    assert names == {hold_out(source, 0.1)[1].name(i) for i in range(len(held))}
-
-
-def test_held_out_images_are_spread_evenly_over_a_sorted_class() -> None:
-    labels = np.repeat(np.arange(100), 60)  # by hash, not by place: files lie sorted by writer, date or camera
-    source: Any = SimpleNamespace(labels=labels, classes=tuple(map(str, range(100))))
-    places = _draw_fraction(source, 0.2, 0, lambda count: count) % 60 / 59
-    assert len(places) == 1200
-    assert abs(places.mean() - 0.5) < 3 * places.std() / math.sqrt(len(places))
-    assert np.histogram(places, 4)[0] == pytest.approx(300, abs=45)
 
 
 @pytest.mark.parametrize("changes", [{}, {"patience": 2}, {"ema": 0.0}], ids=str)

@@ -81,9 +81,9 @@ def pack(
     """
     from rich.text import Text
 
-    from plainvit.data import check as checks
+    from plainvit.data.pack import pack as write_shards
 
-    packed = checks.pack(data, target, side, quality, data_root)
+    packed = write_shards(data, target, side, quality, data_root)
     line = (
         f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB, {len(packed['left_out'])} left out: {target}"
     )

@@ -1,15 +1,10 @@
-"""Inspect a data set (info), find damaged and duplicate images (check), and write a faster copy (pack).
+"""Inspect a data set (info), and find damaged and duplicate images (check).
 
 plainvit data info photos/          plainvit data check photos/ --save bad.jsonl
-plainvit data pack photos/ shards/ --side 320
 """
 
 import hashlib
-import io
-import json
 import os
-import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import simplejpeg
 from rich.console import Console, Group
 from rich.progress import track
@@ -27,15 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data import known
-from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
-from plainvit.data.shards import INDEX, UNFINISHED
-from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source, order_classes
-from plainvit.data.transforms import resize_image
-from plainvit.disk import make_folder, write_atomically, write_text
+from plainvit.data.decode import DataError, ImageError, decode, size
+from plainvit.data.folders import order_classes
+from plainvit.data.imagenet import readable_names
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 
 T = TypeVar("T")
-SHARD_BYTES = 256 * 2**20
-JPEG_SIDE_LIMIT = 65_500  # pixels, set by libjpeg
+NAMES_SHOWN = 6  # classes named by `data info`
 
 
 def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
@@ -53,7 +44,7 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     return found
 
 
-def _merge_classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
+def merge_classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
     """The classes of all splits. Where classes are only numbers, a split may lack the highest ones."""
     classes = max((source.classes for source in parts.values()), key=len)
     for split, source in parts.items():
@@ -62,7 +53,7 @@ def _merge_classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
     return classes
 
 
-def _map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
+def map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
     """Yield work(0), work(1), ... in order, computed by one thread per core, with a progress bar."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         console, indices = Console(stderr=True), iter(range(count))
@@ -75,9 +66,10 @@ def _map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T
 
 def info(spec: str, parts: dict[str, Source]) -> dict[str, Any]:
     """Counts, classes and sizes of each split."""
-    classes = _merge_classes(spec, parts)
+    classes = merge_classes(spec, parts)
     by_number = list(classes) != sorted(classes) and list(classes) == order_classes(classes)
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
+    report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
     for split, source in parts.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
         extents = np.array([extent for index in sample if (extent := _read_size(source, int(index))) is not None])
@@ -118,10 +110,9 @@ def info_table(report: dict[str, Any]) -> Group:
         least, most = part["per_class"]["least"], part["per_class"]["most"]
         shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
     order = ", in numeric order" if report["ordered_as_numbers"] else ""
-    lines: list[Any] = [
-        Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']} classes{order}\n"),
-        shown,
-    ]
+    names = ", ".join(map(_escape, report["class_names"])) + (", ..." if report["classes"] > NAMES_SHOWN else "")
+    title = Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']:,} classes{order} ({names})\n")
+    lines: list[Any] = [title, shown]
     for split, part in report["splits"].items():
         if part["unreadable"]:
             sampled = part["unreadable"] + part["sizes_from"]
@@ -138,11 +129,11 @@ def _escape(name: str) -> str:
 def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     """Every problem of the data as one finding: {split, name, problem, detail}."""
     findings: list[dict[str, Any]] = []
-    seen: dict[bytes, tuple[str, str]] = {}  # content hash -> (split, name) of the first image with it
+    seen: dict[bytes, tuple[str, str, str]] = {}  # content hash -> (split, name, class) of the first image with it
     for split, source in splits(spec, data_root).items():
         empty = [source.classes[label] for label in np.flatnonzero(_count_classes(source) == 0)]
         findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
-        results = _map_threads(lambda index, source=source: _inspect(source, index), len(source), f"{split}: reading")
+        results = map_threads(lambda index, source=source: _inspect(source, index), len(source), f"{split}: reading")
         sizes = np.zeros((len(source), 2))
         for index, (digest, extent, problem) in enumerate(results):
             name = source.name(index)
@@ -150,13 +141,20 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
                 findings.append(_make_finding(split, name, "unreadable", problem))
                 continue
             sizes[index] = extent
+            label = source.classes[source.labels[index]] if source.labels[index] >= 0 else ""
             if digest in seen:
-                other_split, other = seen[digest]
-                kind = "duplicate" if other_split == split else "duplicate across splits"
-                findings.append(_make_finding(split, name, kind, f"same as {other} in {other_split}"))
-            seen.setdefault(digest, (split, name))
+                findings.append(_make_finding(split, name, *_describe_copy(split, label, *seen[digest])))
+            seen.setdefault(digest, (split, name, label))
         findings += _find_outliers(source, split, sizes)
     return findings
+
+
+def _describe_copy(split: str, label: str, other_split: str, other: str, other_label: str) -> tuple[str, str]:
+    """(problem, detail) of an image that equals another one."""
+    if label != other_label and label and other_label:
+        return "two labels", f"same image as {other} in {other_split}: labelled {label!r} here, {other_label!r} there"
+    kind = "duplicate" if other_split == split else "duplicate across splits"
+    return kind, f"same as {other} in {other_split}"
 
 
 def _make_finding(split: str, name: str, problem: str, detail: str) -> dict[str, Any]:
@@ -202,113 +200,3 @@ def check_table(findings: list[dict[str, Any]]) -> Group:
         shown.add_row(*(Text(_escape(finding[key])) for key in ("split", "name", "problem", "detail")))
     summary = ", ".join(f"{problem}: {count:,}" for problem, count in counts.items())
     return Group(shown, f"\n{summary}" + (" (first 40 shown)" if len(findings) > 40 else ""))
-
-
-def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root: Path | None = None) -> dict[str, Any]:
-    """Write tar shards of JPEGs shrunk to a short side of `side`, and an index; smaller JPEGs are copied unchanged."""
-    if side < 1 or not 1 <= quality <= 100:
-        raise ValueError(f"--side must be at least 1 and --quality 1 to 100, got --side {side} --quality {quality}")
-    if target.exists() and any(target.iterdir()):
-        raise DataError(f"{target} is not empty: give an empty or new folder")
-    parts = splits(spec, data_root)
-    classes = _merge_classes(spec, parts)
-    make_folder(target)
-    write_text(target / UNFINISHED, "plainvit data pack has not finished here\n")
-    index = _Index()
-    for split, source in parts.items():
-        _pack_split(split, source, target, side, quality, index)
-    metadata = json.dumps({"schema": 1, "classes": list(classes), "spec": spec, "side": side})
-    table = pa.table(index.columns).replace_schema_metadata({"plainvit": metadata})
-    write_atomically(target / INDEX, lambda temporary: _write_index(table, temporary))
-    (target / UNFINISHED).unlink()
-    size_in_bytes = sum(index.columns["length"])
-    return {"images": len(index), "left_out": index.unreadable, "bytes": size_in_bytes, "folder": str(target)}
-
-
-class _Index:
-    """The columns of index.parquet, and the images that could not be packed."""
-
-    def __init__(self) -> None:
-        names = ("shard", "name", "offset", "length", "label", "height", "width", "crc32")
-        self.columns: dict[str, list[Any]] = {name: [] for name in names}
-        self.unreadable: list[dict[str, str]] = []
-
-    def __len__(self) -> int:
-        return len(self.columns["name"])
-
-    def add(self, **row: str | int) -> None:
-        for name, column in self.columns.items():
-            column.append(row[name])
-
-
-def _write_index(table: pa.Table, path: Path) -> None:
-    """Write to an open file: pyarrow would read a path such as pk:1/index.parquet as a URI."""
-    with path.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
-
-
-def _pack_split(split: str, source: Source, target: Path, side: int, quality: int, index: _Index) -> None:
-    packed = _map_threads(lambda i: _encode_small(source, i, side, quality), len(source), f"{split}: packing")
-    images = enumerate(packed)
-    number, more, first_unreadable = 0, True, len(index.unreadable)
-    while more:
-        path = target / f"{split}-{number:05d}.tar"
-
-        def write(temporary: Path, path: Path = path) -> None:
-            nonlocal more
-            more = _write_shard(temporary, path.name, source, images, index)
-
-        write_atomically(path, write)
-        number += 1
-    unreadable = index.unreadable[first_unreadable:]
-    if len(unreadable) == len(source):
-        raise DataError(f"no image of the {split} split can be read; the first error: {unreadable[0]['why']}")
-
-
-def _write_shard(
-    path: Path,
-    shard: str,
-    source: Source,
-    images: Iterator[tuple[int, tuple[bytes, tuple[int, int]] | str]],
-    index: _Index,
-) -> bool:
-    """Write one tar from the next images; returns whether images may be left."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for number, image in images:
-            if isinstance(image, str):
-                index.unreadable.append({"name": source.name(number), "why": image})
-                continue
-            data, (height, width) = image
-            key, label = f"{number:09d}", int(source.labels[number])
-            offset = archive.offset + tarfile.BLOCKSIZE
-            _add_member(archive, f"{key}.jpg", data)
-            _add_member(archive, f"{key}.cls", str(label).encode())
-            place = {"shard": shard, "name": f"{shard}/{key}", "offset": offset, "length": len(data)}
-            index.add(**place, label=label, height=height, width=width, crc32=zlib.crc32(data))
-            if archive.offset > SHARD_BYTES:
-                return True
-    return False
-
-
-def _add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
-
-
-def _encode_small(source: Source, index: int, side: int, quality: int) -> tuple[bytes, tuple[int, int]] | str:
-    """(JPEG, its size), or the reason why the image cannot be read."""
-    try:
-        data = source.read(index)
-        height, width = size(data)
-        scale = min(side / min(height, width), 1)
-        target = max(round(height * scale), 1), max(round(width * scale), 1)
-        pixels = decode(data, target if scale < 1 else None)
-        if scale == 1 and isinstance(data, bytes) and data[:2] == b"\xff\xd8" and not has_exif(data):
-            return data, (height, width)
-        if max(target) > JPEG_SIDE_LIMIT:
-            raise ImageError(f"{target[1]} x {target[0]} pixels exceed JPEG's limit of {JPEG_SIDE_LIMIT:,} a side")
-        small = resize_image(pixels, target).permute(1, 2, 0).contiguous().numpy()
-        return simplejpeg.encode_jpeg(small, quality, "RGB", "420"), target
-    except (ImageError, OSError) as error:
-        return str(error)

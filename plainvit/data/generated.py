@@ -79,7 +79,10 @@ class Shapes(Source):
     def read(self, index: int) -> np.ndarray:
         return self.draw(index)[0]
 
-    def extent(self, index: int) -> tuple[int, int]:  # noqa: ARG002 - known without drawing the image
+    def identify(self, index: int) -> bytes:
+        return self.name(index).encode()  # without drawing the image
+
+    def extent(self, index: int) -> tuple[int, int]:  # noqa: ARG002
         return self.size, self.size
 
     def draw(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float, float]]:

@@ -5,15 +5,15 @@ data set of the Hugging Face hub.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from plainvit.data import vtab
-from plainvit.data.decode import DataError
-from plainvit.data.sources import MissingSplitError, Source, open_folder
+from plainvit.data.decode import DataError, size
+from plainvit.data.folders import open_folder
+from plainvit.data.sources import MissingSplitError, Source, Subset
 
 
 @dataclass(frozen=True)
@@ -97,24 +97,18 @@ def _open_test_only(name: str, folder: Path, split: str) -> Source:
         source = open_folder(inner, "test")
     except MissingSplitError:
         source = open_folder(inner, "train")  # no split folders: all images
-    return WithoutBorder(source) if name == "objectnet" else source
+    return WithoutBorder(source, np.arange(len(source))) if name == "objectnet" else source
 
 
-class WithoutBorder(Source):
+class WithoutBorder(Subset):
     """ObjectNet without the red border of two pixels that marks its images as test images."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.labels, self.classes = source, source.labels, source.classes
+    def extent(self, index: int) -> tuple[int, int]:
+        return size(self.read(index))
 
     def read(self, index: int) -> np.ndarray:
         pixels = self.source.image(index)
         return pixels[2:-2, 2:-2] if min(pixels.shape[:2]) > 4 else pixels
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def files(self) -> Iterable[str]:
-        return self.source.files()
 
 
 def real_labels(data_root: Path) -> list[list[int]]:

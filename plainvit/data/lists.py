@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TextIO
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, SUFFIXES, Files, MissingSplitError, Source, class_names, order_classes
+from plainvit.data.folders import class_names, order_classes
+from plainvit.data.sources import SPLITS, SUFFIXES, Files, MissingSplitError, Source
 
 COLUMNS = {
     "file": ("file", "file_name", "path", "filename", "image"),

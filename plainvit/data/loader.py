@@ -3,9 +3,10 @@
     loader = Loader(source, batch=512, size=(64, 64), augment=Augment(), seed=0, device="cuda")
     for batch in loader.batches(start=step):            # continues exactly where another process stopped
 
-mode="streamed": worker processes read, decode, crop and flip to uint8; the device does the rest. mode="resident": a set
-that fits is decoded once into device memory as uint8, and all augmentation happens there. Both use the same random
-numbers, but resizing differs slightly, so a run records its mode. A worker that dies is replaced and its batch remade.
+mode="streamed": worker processes read, decode, crop and flip to uint8; the device does the rest. mode="cached": the
+same, but each image is decoded once and its pixels are kept (cache.py). mode="resident": small images that fit are
+decoded into device memory as uint8, and all augmentation happens there. All use the same random numbers, but resizing
+differs slightly, so a run records its mode. A worker that dies is replaced and its batch remade.
 """
 
 import contextlib
@@ -13,20 +14,23 @@ import itertools
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
+from plainvit.data.cache import make_uncached, open_cache
 from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
-from plainvit.data.policy import Policy, to_device
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, augment_batch
+from plainvit.data.transforms import DRAWS, augment_batch, to_device
 from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, run_workers
+
+if TYPE_CHECKING:
+    from plainvit.data.policy import Policy
 
 log = logging.getLogger("plainvit")
 
@@ -56,7 +60,7 @@ class Loader:
         world: int = 1,
         workers: int | None = None,
         device: str | torch.device = "cpu",
-        mode: Literal["auto", "streamed", "resident"] = "auto",
+        mode: Literal["auto", "streamed", "cached", "resident"] = "auto",
         force: bool = False,
     ) -> None:
         """mode="resident" raises if memory is too small; with `force` the images are streamed instead."""
@@ -68,20 +72,28 @@ class Loader:
         self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        has_policy = augment.randaugment[0] or augment.three_augment
-        self.policy = Policy(augment, size, self.device) if has_policy else None
+        self.policy = _make_policy(augment, size, self.device)
         self._draws = DRAWS + (self.policy.draws if self.policy else 0)
         # Color and erasing follow the policy, if there is one; flips come before it
         self._augment_before_policy = augment.replace(colour=0.0, erase=0.0) if self.policy else augment
         self._augment_after_policy = augment.replace(flip=0.0)
-        extents = None if mode == "streamed" else find_resident_sizes(source, self.device, mode == "resident", force)
+        extents = None
+        if mode in ("auto", "resident"):
+            extents = find_resident_sizes(source, self.device, mode == "resident", force)
         self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
+        self.cache = None if self.resident or mode in ("streamed", "resident") else open_cache(source, augment, size)
+        if mode == "cached" and self.cache is None:
+            self.cache = make_uncached(source, augment, size)
         for index, reason in self.bad.items():
             log.warning("%s: %s", source.name(index), reason)
 
     @property
-    def mode(self) -> Literal["streamed", "resident"]:
-        return "resident" if self.resident else "streamed"
+    def mode(self) -> Literal["streamed", "cached", "resident"]:
+        return "resident" if self.resident else "streamed" if self.cache is None else "cached"
+
+    def stream(self) -> None:
+        """Decode images for each batch: where the processes of a run have memory for different modes."""
+        self.resident = self.cache = None
 
     def positions(self, step: int) -> np.ndarray:
         """Global positions of this process's part of a step's batch."""
@@ -100,6 +112,7 @@ class Loader:
                 yield batch
 
     def _streamed_batches(self, start: int, stop: int | None) -> Generator[Batch]:
+        self.source.load()
         items = run_workers(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
@@ -160,6 +173,14 @@ class Loader:
         check_bad_count(len(self.bad), len(self.source))
 
 
+def _make_policy(augment: Augment, size: tuple[int, int], device: torch.device) -> "Policy | None":
+    if not augment.randaugment[0] and not augment.three_augment:
+        return None
+    from plainvit.data.policy import Policy  # imports torchvision, which takes a second
+
+    return Policy(augment, size, device)
+
+
 def evaluation_batches(
     source: Source,
     *,
@@ -179,6 +200,8 @@ def evaluation_batches(
     work = Evaluate(source, index, batch, size, preprocess)
     if workers is None:
         workers = min(default_workers(), len(work)) if len(work) > 1 else 0
+    if workers:
+        source.load()
     items = run_workers(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")
     with contextlib.closing(items):
         for _, (images, labels, indices, bad) in items:

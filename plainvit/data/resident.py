@@ -7,10 +7,8 @@ launched by a thread while the device works on earlier steps.
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Augment
+from plainvit.data.cache import available_memory
+from plainvit.data.content import log_progress
 from plainvit.data.decode import ImageError, decode
 from plainvit.data.sources import Source
 from plainvit.data.transforms import augment_batch, crop_boxes
 from plainvit.data.workers import check_bad_count, read_next
 
 log = logging.getLogger("plainvit")
-LOG_INTERVAL = 10.0  # seconds between progress lines
 PIXELS_AT_ONCE = 2**25  # augmented together: some hundred megabytes
 MEMORY_FRACTION = 0.3  # of the free memory that a set may take
 T = TypeVar("T")
@@ -60,11 +59,7 @@ def available_bytes(device: torch.device) -> int:
     """Free memory of the device; on the host, including the page cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return available_memory()
 
 
 def find_resident_sizes(
@@ -107,7 +102,7 @@ def _report_lack_of_memory(needed: float, free: float, device: torch.device, for
 
 
 def _read_sizes(source: Source, index: np.ndarray) -> np.ndarray:
-    items = _log_progress(index, len(index), f"reading the sizes of {len(index):,} images")
+    items = log_progress(index, len(index), f"reading the sizes of {len(index):,} images")
     return np.array([_read_size(source, int(item)) for item in items])
 
 
@@ -117,16 +112,6 @@ def _read_size(source: Source, index: int) -> tuple[int, int]:
         return source.extent(index)
     except (ImageError, OSError):
         return read_next(source, index)[2]
-
-
-def _log_progress(items: Iterable[T], count: int, title: str) -> Iterator[T]:
-    """Yield the items and log the progress now and then, in the main process only."""
-    last = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        if time.monotonic() - last > LOG_INTERVAL and os.environ.get("RANK", "0") == "0":
-            last = time.monotonic()
-            log.warning("%s: %d %%", title, 100 * done // count)
 
 
 class Resident:
@@ -226,6 +211,6 @@ def decode_all(
 
     with ThreadPoolExecutor(threads) as pool:
         starts = range(0, count, 256)
-        list(_log_progress(pool.map(fill, starts), len(starts), f"reading {count:,} images"))
+        list(log_progress(pool.map(fill, starts), len(starts), f"reading {count:,} images"))
     check_bad_count(len(bad), count)
     return images, torch.from_numpy(extents)

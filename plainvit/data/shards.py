@@ -19,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from plainvit.data.columns import MOST_CLASSES, check_range, map_file, read_integers, report_damage
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source
-from plainvit.data.tables import INDEX, MOST_CLASSES, check_range, damaged, find_split, map_file, read_integers
+from plainvit.data.tables import INDEX, find_split
 
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
 LOST = {  # reasons why a member has no data, by its negative length
@@ -51,10 +52,8 @@ def open_tars(folder: Path, split: str) -> Source:
 
 
 def _read_index(path: Path) -> pa.Table:
-    try:
+    with report_damage(path):
         table = pq.ParquetFile(map_file(path)).read()
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(path, error) from error
     missing = [name for name in INDEXED if name not in table.column_names]
     if missing:
         raise DataError(f"{path} is not an index of shards: it lacks the column {missing[0]}")
@@ -121,6 +120,10 @@ class Tars(Source):
         if self._crc is not None and zlib.crc32(data) != self._crc[index]:
             raise ImageError(f"{self.name(index)}: the checksum does not match the index")
         return data
+
+    def identify(self, index: int) -> bytes:
+        """The length and checksum in the index, so that nothing is read."""
+        return self.read(index) if self._crc is None else b"%d %d" % (self._length[index], self._crc[index])
 
     def name(self, index: int) -> str:
         return self._names[index]

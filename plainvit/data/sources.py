@@ -12,19 +12,22 @@ source = open_source("photos/", split="train")
 source.labels[i], source.classes, source.image(i)
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from plainvit import hub
 from plainvit.config import nearest
@@ -38,6 +41,7 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 FILE_LIMIT = 512 * 2**20  # bytes of one encoded image
+ENDS = 4096  # bytes at each end of a file that identify it
 log = logging.getLogger("plainvit")
 
 
@@ -64,9 +68,18 @@ class Source(ABC):
     def name(self, index: int) -> str:
         """The name of an image in messages and tables."""
 
+    def identify(self, index: int) -> bytes:
+        """Bytes that are equal for copies of an image, and differ for others."""
+        data = self.read(index)
+        return data if isinstance(data, bytes) else data.tobytes()
+
     def files(self) -> Iterable[str]:
         """Every file that holds images; none for generated images."""
         return ()
+
+    def load(self) -> None:
+        """Read what all workers need, before they are forked."""
+        return
 
     def image(self, index: int) -> np.ndarray:
         return decode(self.read(index))
@@ -74,6 +87,11 @@ class Source(ABC):
     def extent(self, index: int) -> tuple[int, int]:
         """(height, width), from the header if encoded."""
         return size(self.read(index))
+
+    def read_with_extent(self, index: int) -> tuple[bytes | np.ndarray, tuple[int, int]]:
+        """What `read` returns, and the image's (height, width)."""
+        data = self.read(index)
+        return data, size(data)
 
     def fingerprint(self) -> str:
         """Hash of names, labels and classes; independent of the folder."""
@@ -85,19 +103,16 @@ class Source(ABC):
 
 
 class Names:
-    """File names in one byte array, which forked workers share: a million names without a million objects."""
+    """File names in one buffer, which forked workers share: a million names without a million objects."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
+        self._names = pa.array(map(os.fsencode, names), pa.large_binary())
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._names)
 
     def __getitem__(self, index: int) -> str:
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._bytes[start : self._ends[index]].tobytes())
+        return os.fsdecode(self._names[index].as_py())
 
 
 class Files(Source):
@@ -115,50 +130,68 @@ class Files(Source):
     def name(self, index: int) -> str:
         return self.names[index]
 
+    def identify(self, index: int) -> bytes:
+        """The size and both ends of a file: a million files are read in a minute, and no two photos agree in them."""
+        with _open_image_file(f"{self.root}/{self.name(index)}") as file:
+            start = file.read(ENDS)
+            count = file.seek(0, os.SEEK_END)
+            file.seek(max(count - ENDS, 0))
+            return b"%d %s%s" % (count, start, file.read())
+
     def files(self) -> Iterable[str]:
         return (f"{self.root}/{self.names[index]}" for index in range(len(self)))
 
 
-def read_image_file(path: str) -> bytes:
-    """Read a regular file. Pipes and devices are not opened: reading them could block or never end."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - a million times
-        if not stat.S_ISREG(status.st_mode):
-            raise ImageError("it is a folder, a pipe or a device, not a file")
-        if status.st_size > FILE_LIMIT:
-            raise ImageError(f"{status.st_size:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            return file.read()
-    except ImageError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        raise ImageError(getattr(error, "strerror", None) or str(error)) from error
+class View(Source):
+    """Images of other sources: `locate` maps an index to (source, index in it)."""
+
+    sources: Sequence[Source]
+
+    @abstractmethod
+    def locate(self, index: int) -> tuple[Source, int]: ...
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        source, index = self.locate(index)
+        return source.read(index)
+
+    def name(self, index: int) -> str:
+        source, index = self.locate(index)
+        return source.name(index)
+
+    def extent(self, index: int) -> tuple[int, int]:
+        source, index = self.locate(index)
+        return source.extent(index)
+
+    def identify(self, index: int) -> bytes:
+        source, index = self.locate(index)
+        return source.identify(index)
+
+    def load(self) -> None:
+        for source in self.sources:
+            source.load()
+
+    def files(self) -> Iterable[str]:
+        return chain.from_iterable(source.files() for source in self.sources)
 
 
-class Subset(Source):
+class Subset(View):
     """Some images of another source."""
 
     def __init__(self, source: Source, indices: np.ndarray, split: str = "") -> None:
-        self.source, self.indices = source, np.asarray(indices)
+        self.source, self.sources, self.indices = source, (source,), np.asarray(indices)
         self.labels, self.classes = source.labels[self.indices], source.classes
         self.spec, self.split = source.spec, split or source.split
 
-    def read(self, index: int) -> bytes | np.ndarray:
-        return self.source.read(int(self.indices[index]))
-
-    def name(self, index: int) -> str:
-        return self.source.name(int(self.indices[index]))
-
-    def extent(self, index: int) -> tuple[int, int]:
-        return self.source.extent(int(self.indices[index]))
+    def locate(self, index: int) -> tuple[Source, int]:
+        return self.source, int(self.indices[index])
 
     def files(self) -> Iterable[str]:
         if isinstance(self.source, Files):
             return (f"{self.source.root}/{self.name(index)}" for index in range(len(self)))
-        return self.source.files()
+        return super().files()
 
 
-class ConcatSource(Source):
+class ConcatSource(View):
     """Several sources concatenated, with the classes of the first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -168,159 +201,37 @@ class ConcatSource(Source):
 
     def place(self, index: int) -> tuple[int, int]:
         """(number of the source, index in it)."""
-        part = int(np.searchsorted(self._ends, index, "right"))
-        return part, index - (int(self._ends[part - 1]) if part else 0)
+        number = int(np.searchsorted(self._ends, index, "right"))
+        return number, index - (int(self._ends[number - 1]) if number else 0)
 
-    def read(self, index: int) -> bytes | np.ndarray:
-        part, inside = self.place(index)
-        return self.sources[part].read(inside)
-
-    def name(self, index: int) -> str:
-        part, inside = self.place(index)
-        return self.sources[part].name(inside)
-
-    def extent(self, index: int) -> tuple[int, int]:
-        part, inside = self.place(index)
-        return self.sources[part].extent(inside)
-
-    def files(self) -> Iterator[str]:
-        return chain.from_iterable(source.files() for source in self.sources)
+    def locate(self, index: int) -> tuple[Source, int]:
+        number, index = self.place(index)
+        return self.sources[number], index
 
 
-def open_source(
-    spec: str, split: str = "train", *, data_root: str | Path | None = None, exclude: str | Path | None = None
-) -> Source:
-    """Open one split. `exclude` is a file of names to leave out, as `plainvit data check --save` writes it."""
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; {nearest(split, SPLITS)}")
-    source = _open(spec, split, Path(data_root) if data_root else None)
-    source.spec, source.split = spec, split
-    if not len(source):
-        raise DataError(f"{spec} has no images in its {split} split")
-    return _exclude(source, Path(exclude)) if exclude else source
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _open(spec: str, split: str, data_root: Path | None) -> Source:
-    from plainvit.data import generated, known, lists, tables
-
-    word, _, rest = spec.partition(":")
-    if word == "digits":
-        return generated.digits(split, rest)
-    if word == "shapes":
-        return generated.shapes(split, rest)
-    if word == "hf" and rest:
-        return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
-    path = Path(spec)
-    if path.is_dir():
-        return open_folder(path, split)
-    if path.is_file() and path.suffix in (".csv", ".jsonl"):
-        return lists.open_list(path, split)
-    if path.is_file() and path.suffix in (".parquet", ".arrow"):
-        return tables.open_table(path, split)
-    if spec in known.SETS:
-        return known.open_known(spec, split, data_root)
-    if "/" in spec or os.sep in spec or path.suffix:
-        raise DataError(f"there is no folder or list of images at {spec}")
-    names = (*known.SETS, "digits", "shapes")
-    raise ValueError(f"data {spec!r} is neither a folder nor a known set; {nearest(spec, names)}")
+def read_image_file(path: str) -> bytes:
+    with _open_image_file(path) as file:
+        return file.read()
 
 
-def open_folder(folder: Path, split: str) -> Source:
-    """Open one split of a folder: tables, shards, a list of labels, split folders or class folders."""
-    from plainvit.data import lists, shards, tables
-
-    if tables.has_saved(folder):
-        return tables.open_saved(folder, split)
-    if tables.has_parquet(folder):
-        return tables.open_parquet(folder, split)
-    if shards.has_tars(folder):
-        return shards.open_tars(folder, split)
-    image_list = lists.find_list(folder)
-    if image_list:
-        return lists.open_list(image_list, split)
-    found = _find_split_folders(folder)
-    if not found and split == "train":
-        return _open_class_folders(folder, None)
-    if split not in found:
-        raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    if "train" in found:
-        classes = _read_classes(found["train"])
-    else:
-        classes = order_classes({name for part in found.values() for name in _read_classes(part)})
-    image_list = lists.find_list(found[split])
-    if image_list:
-        return lists.open_list(image_list, split, folder_of=split, classes=classes)
-    return _open_class_folders(found[split], classes)
-
-
-def _find_split_folders(folder: Path) -> dict[str, Path]:
-    """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
-    found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in found.items() if path and (found["train"] or _read_classes(path))}
-
-
-def _read_classes(folder: Path) -> list[str]:
-    """The classes of a split folder, from its list or its class folders."""
-    from plainvit.data import lists
-
-    image_list = lists.find_list(folder)
-    return lists.list_classes(image_list) if image_list else class_names(folder)
-
-
-def class_names(folder: Path) -> list[str]:
-    """Names of the class folders, in label order."""
-    with os.scandir(folder) as entries:
-        return order_classes(
-            entry.name for entry in entries if not entry.name.startswith(".") and _test_entry(entry.is_dir)
-        )
-
-
-def order_classes(names: Iterable[str]) -> list[str]:
-    """Label order: alphabetical, or numeric if all names are integers."""
-    found = list(names)
-    if all(len(name) < 19 and name.removeprefix("-").isdecimal() for name in found):
-        return sorted(found, key=lambda name: (int(name), name))
-    return sorted(found)
-
-
-def _test_entry(test: Callable[[], bool]) -> bool:
-    """entry.is_dir() or entry.is_file(); False for a broken link."""
+@contextlib.contextmanager
+def _open_image_file(path: str) -> Iterator[io.FileIO]:
+    """Open a regular file. Pipes and devices are not opened: reading them could block or never end."""
     try:
-        return test()
-    except OSError:
-        return False
-
-
-def _open_class_folders(folder: Path, classes: Sequence[str] | None) -> Source:
-    own = class_names(folder)
-    classes = own if classes is None else classes
-    unknown = sorted(set(own).difference(classes))
-    if unknown:
-        raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
-    if not classes:
-        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl")
-    names: list[str] = []
-    labels: list[np.ndarray] = []
-    unread: list[str] = []
-    irregular = _find_broken_links(folder)
-    for label, name in enumerate(classes):
-        exists = (folder / name).is_dir()
-        files = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if exists else []
-        names += files
-        labels.append(np.full(len(files), label, np.int32))
-    warn_unread(folder, unread)
-    _warn_of_irregular(folder, irregular)
-    return Files(folder, names, np.concatenate(labels), classes)
-
-
-def _find_broken_links(folder: Path) -> list[str]:
-    """Broken links among the class folders."""
-    with os.scandir(folder) as entries:
-        return [
-            entry.name
-            for entry in entries
-            if entry.is_symlink() and not entry.name.startswith(".") and not Path(entry.path).exists()
-        ]
+        status = os.stat(path)  # noqa: PTH116 - a million times
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("it is a folder, a pipe or a device, not a file")
+        if status.st_size > FILE_LIMIT:
+            raise ImageError(f"{status.st_size:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
+        with io.FileIO(path) as file:
+            yield file
+    except ImageError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise ImageError(getattr(error, "strerror", None) or str(error)) from error
 
 
 def image_files(
@@ -346,23 +257,31 @@ def image_files(
             name = entry.name
             if name.startswith("."):
                 continue
-            if _test_entry(entry.is_dir):
+            if is_folder(entry):
                 path, parents = Path(entry.path), seen | {identity}
                 found += image_files(path, f"{prefix}/{name}", parents, unread=unread, irregular=irregular)
             elif name.lower().endswith(SUFFIXES):
                 found.append(f"{prefix}/{name}")
-                irregular += [] if _test_entry(entry.is_file) else [found[-1]]
+                irregular += [] if _is_file(entry) else [found[-1]]
             elif name.lower().endswith(UNREAD):
                 unread.append(name)
-            elif entry.is_symlink() and not _test_entry(entry.is_file):
+            elif entry.is_symlink() and not _is_file(entry):
                 irregular.append(f"{prefix}/{name}")
     return found
 
 
-def _warn_of_irregular(where: str | Path, names: Sequence[str]) -> None:
-    if names:
-        problem = "%s: %d unreadable entries (broken links, pipes or devices): %s"
-        log.warning(problem, where, len(names), ", ".join(names[:3]))
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def warn_unread(where: str | Path, names: Iterable[str]) -> None:
@@ -373,11 +292,54 @@ def warn_unread(where: str | Path, names: Iterable[str]) -> None:
         log.warning(problem, where, formats.total(), ", ".join(sorted(formats)))
 
 
+# Opening --------------------------------------------------------------------------------------------------------------
+
+
+def open_source(
+    spec: str, split: str = "train", *, data_root: str | Path | None = None, exclude: str | Path | None = None
+) -> Source:
+    """Open one split. `exclude` is a file of names to leave out, as `plainvit data check --save` writes it."""
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; {nearest(split, SPLITS)}")
+    source = _open(spec, split, Path(data_root) if data_root else None)
+    source.spec, source.split = spec, split
+    if not len(source):
+        raise DataError(f"{spec} has no images in its {split} split")
+    return _exclude(source, Path(exclude)) if exclude else source
+
+
+def _open(spec: str, split: str, data_root: Path | None) -> Source:
+    from plainvit.data import folders, generated, known, lists, tables
+
+    word, _, rest = spec.partition(":")
+    if word == "digits":
+        return generated.digits(split, rest)
+    if word == "shapes":
+        return generated.shapes(split, rest)
+    if word == "hf" and rest:
+        return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
+    path = Path(spec)
+    if path.is_dir():
+        return folders.open_folder(path, split)
+    if path.is_file() and path.suffix in (".csv", ".jsonl"):
+        return lists.open_list(path, split)
+    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+        return tables.open_table(path, split)
+    if spec in known.SETS:
+        return known.open_known(spec, split, data_root)
+    if path.is_file():
+        raise DataError(f"{spec} is a file: --data takes a folder of images, a .csv or .jsonl list, or a .parquet file")
+    if "/" in spec or os.sep in spec or path.suffix:
+        raise DataError(f"there is no folder or list of images at {spec}")
+    names = (*known.SETS, "digits", "shapes")
+    raise ValueError(f"data {spec!r} is neither a folder nor a known set; {nearest(spec, names)}")
+
+
 def _exclude(source: Source, path: Path) -> Source:
     from plainvit.data.known import official_split
 
-    bad = _read_excluded(path, {source.split, official_split(source.spec, source.split)})
-    keep = [index for index in range(len(source)) if source.name(index) not in bad]
+    excluded = _read_excluded(path, {source.split, official_split(source.spec, source.split)})
+    keep = [index for index in range(len(source)) if source.name(index) not in excluded]
     if not keep:
         raise DataError(f"--exclude {path} removes all images of the {source.split} split of {source.spec}")
     return Subset(source, np.array(keep))

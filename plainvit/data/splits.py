@@ -1,7 +1,7 @@
 """Training, validation and test images of a run. Test images are read once, at the end."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content import CONTENT, sample_hash
+from plainvit.data.content import CONTENT, content_numbers, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
 from plainvit.disk import read_json, run_folder, run_settings
 
+HOLDOUT_RULE = "content"  # recorded in data.json; runs before 0.2 held out images by position
 log = logging.getLogger("plainvit")
 
 
@@ -25,6 +26,7 @@ class Splits:
     train: Source
     val: Source | None
     test: Source | None
+    is_held_out: bool = False  # val is a part of the training images
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -39,7 +41,8 @@ class Splits:
             for name, source in present.items()
             if source is not None
         }
-        return {"classes": list(self.classes), "splits": sizes}
+        rule = {"holdout": HOLDOUT_RULE} if self.is_held_out else {}
+        return {"classes": list(self.classes), "splits": sizes} | rule
 
 
 def open_splits(config: Config) -> Splits:
@@ -50,17 +53,25 @@ def open_splits(config: Config) -> Splits:
     assert train is not None
     if train.labels.min() < 0:
         raise DataError(f"{config.data} has training images without a label: label or remove them")
-    _check_names(train)
+    _check_classes(train, config)
     val, test = _open(config, "val"), _open(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
-    if val is None and config.holdout:
+    is_held_out = val is None and config.holdout > 0
+    if is_held_out:
         train, val = hold_out(train, config.holdout)
-    return Splits(take_fraction(train, config.train_fraction), val, test)
+    return Splits(take_fraction(train, config.train_fraction), val, test, is_held_out)
 
 
-def _check_names(source: Source) -> None:
-    """Class names are saved as UTF-8, but a folder's name may be any bytes."""
+def _check_classes(source: Source, config: Config) -> None:
+    """Labels must be learnable; class names are saved as UTF-8, but a folder's name may be any bytes."""
+    classes, images = len(source.classes), len(source)
+    if config.objective != "mae" and classes < 2:
+        raise DataError(f"{source.spec} has only the class {source.classes[0]!r}: a classifier needs two or more")
+    if images < classes and config.objective != "mae":
+        raise DataError(
+            f"{source.spec} has {images:,} training images for {classes:,} classes: each needs at least one"
+        )
     for name in source.classes:
         if name.encode("utf-8", "replace").decode() != name:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
@@ -109,7 +120,13 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
         if split and not (run and split == "val"):
             raise MissingSplitError(f"{error}; choose another with --split") from error
     if run:
-        held_out = open_splits(run).val
+        splits = open_splits(run)
+        held_out = splits.val
+        if held_out is not None and splits.is_held_out and "holdout" not in read_json(run_folder(model) / "data.json"):
+            raise MissingSplitError(
+                f"an earlier version of plainvit chose the images that {model} held out, and they are not known now: "
+                "give test images, or train again"
+            )
         if held_out is not None:
             words = "%s has no %s images: using the %d that the run held out"
             log.warning(words, data, split or "test", len(held_out))
@@ -156,24 +173,31 @@ def _open(config: Config, split: str) -> Source | None:
 
 
 def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
-    """Split into (rest, held out), stratified by class; the same images for every seed."""
-    chosen = _draw_fraction(source, fraction, 0, lambda count: count - 1)  # each class keeps a training image
-    if not len(chosen):
-        raise DataError(f"--holdout needs a class with two or more images, {source.spec} has none: use --holdout 0")
-    rest = np.setdiff1d(np.arange(len(source)), chosen)
-    return Subset(source, rest, "train"), Subset(source, chosen, "val")
+    """Split into (rest, held out) by content: the same images for every seed, machine and name of a file.
+
+    Each image has a number from a hash of its content (`Source.identify`: of a file its size, first and last 4 KiB) and
+    is held out if that is below `fraction`, so copies of an image are never on both sides, and adding or removing
+    images moves no others. Of each class with two or more different images the lowest number is held out and the
+    highest is not, whatever the fraction; only these two may change sides when the class changes.
+    """
+    numbers = content_numbers(source)
+    lowest, highest = np.full(len(source.classes), np.inf), np.full(len(source.classes), -np.inf)
+    np.minimum.at(lowest, source.labels, numbers)
+    np.maximum.at(highest, source.labels, numbers)
+    chosen = (numbers < fraction) | (numbers == lowest[source.labels])
+    chosen = np.isin(numbers, numbers[chosen]) & ~np.isin(numbers, highest)  # copies may have other labels
+    if not chosen.any():
+        problem = f"--holdout needs a class with two or more different images, {source.spec} has none"
+        raise DataError(f"{problem}: add images, or use --holdout 0")
+    return Subset(source, np.flatnonzero(~chosen), "train"), Subset(source, np.flatnonzero(chosen), "val")
 
 
 def take_fraction(source: Source, fraction: float) -> Source:
     """A fraction of each class, at least one image; smaller fractions are subsets of larger ones."""
-    return source if fraction == 1 else Subset(source, _draw_fraction(source, fraction, 1, lambda count: count))
-
-
-def _draw_fraction(source: Source, fraction: float, salt: int, most: Callable[[int], int]) -> np.ndarray:
-    """Sorted indices of a fraction of each class: at least one, at most `most(class size)` images."""
+    if fraction == 1:
+        return source
     indices = [np.empty(0, int)]
     for label in range(len(source.classes)):
         members = np.flatnonzero(source.labels == label)
-        count = min(max(round(fraction * len(members)), 1), most(len(members)))
-        indices.append(members[permutation(salt, label, len(members))[: max(count, 0)]])
-    return np.sort(np.concatenate(indices))
+        indices.append(members[permutation(1, label, len(members))[: max(round(fraction * len(members)), 1)]])
+    return Subset(source, np.sort(np.concatenate(indices)))

@@ -89,13 +89,18 @@ def _largest_center_crop(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor
 
 
 def crop_and_resize(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int], extent: tuple[int, int]) -> Tensor:
-    """Crop a box of one image and resize it with antialiasing: uint8 [3, *out]. `extent` is (height, width)."""
+    """Crop a box of one image and resize it with antialiasing: uint8 [3, *out].
+
+    Boxes are in pixels of `extent`, the (height, width) of the original; `data` may be pixels of a smaller copy.
+    """
     top, left, ch, cw = box.tolist()
     wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
     needs_padding = min(top, left) <= -1 or top + ch >= extent[0] + 1 or left + cw >= extent[1] + 1
     pixels = decode(data, None if needs_padding else wanted)  # padding counts pixels at full scale
-    k = divisor(pixels, extent)
-    return resized_box(pixels, (top / k, left / k, (top + ch) / k, (left + cw) / k), out)
+    ky = kx = divisor(pixels, extent)
+    if isinstance(data, np.ndarray):
+        ky, kx = extent[0] / pixels.shape[0], extent[1] / pixels.shape[1]
+    return resized_box(pixels, (top / ky, left / kx, (top + ch) / ky, (left + cw) / kx), out)
 
 
 def divisor(pixels: np.ndarray, extent: tuple[int, int]) -> int:
@@ -104,39 +109,15 @@ def divisor(pixels: np.ndarray, extent: tuple[int, int]) -> int:
 
 
 def resized_box(
-    pixels: np.ndarray,
-    box: tuple[float, ...],
-    out: tuple[int, int],
-    interpolation: str = "bilinear",
-    antialias: bool = True,
+    pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str = "bilinear"
 ) -> Tensor:
     """Resize a box (top, left, bottom, right) to uint8 [3, *out]: torch for integer boxes, Pillow for others."""
+    top, left, bottom, right = box
     if all(side == int(side) for side in box):
         y0, x0, y1, x1 = (int(side) for side in box)
-        return resize_image(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation, antialias)
-    if not antialias and interpolation in ("bilinear", "bicubic"):
-        return _sample_box(pixels, box, out, interpolation)
-    top, left, bottom, right = box
+        return resize_image(_window(pixels, y0, x0, max(y1, y0 + 1), max(x1, x0 + 1)), out, interpolation)
     inside = (max(left, 0), max(top, 0), min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
     return _resize_with_pillow(pixels, out, interpolation, inside)
-
-
-def _sample_box(pixels: np.ndarray, box: tuple[float, ...], out: tuple[int, int], interpolation: str) -> Tensor:
-    """Resize a box without antialiasing, as F.interpolate would resize the whole image."""
-    slices, positions = [], []
-    for axis in (0, 1):
-        low, high = box[axis], box[axis + 2]
-        at = low + (torch.arange(out[axis], dtype=torch.float64) + 0.5) * ((high - low) / out[axis]) - 0.5
-        first = max(math.floor(low) - 3, 0)  # bicubic reads two pixels on each side
-        last = min(math.ceil(high) + 3, pixels.shape[axis])
-        slices.append(slice(first, last))
-        positions.append((2 * (at - first) + 1) / (last - first) - 1)  # from -1 to 1
-    window = torch.from_numpy(np.ascontiguousarray(pixels[slices[0], slices[1]])).permute(2, 0, 1).unsqueeze(0).double()
-    grid = torch.stack((positions[1].expand(out), positions[0].unsqueeze(1).expand(out)), 2).unsqueeze(
-        0
-    )  # [1, H, W, 2]
-    found = F.grid_sample(window, grid, interpolation, "border", align_corners=False)
-    return found[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarray:
@@ -184,11 +165,10 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
     smooth = preprocess.antialias and preprocess.interpolation != "nearest"
     pixels = decode(data, target if smooth else None)
     k = divisor(pixels, extent)
-    if target[0] * target[1] > PIXEL_LIMIT:  # a 1 x 30000 image would need gigabytes: resize only the centre
-        box = tuple(
-            (extent[axis] * (0.5 + side * out[axis] / target[axis] / 2)) / k for side in (-1, 1) for axis in (0, 1)
-        )
-        return resized_box(pixels, box, out, preprocess.interpolation, preprocess.antialias)
+    if target[0] * target[1] > PIXEL_LIMIT:  # a 1 x 30000 image would need gigabytes: enlarge only the centre
+        y, x = (extent[axis] * out[axis] / target[axis] / k for axis in (0, 1))
+        top, left = ((extent[0] / k - y) / 2, (extent[1] / k - x) / 2)
+        return _resize_with_pillow(pixels, out, preprocess.interpolation, (left, top, left + x, top + y))
     if k > 1:
         image = resized_box(pixels, (0, 0, extent[0] / k, extent[1] / k), target, preprocess.interpolation)
     else:
@@ -207,6 +187,12 @@ def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     if augment.erase:
         images = _erase(images, holes, augment.erase)
     return images
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy without synchronizing, which needs pinned memory."""
+    pinned = device.type == "cuda" and x.device.type == "cpu"
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)
 
 
 def as_floats(images: Tensor) -> Tensor:

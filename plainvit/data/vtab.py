@@ -25,7 +25,8 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source, Subset, open_folder
+from plainvit.data.folders import open_folder
+from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source, Subset
 
 TRAIN, VAL = 800, 200
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}

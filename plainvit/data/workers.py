@@ -18,7 +18,6 @@ from torch.utils.data._utils import signal_handling
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.decode import size as size_of
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image
@@ -32,17 +31,17 @@ Item = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
 
 
 def default_workers() -> int:
-    """Data workers per process: the cores of this machine divided by its processes, at most 8."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
-    cores = (os.cpu_count() or 1) // max(int(processes) if processes.isdecimal() else 1, 1)
-    return max(min(cores, 8), 1)
+    """Data workers per process: its part of the machine's cores, less one for the process itself."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # set by torchrun
+    return max((os.cpu_count() or 1) // processes - 1, 1)
 
 
 class Train(Dataset[Item]):
     """One item is the batch of one step."""
 
     def __init__(self, loader: "Loader") -> None:
-        self.source, self.order, self.augment, self.size = loader.source, loader.order, loader.augment, loader.size
+        self.source = loader.source if loader.cache is None else loader.cache
+        self.order, self.augment, self.size = loader.order, loader.augment, loader.size
         self.seed, self.positions = loader.seed, loader.positions
 
     def __getitem__(self, step: int) -> Item:
@@ -110,8 +109,7 @@ def read_next(source: Source, index: int) -> tuple[int, bytes | np.ndarray, tupl
     for step in range(len(source)):
         i = (index + step) % len(source)
         try:
-            data = source.read(i)
-            return i, data, size_of(data), errors
+            return i, *source.read_with_extent(i), errors
         except (ImageError, OSError) as error:
             errors.append((i, str(error)))
     raise DataError(f"no image of {source.spec or 'the set'} can be read")
@@ -156,7 +154,7 @@ def _start_pool(work: Dataset[Item], start: int, stop: int | None, workers: int,
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=max(min(4, 32 // workers), 1) if workers else None,  # at most 32 batches, unless more workers
         multiprocessing_context=multiprocessing.get_context("fork") if workers and os.name == "posix" else None,
         generator=torch.Generator(),
         worker_init_fn=functools.partial(_exit_with_parent, os.getpid()),

@@ -163,7 +163,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
         lambda: build_training(config, splits, folder, quiet=options.quiet, world=world, force=options.force)
     )
     if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
-        run.loader.resident = None
+        run.loader.stream()
     write_start(run, splits)
     try:
         with raise_lost_peer(world), raise_on_termination():

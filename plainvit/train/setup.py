@@ -81,7 +81,7 @@ def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *
         world=world.size,
         workers=None if config.workers < 0 else config.workers,
         device=world.device,
-        mode=loading if loading in ("resident", "streamed") else "auto",
+        mode=loading if loading in ("resident", "cached", "streamed") else "auto",
         force=force,
     )
 

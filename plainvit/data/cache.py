@@ -1,0 +1,160 @@
+"""Decode once: training images as pixels in memory, or on disk, shared by a process and the workers that it forks.
+
+    images = open_cache(source, augment, size=(224, 224))     # None if they fit neither memory nor disk
+    images.read(i)                                            # decoded by whoever comes first, later only copied
+
+Decoding a photo takes longer than cropping it, and fine-tuning reads each photo many times. Quality rule: an image is
+stored whole, unless the crops need less than half of its pixels; then it is shrunk, with antialiasing, to the size that
+a crop of a quarter of its area (`LEAST_AREA`) needs, or the smallest crop that the augmentation draws, if that is
+larger. What is stored depends on the image and the augmentation alone, not on memory: a run that resumes where nothing
+fits decodes and shrinks each image again and sees the same pixels.
+"""
+
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from plainvit.config import Augment
+from plainvit.data.decode import ImageError, decode, size
+from plainvit.data.sources import Source, Subset
+from plainvit.data.transforms import resize_image
+
+LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
+MEMORY_FRACTION, DISK_FRACTION = 0.3, 0.3  # of the free bytes that a machine's processes may use together
+SAMPLE = 64  # images whose sizes are read to decide
+
+
+class Decoded(Subset):
+    """A source's images as pixels, each decoded at its first use. Create it before workers are forked."""
+
+    def __init__(self, source: Source, least: tuple[float, float], slot: int = 0, *, on_disk: bool = False) -> None:
+        """Every image has `slot` bytes of a sparse file; larger ones are not kept, and none with a slot of 0."""
+        super().__init__(source, np.arange(len(source)))
+        self.least, self.slot = least, slot
+        self._sizes = np.frombuffer(mmap.mmap(-1, 16 * len(source)), np.uint32).reshape(-1, 4)  # stored, original
+        if slot:
+            self._file = _open_nameless_file(on_disk)
+            weakref.finalize(self, os.close, self._file)
+            os.truncate(self._file, slot * len(source))
+            self._pixels = np.frombuffer(mmap.mmap(self._file, slot * len(source)), np.uint8)
+
+    def read(self, index: int) -> np.ndarray:
+        return self.read_with_extent(index)[0]
+
+    def extent(self, index: int) -> tuple[int, int]:
+        return self.read_with_extent(index)[1]
+
+    def read_with_extent(self, index: int) -> tuple[np.ndarray, tuple[int, int]]:
+        """Pixels as stored, and the (height, width) of the original."""
+        height, width, *extent = self._sizes[index].tolist()
+        start = index * self.slot
+        if all((height, width, *extent)):
+            return self._pixels[start : start + 3 * height * width].reshape(height, width, 3), (extent[0], extent[1])
+        data = self.source.read(index)
+        pixels, extent = shrink(data, self.least), size(data)
+        if pixels.nbytes <= self.slot and self._write(memoryview(pixels).cast("B"), start):
+            self._sizes[index] = *pixels.shape[:2], *extent  # two workers may store an image twice: the bytes are equal
+        return pixels, extent
+
+    def _write(self, data: memoryview, position: int) -> bool:
+        """pwrite, because a store into a mapped file would end the process if the disk is full."""
+        try:
+            while data:
+                written = os.pwrite(self._file, data, position)
+                data, position = data[written:], position + written
+        except OSError:  # no space left
+            self.slot = 0
+            return False
+        return True
+
+
+def open_cache(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded | None:
+    """The images of a source in memory if they fit, else on disk, else None."""
+    least = _find_least_size(augment, out)
+    sample = _measure(source, least)
+    if sample is None:
+        return None
+    stored, encoded = sample
+    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    slot = math.ceil(4 * stored)  # photos differ in shape and size; a sparse file takes only what is written
+    in_memory = MEMORY_FRACTION * available_memory() / processes / len(source)
+    if stored <= in_memory:
+        return Decoded(source, least, min(slot, int(in_memory)))
+    on_disk = DISK_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free / processes / len(source)
+    if stored <= on_disk and stored <= 2 * encoded:  # else reading the pixels takes longer than decoding
+        return Decoded(source, least, min(slot, int(on_disk)), on_disk=True)
+    return None
+
+
+def make_uncached(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded:
+    """The same pixels as `open_cache`, decoded each time."""
+    return Decoded(source, _find_least_size(augment, out))
+
+
+def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, float]:
+    """(height, width) that an image must keep."""
+    if augment.crop == "pad":  # counts pixels of the original
+        return math.inf, math.inf
+    if augment.crop == "random":
+        return augment.resized_side(out[0]), augment.resized_side(out[1])
+    factor = 1.0 if augment.crop == "none" else max(augment.area[0], LEAST_AREA) ** -0.5
+    return out[0] * factor, out[1] * factor
+
+
+def _measure(source: Source, least: tuple[float, float]) -> tuple[float, float] | None:
+    """Mean bytes of an image (as stored, as encoded) in a sample; None if there is nothing to decode."""
+    stored: list[int] = []
+    encoded: list[int] = []
+    for index in np.unique(np.linspace(0, len(source) - 1, min(len(source), SAMPLE)).astype(int)):
+        try:
+            data = source.read(int(index))
+            if isinstance(data, np.ndarray):
+                return None
+            stored.append(3 * math.prod(_find_stored_size(size(data), least)))
+            encoded.append(len(data))
+        except (ImageError, OSError):
+            continue
+    return (float(np.mean(stored)), float(np.mean(encoded))) if stored else None
+
+
+def _find_stored_size(extent: tuple[int, int], least: tuple[float, float]) -> tuple[int, int]:
+    """The size that an image is stored in: its own, unless that would at least halve its pixels."""
+    scale = max(least[0] / extent[0], least[1] / extent[1])
+    return extent if scale > 0.5**0.5 else (round(extent[0] * scale), round(extent[1] * scale))
+
+
+def shrink(data: bytes | np.ndarray, least: tuple[float, float]) -> np.ndarray:
+    """Decode to the size in which an image is stored."""
+    extent = size(data)
+    target = _find_stored_size(extent, least)
+    if target == extent:
+        return decode(data)
+    return resize_image(decode(data, target), target).permute(1, 2, 0).contiguous().numpy()
+
+
+def available_memory() -> int:
+    """Free memory of the machine, including its page cache, or of the container that the process runs in."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        return max(min(free, limit - used), 0)
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return free
+
+
+def _open_nameless_file(on_disk: bool) -> int:
+    """Open a file that disappears with the process."""
+    if not on_disk and hasattr(os, "memfd_create"):
+        return os.memfd_create("plainvit")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

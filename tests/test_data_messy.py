@@ -1,0 +1,149 @@
+"""The first hour with one's own images: wrong folders give one clear line, messy folders work."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import by_pillow, encode, jpeg, noise, photo, plant, plant_classes, png
+from PIL import Image
+
+from plainvit.cli import main
+from plainvit.config import Augment, Config
+from plainvit.data.decode import DataError
+from plainvit.data.loader import Loader
+from plainvit.data.sources import open_source
+from plainvit.data.splits import open_splits
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    code = 0
+    try:
+        main([str(one) for one in arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# Wrong folders --------------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda root: root.mkdir(),
+    "no class folders": lambda root: plant(root, {"1.jpg": jpeg(1), "2.jpg": jpeg(2)}),
+    "one class": lambda root: plant_classes(root, {"a": 5}),
+    "one image per class": lambda root: plant_classes(root, {"a": 1, "b": 1, "c": 1}),
+    "empty classes": lambda root: [(root / name).mkdir(parents=True) for name in "abc"],
+    "fewer images than classes": lambda root: (plant_classes(root, {"a": 1, "b": 1}), (root / "c").mkdir()),
+    "a file": lambda root: root.write_bytes(jpeg()),
+    "a broken link": lambda root: root.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_folder_is_one_line_and_exit_code_3(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    root = tmp_path / "photos"
+    WRONG[kind](root)
+    with pytest.raises(DataError):
+        open_splits(Config(data=str(root), holdout=0.2))
+    code, out, err = run(capsys, "train", "photos", "--data", root, "--holdout", 0.2, "--out", tmp_path / "run")
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1
+    assert len(err) < 400
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_single_class_can_be_learned_without_labels(tmp_path: Path) -> None:
+    plant_classes(tmp_path, {"all": 5})
+    assert len(open_splits(Config(data=str(tmp_path), objective="mae")).train) == 5
+
+
+def test_one_image_per_class_can_be_trained_on_without_holding_out(tmp_path: Path) -> None:
+    assert len(open_splits(Config(data=str(plant_classes(tmp_path, {"a": 1, "b": 1})))).train) == 2
+
+
+def test_a_hundred_thousand_class_folders_are_neither_listed_nor_slow(tmp_path: Path, capsys: Capture) -> None:
+    """Three thousand here: what grows faster than their number, or prints each, shows."""
+    for number in range(3000):
+        (tmp_path / "photos" / f"class{number:05}").mkdir(parents=True)
+    plant(tmp_path / "photos", {"class00000/1.png": png()})
+    code, out, _ = run(capsys, "data", "info", tmp_path / "photos")
+    assert (code, out.count("class0")) == (0, 6)
+    code, out, _ = run(capsys, "data", "check", tmp_path / "photos")
+    assert (code, out.count("class0")) == (0, 40)
+    code, out, err = run(capsys, "train", "photos", "--data", tmp_path / "photos", "--out", tmp_path / "run")
+    assert (code, len(out + err) < 400) == (3, True)
+
+
+# Messy folders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def messy(tmp_path: Path) -> Path:
+    """Photos as people have them, in classes named in three scripts."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    transparent = np.dstack([noise(24, 24), np.full((24, 24), 128, np.uint8)])
+    whole = jpeg(5, 60, 60, quality=95)
+    return plant(
+        tmp_path / "photos",
+        {
+            "🐶/alpha.png": encode(transparent),
+            "🐶/cmyk.jpg": encode(photo(30, 40).convert("CMYK"), "JPEG"),
+            "🐶/turned.jpg": encode(photo(30, 40, 2), "JPEG", exif=exif),
+            "🐶/same.png": png(3),
+            "猫/same too.png": png(3),
+            "猫/notes.txt": b"what the photos show",
+            "猫/cut.jpg": whole[: len(whole) // 2],
+            "猫/grey 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
+            "Füchse & Co/not an image.jpg": b"<html>404</html>",
+            **{f"Füchse & Co/{i}.webp": encode(photo(20, 30, 10 + i), "WEBP") for i in range(4)},
+        },
+    )
+
+
+def test_check_reports_what_is_wrong_with_a_messy_folder(messy: Path, tmp_path: Path, capsys: Capture) -> None:
+    saved = tmp_path / "bad.jsonl"
+    assert run(capsys, "data", "check", messy, "--save", saved)[0] == 3
+    found = {finding["name"]: finding for finding in map(json.loads, saved.read_text().splitlines())}
+    assert {name: finding["problem"] for name, finding in found.items()} == {
+        "Füchse & Co/not an image.jpg": "unreadable",
+        "🐶/same.png": "two labels",
+        "猫/cut.jpg": "unreadable",
+    }
+    assert "猫/same too.png" in found["🐶/same.png"]["detail"]
+    assert "'🐶' here, '猫' there" in found["🐶/same.png"]["detail"]
+    kept = open_source(str(messy), exclude=saved)
+    assert len(kept) == 9
+
+
+def test_a_messy_folder_can_be_trained_on(messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.data.workers.BAD_FRACTION", 0.5)  # 2 of 12 are many
+    source = open_source(str(messy))
+    assert source.classes == ("Füchse & Co", "猫", "🐶")
+    for mode in ("streamed", "cached", "resident"):
+        loader = Loader(source, batch=12, size=(16, 16), augment=Augment(), workers=0, mode=mode)
+        seen = np.concatenate([batch.index for batch in loader.batches(0, 3)])
+        assert {source.name(index) for index in loader.bad} == {"Füchse & Co/not an image.jpg", "猫/cut.jpg"}
+        assert len(set(seen)) == 10
+
+
+def test_photos_are_read_upright_and_on_white(messy: Path) -> None:
+    source = open_source(str(messy))
+    images = {source.name(i).partition("/")[2]: i for i in range(len(source))}
+    assert source.image(images["turned.jpg"]).shape == (40, 30, 3)
+    assert source.image(images["cmyk.jpg"]).shape == (30, 40, 3)
+    alpha = (messy / "🐶/alpha.png").read_bytes()
+    expected = by_pillow(alpha, "RGBA")[..., :3] * (128 / 255) + 255 * (127 / 255)
+    assert np.abs(source.image(images["alpha.png"]) - expected).max() <= 1
+
+
+def test_the_same_photo_under_two_labels_in_two_splits_is_reported_as_such(tmp_path: Path, capsys: Capture) -> None:
+    plant(tmp_path, {"train/a/1.png": png(1), "train/b/2.png": png(2), "test/b/3.png": png(1), "test/a/4.png": png(1)})
+    _, out, _ = run(capsys, "data", "check", tmp_path, "--json")
+    found = {finding["name"]: finding["problem"] for finding in json.loads(out)}
+    assert found == {"b/3.png": "two labels", "a/4.png": "duplicate across splits"}

@@ -1,0 +1,141 @@
+"""Training and held-out images: stable by content, fair to classes, never a copy on both sides."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import plant, plant_classes, png, write_parquet
+
+from plainvit.config import Config, to_json
+from plainvit.data import tables
+from plainvit.data.content import content_numbers
+from plainvit.data.decode import DataError
+from plainvit.data.pack import pack
+from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
+from plainvit.data.splits import choose_split, hold_out, open_splits
+
+
+def names(source: Source) -> set[str]:
+    return {source.name(index) for index in range(len(source))}
+
+
+def held_names(root: Path, fraction: float = 0.3) -> set[str]:
+    return names(hold_out(open_source(str(root)), fraction)[1])
+
+
+def test_sides_are_disjoint_and_near_the_fraction() -> None:
+    source = open_source("digits")
+    rest, held = hold_out(source, 0.2)
+    assert len(rest) + len(held) == len(source)
+    assert not names(rest) & names(held)
+    for label in range(10):
+        count = (source.labels == label).sum()
+        assert abs((held.labels == label).sum() - 0.2 * count) < 4 * (0.2 * 0.8 * count) ** 0.5  # binomial
+
+
+def test_a_smaller_fraction_is_a_subset_of_a_larger_one() -> None:
+    source = open_source("digits")
+    assert names(hold_out(source, 0.1)[1]) < names(hold_out(source, 0.3)[1])
+
+
+def test_adding_and_removing_photos_moves_no_others(tmp_path: Path) -> None:
+    plant_classes(tmp_path, {"a": 40, "b": 40})
+    before = held_names(tmp_path)
+    plant_classes(tmp_path / "c", {"new": 20}, start=100)
+    plant(tmp_path, {f"a/00{i}.png": png(200 + i) for i in range(30)})
+    assert {name for name in held_names(tmp_path) if name in before or name.startswith("b/")} == before
+    for index in range(0, 40, 3):
+        (tmp_path / f"b/{index}.png").unlink()
+    kept = {name for name in before if (tmp_path / name).exists()}
+    assert {name for name in held_names(tmp_path) if not name.startswith(("c/", "a/00"))} == kept
+
+
+def test_excluding_photos_moves_no_others(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"a": 40, "b": 40})))
+    some = Subset(source, np.arange(0, 80, 2))
+    assert names(hold_out(some, 0.3)[1]) == held_names(tmp_path) & names(some)
+
+
+def test_moving_and_renaming_photos_changes_no_sides(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "one", {"a": 30, "b": 30})
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for path in sorted((tmp_path / "two/a").iterdir()):
+        path.rename(path.with_name(f"x{path.name}"))
+    renamed = {name.replace("a/", "a/x") for name in held_names(tmp_path / "one")}
+    assert held_names(tmp_path / "two") == renamed
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.95])
+def test_copies_are_on_one_side(tmp_path: Path, fraction: float) -> None:
+    """Also under another label, where one of them is the only image that its class could hold out."""
+    files = {f"{'abc'[seed % 3]}/{seed}-{copy}.png": png(seed) for seed in range(12) for copy in range(3)}
+    files |= {f"d/{seed}.png": png(seed) for seed in range(4)} | {"e/0.png": png(0), "f/1.png": png(1)}
+    rest, held = hold_out(open_source(str(plant(tmp_path, files))), fraction)
+    assert not {rest.read(i) for i in range(len(rest))} & {held.read(i) for i in range(len(held))}
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.5, 0.999])
+def test_each_class_has_images_on_both_sides(tmp_path: Path, fraction: float) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"one": 1, "two": 2, "three": 3, "ten": 10})))
+    rest, held = hold_out(source, fraction)
+    assert {source.classes[label] for label in held.labels} == {"two", "three", "ten"}
+    assert set(rest.labels) == {0, 1, 2, 3}
+
+
+def test_one_image_per_class_cannot_be_held_out(tmp_path: Path) -> None:
+    plant(tmp_path, {f"{name}/{copy}.png": png(seed) for seed, name in enumerate("ab") for copy in range(2)})
+    with pytest.raises(DataError, match="--holdout 0"):
+        hold_out(open_source(str(tmp_path)), 0.2)
+
+
+def test_files_tables_and_tars_hold_out_the_same_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_classes(tmp_path / "files", {"a": 60, "b": 60})
+    write_parquet(tmp_path / "table/train.parquet", [png(i) for i in range(120)], [i // 60 for i in range(120)])
+    pack(str(tmp_path / "files"), tmp_path / "tars")
+    for name in ("files", "table", "tars"):
+        assert 12 < len(held_names(tmp_path / name)) < 60
+    monkeypatch.setattr(tables, "IN_MEMORY", 0)  # by name: reading all would take minutes
+    assert 12 < len(held_names(tmp_path / "table")) < 60
+
+
+def test_unreadable_files_are_hashed_by_name(tmp_path: Path) -> None:
+    plant_classes(tmp_path, {"a": 3})
+    (tmp_path / "a/broken.png").symlink_to("nowhere")
+    numbers = content_numbers(open_source(str(tmp_path)))
+    assert len(set(numbers.tolist())) == 4
+    assert ((numbers >= 0) & (numbers < 1)).all()
+
+
+def test_files_are_told_apart_by_both_ends_and_their_size(tmp_path: Path) -> None:
+    body = bytes(20_000)
+    files = {"a/1.png": body, "a/2.png": body + b"\0", "a/3.png": b"x" + body[1:], "a/4.png": body[1:] + b"x"}
+    numbers = content_numbers(open_source(str(plant(tmp_path, files | {"a/5.png": body}))))
+    assert len(set(numbers.tolist())) == 4
+    assert numbers[0] == numbers[4]
+
+
+def write_run(folder: Path, config: Config, records: dict[str, object]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    (folder / "data.json").write_text(json.dumps(records))
+    return folder
+
+
+def test_the_rule_is_recorded_and_evaluation_uses_the_held_out_images(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "set", {"a": 20, "b": 20})
+    config = Config(data=str(tmp_path / "set"), holdout=0.3)
+    splits = open_splits(config)
+    assert splits.describe["holdout"] == "content"
+    run = write_run(tmp_path / "run", config, splits.describe)
+    assert names(choose_split(run, config.data, "", None)) == held_names(tmp_path / "set")
+
+
+def test_images_that_an_older_version_held_out_are_not_guessed(tmp_path: Path) -> None:
+    """It chose them by position: those held out now were trained on."""
+    plant_classes(tmp_path / "set", {"a": 20, "b": 20})
+    config = Config(data=str(tmp_path / "set"), holdout=0.3)
+    records = {key: value for key, value in open_splits(config).describe.items() if key != "holdout"}
+    with pytest.raises(MissingSplitError, match="earlier version"):
+        choose_split(write_run(tmp_path / "run", config, records), config.data, "", None)
