@@ -247,7 +247,9 @@ class ViTConfig(Checked):
                 "a posemb other than 'relative' or 'bias'"
             )
         if self.norm_pooled and (self.norm == "post" or not self.norm_final or self.pool == "token+average"):
-            raise ValueError("norm_pooled=True requires norm 'pre', norm_final=True and a pool other than 'token+average'")
+            raise ValueError(
+                "norm_pooled=True requires norm 'pre', norm_final=True and a pool other than 'token+average'"
+            )
         if self.rotary != "none" and self.width // self.heads % 4:
             raise ValueError(
                 f"rotary {self.rotary!r} requires heads of a width divisible by 4, got {self.width // self.heads}"

@@ -181,7 +181,8 @@ class ViT(nn.Module):
         self.normalise = Normalise(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels
-        self.embedding = nn.Linear(in_channels * config.patch[0] * config.patch[1], D, config.embedding_bias)  # E, eq. 1
+        patch_values = in_channels * config.patch[0] * config.patch[1]
+        self.embedding = nn.Linear(patch_values, D, bias=config.embedding_bias)  # E of eq. 1
         self.norm_patches = make_norm(config, D) if config.norm_embedding == "patches" else nn.Identity()
         self.class_token = nn.Parameter(torch.empty(1, D)) if config.class_token else None
         self.distillation_token = nn.Parameter(torch.empty(1, D)) if config.distillation else None
