@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, set[str]]]] = {
     ),
     "average, no class token": (
         tanh(pool="average", class_token=False, posemb_prefix="none"),
-        lacking("", "activation", torchvision="activation pool posemb"),
+        lacking("", "activation", torchvision="activation pool"),
     ),
     "average, fc_norm": (
         exact(pool="average", norm_pooled=True),
@@ -139,7 +139,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, set[str]]]] = {
     ),
     "attention pooling": (
         tanh(pool="attention", class_token=False, posemb_prefix="none"),
-        lacking("", "activation", transformers="head", torchvision="activation pool posemb"),
+        lacking("", "activation", transformers="head", torchvision="activation pool"),
     ),
     "attention pooling beside a class token": (  # big_vision has a class token only where it is read out
         tanh(pool="attention"),
