@@ -170,22 +170,35 @@ class ViTConfig(Checked):
     channels: int = 3  # Number of image channels
     classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
     representation: int = 0  # Width of the hidden tanh layer of the head (pre-training); 0: linear head
-    #: Input of the head: class token, mean of patches, attention pooling
-    pool: Literal["token", "average", "attention"] = "token"
+    #: Input of the head: class token, mean of patches, attention pooling, or the first two side by side
+    pool: Literal["token", "average", "attention", "token+average"] = "token"
     class_token: bool = True  # Prepend a learned class token to the patches
     distillation: bool = False  # Add DeiT's distillation token, with its own head
     registers: int = 0  # Number of register tokens (learned, prepended to the patches)
-    #: Kind of position embedding; sincos2d is not learned
-    posemb: Literal["none", "1d", "2d", "relative", "sincos2d"] = "1d"
+    #: Kind of position embedding; sincos2d is not learned, bias is BEiT's
+    posemb: Literal["none", "1d", "2d", "relative", "sincos2d", "bias"] = "1d"
     posemb_at: Literal["stem", "every", "shared"] = "stem"  # Where it is added: once, per layer, or one for all layers
     posemb_prefix: Literal["none", "class", "all"] = "class"  # Prepended tokens that have a 1d position embedding
     norm: Literal["pre", "post"] = "pre"  # LayerNorm before attention and MLP, or after the residual sum
     norm_pooled: bool = False  # Apply the final norm after pooling (timm's fc_norm)
     norm_eps: float = 1e-6  # Epsilon of LayerNorm
-    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu"] = "gelu_tanh"  # Activation of the MLPs
+    activation: Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "silu"] = "gelu_tanh"  # Activation of the MLPs
     dropout: float = 0.0  # Dropout rate after the embedding, attention and each layer of the MLPs
     stochastic_depth: float = 0.0  # Stochastic depth rate of the last block; grows linearly from 0 at the first
     layer_scale: float | None = None  # Initial value of LayerScale; None: no LayerScale
+    #: Rotary positions of queries and keys: none, or those of EVA-02, DINOv3, PE or RoPE-ViT (axial)
+    rotary: Literal["none", "eva02", "dinov3", "pe", "axial"] = "none"
+    rotary_grid: int = 16  # Rows and columns that eva02 and pe positions are scaled to
+    norm_kind: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    norm_embedding: Literal["none", "patches", "tokens"] = "none"  # Norm of the patches, or of all tokens (CLIP)
+    norm_inner: Literal["none", "mlp", "both"] = "none"  # Norm before the last layer of MLPs, or of attention too
+    norm_final: bool = True  # Apply a norm after the last block
+    qk_norm: bool = False  # Normalise queries and keys per head
+    gated: bool = False  # Gated MLPs (SwiGLU with activation silu)
+    block_bias: Literal["all", "no_k", "no_qkv", "none"] = "all"  # Which linear layers of the blocks have a bias
+    embedding_bias: bool = True  # Bias of the patch embedding
+    projection: int = 0  # Width of the linear projection of image-text towers; 0: none
+    cosine_head: bool = False  # Normalise the features before the head (zero-shot classification)
     axial: bool = False  # Replace each block by axial attention along rows, then columns (paper D.6)
     stem: ResNetConfig | None = None  # ResNet stem of a hybrid
     init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
@@ -198,7 +211,7 @@ class ViTConfig(Checked):
         counts = ("width", "depth", "heads", "mlp_dim", "patch", "image_size", "channels")
         self._check(
             positive=counts,
-            natural=("classes", "representation", "registers"),
+            natural=("classes", "representation", "registers", "projection"),
             rates=("dropout", "stochastic_depth"),
         )
         self._set_pixels(self.channels)
@@ -228,21 +241,31 @@ class ViTConfig(Checked):
             raise ValueError("the stem of a hybrid must have the channels of the images and preactivation=False")
 
     def _check_combinations(self) -> None:
-        if self.pool == "token" and not self.class_token:
-            raise ValueError("pool 'token' requires class_token=True: set it, or use pool 'average'")
+        if self.pool.startswith("token") and not self.class_token:
+            raise ValueError(f"pool {self.pool!r} requires class_token=True: set it, or use pool 'average'")
         if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
             raise ValueError("distillation=True requires pool 'token', representation=0 and norm_pooled=False")
-        if self.posemb_at != "stem" and self.posemb in ("none", "relative"):
+        if self.posemb_at != "stem" and self.posemb in ("none", "relative", "bias"):
             raise ValueError(
                 f"posemb {self.posemb!r} does not support posemb_at {self.posemb_at!r}: use posemb_at 'stem'"
             )
-        if self.axial and (self.prefix or self.posemb == "relative"):
+        if self.axial and (self.prefix or self.posemb in ("relative", "bias") or self.rotary != "none"):
             raise ValueError(
-                "axial=True requires class_token=False, registers=0, pool 'average' or 'attention', and a posemb "
-                "other than 'relative'"
+                "axial=True requires class_token=False, registers=0, pool 'average' or 'attention', rotary 'none', and "
+                "a posemb other than 'relative' or 'bias'"
             )
-        if self.norm == "post" and self.norm_pooled:
-            raise ValueError("norm_pooled=True requires norm 'pre'")
+        if self.norm_pooled and (self.norm == "post" or not self.norm_final or self.pool == "token+average"):
+            raise ValueError(
+                "norm_pooled=True requires norm 'pre', norm_final=True and a pool other than 'token+average'"
+            )
+        if self.rotary != "none" and self.width // self.heads % 4:
+            raise ValueError(
+                f"rotary {self.rotary!r} requires heads of a width divisible by 4, got {self.width // self.heads}"
+            )
+        if self.posemb == "bias" and (not self.class_token or self.prefix != 1):
+            raise ValueError("posemb 'bias' requires class_token=True, distillation=False and registers=0")
+        if self.projection and (self.representation or self.distillation or self.pool == "token+average"):
+            raise ValueError("projection requires representation=0, distillation=False and one pooled vector")
 
     @property
     def stride(self) -> tuple[int, int]:
@@ -267,8 +290,23 @@ class ViTConfig(Checked):
     @property
     def reads_one_token(self) -> bool:
         """Whether only the class token is used after the last block."""
-        plain = self.norm == "pre" and not self.axial and self.posemb != "relative"
+        plain = self.norm == "pre" and not self.axial and self.has_plain_attention
         return plain and self.pool == "token" and not self.distillation
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether attention is the paper's, which the fast path computes by its own kernels."""
+        plain = self.block_bias == "all" and not self.qk_norm and self.rotary == "none" and self.norm_inner != "both"
+        return plain and self.posemb not in ("relative", "bias")
+
+    @property
+    def has_plain_mlp(self) -> bool:
+        return not self.gated and self.norm_inner == "none" and self.block_bias != "none"
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the vector that the head reads."""
+        return self.representation or self.projection or self.width * (2 if self.pool == "token+average" else 1)
 
     @property
     def prefix_rows(self) -> int:

@@ -692,8 +692,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], State], str]] = {
         lambda: {n.replace("blocks.", "blocks.0."): x for n, x in small(VisionTransformer).items()},
         "DINOv2",
     ),
-    "DINOv2 of transformers": (lambda: of_transformers("Dinov2"), "DINOv2"),
-    "BEiT of transformers": (lambda: of_transformers("Beit", use_relative_position_bias=True), "BEiT"),
     "a tower of another model": (
         lambda: {f"tower.{n}": x for n, x in of_transformers("ViT").items()},
         r"a ViT inside, under 'tower\.'",

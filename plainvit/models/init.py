@@ -49,7 +49,7 @@ def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
 
 def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
     match module, leaf:
-        case "embedding" | "pre_logits", "weight":
+        case "embedding" | "pre_logits" | "projection", "weight":
             lecun_normal(weight, generator)
         case "qkv" | "kv", "weight":  # stacked D x D matrices
             for matrix in weight.split(weight.shape[1]):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
 from plainvit.models.init import initialise_vit
+from plainvit.models.parts import make_norm
 from plainvit.models.positions import Positions, sincos2d
 from plainvit.models.vit import Block, ViT, patchify
 
@@ -71,9 +72,10 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
         raise ValueError(
             f"--masked.target colours16 needs a patch divisible by 4, got {patch}: use --masked.target colour"
         )
-    if objective == "mae" and (config.axial or config.posemb == "relative" or config.posemb_at != "stem"):
+    relative = config.posemb in ("relative", "bias") or config.rotary != "none"
+    if objective == "mae" and (config.axial or relative or config.posemb_at != "stem"):
         raise ValueError(
-            f"{flag} does not support axial blocks, relative positions or positions at every layer: "
+            f"{flag} does not support axial blocks, relative or rotary positions, or positions at every layer: "
             "use --model.posemb 1d"
         )
 
@@ -91,6 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         width = masked.width
         plain = {"dropout": 0.0, "stochastic_depth": 0.0, "layer_scale": None, "norm": "pre", "posemb": "none"}
+        plain |= {"rotary": "none", "gated": False, "qk_norm": False, "norm_inner": "none", "block_bias": "all"}
         self.config = encoder.replace(width=width, depth=masked.depth, heads=masked.heads, mlp_dim=4 * width, **plain)
         self.prefix = encoder.prefix
         self.embedding = nn.Linear(encoder.width, width)
@@ -98,7 +101,7 @@ class Decoder(nn.Module):
         places = sincos2d(*encoder.grid, width, closed=False).float()  # tokens before the patches have none
         self.register_buffer("positions", torch.cat((places.new_zeros(self.prefix, width), places)))
         self.blocks = nn.ModuleList(Block(self.config, layer, masked.depth) for layer in range(masked.depth))
-        self.norm = nn.LayerNorm(width, encoder.norm_eps)
+        self.norm = make_norm(encoder, width)
         self.answer = nn.Linear(width, out)
 
     def forward(self, x: Tensor, order: Tensor, hidden: int) -> Tensor:
@@ -166,7 +169,7 @@ class MaskedViT(nn.Module):
         x = self.model.prepend_tokens(torch.where((source < 0).unsqueeze(-1), self.mask.to(x.dtype), x))
         if self.model.positions and self.model.config.posemb_at == "stem":
             x = self.model.positions[0](x)
-        x = self._encode(self.model.dropout(x))
+        x = self._encode(self.model.dropout(self.model.norm_tokens(x)))
         return self.decoder(take(x[:, self.model.config.prefix :], order[:, : self.hidden]))
 
     def encode_visible(self, images: Tensor, order: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class MaskedViT(nn.Module):
         x = self.model.prepend_tokens(self._embed(images, visible))
         if self.model.positions:
             x = x + self._select_positions(visible, x)
-        return self._encode(self.model.dropout(x))
+        return self._encode(self.model.dropout(self.model.norm_tokens(x)))
 
     def _embed(self, images: Tensor, places: Tensor) -> Tensor:
         """The embeddings of the patches at `places` [B, s] alone: [B, s, D]."""

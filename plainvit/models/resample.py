@@ -61,7 +61,7 @@ def resize(
         image_size=old.image_size if image_size is None else pair(image_size),
         patch=old.patch if patch is None else pair(patch),
     )
-    if old.posemb == "relative" and new.grid != old.grid:
+    if old.posemb in ("relative", "bias") and new.grid != old.grid:
         raise ValueError(f"relative positions cannot be resampled: use images of {old.grid[0]} x {old.grid[1]} patches")
     weights = model.state_dict()
     for name, weight in weights.items():

@@ -8,11 +8,11 @@
 
 Letters: B batch, C channels, P x Q patch, h x w grid of patches, N tokens, D width, H heads, d head width, M mlp_dim,
 K classes; q, k and v are queries, keys and values. Equations are the paper's. Where the paper leaves something open,
-this follows Google's code and says so. Faster versions of these modules attach from outside: `models/fast`.
+this follows Google's code and says so. Options that only the weights of other families use are in `parts.py`; faster
+versions of these modules attach from outside: `models/fast`.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Self
 
 import torch
@@ -23,22 +23,10 @@ from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.buffers import Normalise
 from plainvit.models.init import initialise_vit
+from plainvit.models.parts import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
 from plainvit.models.positions import Positions, RelativePositions
 from plainvit.models.resnet import Body
 from plainvit.models.trace import Trace, note
-
-
-def gelu_sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid approximation of the GELU paper ("quick GELU")."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_sigmoid": gelu_sigmoid,
-    "relu": F.relu,
-}
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -54,18 +42,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)  # rows: q | k | v, each head by head
-        self.out = nn.Linear(config.width, config.width)
-        self.relative = RelativePositions(config) if config.posemb == "relative" else None
+        self.heads, self.is_plain = config.heads, config.has_plain_attention
+        self.qkv = make_qkv(config)  # rows: q | k | v, each head by head
+        self.out = nn.Linear(config.width, config.width, bias=config.block_bias != "none")
+        relative = {"relative": RelativePositions, "bias": OffsetBias}.get(config.posemb)
+        self.relative = relative(config) if relative else None
+        self.query_keys = QueryKeys(config) if config.qk_norm or config.rotary != "none" else None
+        self.norm = make_norm(config, config.width) if config.norm_inner == "both" else nn.Identity()
 
     def forward(self, x: Tensor, trace: Trace | None = None, name: str = "") -> Tensor:
         B, N, D = x.shape
         q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # 3 x [B, H, N, d]
+        if self.query_keys is not None:
+            q, k = self.query_keys(q, k)
         bias = self.relative(q) if self.relative else None  # [B, H, N, N]
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # softmax(q k^T / sqrt(d)) v: [B, H, N, d]
         self.record(trace, name, q, k, v, bias, heads)
-        return self.out(heads.transpose(1, 2).reshape(B, N, D))
+        return self.out(self.norm(heads.transpose(1, 2).reshape(B, N, D)))
 
     def record(
         self, trace: Trace | None, name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, heads: Tensor
@@ -130,11 +123,11 @@ class Block(nn.Module):
         rate = config.stochastic_depth * layer / max(layers - 1, 1)
         self.name, self.pre, self.grid = f"block{layer}", config.norm == "pre", config.grid
         self.axis = ("row", "column")[layer % 2] if config.axial else None
-        self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm1 = make_norm(config, config.width)
         self.attention = Attention(config)
         self.residual1 = Residual(config, rate)
-        self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.norm2 = make_norm(config, config.width)
+        self.mlp = Mlp(config) if config.has_plain_mlp else GeneralMlp(config)
         self.residual2 = Residual(config, rate)
 
     def forward(self, x: Tensor, trace: Trace | None = None) -> Tensor:
@@ -188,18 +181,22 @@ class ViT(nn.Module):
         self.normalise = Normalise(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels
-        self.embedding = nn.Linear(in_channels * config.patch[0] * config.patch[1], D)  # E of eq. 1
+        patch_values = in_channels * config.patch[0] * config.patch[1]
+        self.embedding = nn.Linear(patch_values, D, bias=config.embedding_bias)  # E of eq. 1
+        self.norm_patches = make_norm(config, D) if config.norm_embedding == "patches" else nn.Identity()
         self.class_token = nn.Parameter(torch.empty(1, D)) if config.class_token else None
         self.distillation_token = nn.Parameter(torch.empty(1, D)) if config.distillation else None
         self.registers = nn.Parameter(torch.empty(config.registers, D)) if config.registers else None
-        tables = 0 if config.posemb in ("none", "relative") else layers if config.posemb_at == "every" else 1
+        tables = 0 if config.posemb in ("none", "relative", "bias") else layers if config.posemb_at == "every" else 1
         self.positions = nn.ModuleList(Positions(config) for _ in range(tables))
+        self.norm_tokens = make_norm(config, D) if config.norm_embedding == "tokens" else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer, layers) for layer in range(layers))
-        self.norm = nn.LayerNorm(D, config.norm_eps) if config.norm == "pre" else nn.Identity()
+        self.norm = make_norm(config, D) if config.norm == "pre" and config.norm_final else nn.Identity()
         self.pool = AttentionPool(config) if config.pool == "attention" else None
         self.pre_logits = nn.Linear(D, config.representation) if config.representation else None
-        self.head = nn.Linear(config.representation or D, config.classes) if config.classes else None
+        self.projection = nn.Linear(D, config.projection, bias=False) if config.projection else None
+        self.head = make_head(config) if config.classes else None
         self.head_distillation = nn.Linear(D, config.classes) if config.distillation and config.classes else None
         self.initialise()
 
@@ -244,11 +241,11 @@ class ViT(nn.Module):
         x = self.prepend_tokens(x)  # [B, N, D]
         if self.positions and self.config.posemb_at == "stem":
             x = self.positions[0](x)
-        return note(trace, "embedded", self.dropout(x))
+        return note(trace, "embedded", self.dropout(self.norm_tokens(x)))
 
     def embed_patches(self, x: Tensor) -> Tensor:
         """[B, n, C*P*Q] -> [B, n, D]. The residual stream keeps the precision of the weights, also under autocast."""
-        return self.embedding(x).to(self.embedding.weight.dtype)
+        return self.norm_patches(self.embedding(x).to(self.embedding.weight.dtype))
 
     def prepend_tokens(self, x: Tensor) -> Tensor:
         """Puts the class token, the distillation token and the registers before the patches."""
@@ -270,15 +267,18 @@ class ViT(nn.Module):
         return self.positions[layer if self.config.posemb_at == "every" else 0](x)
 
     def represent(self, x: Tensor, trace: Trace | None = None) -> Tensor:
-        """Tokens [B, N, D] to one vector per image: pooling, then the pre-training head's hidden layer."""
+        """Tokens [B, N, D] to one vector per image: pooling, then the hidden layer or projection before the head."""
         if self.config.pool == "average":
             x = x[:, self.config.prefix :].mean(1)
+        elif self.config.pool == "token+average":
+            x = torch.cat((x[:, 0], x[:, self.config.prefix :].mean(1)), -1)  # [B, 2D]
         elif self.pool is not None:
             x = self.pool(x[:, self.config.prefix :])
         else:  # the class token; with DeiT's second token, the mean of both
             x = (x[:, 0] + x[:, 1]) / 2 if self.config.distillation else x[:, 0]
         x = note(trace, "pooled", self.norm(x) if self.config.norm_pooled else x)  # [B, D]
-        return x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
+        x = x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
+        return x if self.projection is None else self.projection(x)
 
     def classify(self, x: Tensor, trace: Trace | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Encoded tokens [B, N, D] to logits [B, K], or to the representation where the model has no head."""
@@ -293,12 +293,12 @@ class ViT(nn.Module):
 
     def replace_head(self, classes: int) -> Self:
         """For transfer (paper 3.2): removes the whole head and attaches one linear layer of zeros."""
-        self.config = self.config.replace(classes=classes, representation=0)
+        self.config = self.config.replace(classes=classes, representation=0, projection=0, cosine_head=False)
         like = self.embedding.weight
-        self.pre_logits = None
+        self.pre_logits = self.projection = None
         for name in ("head", "head_distillation"):
             wanted = classes and (name == "head" or self.config.distillation)
-            layer = nn.Linear(self.config.width, classes, device=like.device, dtype=like.dtype) if wanted else None
+            layer = make_head(self.config).to(like.device, like.dtype) if wanted else None
             for parameter in layer.parameters() if layer else ():
                 nn.init.zeros_(parameter)
             setattr(self, name, layer)

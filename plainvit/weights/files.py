@@ -262,24 +262,30 @@ class TorchFile:
 
 
 class RenamedTensors:
-    """A file under other names: {new: (old, None)}, or (old, layer) if old stacks all layers."""
+    """A file under other names: {new: (old, None)}, (old, layer) if old stacks all layers, or (old, slice of rows)."""
 
-    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
+    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | slice | None]]) -> None:
         self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
         self.wrapper: str | None = getattr(tensors, "wrapper", None)
-        self.shapes = {new: tensors.shapes[old][0 if layer is None else 1 :] for new, (old, layer) in names.items()}
+        self.shapes = {new: _select_shape(tensors.shapes[old], part) for new, (old, part) in names.items()}
 
     def read(self, name: str) -> Tensor:
-        old, layer = self._names[name]
+        old, part = self._names[name]
         tensor = self._tensors.read(old)
-        return tensor if layer is None else tensor[layer]
+        return tensor if part is None else tensor[part]
 
     def pop(self, name: str) -> Tensor:
-        old, layer = self._names[name]
-        return self._tensors.pop(old) if layer is None else self._tensors.read(old)[layer].clone()
+        old, part = self._names[name]
+        return self._tensors.pop(old) if part is None else self._tensors.read(old)[part].clone()
 
     def check(self) -> None:
         self._tensors.check()
+
+
+def _select_shape(shape: tuple[int, ...], part: int | slice | None) -> tuple[int, ...]:
+    if isinstance(part, slice):
+        return (part.stop - part.start, *shape[1:])
+    return shape if part is None else shape[1:]
 
 
 def _load_torch(path: Path) -> object:

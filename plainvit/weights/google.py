@@ -25,6 +25,7 @@ from plainvit.weights.layout import (
     entry,
     linear,
 )
+from plainvit.weights.limits import ANY, list_unlike
 
 MAX_LAYERS = 1000
 _CODE = "Google's code"
@@ -277,16 +278,9 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     stem = config.stem
     if stem and (stem.standardise, stem.norm_eps, stem.padding) != ("std+1e-5", 1e-6, "same"):
         yield "standardise", "Google's hybrids compute (w - mean) / (std + 1e-5), GroupNorm 1e-6, SAME padding"
-    for part in ("registers", "distillation"):
-        if getattr(config, part):
-            yield part, "Google's code has none"
-    if config.layer_scale is not None:
-        yield "layer_scale", "Google's code has none"
-    if config.norm_pooled:
-        yield "pool", "Google's code normalises all tokens before pooling"
+    has = {"stem": ANY, "representation": ANY, "posemb_prefix": ANY, "posemb": ("1d", "sincos2d")}
+    yield from list_unlike(config, "Google's code", **has, pool=("token", "average", "attention"))
     if config.pool != "token" and config.class_token:
         yield "pool", "Google's average and attention pooling have no class token"
-    if config.posemb not in ("1d", "sincos2d"):
-        yield "posemb", "Google's code has learned 1-D and sin-cos positions only"
     if config.posemb == "sincos2d" and config.class_token:
         yield "posemb", "big_vision has a class token only with learned positions"

@@ -1,7 +1,8 @@
 """A table per format that maps our parameter names and shapes to the format's, for reading and for writing.
 
-The keys of a layout are our parameter names, with {i} for a block, {s} and {u} for a ResNet's stage and unit. Reading
-and writing use the same table, so a round trip is exact.
+The keys of a layout are our parameter names, with {i} for a block, {s} and {u} for a ResNet's stage and unit. A name of
+the format that ends in [0/3], [1/3] or [2/3] is a third of the rows of a tensor. Reading and writing use the same
+table, so a round trip is exact.
 """
 
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 from plainvit.config import Model, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.buffers import fill_buffers
-from plainvit.weights.files import Tensors
+from plainvit.weights.files import RenamedTensors, Tensors
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def _patch_kernel(weight: Tensor, config: Model) -> Tensor:
 # `read` is the identity where only the shape differs: `build_model` restores ours
 SAME = Conversion(lambda t, _: t, lambda t: t)
 LEADING_AXIS = Conversion(lambda t, _: t.unsqueeze(0), lambda t: t)  # [n, D] <-> [1, n, D]
+FIRST_ROW = Conversion(lambda t, _: t[0], lambda t: t)  # [1, D] <-> [D]
 CONV1X1 = Conversion(lambda t, _: t[:, :, None, None], lambda t: t)  # a linear layer stored as a 1 x 1 convolution
 PATCHES = Conversion(_patch_kernel, lambda t: t)
 TRANSPOSE = Conversion(lambda t, _: t.mT, lambda t: t.mT)
@@ -106,6 +108,7 @@ def build_model(found: DetectedModel, tensors: Tensors, dtype: torch.dtype | Non
     with torch.device("meta"):
         model = build(found.config)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    tensors = _split_thirds(found.layout, shapes, tensors)
     entries = _check_names(found, shapes, tensors)
     _check_shapes(found, entries, shapes, tensors)
     # Neighbours in the file are read together, so a file that stacks its layers is unpacked once per array
@@ -118,6 +121,36 @@ def build_model(found: DetectedModel, tensors: Tensors, dtype: torch.dtype | Non
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+_THIRD = re.compile(r"(.+)\[([012])/3\]$")
+
+
+def _split_thirds(layout: Layout, shapes: Iterable[str], tensors: Tensors) -> Tensors:
+    """Gives the thirds that a layout names their own names, in place of the whole tensor's."""
+    places = [place for name in shapes if (place := locate(layout, name))]
+    thirds = [match for place in places for name in place.names if (match := _THIRD.match(name))]
+    sliced = {match[1] for match in thirds if match[1] in tensors.shapes}
+    if not sliced:
+        return tensors
+    names: dict[str, tuple[str, int | slice | None]] = {
+        name: (name, None) for name in tensors.shapes if name not in sliced
+    }
+    for match in thirds:
+        if match[1] in sliced and tensors.shapes[match[1]]:
+            rows = tensors.shapes[match[1]][0] // 3
+            names[match[0]] = match[1], slice(int(match[2]) * rows, (int(match[2]) + 1) * rows)
+    return RenamedTensors(tensors, names)
+
+
+def _merge_thirds(out: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `_split_thirds`, for writing."""
+    merged: dict[str, Tensor] = {}
+    for name in sorted(out):  # thirds in their order
+        match = _THIRD.match(name)
+        old = merged.get(match[1]) if match else None
+        merged[match[1] if match else name] = out[name] if old is None else torch.cat((old, out[name]))
+    return merged
 
 
 def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
@@ -187,7 +220,7 @@ def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[s
         place = locate(layout, name)
         assert place is not None, name
         out |= {their: tensor.contiguous() for their, tensor in write_parameter(place, weight, config)}
-    return out
+    return _merge_thirds(out)
 
 
 def write_parameter(place: Entry, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
 LIST_ALL = "`plainvit weights` lists them all"
 # One weight of each family, which a model has exactly once
-ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", transformers.PATCH_KERNEL)
+ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", *transformers.PATCH_KERNELS)
 log = logging.getLogger("plainvit")
 
 
@@ -215,13 +215,13 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
 
 
 def _find_prefix(name: str, anchor: str) -> str:
-    """The part of a name before the model's own names; `vit.` and `deit.` are transformers' own."""
+    """The part of a name before the model's own names; `vit.`, `vision_model.` and such are transformers' own."""
     prefix = name.removesuffix(anchor)
-    if anchor != transformers.PATCH_KERNEL:
+    if anchor not in transformers.PATCH_KERNELS:
         return prefix
-    inner = re.fullmatch(r"(|.*\.)(vit\.|deit\.)", prefix)
+    inner = next((one for one in transformers.OWN_PREFIXES if f".{prefix}".endswith(f".{one}")), None)
     if inner:
-        return inner[1]
+        return prefix.removesuffix(inner)
     return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
 
 

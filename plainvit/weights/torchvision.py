@@ -6,6 +6,7 @@ from plainvit.config import Model, ResNetConfig, ViTConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
+from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
 
 BLOCK = "encoder.layers.encoder_layer_{i}."
@@ -101,17 +102,6 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         yield "activation", "torchvision has the exact GELU only"
     if config.norm_eps != 1e-6:
         yield "norm_eps", "torchvision's ViT has LayerNorm 1e-6"
-    if config.stem:
-        yield "stem", "torchvision has no hybrid ViT"
-    if config.pool != "token" or config.norm_pooled:
-        yield "pool", "torchvision's ViT reads the class token"
-    if config.posemb != "1d" or config.posemb_prefix == "none":
-        yield "posemb", "torchvision's ViT has a learned 1-D table with a row for the class token"
-    if config.registers:
-        yield "registers", "torchvision's ViT has none"
-    if config.distillation:
-        yield "distillation", "torchvision has no DeiT"
-    if config.layer_scale is not None:
-        yield "layer_scale", "torchvision's ViT has none"
+    yield from list_unlike(config, "torchvision's ViT", representation=ANY, posemb_prefix=("class", "all"))
     if config.image_size[0] != config.image_size[1] or config.patch[0] != config.patch[1]:
         yield "image_size", "torchvision's ViT takes square images and patches"

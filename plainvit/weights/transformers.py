@@ -1,134 +1,235 @@
-"""transformers' ViT and DeiT: a folder with config.json and preprocessor_config.json, or the weights alone.
+"""transformers' vision models: a folder with config.json and preprocessor_config.json, or the weights alone.
 
-Version 5 renamed the modules but still writes the old names to disk: both are read, the old ones written. The weights
-do not contain the number of heads; config.json does, with the activation, LayerNorm's epsilon and the image size.
+ViT, DeiT, ViTMAE (its encoder), CLIP, SigLIP, DINOv2, DINOv3, I-JEPA, BEiT and AIMv2. Version 5 renamed the modules of
+ViT but still writes the old names to disk: both are read, the old ones written. The weights do not contain the number
+of heads; config.json does, with the activation, the epsilon of the norms and the image size.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from plainvit.config import About, Model, ResNetConfig, ViTConfig, nearest, pair
+from plainvit.config import Model, ResNetConfig, ViTConfig, nearest, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
-from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
-from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
+from plainvit.weights.layout import DetectedModel, Layout, list_assumptions
+from plainvit.weights.limits import ANY, list_unlike
+from plainvit.weights.transformers_files import (
+    SPELLINGS,
+    add_defaults,
+    default_processor,
+    find_mlp_ratio,
+    read_class_names,
+    read_pixels,
+    read_preprocess,
+)
+from plainvit.weights.transformers_names import KINDS, TOWER, Kind, choose_kind, in_memory, vit_layout
 
-PATCH_KERNEL = "embeddings.patch_embeddings.projection.weight"
-ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
-SPELLINGS = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu"}
-RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Defaults of the image processors. `sides`: the meaning of a single number as `size`
-SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224, "image_mean": (0.5,), "image_std": (0.5,)}
-SQUASH_CROP = SQUASH | {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224}
-SHORT_SIDE = SQUASH_CROP | {"sides": ("shortest_edge",), "size": 224, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
-PROCESSORS = {"ViT": SQUASH, "DeiT": SQUASH_CROP, "CLIP": SHORT_SIDE, "Bit": SHORT_SIDE, "ViTHybrid": SHORT_SIDE}
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+PATCH_KERNELS = tuple(dict.fromkeys(f"{kind.names.patches}weight" for kind in KINDS.values()))
+OWN_PREFIXES = tuple({kind.prefix for kind in KINDS.values()} - {""})
 UNSUPPORTED_NAMES = {
-    "layer_scale1.": "transformers' DINOv2: load DINOv2's own file instead",
-    "relative_position_bias": "transformers' BEiT",
-    "rope_embeddings": "transformers' DINOv3",
+    "encoder.relative_position_bias.": "BEiT with one relative position bias for all layers",
+    "rope_embeddings.inv_freq": "a ViT with rotary positions that plainvit does not know",
+    "head.cls_token": "AIMv2 with an attention pooling head",
+    "shared_position_bias.": "BEiT with one relative position bias for all layers",
+    "attention.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
 }
 
 
-def vit_layout(
-    prefix: str = "vit.", *, new: bool = False, teacher: bool = False, token: str = "distillation_token"
-) -> Layout:
-    """Names of a ViT or DeiT; `token` is our name of DeiT's second token: a register if no head reads it."""
-    block = prefix + ("layers.{i}." if new else "encoder.layer.{i}.")
-    inner = f"{block}attention." if new else f"{block}attention.attention."
-    parts = ("q_proj.", "k_proj.", "v_proj.") if new else ("query.", "key.", "value.")
-    embeddings = f"{prefix}embeddings."
-    return {
-        **linear("embedding", f"{embeddings}patch_embeddings.projection.", conversion=PATCHES),
-        "class_token": entry(f"{embeddings}cls_token", conversion=LEADING_AXIS),
-        token: entry(f"{embeddings}distillation_token", conversion=LEADING_AXIS),
-        "positions.0.table": entry(f"{embeddings}position_embeddings", conversion=LEADING_AXIS),
-        **linear("blocks.{i}.norm1", f"{block}layernorm_before."),
-        **linear("blocks.{i}.attention.qkv", *(inner + part for part in parts)),
-        **linear("blocks.{i}.attention.out", f"{block}attention.{'o_proj' if new else 'output.dense'}."),
-        **linear("blocks.{i}.norm2", f"{block}layernorm_after."),
-        **linear("blocks.{i}.mlp.fc1", f"{block}{'mlp.fc1' if new else 'intermediate.dense'}."),
-        **linear("blocks.{i}.mlp.fc2", f"{block}{'mlp.fc2' if new else 'output.dense'}."),
-        **linear("norm", f"{prefix}layernorm."),
-        **linear("pre_logits", f"{prefix}pooler.dense."),
-        **linear("head", "cls_classifier." if teacher else "classifier."),
-        **linear("head_distillation", "distillation_classifier."),
-    }
+def find_kernel(names: Shapes) -> str | None:
+    """The name of the patch kernel in a file; None if it is not transformers'."""
+    return next((name for name in names if f".{name}".endswith(tuple(f".{one}" for one in PATCH_KERNELS))), None)
 
 
 def matches(tensors: Tensors) -> bool:
-    return any(name == PATCH_KERNEL or name.endswith(f".{PATCH_KERNEL}") for name in tensors.shapes)
+    return find_kernel(tensors.shapes) is not None
+
+
+def _find_kind(shapes: Shapes, kernel: str) -> Kind:
+    """The model class, by names under the model's prefix."""
+    names = [name for name, kind in KINDS.items() if f"{kind.names.patches}weight" == kernel]
+    if len(names) == 1:
+        return KINDS[names[0]]
+    if kernel.startswith(TOWER.patches):
+        return KINDS["CLIP" if "embeddings.class_embedding" in shapes else "SigLIP"]
+    if any(name.endswith("layer_scale1.lambda1") for name in shapes):
+        return KINDS["DINOv2 with registers" if "embeddings.register_tokens" in shapes else "DINOv2"]
+    if any(name.endswith(("relative_position_bias_table", "lambda_1")) for name in shapes):
+        return KINDS["BEiT"]
+    if "embeddings.cls_token" not in shapes:
+        return KINDS["I-JEPA"]
+    return KINDS["DeiT" if "embeddings.distillation_token" in shapes else "ViT"]
 
 
 def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
-    for pattern, what in UNSUPPORTED_NAMES.items():
-        culprit = next((name for name in tensors.shapes if pattern in name), None)
-        if culprit:
-            raise unsupported_model(what, culprit)
-    prefix = next(name for name in tensors.shapes if name.endswith(PATCH_KERNEL)).removesuffix(PATCH_KERNEL)
-    if prefix not in ("vit.", "deit.", ""):
-        raise unsupported_model(f"a model with a ViT inside, under {prefix!r}", PATCH_KERNEL)
+    kernel = find_kernel(tensors.shapes)
+    assert kernel
+    suffix = next(one for one in PATCH_KERNELS if f".{kernel}".endswith(f".{one}"))
+    prefix = kernel.removesuffix(suffix)
+    if prefix not in (*OWN_PREFIXES, ""):
+        raise unsupported_model(f"a model with a ViT inside, under {prefix!r}", suffix)
     shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items()}
-    new = any(name.startswith("layers.") for name in shapes)
-    block, fc1 = ("layers.", "mlp.fc1") if new else ("encoder.layer.", "intermediate.dense")
-    if len(shapes[PATCH_KERNEL]) != 4 or len(shapes.get(f"{block}0.{fc1}.weight", ())) != 2:
-        raise ValueError("this transformers file has no valid patch projection or first layer: it is incomplete")
-    if not config.get("qkv_bias", True):
-        raise unsupported_model("a ViT without biases on q, k and v", "qkv_bias in config.json")
-    hidden = shapes.get("pooler.dense.weight", (0,))[0]
-    if hidden and config.get("pooler_act", "tanh") != "tanh":
-        raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    width, channels, *patch = shapes[PATCH_KERNEL]
-    second, teacher = "embeddings.distillation_token" in shapes, "distillation_classifier.weight" in shapes
-    family = "transformers DeiT" if second or prefix == "deit." else "transformers ViT"
+    kind = _find_kind(shapes, suffix)
+    kind = KINDS["DeiT"] if prefix == "deit." else kind
+    config = config.get("vision_config") or config
+    if any(name.startswith("layers.") for name in shapes):
+        kind = replace(kind, names=in_memory(kind.names))
+    _check_supported(kind, tensors.shapes, shapes, config)
+    family = f"transformers {kind.name}"
+    model, sources, notes = _read_model(kind, family, shapes, hints, config)
     decoder = any(name.startswith("decoder.") for name in shapes)  # ViTMAE: its encoder is a ViT
-    rows = shapes["embeddings.position_embeddings"][1] if "embeddings.position_embeddings" in shapes else None
-    size = read_grid(rows, (patch[0], patch[1]), (1 + second,), _add_config_grid(hints, config, (patch[0], patch[1])))
-    if config.get("num_attention_heads"):
-        heads, heads_source = config["num_attention_heads"], "config.json"
-    else:
-        heads, heads_source = read_heads(width, hints, family)
-    head = shapes.get("cls_classifier.weight") or shapes.get("classifier.weight") or (0,)
-    default = SQUASH_CROP if family == "transformers DeiT" else SQUASH
-    if channels == 3 and (decoder or default is SQUASH_CROP):
-        default = default | {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
-    settings = _add_defaults(processor, default) if processor else default
-    mean, std = _read_pixels(settings)
-    preprocess, problem = _read_preprocess(settings)
-    model = ViTConfig(
-        width=width,
-        depth=count_layers(shapes, re.escape(block) + r"(\d+)\."),
-        heads=heads,
-        mlp_dim=shapes[f"{block}0.{fc1}.weight"][0],
-        patch=(patch[0], patch[1]),
-        image_size=size.image_size,
-        channels=channels,
-        classes=head[0],
-        representation=hidden,
-        distillation=teacher,
-        registers=int(second and not teacher),  # a token that no head reads
-        posemb_prefix="all" if second and not teacher else "class",
-        norm_eps=float(config.get("layer_norm_eps", 1e-12)),
-        activation=_read_activation(config),
-        mean=mean,
-        std=std,
-    )
-    source = "config.json" if config else f"{family}'s default"
+    default = default_processor(kind.name, masked=decoder, channels=model.channels)
+    settings = add_defaults(processor, default) if processor else default
+    mean, std = read_pixels(settings)
+    preprocess, problem = read_preprocess(settings)
     pixels = "preprocessor_config.json" if processor else f"assumed: {family}'s usual processor"
-    sources = {"activation": source, "norm_eps": source, "heads": heads_source, "image_size": size.source}
     sources |= {"mean": pixels, "preprocess": f"assumed: a square resize, since {problem}" if problem else pixels}
     return DetectedModel(
         family=family,
-        config=model,
-        layout=vit_layout(prefix, new=new, teacher=teacher, token="distillation_token" if teacher else "registers"),
+        config=model.replace(mean=mean, std=std),
+        layout=vit_layout(kind, prefix, model),
         sources=sources,
-        about={"preprocess": preprocess, "class_names": _read_class_names(config, head[0])},
-        ignore=lambda name: name.endswith("embeddings.mask_token") or name.startswith("decoder."),
-        notes=list_assumptions(sources) + (["left out what is not the encoder: decoder"] if decoder else []),
+        about={"preprocess": preprocess, "class_names": read_class_names(config, model.classes)},
+        ignore=lambda name: _is_left_out(name.removeprefix(prefix), model),
+        notes=notes + list_assumptions(sources) + (["left out what is not the encoder: decoder"] if decoder else []),
     )
+
+
+def _is_left_out(name: str, model: ViTConfig) -> bool:
+    """Whether a weight belongs to pre-training, to a text tower, or to a part that the classifier does not read."""
+    training = ("embeddings.mask_token", "decoder.", "lm_head.")
+    text = ("text_model.", "text_projection.", "logit_scale", "logit_bias", "embeddings.position_ids")
+    unread = ("post_layernorm.",) if not model.norm_final else ("head.",) if model.pool == "average" else ()
+    empty = "embeddings.register_tokens" if not model.registers else ""  # DINOv3 stores (1, 0, D)
+    return name.startswith((*training, *text, *unread)) or name == empty
+
+
+def _check_supported(kind: Kind, full: Shapes, shapes: Shapes, config: Mapping[str, Any]) -> None:
+    for pattern, what in UNSUPPORTED_NAMES.items():
+        culprit = next((name for name in full if pattern in name), None)
+        if culprit and not (pattern == "head.cls_token" and kind.name != "AIMv2"):
+            raise unsupported_model(what, culprit)
+    first, names = kind.names.block.format(i=0), kind.names
+    patches, hidden = shapes[f"{names.patches}weight"], shapes.get(f"{first}{_list_fc1(kind, shapes)[0]}weight", ())
+    if len(patches) == 2 and kind.name == "SigLIP":
+        raise unsupported_model("SigLIP2 NaFlex, for images of any shape", f"{names.patches}weight of two dimensions")
+    if len(patches) != 4 or len(hidden) != 2:
+        raise ValueError("this transformers file has no valid patch projection or first layer: it is incomplete")
+    if "pooler.dense.weight" in shapes and config.get("pooler_act", "tanh") != "tanh":
+        raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
+    if not float(config.get("rope_theta", 100.0)) == 100.0:
+        raise unsupported_model(f"DINOv3 with rope_theta {config['rope_theta']}", "config.json")
+    if config.get("is_native"):
+        raise unsupported_model("AIMv2 for images of any shape", "is_native in config.json")
+
+
+def _list_fc1(kind: Kind, shapes: Shapes) -> tuple[str, ...]:
+    """The names of the first layer of an MLP: more than one, or twice as wide, if it is gated."""
+    gated, first = kind.names.gated_mlp[0], kind.names.block.format(i=0)
+    return gated if f"{first}{gated[0]}weight" in shapes else (kind.names.mlp[0],)
+
+
+def _read_model(
+    kind: Kind, family: str, shapes: Shapes, hints: Hints, config: Mapping[str, Any]
+) -> tuple[ViTConfig, dict[str, str], list[str]]:
+    """(config, sources, notes); mean and std come from the processor."""
+    names, first = kind.names, kind.names.block.format(i=0)
+    width, channels, *patch = shapes[f"{names.patches}weight"]
+    second, teacher = "embeddings.distillation_token" in shapes, "distillation_classifier.weight" in shapes
+    has_class, has_bias_table = names.class_token in shapes, f"{first}{names.bias_table}" in shapes
+    rows = shapes[names.positions][-2] if names.positions in shapes else None
+    cell = (patch[0], patch[1])
+    if has_bias_table:  # (2h-1)(2w-1) + 3 rows: a square grid, unless config.json says otherwise
+        side = (int((shapes[f"{first}{names.bias_table}"][0] - 3) ** 0.5) + 1) // 2
+        hints = hints if hints.grid else Hints(heads=hints.heads, grid=(side, side))
+    size = read_grid(rows, cell, (has_class + second,), _add_config_grid(hints, config, cell))
+    heads, heads_source = _read_heads(kind, width, hints, config, family)
+    activation = config.get("hidden_act", kind.activation)
+    if activation not in SPELLINGS:
+        raise ValueError(f"hidden_act {activation!r} in config.json is not supported; {nearest(activation, SPELLINGS)}")
+    fc1 = _list_fc1(kind, shapes)
+    gated = fc1 == names.gated_mlp[0]
+    head = shapes.get("cls_classifier.weight") or shapes.get("classifier.weight") or (0,)
+    eps = config.get("rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps", kind.eps)
+    registers = shapes.get("embeddings.register_tokens", (1, 0))[1] + int(second and not teacher)
+    model = ViTConfig(
+        width=width,
+        depth=count_layers(shapes, re.escape(names.block).replace(r"\{i\}", r"(\d+)")),
+        heads=heads,
+        mlp_dim=shapes[f"{first}{(names.gated_mlp if gated else names.mlp)[1]}weight"][1],
+        patch=cell,
+        image_size=size.image_size,
+        channels=channels,
+        classes=head[0],
+        representation=shapes.get("pooler.dense.weight", (0,))[0],
+        class_token=has_class,
+        distillation=teacher,
+        registers=registers,  # DeiT's second token, if no head reads it
+        posemb="1d" if rows else "bias" if has_bias_table else "none",
+        posemb_prefix="all" if second and not teacher else "class",
+        norm_eps=float(eps),
+        # transformers' DINOv2 computes SiLU in its gated MLP, whatever hidden_act says
+        activation="silu" if gated and kind.name.startswith("DINOv2") else SPELLINGS[activation],
+        gated=gated,
+        layer_scale=1e-5 if f"{first}{names.scales[0]}" in shapes else None,
+        rotary="dinov3" if kind.name == "DINOv3" else "none",
+        norm_kind="layer" if f"{first}{names.norms[0]}bias" in shapes else "rms",
+        norm_embedding="tokens" if "pre_layrnorm.weight" in shapes else "patches" if kind.name == "AIMv2" else "none",
+        block_bias=_find_block_bias(kind, shapes),
+        embedding_bias=f"{names.patches}bias" in shapes,
+        projection=shapes.get("visual_projection.weight", (0,))[0],
+        **_find_pooling(kind, shapes, has_class, head),
+    )
+    source = "config.json" if config else f"{family}'s default"
+    sources = {"activation": source, "norm_eps": source, "heads": heads_source, "image_size": size.source}
+    sources |= {name: f"assumed: {family}'s default" for name in kind.assumed if not config}
+    stated = pair(config["image_size"]) if config.get("image_size") else size.image_size
+    if stated != size.image_size:
+        sources["image_size"] = f"assumed: the {stated[0]} pixels of config.json without those that patches do not fill"
+    return model, sources, []
+
+
+def _find_pooling(kind: Kind, shapes: Shapes, has_class: bool, head: tuple[int, ...]) -> dict[str, Any]:
+    """What the head reads, as each class's code has it."""
+    width = shapes[f"{kind.names.patches}weight"][0]
+    if kind.name == "CLIP" and head[0]:  # CLIPForImageClassification averages patches before the final norm
+        return {"pool": "average", "norm_final": False}
+    if "head.probe" in shapes and not head[0]:
+        return {"pool": "attention"}
+    if kind.name == "BEiT" and "pooler.layernorm.weight" in shapes:
+        return {"pool": "average", "norm_pooled": True}
+    if kind.name.startswith("DINOv2") and head[-1] == 2 * width:
+        return {"pool": "token+average"}
+    return {"pool": "token" if has_class else "average"}
+
+
+def _find_block_bias(kind: Kind, shapes: Shapes) -> Any:
+    first, names = kind.names.block.format(i=0), kind.names
+    q, k, v, out = (f"{first}{name}bias" in shapes for name in (*names.qkv, names.out))
+    match (q, k, v, out):
+        case (True, True, True, True):
+            return "all"
+        case (True, False, True, True):
+            return "no_k"
+        case (False, False, False, True):
+            return "no_qkv"
+        case (False, False, False, False):
+            return "none"
+    raise unsupported_model("a ViT with biases on some of q, k, v and the output", f"{first}{names.qkv[0]}bias")
+
+
+def _read_heads(kind: Kind, width: int, hints: Hints, config: Mapping[str, Any], family: str) -> tuple[int, str]:
+    if hints.heads is None and config:
+        return config.get("num_attention_heads", kind.heads), "config.json"
+    if hints.heads is None and kind.name == "DINOv3" and width % 64 == 0:
+        heads = 32 if width == 4096 else width // 64
+        return heads, f"assumed: DINOv3 of width {width} has {heads} heads"
+    return read_heads(width, hints, family)
 
 
 def _add_config_grid(hints: Hints, config: Mapping[str, Any], patch: tuple[int, int]) -> Hints:
@@ -140,140 +241,46 @@ def _add_config_grid(hints: Hints, config: Mapping[str, Any], patch: tuple[int, 
     return Hints(heads=hints.heads, grid=(height // patch[0], width // patch[1]))
 
 
-def _read_activation(config: Mapping[str, Any]) -> Any:
-    name = config.get("hidden_act", "gelu")
-    if name not in SPELLINGS:
-        raise ValueError(f"hidden_act {name!r} in config.json is not supported; {nearest(str(name), SPELLINGS)}")
-    return SPELLINGS[name]
-
-
-def _add_defaults(processor: Mapping[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Adds the defaults of the processor's class to its settings, or `default` if it names no class."""
-    name = processor.get("image_processor_type") or processor.get("feature_extractor_type") or ""
-    kind = re.sub(r"(ImageProcessor|FeatureExtractor)\w*$", "", str(name))
-    return PROCESSORS.get(kind, default) | {key: value for key, value in processor.items() if value is not None}
-
-
-def _read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std for pixels in [0, 1]; the processor may state them for other ranges."""
-    mean, std = tuple(processor["image_mean"]), tuple(processor["image_std"])
-    if not processor.get("do_normalize", True):
-        mean, std = (0.0,), (1.0,)
-    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255.0
-    if math.isclose(scale, 1):
-        return mean, std
-    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
-
-
-def _read_preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
-    size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
-    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
-    prepared = {"resize": "squash", "interpolation": RESAMPLING.get(processor["resample"], "bilinear")}
-    if processor["resample"] not in RESAMPLING:
-        return prepared, f"resample {processor['resample']} is not supported"
-    if not processor.get("do_resize", True):
-        return prepared, "the processor does not resize"
-    squash = {"height", "width"} <= size.keys()
-    if squash and crop is None:
-        return prepared, ""
-    if crop is not None and (squash or list(size) == ["shortest_edge"]):
-        height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
-        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
-        kept = height / tall
-        if kept <= 1 and math.floor(width / kept + 1e-6) == wide:  # one fraction describes both sides
-            resize = "crop" if not squash else "squash" if kept == 1 else "squash-crop"
-            return prepared | {"resize": resize, "crop": kept}, ""
-    return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
-
-
-def _read_class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]:
-    """id2label, unless it is the library's default LABEL_0, LABEL_1 ..."""
-    labels = config.get("id2label") or {}
-    names = tuple(str(labels.get(str(number), "")) for number in range(classes))
-    return () if not names or not all(names) or names[0] == "LABEL_0" else names
-
-
 def layout_for(config: Model) -> Layout:
     assert isinstance(config, ViTConfig)
-    second = config.distillation or config.registers == 1
-    prefix = "" if not config.classes else "deit." if second else "vit."
-    token = "distillation_token" if config.distillation else "registers"
-    return vit_layout(prefix, teacher=config.distillation, token=token)
+    kind = choose_kind(config)
+    return vit_layout(kind, kind.prefix if config.classes or config.projection else "", config)
+
+
+# The settings of each class besides the paper's
+_DINOV2 = {"pool": ("token", "token+average"), "gated": ANY, "layer_scale": (True,)}
+ALLOWED: dict[str, dict[str, Any]] = {
+    "ViT": {"posemb_prefix": ("class", "all"), "representation": ANY},
+    "DeiT": {"posemb_prefix": ("class", "all"), "representation": ANY, "distillation": ANY, "registers": ANY},
+    "CLIP": {"norm_embedding": ("tokens",), "embedding_bias": (False,), "projection": ANY},
+    "SigLIP": {"pool": ("attention",)},
+    "DINOv2": _DINOV2,
+    "DINOv2 with registers": _DINOV2 | {"registers": ANY},
+    "DINOv3": {"rotary": ("dinov3",), "posemb": ("none",), "registers": ANY, "gated": ANY, "layer_scale": (True,)}
+    | {"block_bias": ("all", "no_k", "no_qkv")},
+    "I-JEPA": {"pool": ("average",)},
+    "BEiT": {"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
+    | {"block_bias": ("no_k",)},
+    "AIMv2": {"pool": ("average",), "norm_kind": ("rms",), "norm_embedding": ("patches",), "gated": (True,)}
+    | {"block_bias": ("none",)},
+}
 
 
 def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
-    """(part, reason) for what transformers' ViT or DeiT does not have."""
+    """(part, reason) for what the closest of transformers' classes does not have."""
     if isinstance(config, ResNetConfig):
         yield "resnet", "plainvit does not write transformers' BiT"
         return
-    if config.stem:
-        yield "stem", "transformers has no hybrid ViT"
-    if config.pool != "token" or config.norm_pooled:
-        yield "pool", "transformers' ViT reads the class token"
+    kind = choose_kind(config)
+    library = f"transformers' {kind.name}"
+    yield from list_unlike(config, library, **ALLOWED[kind.name])
     if config.representation and config.classes:
-        yield "pre_logits", "transformers' classifier has no hidden layer"
-    if config.posemb != "1d" or config.posemb_prefix == "none":
-        yield "posemb", "transformers' ViT has a learned 1-D table with a row for the class token"
-    if config.registers > 1 or (config.registers and (config.posemb_prefix != "all" or config.distillation)):
-        yield "registers", "transformers' ViT has none"
-    if config.layer_scale is not None:
-        yield "layer_scale", "transformers' ViT has none"
-
-
-def _describe_crop(size: dict[str, int], crop: float, *, squash: bool) -> dict[str, Any]:
-    """A centre crop by CLIP's processor, which resizes the short side, or by DeiT's, which ignores the aspect ratio.
-
-    DeiT's also serves models of images that are not square: it is exact for photos of their aspect ratio.
-    """
-    larger = {side: math.floor(value / crop + 1e-6) for side, value in size.items()}
-    cut = {"do_center_crop": True, "crop_size": size}
-    if squash or size["height"] != size["width"]:
-        return cut | {"image_processor_type": "DeiTImageProcessor", "size": larger}
-    return cut | {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": larger["height"]}}
-
-
-def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[str, Any]]:
-    """config.json and preprocessor_config.json, as the library reads them."""
-    deit = bool(config.distillation or config.registers)
-    kind = "DeiT" if deit else "ViT"
-    head = "Model" if not config.classes else "ForImageClassification" + ("WithTeacher" if config.distillation else "")
-    names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
-    square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
-    described = {
-        "architectures": [kind + head],
-        "model_type": kind.lower(),
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.mlp_dim,
-        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": config.norm_eps,
-        "image_size": config.image_size[0] if square[0] else list(config.image_size),
-        "patch_size": config.patch[0] if square[1] else list(config.patch),
-        "num_channels": config.channels,
-        "qkv_bias": True,
-        "dtype": dtype,
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
-    if config.representation:
-        described |= {"pooler_output_size": config.representation, "pooler_act": "tanh"}
-    prepared: dict[str, Any] = {
-        "image_processor_type": f"{kind}ImageProcessor",
-        "do_resize": True,
-        "do_center_crop": False,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(config.mean),
-        "image_std": list(config.std),
-        "resample": next(n for n, name in RESAMPLING.items() if name == about.preprocess.interpolation),
-        "size": {"height": config.image_size[0], "width": config.image_size[1]},
-    }
-    if about.preprocess.resize != "squash":
-        squash = about.preprocess.resize == "squash-crop"
-        prepared |= _describe_crop(prepared["size"], about.preprocess.crop, squash=squash)
-    return {"config.json": described, "preprocessor_config.json": prepared}
+        yield "pre_logits", f"{library} has no hidden layer before its classifier"
+    if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:
+        yield "head", f"{library} has no classifier of these features: load with classes=0"
+    if kind.name.startswith("DINOv2") and config.classes and config.pool != "token+average":
+        yield "pool", "transformers' DINOv2 classifies the class token next to the mean of the patches"
+    if kind.name == "DeiT" and config.registers > 1:
+        yield "registers", "transformers' DeiT has one token besides the class token"
+    if kind.name.startswith("DINOv2") and find_mlp_ratio(config) is None:
+        yield "mlp_dim", "transformers' DINOv2 has MLPs that are a whole multiple of its width, or two thirds of one"

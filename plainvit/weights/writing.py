@@ -15,7 +15,7 @@ from torch import Tensor
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
-from plainvit.weights import own, timm_names, transformers
+from plainvit.weights import own, timm_names, transformers_files
 from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
 from plainvit.weights.layout import emit, find_unsupported
 from plainvit.weights.reading import load
@@ -224,7 +224,7 @@ def _make_sidecars(format: str, config: Model, about: About, weights: dict[str, 
         return {"config.json": timm_names.make_sidecar(config, about)}
     assert isinstance(config, ViTConfig)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    return transformers.make_sidecars(config, about, dtype)
+    return transformers_files.make_sidecars(config, about, dtype)
 
 
 def _write_folder(

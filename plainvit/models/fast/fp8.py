@@ -204,10 +204,11 @@ def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
 def _find_linears(model: ViT) -> list[nn.Linear]:
     """The Linears of the blocks whose sizes the kernels support."""
     every = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    fit = [one for one in every if one.in_features % ALIGNED == 0 and one.out_features % ALIGNED == 0]
+    plain = [one for one in every if type(one) is nn.Linear and one.bias is not None]
+    fit = [one for one in plain if one.in_features % ALIGNED == 0 and one.out_features % ALIGNED == 0]
     if len(fit) < len(every):
         rest = len(every) - len(fit)
-        log.warning("fp8: %d of %d layers stay bf16: their sizes are not multiples of %d", rest, len(every), ALIGNED)
+        log.warning("fp8: %d of %d layers stay bf16: no bias, or sizes not divisible by %d", rest, len(every), ALIGNED)
     return fit
 
 

@@ -33,7 +33,7 @@ class FastAttention(Attention):
             return self.query_subset(x, tokens)
         B, N, D = x.shape
         packed = Packed((B, N, 3 * D), matmul_dtype(x), x.device)
-        if self.relative is not None or not is_faster(packed, self.heads):
+        if not self.is_plain or not is_faster(packed, self.heads):
             return super().forward(x, trace, name)
         qkv, bias = linear_without_bias_gradient(self.qkv, x)  # [B, N, 3D]
         attended = short_attention(qkv, self.heads, bias)  # [B, N, D]
@@ -44,7 +44,7 @@ class FastAttention(Attention):
 
     def query_subset(self, x: Tensor, tokens: slice) -> Tensor:
         """All tokens are keys and values, only some are queries: [B, s, D]."""
-        assert self.relative is None
+        assert self.is_plain
         some, weight, bias, D = x[:, tokens], self.qkv.weight, self.qkv.bias, x.shape[2]
         q = F.linear(some, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, s, d]
         kv = F.linear(x, weight[D:], bias[D:]).unflatten(2, (2, self.heads, -1))  # [B, N, 2, H, d]
@@ -126,7 +126,7 @@ class FastViT(ViT):
         return x if self.config.norm_pooled else self.norm(x)
 
     def embed_patches(self, x: Tensor) -> Tensor:
-        return self.embedding(x) if self.low_precision_residual else super().embed_patches(x)
+        return self.norm_patches(self.embedding(x)) if self.low_precision_residual else super().embed_patches(x)
 
 
 class FastDecoder(Decoder):

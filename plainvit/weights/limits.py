@@ -1,0 +1,52 @@
+"""What a format supports: the paper's ViT by default, and the values of each setting that a library has besides."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from plainvit.config import ViTConfig
+
+# Setting -> its value in the paper's ViT as every library has it. True: present, for settings with a value or None
+PLAIN: dict[str, Any] = {
+    "stem": False,
+    "pool": "token",
+    "norm_pooled": False,
+    "representation": False,
+    "projection": False,
+    "cosine_head": False,
+    "posemb": "1d",
+    "posemb_prefix": "class",
+    "registers": False,
+    "distillation": False,
+    "layer_scale": False,
+    "rotary": "none",
+    "gated": False,
+    "qk_norm": False,
+    "norm_kind": "layer",
+    "norm_embedding": "none",
+    "norm_inner": "none",
+    "norm_final": True,
+    "block_bias": "all",
+    "embedding_bias": True,
+}
+# The names of parts in errors and in --drop
+PARTS = {"representation": "pre_logits", "norm_pooled": "pool", "posemb_prefix": "posemb", "cosine_head": "head"}
+ANY = object()  # every value is supported
+
+
+def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tuple[str, str]]:
+    """(part, reason) for each setting that is not the paper's, nor among the `allowed` values of the library."""
+    listed: set[str] = set()
+    for name, usual in PLAIN.items():
+        values = allowed.get(name, (usual,))
+        value = getattr(config, name)
+        value = (value is not None and value != 0) if isinstance(usual, bool) and not isinstance(value, bool) else value
+        part = PARTS.get(name, name)
+        if values is ANY or value in values or part in listed or _has_no_effect(name, config):
+            continue
+        listed.add(part)
+        supported = " or ".join(str(one) for one in values)
+        yield part, f"{library} has {name} {supported}, the model {value}"
+
+
+def _has_no_effect(name: str, config: ViTConfig) -> bool:
+    return name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)

@@ -1,0 +1,211 @@
+"""config.json and preprocessor_config.json of transformers, read and written."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from plainvit.config import About, ViTConfig, pair
+from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
+from plainvit.weights.transformers_names import choose_kind
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
+ACTIVATIONS |= {"silu": "silu"}
+SPELLINGS = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+# Defaults of the image processors. `sides`: the meaning of a single number as `size`
+SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224, "image_mean": (0.5,), "image_std": (0.5,)}
+SQUASH_CROP = SQUASH | {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224}
+SHORT_SIDE = SQUASH_CROP | {"sides": ("shortest_edge",), "size": 224, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+PROCESSORS = {
+    "ViT": SQUASH,
+    "DeiT": SQUASH_CROP,
+    "CLIP": SHORT_SIDE,
+    "Bit": SHORT_SIDE,
+    "ViTHybrid": SHORT_SIDE,
+    "Siglip": SQUASH | {"resample": 3},
+    "DINOv3ViT": SQUASH | IMAGENET,
+    "Beit": SQUASH | {"resample": 3},
+}
+# What the published weights of each class come with, where it is not its processor's default
+USUAL = {
+    "DeiT": SQUASH_CROP | IMAGENET,
+    "CLIP": SHORT_SIDE,
+    "SigLIP": PROCESSORS["Siglip"],
+    "DINOv2": SHORT_SIDE | IMAGENET | {"size": 256},
+    "DINOv2 with registers": SHORT_SIDE | IMAGENET | {"size": 256},
+    "DINOv3": PROCESSORS["DINOv3ViT"],
+    "BEiT": PROCESSORS["Beit"],
+    "AIMv2": SHORT_SIDE,
+}
+
+
+def default_processor(kind: str, *, masked: bool, channels: int) -> dict[str, Any]:
+    """The settings that published weights of a class come with; `masked`: ViTMAE."""
+    default = SQUASH | IMAGENET if masked else USUAL.get(kind, SQUASH)
+    return default if channels == 3 else default | {"image_mean": (0.5,), "image_std": (0.5,)}
+
+
+def add_defaults(processor: Mapping[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """Adds the defaults of the processor's class to its settings, or `default` if it names no class."""
+    name = processor.get("image_processor_type") or processor.get("feature_extractor_type") or ""
+    kind = re.sub(r"(ImageProcessor|FeatureExtractor)\w*$", "", str(name))
+    return PROCESSORS.get(kind, default) | {key: value for key, value in processor.items() if value is not None}
+
+
+def read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std for pixels in [0, 1]; the processor may state them for other ranges."""
+    mean, std = tuple(processor["image_mean"]), tuple(processor["image_std"])
+    if not processor.get("do_normalize", True):
+        mean, std = (0.0,), (1.0,)
+    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255.0
+    if math.isclose(scale, 1):
+        return mean, std
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
+
+
+def read_preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
+    size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
+    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
+    prepared = {"resize": "squash", "interpolation": RESAMPLING.get(processor["resample"], "bilinear")}
+    if processor["resample"] not in RESAMPLING:
+        return prepared, f"resample {processor['resample']} is not supported"
+    if not processor.get("do_resize", True):
+        return prepared, "the processor does not resize"
+    squash = {"height", "width"} <= size.keys()
+    if squash and crop is None:
+        return prepared, ""
+    if crop is not None and (squash or list(size) == ["shortest_edge"]):
+        height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
+        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
+        kept = height / tall
+        if kept <= 1 and math.floor(width / kept + 1e-6) == wide:  # one fraction describes both sides
+            resize = "crop" if not squash else "squash" if kept == 1 else "squash-crop"
+            return prepared | {"resize": resize, "crop": kept}, ""
+    return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
+
+
+def read_class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]:
+    """id2label, unless it is the library's default LABEL_0, LABEL_1 ..."""
+    labels = config.get("id2label") or {}
+    names = tuple(str(labels.get(str(number), "")) for number in range(classes))
+    return () if not names or not all(names) or names[0] == "LABEL_0" else names
+
+
+def _describe_crop(size: dict[str, int], crop: float, *, squash: bool) -> dict[str, Any]:
+    """A centre crop by CLIP's processor, which resizes the short side, or by DeiT's, which ignores the aspect ratio.
+
+    DeiT's also serves models of images that are not square: it is exact for photos of their aspect ratio.
+    """
+    larger = {side: math.floor(value / crop + 1e-6) for side, value in size.items()}
+    cut = {"do_center_crop": True, "crop_size": size}
+    if squash or size["height"] != size["width"]:
+        return cut | {"image_processor_type": "DeiTImageProcessor", "size": larger}
+    return cut | {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": larger["height"]}}
+
+
+# Model type, class without and with a head
+CLASSES = {
+    "ViT": ("vit", "ViTModel", "ViTForImageClassification"),
+    "DeiT": ("deit", "DeiTModel", "DeiTForImageClassification"),
+    "CLIP": ("clip_vision_model", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "SigLIP": ("siglip_vision_model", "SiglipVisionModel", ""),
+    "DINOv2": ("dinov2", "Dinov2Model", "Dinov2ForImageClassification"),
+    "DINOv2 with registers": (
+        "dinov2_with_registers",
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersForImageClassification",
+    ),
+    "DINOv3": ("dinov3_vit", "DINOv3ViTModel", ""),
+    "I-JEPA": ("ijepa", "IJepaModel", "IJepaForImageClassification"),
+    "BEiT": ("beit", "BeitModel", "BeitForImageClassification"),
+    "AIMv2": ("aimv2_vision_model", "Aimv2VisionModel", ""),
+}
+
+
+def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[str, Any]]:
+    """config.json and preprocessor_config.json, as the library reads them."""
+    return {
+        "config.json": _make_config(config, about, dtype),
+        "preprocessor_config.json": _make_processor(config, about),
+    }
+
+
+def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
+    kind = choose_kind(config).name
+    model_type, headless, headed = CLASSES[kind]
+    names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
+    square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
+    architecture = headed if config.classes or config.projection else headless
+    described = {
+        "architectures": [architecture + ("WithTeacher" if config.distillation else "")],
+        "model_type": model_type,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp_dim,
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
+        "rms_norm_eps" if kind == "AIMv2" else "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size[0] if square[0] else list(config.image_size),
+        "patch_size": config.patch[0] if square[1] else list(config.patch),
+        "num_channels": config.channels,
+        "dtype": dtype,
+    }
+    if kind in ("ViT", "DeiT", "I-JEPA", "BEiT"):
+        described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
+    if config.classes:
+        described["id2label"] = {str(number): name for number, name in enumerate(names)}
+        described["label2id"] = {name: number for number, name in enumerate(names)}
+    if config.representation:
+        described |= {"pooler_output_size": config.representation, "pooler_act": "tanh"}
+    return described | _describe_parts(kind, config)
+
+
+def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
+    """The settings that only one class has."""
+    if kind == "CLIP":
+        return {"projection_dim": config.projection or 512}
+    if kind.startswith("DINOv2"):
+        registers = {"num_register_tokens": config.registers} if config.registers else {}
+        return {"mlp_ratio": find_mlp_ratio(config), "use_swiglu_ffn": config.gated, "qkv_bias": True} | registers
+    if kind == "DINOv3":
+        biases = {"query_bias": config.block_bias != "no_qkv", "value_bias": config.block_bias != "no_qkv"}
+        biases |= {"key_bias": config.block_bias == "all", "proj_bias": True, "mlp_bias": True}
+        return biases | {"num_register_tokens": config.registers, "use_gated_mlp": config.gated, "rope_theta": 100.0}
+    if kind == "BEiT":
+        return {"use_relative_position_bias": True, "use_mean_pooling": config.norm_pooled}
+    if kind == "AIMv2":
+        return {"use_head": False, "qkv_bias": False, "mlp_bias": False, "is_native": False}
+    return {}
+
+
+def find_mlp_ratio(config: ViTConfig) -> int | None:
+    """DINOv2's mlp_ratio, a whole number; a gated MLP has two thirds of that width, up to a multiple of 8."""
+    for ratio in range(1, 17):
+        width = ratio * config.width
+        if config.mlp_dim == ((int(width * 2 / 3) + 7) // 8 * 8 if config.gated else width):
+            return ratio
+    return None
+
+
+def _make_processor(config: ViTConfig, about: About) -> dict[str, Any]:
+    deit = config.distillation or config.registers
+    prepared: dict[str, Any] = {
+        "image_processor_type": f"{'DeiT' if deit else 'ViT'}ImageProcessor",
+        "do_resize": True,
+        "do_center_crop": False,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(config.mean),
+        "image_std": list(config.std),
+        "resample": next(n for n, name in RESAMPLING.items() if name == about.preprocess.interpolation),
+        "size": {"height": config.image_size[0], "width": config.image_size[1]},
+    }
+    if about.preprocess.resize != "squash":
+        squash = about.preprocess.resize == "squash-crop"
+        prepared |= _describe_crop(prepared["size"], about.preprocess.crop, squash=squash)
+    return prepared
