@@ -7,31 +7,22 @@ of the area. The model has timm's small initial weights, whose attention is unif
 texture alone attracts attention before any training.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch.nn.functional import avg_pool2d
 
 from plainvit.analyse import attention
-from plainvit.analyse.figures import COLOURS, new_figure, styled
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
 from plainvit.device import choose_device
 from plainvit.models import ViT
-from plainvit.studies.bases import vit
-from plainvit.studies.drawings import draw_mean
-from plainvit.studies.learned import difference_from, load_model, trained_and_untrained
-from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
+from plainvit.studies.evidence import Part
+from plainvit.studies.measures import load_model, trained_and_untrained
+from plainvit.studies.study import Budget, Results, define
 
-IMAGES, SHOWN = 200, 3  # measured; shown in the figure
-
-
-def arms(budget: Budget) -> dict[str, Arm]:
-    return trained_and_untrained(shapes_config(budget))
+IMAGES = 200
 
 
 def shapes_config(budget: Budget) -> Config:
@@ -51,18 +42,11 @@ def shapes_config(budget: Budget) -> Config:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:
-    """Mean ratio of rollout and area on the object; some maps of the first seed."""
+    """Mean ratio of rollout and area on the object, over images that are neither training nor test images."""
     model = load_model(config, folder).to(choose_device("auto"))
-    source = validation_shapes(model.config.image_size[0])
-    mass, area, maps = rollout_on_object(model, source, IMAGES)
-    numbers = {"ratio": float((mass / area).mean()), "mass": float(mass.mean()), "area": float(area.mean())}
-    shown = np.ndenumerate(maps[:SHOWN]) if config.seed == 0 else ()
-    return numbers | {f"map {image} {y},{x}": float(value) for (image, y, x), value in shown}
-
-
-def validation_shapes(side: int) -> Shapes:
-    """Images that are neither training nor test images."""
-    return shapes("val", f"size={side},count={IMAGES}")
+    source = shapes("val", f"size={model.config.image_size[0]},count={IMAGES}")
+    mass, area, _ = rollout_on_object(model, source, IMAGES)
+    return {"ratio": float((mass / area).mean())}
 
 
 def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -76,77 +60,21 @@ def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarra
     return (maps * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), maps.numpy()
 
 
-# Rule and figure ------------------------------------------------------------------------------------------------------
+def parts(found: Results) -> list[Part]:
+    return [
+        found.contrast("rollout on the object / its area, trained", {"trained": 1.0}, limit=1.0),
+        found.above("trained", "untrained"),
+    ]
 
 
-def decide(found: Results) -> Verdict:
-    over, more = (
-        difference_from(1.0, found.of("trained")),
-        paired_difference(found.of("untrained"), found.of("trained")),
-    )
-    why = (
-        f"the object gets {over.describe(digits=3, limit=1.0)} times its share of the area, "
-        f"{more.describe(digits=3)} against untrained"
-    )
-    return decide_by_signs([over.sign, more.sign], why)
-
-
-@styled()
-def draw(found: Results) -> Figure:
-    """The ratio of each seed; next to it some images with the maps of the first seed."""
-    figure, axes = new_figure(SHOWN, 4, (1.5, 1.25))
-    grid = axes[0, 0].get_gridspec()
-    for panel in axes[:, 0]:
-        panel.remove()
-    _draw_ratios(figure.add_subplot(grid[:, 0]), found)
-    maps = {arm: read_maps(found.values[arm][0]) for arm in ("trained", "untrained")}
-    source = validation_shapes(vit(found.arms["trained"].config).image_size[0])
-    for row in range(SHOWN):
-        image, top = source.draw(row)[0], max(float(each[row].max()) for each in maps.values())
-        shown = {"image": image} | {arm: shade_by_map(image, each[row] / top) for arm, each in maps.items()}
-        for panel, (name, picture) in zip(axes[row, 1:], shown.items(), strict=True):
-            panel.imshow(picture, interpolation="nearest")
-            panel.set_axis_off()
-            if row == 0:
-                panel.set_title(name, loc="center")
-    return figure
-
-
-def shade_by_map(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """An image [H, W, 3] with brightness proportional to the map [h, w]."""
-    bright = np.kron(values, np.ones((image.shape[0] // len(values), image.shape[1] // values.shape[1])))
-    return (image * (0.15 + 0.85 * bright[..., None])).round().astype(np.uint8)
-
-
-def _draw_ratios(panel: Axes, found: Results) -> None:
-    for at, (name, colour) in enumerate({"trained": COLOURS["blue"], "untrained": COLOURS["muted"]}.items()):
-        draw_mean(panel, at, found.of(name), colour)
-    panel.axhline(1, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
-    panel.set_xticks((0, 1), ("trained", "untrained"), fontsize=7)
-    panel.set(xlim=(-0.6, 1.6))
-    panel.set_title("rollout / area\nof the object")
-
-
-def read_maps(values: dict[str, float]) -> np.ndarray:
-    """[SHOWN, h, w]"""
-    found = [value for name, value in values.items() if name.startswith("map ")]
-    side = math.isqrt(len(found) // SHOWN)
-    return np.array(found).reshape(SHOWN, side, side)
-
-
-STUDY = Study(
-    number=23,
-    name="rollout",
-    claim="The attention of a trained model lies on the object.",
-    source="ViT, Figures 6 and 14",
-    paper="There, maps of ViT-L/16 are bright where the object is; no number is given.",
-    rule="rolled out through the layers, attention on the object is more than the object's share of the area, in the "
-    "mean over images, by more than two standard errors over seeds; and more than in the untrained twin, by as much",
-    metric="ratio",
-    arms=arms,
-    measure=measure,
-    decide=decide,
-    draw=draw,
+STUDIES = (
+    define(
+        "rollout",
+        lambda budget: trained_and_untrained(shapes_config(budget)),
+        parts,
+        measure=measure,
+        metric="ratio",
+        xlabel="rollout on the object / its share of the area",
+        runs=8,
+    ),
 )
-
-STUDIES = (STUDY,)

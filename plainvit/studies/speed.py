@@ -1,9 +1,9 @@
-"""Speed and largest batch of ViTs and ResNets by image size.
+"""Claim 28: speed and largest batch of ViTs and ResNets by image size (D.5, Figure 12).
 
-    plainvit study speed --budget cpu
+    plainvit study speed --budget gpu
 
-ViT (arXiv 2010.11929), D.5 and Figure 12; claim 28. Nothing is trained. Images/s are the best of several forward
-passes; the largest batch is that of a training step with AdamW.
+Nothing is trained. Images/s are the best of several forward passes; the largest batch is that of a training step with
+AdamW.
 cpu      fp32, CPU time of one thread; the largest batch is computed (plainvit.planning.memory) for an H200
 gpu      bf16, not compiled, the better of two batch sizes; the largest batch is extrapolated from the peak memory of
          two small steps
@@ -29,11 +29,13 @@ from plainvit.names import configure
 from plainvit.planning import cost, memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
-from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
+from plainvit.studies.evidence import Part, above, contrast, slope_weights, welch
+from plainvit.studies.study import Arm, Budget, Results, define
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 128, 224, 384, 512)}
 NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
 ALIKE = 1.5  # largest ratio of multiply-adds of compared models
+SLACK = 1.05  # of the largest batch
 SECONDS = 0.3  # of measurement
 
 
@@ -162,21 +164,13 @@ def _peak(model: nn.Module, config: Config, size: int) -> float:
     return float(torch.cuda.max_memory_allocated())
 
 
-# Rule -----------------------------------------------------------------------------------------------------------------
+# Parts and figure -----------------------------------------------------------------------------------------------------
 
 
 def kinds(found: Results) -> tuple[list[str], list[str]]:
     """(names of the ViTs, names of the ResNets)"""
     groups = {arm.group: isinstance(arm.config.model, ViTConfig) for arm in found.arms.values()}
     return [name for name, is_vit in groups.items() if is_vit], [name for name, is_vit in groups.items() if not is_vit]
-
-
-def exponents(found: Results, group: str) -> list[float]:
-    """For each seed: the exponent of the image side by which images/s fall."""
-    names = found.group(group)
-    sides = np.log([found.arms[name].x for name in names])
-    rows = np.log(np.array([found.of(name, "images_per_second") for name in names])).T
-    return [-float(np.polyfit(sides, row, 1)[0]) for row in rows]
 
 
 def nearest_resnet(found: Results, group: str) -> str:
@@ -194,28 +188,21 @@ def _middle_macs(found: Results, group: str) -> int:
     return cost.macs(model)
 
 
-def decide(found: Results) -> Verdict:
-    """ViTs slow down by less than the fourth power of the side; their largest batch is at least the ResNet's."""
-    signs, words = [], []
+def parts(found: Results) -> list[Part]:
+    """Of logarithms: the exponent of the side by which images/s fall, and the ratio of the largest batches."""
+    found_parts: list[Part] = []
     for name in kinds(found)[0]:
-        fall = exponents(found, name)
-        signs.append(paired_difference(fall, [4.0] * len(fall)).sign)
-        words.append(f"{name} slows down by the power {np.mean(fall):.2f} of the side")
+        names = found.group(name)
+        slope = slope_weights(np.log([found.arms[arm].x for arm in names]).tolist())
+        samples = [
+            (w, np.log(found.of(arm, "images_per_second")).tolist()) for w, arm in zip(slope, names, strict=True)
+        ]
+        found_parts.append(above(f"exponent of the side in images/s, {name}", contrast(samples), limit=-4.0))
         if other := nearest_resnet(found, name):
-            batches, rates = (_ratios(found, name, other, what) for what in ("largest_batch", "images_per_second"))
-            signs.append(1 if min(batches) >= 1 else -1)
-            ratios = f"largest batch is {_format_range(batches)} times, its speed {_format_range(rates)} times"
-            words.append(f"beside {other} its {ratios}")
-    return decide_by_signs(signs, "; ".join(words))
-
-
-def _ratios(found: Results, group: str, other: str, metric: str) -> list[float]:
-    pairs = zip(found.group(group), found.group(other), strict=True)
-    return [found.mean(a, metric) / found.mean(b, metric) for a, b in pairs]
-
-
-def _format_range(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+            for ours, theirs in zip(names, found.group(other), strict=True):
+                ratio = welch(*(np.log(found.of(arm, "largest_batch")).tolist() for arm in (theirs, ours)))
+                found_parts.append(above(f"log(largest batch), {ours} - {theirs}", ratio, limit=-math.log(SLACK)))
+    return found_parts
 
 
 @styled()
@@ -242,21 +229,4 @@ def draw(found: Results) -> Figure:
     return figure
 
 
-STUDY = Study(
-    number=28,
-    name="speed",
-    claim="ViTs take no more memory than comparable ResNets, and slow down by less than the side's fourth power.",
-    source="ViT, D.5 and Figure 12",
-    paper="There, on TPUv3 at 64 to 512 pixels, the cost of attention hardly shows but in the largest models, and "
-    "large ViTs fit larger batches; no table.",
-    rule="images a second of each ViT fall by less than the fourth power of the side, by more than two standard "
-    "errors, and its largest training batch is at every side at least that of the ResNet of the nearest multiply-adds "
-    "(within 1.5 times)",
-    arms=arms,
-    decide=decide,
-    draw=draw,
-    measure=measure,
-    metric="images_per_second",
-)
-
-STUDIES = (STUDY,)
+STUDIES = (define("speed", arms, parts, draw=draw, measure=measure, metric="images_per_second"),)
