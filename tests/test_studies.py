@@ -37,8 +37,7 @@ def look(first: tuple[float, float], last: tuple[float, float]) -> dict[str, flo
 
 
 def positions(nearness: float, contrast: float) -> dict[str, float]:
-    offsets = {f"offset {y},{x}": 0.1 * y + 0.1 * x for y in range(2) for x in range(2)}
-    return {"nearness": nearness, "contrast": contrast, "chance": 0.1, **offsets}
+    return {"nearness": nearness, "contrast": contrast, "chance": 0.1}
 
 
 def by_cost(count: Any, study: str = "predictor") -> dict[str, float]:
@@ -236,7 +235,7 @@ def test_planted_results_are_decided(name: str, case: Case) -> None:
     verdict = study.decide(found)
     assert verdict.outcome == case[1], verdict.why
     assert study.decide(plant(study, means, spread, runs=2)).outcome == OPEN  # pyright: ignore[reportArgumentType]
-    assert (study.draw or draw_study(study.xlabel))(found).axes
+    assert draw_study(study, found).axes
     assert write_table(study, found, verdict).count("\n|") == 2 + len(found.arms)
 
 
@@ -398,14 +397,6 @@ def test_sgd_is_bits() -> None:
     """0.03 for a batch of 256, momentum 0.9, weight decay 1e-4 (BiT)."""
     sgd = optimisers.upstream("gpu")["SGD"][0.03].optim
     assert (sgd.name, sgd.momentum, sgd.weight_decay) == ("sgd", 0.9, 1e-4)
-
-
-def test_table6_gives_the_papers_curves() -> None:
-    curves = compute.table6()
-    assert [len(curves[kind]) for kind in compute.KINDS] == [6, 7, 5]
-    assert curves["ViT"][0] == pytest.approx((55, 92.50))
-    assert curves["ResNet"][-1] == pytest.approx((3306, 95.09))
-    assert scaling.table6() == {"ViT-B": [(32, 80.73), (16, 84.15)], "ViT-L": [(32, 84.37), (16, 86.30)]}
 
 
 def test_the_base_is_among_the_arms_of_many_studies() -> None:

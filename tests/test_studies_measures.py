@@ -21,7 +21,7 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import draw_shots
 from plainvit.models import ViT, build
-from plainvit.studies import learned, measures, rollout
+from plainvit.studies import learned, measures
 from plainvit.studies.bases import base
 from plainvit.studies.study import held_out
 from plainvit.train.run import fit
@@ -148,16 +148,6 @@ def test_a_run_is_measured_by_its_final_weights(tmp_path: Path) -> None:
         measures.load_model(DIGITS, tmp_path)
 
 
-def test_similarity_by_offset() -> None:
-    random = np.random.default_rng(0).normal(size=(3, 4, 3, 4))
-    found = learned.mean_by_offset(random)
-    for rows, columns in np.ndindex(3, 4):
-        pairs = [
-            random[a, b, c, d] for a, b, c, d in np.ndindex(3, 4, 3, 4) if (abs(a - c), abs(b - d)) == (rows, columns)
-        ]
-        assert found[rows, columns] == pytest.approx(np.mean(pairs))
-
-
 def test_planted_positions_are_found(tmp_path: Path) -> None:
     """Waves of the row and the column: near is similar, row and column stand out."""
     model = small_vit()
@@ -171,7 +161,6 @@ def test_planted_positions_are_found(tmp_path: Path) -> None:
     found = learned.measure_positions(DIGITS, saved(model, tmp_path))
     assert found["nearness"] > 0.95 > found["chance"]
     assert found["contrast"] > 0.05
-    assert found["offset 2,3"] == pytest.approx((np.cos(2 / 4) + np.cos(3 / 4)) / 2, abs=1e-6)
     drawn = learned.measure_positions(measures.untrained_config(DIGITS), tmp_path)
     assert abs(drawn["nearness"]) < 0.3
     assert 0 < drawn["chance"] < 0.2
@@ -215,7 +204,7 @@ def test_statistics_of_distances() -> None:
     assert numbers["range_over_half"] == pytest.approx(np.ptp(found[0]) - found.max() / 2)
     assert numbers["late_over_early"] == pytest.approx(found[5:].mean() - found[:2].mean())
     assert numbers["rise"] == pytest.approx(spearmanr(range(7), found.mean(1)).statistic)  # pyright: ignore
-    assert np.array_equal(learned._read_grid(numbers, "head "), found)
+    assert np.array_equal(learned.read_heads(numbers), found)
 
 
 def even(config: ViTConfig) -> ViT:
@@ -239,11 +228,11 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
     """Uniform attention gives an object its share of the area; any other what its pixels add up to."""
     config = SMALL.replace(image_size=(32, 32), heads=2)
     source = shapes("val", "size=32,count=6")
-    mass, area, _ = rollout.rollout_on_object(even(config), source, 6)
+    mass, area, _ = learned.rollout_on_object(even(config), source, 6)
     assert mass == pytest.approx(area, rel=1e-5)
     model = small_vit(config.replace(init="google"))
     model.initialise(torch.Generator().manual_seed(0)).embedding.weight.data.mul_(5)
-    mass, _, maps = rollout.rollout_on_object(model.eval(), source, 6)
+    mass, _, maps = learned.rollout_on_object(model.eval(), source, 6)
     for index, rolled in enumerate(maps):
         pixels = np.kron(rolled, np.ones((4, 4))) / 16
         assert mass[index] == pytest.approx(pixels[source.draw(index)[1]].sum())
@@ -251,9 +240,9 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
 
 
 def test_an_untrained_model_has_no_favourite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "IMAGES", 40)
-    config = measures.untrained_config(rollout.shapes_config("cpu"))
-    assert rollout.measure(config, tmp_path)["ratio"] == pytest.approx(1, abs=0.03)
+    monkeypatch.setattr(learned, "OBJECTS", 40)
+    config = measures.untrained_config(learned.shapes_config("cpu"))
+    assert learned.measure_rollout(config, tmp_path)["ratio"] == pytest.approx(1, abs=0.03)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

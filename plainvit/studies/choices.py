@@ -1,20 +1,104 @@
-"""Claims 16, 18, 30 and 32: choices inside a ViT, each compared with its usual alternative.
+"""Claims 1, 2, 9, 16, 18, 30, 31 and 32: choices inside a ViT, each compared with its alternatives.
 
+    plainvit study positions --budget cpu
+    plainvit study position-places --budget cpu
+    plainvit study regularisation --budget cpu
     plainvit study pooling --budget cpu
     plainvit study axial --budget cpu
     plainvit study norm-place --budget cpu
+    plainvit study stochastic-depth --budget cpu
     plainvit study activation --budget cpu
 
-Axial attention (D.6): each block becomes one that attends along rows and one along columns, each with its own MLP. The
-claims on norms and activations are of later papers about the same models.
+In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
+are 60 epochs long, which is long enough to overfit. Axial attention (D.6): each block becomes one that attends along
+rows and one along columns, each with its own MLP.
 """
+
+from functools import partial
+from itertools import combinations
 
 from plainvit.config import Config
 from plainvit.planning import cost
-from plainvit.studies.bases import base, by_adamw, complete_model, vit
+from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
+from plainvit.studies.drawings import draw_curves
 from plainvit.studies.evidence import Part, fact
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
+
+# 1 and 2: positions ---------------------------------------------------------------------------------------------------
+
+PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}  # as Table 8 has its columns
+KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
+TABLES = ("1-D", "2-D")  # kinds that are added somewhere
+
+
+def position_arms(budget: Budget) -> dict[str, Arm]:
+    config = base(budget)
+    return {name: Arm(config.replace(model=vit(config).replace(posemb=kind))) for name, kind in KINDS.items()}
+
+
+def position_parts(found: Results) -> list[Part]:
+    kinds = [name for name in KINDS if name != "none"]
+    needed = [found.above(kind, "none") for kind in kinds]
+    return needed + [found.equal(b, a) for a, b in combinations(kinds, 2)]
+
+
+def place_arms(budget: Budget) -> dict[str, Arm]:
+    config = base(budget)
+    return {
+        f"{kind}, {place}": Arm(
+            config.replace(model=vit(config).replace(posemb=KINDS[kind], posemb_at=where)), x=at, group=kind
+        )
+        for kind in TABLES
+        for at, (place, where) in enumerate(PLACES.items())
+    }
+
+
+def place_parts(found: Results) -> list[Part]:
+    return [found.equal(f"{kind}, {place}", f"{kind}, stem") for kind in TABLES for place in PLACES if place != "stem"]
+
+
+# 9 and 31: regularisation ---------------------------------------------------------------------------------------------
+
+DECAYS, DROPOUTS = (0.0, 0.03, 0.1, 0.3), (0.0, 0.1)
+NONE = "decay 0, dropout 0"
+RATE = 0.1  # of dropout, and of stochastic depth in the last block
+
+
+def long_run(budget: Budget) -> Config:
+    return plain(budget).replace(steps=200) if budget == "cpu" else set_epochs(plain(budget), 60)
+
+
+def regularise(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
+    config = long_run(budget)
+    model = vit(config).replace(dropout=dropout, stochastic_depth=stochastic_depth)
+    return config.replace(model=model, optim=config.optim.replace(weight_decay=decay))
+
+
+def grid_arms(budget: Budget) -> dict[str, Arm]:
+    return {
+        f"decay {decay:g}, dropout {dropout:g}": Arm(
+            regularise(budget, decay, dropout), x=decay, group=f"dropout {dropout:g}"
+        )
+        for dropout in DROPOUTS
+        for decay in DECAYS
+    }
+
+
+def grid_parts(found: Results) -> list[Part]:
+    """The best cell, chosen on images that do not decide."""
+    best = max((arm for arm in found.values if arm != NONE), key=lambda arm: found.mean(arm, "choice"))
+    return [found.above(best, NONE)]
+
+
+def depth_arms(budget: Budget) -> dict[str, Arm]:
+    """The first two are cells of the grid."""
+    return {
+        "neither": Arm(regularise(budget, RATE)),
+        "dropout": Arm(regularise(budget, RATE, dropout=RATE)),
+        "stochastic depth": Arm(regularise(budget, RATE, stochastic_depth=RATE)),
+    }
+
 
 # 16: pooling ----------------------------------------------------------------------------------------------------------
 
@@ -110,14 +194,26 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
 
 
 STUDIES = (
-    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate"),
-    define("axial", axial_arms, axial_parts, xlabel="attention", runs=8),
-    define("norm-place", norm_arms, norm_parts, xlabel="learning rate"),
+    define("positions", position_arms, position_parts, runs=8),
     define(
-        "activation",
-        activation_arms,
-        lambda found: [found.not_worse("GELU", "ReLU")],
-        xlabel="activation of the MLP",
+        "position-places",
+        place_arms,
+        place_parts,
+        draw=partial(draw_curves, log=False),
+        xlabel=", ".join(PLACES),
         runs=8,
     ),
+    define(
+        "regularisation",
+        grid_arms,
+        grid_parts,
+        measure=halves,
+        draw=partial(draw_curves, log=False),
+        xlabel="weight decay",
+    ),
+    define("stochastic-depth", depth_arms, lambda found: [found.not_worse("stochastic depth", "dropout")]),
+    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate"),
+    define("axial", axial_arms, axial_parts, runs=8),
+    define("norm-place", norm_arms, norm_parts, xlabel="learning rate"),
+    define("activation", activation_arms, lambda found: [found.not_worse("GELU", "ReLU")], runs=8),
 )

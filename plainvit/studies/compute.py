@@ -16,17 +16,15 @@ from functools import partial
 import numpy as np
 
 from plainvit.config import STEM_NUMERICS, Augment, Config, Model, Optim, ResNetConfig
-from plainvit.evaluate import paper
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, vit
-from plainvit.studies.drawings import Curve, draw_curves, with_paper
 from plainvit.studies.evidence import Part, slope_weights
 from plainvit.studies.study import Arm, Budget, Results, define
 
 KINDS = ("ViT", "ResNet", "hybrid")
 SIZES = ("small", "medium", "large")
 ENDLESS = 2_000_000  # images: each is seen once
-SETS = ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers")  # of Table 6: ReaL is ImageNet's images once more
+COMPUTE = "training compute, petaFLOPs"
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
@@ -131,24 +129,8 @@ def saturation_parts(found: Results) -> list[Part]:
     return [found.above(last, before)]
 
 
-def table6(kinds: tuple[str, ...] = KINDS) -> dict[str, Curve]:
-    """The paper's points: exaFLOPs, mean accuracy over five sets."""
-    table, begins = paper.table(6), {"ViT": "ViT", "ResNet": "BiT", "hybrid": "R50x1+"}
-    rows = [(name, dict(zip(table.columns, cells, strict=True))) for name, cells in table.rows]
-    return {
-        kind: sorted(
-            (row["exaFLOPs"], sum(row[name] for name in SETS) / len(SETS))
-            for name, row in rows
-            if name.startswith(begins[kind])
-        )
-        for kind in kinds
-    }
-
-
-DRAW = with_paper(draw_curves, "training compute, petaFLOPs", table6, "paper, mean of five sets, %, by exaFLOPs")
-
 STUDIES = (
-    define("compute", arms, compute_parts, draw=DRAW),
-    define("hybrids", partial(arms, kinds=("ViT", "hybrid")), hybrid_parts, draw=DRAW),
-    define("saturation", partial(arms, kinds=("ViT",)), saturation_parts, draw=DRAW),
+    define("compute", arms, compute_parts, xlabel=COMPUTE),
+    define("hybrids", partial(arms, kinds=("ViT", "hybrid")), hybrid_parts, xlabel=COMPUTE),
+    define("saturation", partial(arms, kinds=("ViT",)), saturation_parts, xlabel=COMPUTE),
 )

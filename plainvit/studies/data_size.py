@@ -15,7 +15,6 @@ from plainvit.config import Config, Model, ResNetConfig, ViTConfig
 from plainvit.planning.datasets import IMAGES
 from plainvit.studies.bases import plain, pretrain_config, vit
 from plainvit.studies.compute import ENDLESS, drawn_images, models, slopes
-from plainvit.studies.drawings import draw_curves, with_paper
 from plainvit.studies.evidence import Part
 from plainvit.studies.measures import overfitting
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
@@ -23,10 +22,6 @@ from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
 VIT, RESNET = "ViT", "ResNet"
 FRACTIONS = (0.05, 0.1, 0.25, 1.0)  # of the digits
 COUNTS = (1_000, 10_000, 100_000, ENDLESS)  # of drawn images; each set holds those before it
-TABLE5 = {  # B/16 and L/16, ImageNet after fine-tuning, over millions of images: ImageNet, ImageNet-21k, JFT-300M
-    VIT: [(1.28, 77.91), (14.2, 83.97), (303.0, 84.15)],
-    "large ViT": [(1.28, 76.53), (14.2, 85.15), (303.0, 87.12)],
-}
 
 
 def subsets(budget: Budget) -> dict[int, Config]:
@@ -106,10 +101,5 @@ STUDIES = (
         metric="overfitting",
         xlabel="training images",
     ),
-    define(
-        "model-size",
-        size_arms,
-        size_parts,
-        draw=with_paper(draw_curves, "training images", lambda: TABLE5, "paper, B/16 and L/16, %, by million images"),
-    ),
+    define("model-size", size_arms, size_parts, xlabel="training images"),
 )

@@ -245,7 +245,7 @@ def _write(
     make_folder(folder)
     write_text(folder / "verdict.json", json.dumps(finite(record), indent=1) + "\n")
     write_text(folder / "table.md", write_table(study, found, verdict))
-    save((study.draw or draw_study(study.xlabel))(found), folder / "figure.png")
+    save(draw_study(study, found), folder / "figure.png")
 
 
 def write_table(study: Study, found: Results, verdict: Verdict) -> str:

@@ -1,29 +1,38 @@
-"""Claims 19 to 22: what a trained model has learned, compared with untrained models (Figures 7, 10 and 11).
+"""Claims 19 to 23: what a trained model has learned, compared with untrained models (Figures 6, 7, 10, 11 and 14).
 
     plainvit study learned-positions --budget cpu
     plainvit study learned-filters --budget cpu
     plainvit study attention-distance --budget cpu
     plainvit study hybrid-attention --budget cpu
+    plainvit study rollout --budget cpu
 
 Untrained models have the initial weights of other seeds. The measurements are those of `plainvit analyse`; attention is
 averaged over 128 held-out images, as in the paper. On a GPU, 19 and 21 share one run of 60 epochs with 12 heads on a
-grid of 16 x 16 patches: a coarser grid has hardly any distances to learn.
+grid of 16 x 16 patches: a coarser grid has hardly any distances to learn. Rollout (23) is measured on `shapes`, where
+the mask of every object is known: the fraction of the rollout on the object divided by its fraction of the area. That
+model has timm's small initial weights, whose attention is uniform. Google's are larger, so that texture alone attracts
+attention before any training.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch.nn.functional import avg_pool2d
 
 from plainvit.analyse import attention, embeddings
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
-from plainvit.config import Config, ResNetConfig
+from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.data.generated import Shapes, shapes
 from plainvit.data.splits import open_splits
 from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
+from plainvit.models import ViT
 from plainvit.studies.bases import base, set_epochs, vit
 from plainvit.studies.evidence import Part
 from plainvit.studies.measures import load_model, trained_and_untrained
@@ -31,7 +40,7 @@ from plainvit.studies.study import Arm, Budget, Results, define
 
 IMAGES = 128  # as in the paper
 SHUFFLES = 199
-TWIN = {"trained": COLOURS["blue"], "untrained": COLOURS["grey"]}
+OBJECTS = 200
 
 
 def fine_grid(budget: Budget) -> Config:
@@ -54,11 +63,10 @@ def wide_patches(budget: Budget) -> Config:
 
 
 def measure_positions(config: Config, folder: Path) -> dict[str, float]:
-    """Structure of position similarity, and its mean at each offset for the figure."""
+    """Structure of position similarity."""
     similar = embeddings.similarity(load_model(config, folder))
-    found, offsets = embeddings.structure(similar), mean_by_offset(similar)
-    numbers = {"nearness": found.nearness, "contrast": found.contrast, "chance": chance_nearness(similar)}
-    return numbers | {f"offset {y},{x}": float(value) for (y, x), value in np.ndenumerate(offsets)}
+    found = embeddings.structure(similar)
+    return {"nearness": found.nearness, "contrast": found.contrast, "chance": chance_nearness(similar)}
 
 
 def chance_nearness(similar: np.ndarray) -> float:
@@ -76,14 +84,6 @@ def chance_nearness(similar: np.ndarray) -> float:
     return float(np.quantile(found, 0.95))
 
 
-def mean_by_offset(similar: np.ndarray) -> np.ndarray:
-    """[h, w]: mean similarity of two positions by their distance in rows and columns."""
-    h, w = similar.shape[:2]
-    y, x = np.divmod(np.arange(h * w), w)
-    place = (abs(y[:, None] - y) * w + abs(x[:, None] - x)).ravel()
-    return (np.bincount(place, similar.ravel(), h * w) / np.bincount(place, minlength=h * w)).reshape(h, w)
-
-
 def position_parts(found: Results) -> list[Part]:
     excess = [{"excess": row["nearness"] - row["chance"]} for row in found.values["trained"]]
     more = Results(found.arms, {"trained": excess}, "excess")
@@ -93,32 +93,6 @@ def position_parts(found: Results) -> list[Part]:
         found.contrast("row and column - elsewhere, trained", {"trained": 1.0}, metric="contrast"),
         found.contrast("row and column, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="contrast"),
     ]
-
-
-@styled()
-def draw_positions(found: Results) -> Figure:
-    """Similarity at each offset, trained and untrained, mean over runs."""
-    figure, axes = new_figure(1, 2, (3.4, 2.9))
-    images = {arm: np.mean([_read_grid(row, "offset ") for row in found.values[arm]], 0) for arm in TWIN}
-    limit = max(abs(image.ravel()[1:]).max() for image in images.values())  # without itself
-    for panel, (arm, image) in zip(axes[0], images.items(), strict=True):
-        shown = panel.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none")
-        panel.set(title=f"{arm}: nearness {found.mean(arm, 'nearness'):.2f}", xlabel="columns apart")
-        panel.set_ylabel("rows apart")
-        panel.grid(visible=False)
-    figure.colorbar(shown, ax=list(axes[0]), shrink=0.85, label="mean cosine similarity", extend="max")
-    return figure
-
-
-def _read_grid(values: dict[str, float], prefix: str) -> np.ndarray:
-    """The matrix of the values named PREFIXrow,column."""
-    found = {
-        tuple(map(int, name.removeprefix(prefix).split(","))): one
-        for name, one in values.items()
-        if name.startswith(prefix)
-    }
-    shape = tuple(1 + max(place[axis] for place in found) for axis in (0, 1))
-    return np.array([found[place] for place in np.ndindex(shape)]).reshape(shape)
 
 
 # 20: filters ----------------------------------------------------------------------------------------------------------
@@ -188,7 +162,7 @@ def summarize_distances(found: np.ndarray) -> dict[str, float]:
         "late_over_early": float(means[-third:].mean() - means[:third].mean()),
         "rise": rank_correlation(list(range(len(means))), means.tolist()),
     }
-    return numbers | {f"head {layer},{head}": float(one) for (layer, head), one in np.ndenumerate(found)}
+    return numbers | {f"head {layer} {head}": float(one) for (layer, head), one in np.ndenumerate(found)}
 
 
 def attention_parts(found: Results) -> list[Part]:
@@ -206,7 +180,7 @@ def draw_attention(found: Results) -> Figure:
     """A dot for each head of each run by layer, and the mean of each layer (Figures 7 and 11)."""
     figure, axes = new_figure(1, len(found.values), PANEL)
     for panel, arm in zip(axes[0], found.values, strict=True):
-        heads = np.array([_read_grid(row, "head ") for row in found.values[arm]])  # [runs, layers, heads]
+        heads = np.array([read_heads(row) for row in found.values[arm]])  # [runs, layers, heads]
         layers = np.arange(1, heads.shape[1] + 1)
         at = np.broadcast_to(layers[:, None], heads.shape)
         panel.scatter(at, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
@@ -215,6 +189,13 @@ def draw_attention(found: Results) -> Figure:
         panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         panel.legend(loc="lower right")
     return figure
+
+
+def read_heads(values: dict[str, float]) -> np.ndarray:
+    """[layers, heads], in the order of `summarize_distances`."""
+    found = {name: value for name, value in values.items() if name.startswith("head ")}
+    layers = 1 + max(int(name.split()[1]) for name in found)
+    return np.array(list(found.values())).reshape(layers, -1)
 
 
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
@@ -227,39 +208,71 @@ def hybrid_arms(budget: Budget) -> dict[str, Arm]:
     return {"ViT": Arm(config), "hybrid": Arm(config.replace(model=hybrid))}
 
 
+# 23: rollout ----------------------------------------------------------------------------------------------------------
+
+
+def shapes_config(budget: Budget) -> Config:
+    """Objects with a radius of 6 to 10 pixels, 8 x 8 patches."""
+    model = ViTConfig(
+        width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
+    )
+    data, steps, batch = "shapes:size=32,count=2000", 500, 64
+    if budget != "cpu":
+        model = model.replace(width=192, depth=8, heads=3, mlp_dim=768)
+        data, steps, batch = "shapes:size=32", 2000, 256
+    optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
+    return Config(model=model, data=data, steps=steps, batch=batch, optim=optim, augment=augment, evaluations=1)
+
+
+def measure_rollout(config: Config, folder: Path) -> dict[str, float]:
+    """Mean ratio of rollout and area on the object, over images that are neither training nor test images."""
+    model = load_model(config, folder).to(choose_device("auto"))
+    source = shapes("val", f"size={model.config.image_size[0]},count={OBJECTS}")
+    mass, area, _ = rollout_on_object(model, source, OBJECTS)
+    return {"ratio": float((mass / area).mean())}
+
+
+def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(fraction of the rollout on the object [N], fraction of the area [N], rollouts [N, h, w])."""
+    drawn = [source.draw(index) for index in range(count)]
+    images = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
+    masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
+    maps = attention.rollout(model, images).double()
+    maps = maps / maps.sum((1, 2), keepdim=True)
+    covered = avg_pool2d(masks[:, None], model.config.stride)[:, 0]  # [N, h, w]
+    return (maps * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), maps.numpy()
+
+
+def rollout_parts(found: Results) -> list[Part]:
+    return [
+        found.contrast("rollout on the object / its area, trained", {"trained": 1.0}, limit=1.0),
+        found.above("trained", "untrained"),
+    ]
+
+
+def train(make: Callable[[Budget], Config]) -> Callable[[Budget], dict[str, Arm]]:
+    return lambda budget: trained_and_untrained(make(budget))
+
+
 STUDIES = (
-    define(
-        "learned-positions",
-        lambda budget: trained_and_untrained(fine_grid(budget)),
-        position_parts,
-        metric="nearness",
-        measure=measure_positions,
-        draw=draw_positions,
-    ),
-    define(
-        "learned-filters",
-        lambda budget: trained_and_untrained(wide_patches(budget)),
-        filter_parts,
-        metric="rank",
-        measure=measure_filters,
-        xlabel="effective rank of the patch projection",
-        runs=8,
-    ),
+    define("learned-positions", train(fine_grid), position_parts, measure=measure_positions, metric="nearness"),
+    define("learned-filters", train(wide_patches), filter_parts, measure=measure_filters, metric="rank", runs=8),
     define(
         "attention-distance",
-        lambda budget: trained_and_untrained(fine_grid(budget)),
+        train(fine_grid),
         attention_parts,
-        metric="range",
         measure=measure_attention,
+        metric="range",
         draw=draw_attention,
     ),
     define(
         "hybrid-attention",
         hybrid_arms,
         lambda found: [found.above("hybrid", "ViT")],
-        metric="nearest",
         measure=measure_attention,
+        metric="nearest",
         draw=draw_attention,
         runs=8,
     ),
+    define("rollout", train(shapes_config), rollout_parts, measure=measure_rollout, metric="ratio", runs=8),
 )

@@ -9,12 +9,10 @@ prediction, and then fine-tuned on another dataset with the same settings. Few-s
 pre-trained weights on the downstream dataset, over upstream runs with labels that differ in one setting each.
 """
 
-from functools import partial
-
 import numpy as np
 from matplotlib.figure import Figure
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
+from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
 from plainvit.config import Config, Masked
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, plain, pretrain_config, vit
 from plainvit.studies.drawings import draw_best
@@ -24,7 +22,7 @@ from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 
 SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
 LIMIT = 0.7  # of the rank correlation
-PAPER = {"scratch": 77.91, "masked": 79.9, "supervised": 84.15}  # ViT-B/16, fine-tuned ImageNet; labels of JFT
+STARTS = ("scratch", "masked", "supervised")
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
@@ -60,7 +58,7 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 
 def parts(found: Results) -> list[Part]:
-    scratch, masked, supervised = (found.best(family) for family in PAPER)
+    scratch, masked, supervised = (found.best(start) for start in STARTS)
     return [found.above(masked, scratch), found.above(supervised, masked)]
 
 
@@ -129,7 +127,7 @@ def few_shot_parts(found: Results) -> list[Part]:
 @styled()
 def draw_few_shot(found: Results) -> Figure:
     """A dot for each upstream run."""
-    figure, [[panel]] = new_figure(1, 1, (PANEL[0], 3.1))
+    figure, panel = new_axes((PANEL[0], 3.1))
     few, top1 = (100 * np.array([found.of(arm, metric) for arm in found.values]) for metric in ("few_shot", "top1"))
     panel.scatter(few, top1, s=24, color=COLOURS["blue"], alpha=0.7, linewidths=0)
     panel.set(xlabel="5-shot, before fine-tuning, %", title="fine-tuned, held-out top-1, %")
@@ -137,13 +135,7 @@ def draw_few_shot(found: Results) -> Figure:
 
 
 STUDIES = (
-    define(
-        "masked",
-        arms,
-        parts,
-        measure=halves,
-        draw=partial(draw_best, paper=PAPER, title="paper, ImageNet, ViT-B/16, %"),
-    ),
+    define("masked", arms, parts, measure=halves, draw=draw_best),
     define("masked-steps", step_arms, step_parts, xlabel="pre-training steps"),
     define("few-shot", few_shot_arms, few_shot_parts, measure=with_few_shot, draw=draw_few_shot),
 )

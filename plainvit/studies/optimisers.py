@@ -87,5 +87,5 @@ def averaging_parts(found: Results) -> list[Part]:
 
 STUDIES = (
     define("resnet-optimiser", arms, parts, measure=halves, xlabel="learning rate of pre-training"),
-    define("averaging", averaging_arms, averaging_parts, xlabel="evaluated weights", runs=8),
+    define("averaging", averaging_arms, averaging_parts, runs=8),
 )

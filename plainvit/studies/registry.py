@@ -16,10 +16,7 @@ from plainvit.recipes import run_file
 if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
-FILES = (
-    *("positions", "data_size", "transfer", "regularisation", "compute", "scaling", "choices", "optimisers"),
-    *("learned", "rollout", "masked", "speed"),
-)
+FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimisers", "learned", "masked", "speed")
 
 
 def studies() -> "dict[str, Study]":

@@ -15,14 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import Config, Model, ViTConfig
-from plainvit.evaluate import paper
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, set_epochs, vit
-from plainvit.studies.drawings import Curve, draw_arms, draw_curves, with_paper
+from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, bootstrap, correlations, fact
 from plainvit.studies.study import Arm, Budget, Results, define
 
@@ -118,37 +115,8 @@ def predictor_parts(found: Results) -> list[Part]:
     return [bootstrap("correlation with log multiply-adds - with log parameters", difference, len(models), 0.0, runs)]
 
 
-# Figures --------------------------------------------------------------------------------------------------------------
-
-
-@styled()
-def draw_predictor(found: Results) -> Figure:
-    """Every model by multiply-adds and by parameters."""
-    figure, axes = new_figure(1, 2, PANEL)
-    for panel, (name, count) in zip(axes[0], COSTS.items(), strict=True):
-        places = [count(complete_model(arm.config)) / 1e6 for arm in found.arms.values()]
-        panel.scatter(places, [100 * found.mean(arm) for arm in found.arms], s=20, color=COLOURS["blue"])
-        panel.set(title="held-out top-1, %", xlabel=f"{name}, millions", xscale="log")
-    return figure
-
-
-def table6() -> dict[str, Curve]:
-    """ImageNet after JFT-300M for patches of 32 and 16, by size of the model."""
-    table = paper.table(6)
-    found: dict[str, Curve] = {}
-    for size in ("ViT-B", "ViT-L"):
-        values = [(side, table.value(f"{size}/{side}", "ImageNet")) for side in (32, 16)]
-        found[size] = [(float(side), value) for side, value in values if value]
-    return found
-
-
 STUDIES = (
-    define("depth-and-width", arms, parts, draw=draw_arms),
-    define(
-        "patch-size",
-        patch_arms,
-        patch_parts,
-        draw=with_paper(draw_curves, "patch side, pixels", table6, "paper, ImageNet top-1, %, after JFT-300M"),
-    ),
-    define("predictor", all_arms, predictor_parts, draw=draw_predictor),
+    define("depth-and-width", arms, parts, draw=draw_best),
+    define("patch-size", patch_arms, patch_parts, xlabel="patch side, pixels"),
+    define("predictor", all_arms, predictor_parts, draw=draw_best),
 )

@@ -11,6 +11,7 @@ paper.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -196,7 +197,8 @@ STUDIES = (
         "resolution",
         resolution_arms,
         resolution_parts,
-        draw=lambda found: draw_curves(found, "side of the image, pixels", log=False),
+        draw=partial(draw_curves, log=False),
+        xlabel="image side, pixels",
     ),
     define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )
