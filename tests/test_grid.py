@@ -11,8 +11,6 @@ from plainvit.config import Optim
 from plainvit.evaluate import frozen, probe
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
-from plainvit.studies import masked, pooling, regularisation, transfer
-from plainvit.studies.study import Results, Study
 from plainvit.train.guards import DivergedError
 from plainvit.train.search import search_rates
 
@@ -109,29 +107,3 @@ def test_the_learning_rate_search_warns_of_a_rate_at_the_edge(
     found = search_rates(config, run)
     assert found.optim.lr == best
     assert any("--optim.grid" in line for line in caplog.messages) == edge
-
-
-@pytest.mark.parametrize("rates", [(0.5, 0.6, 0.7), (0.5, 0.7, 0.6)], ids=["edge", "inside"])
-@pytest.mark.parametrize("study", [masked.STUDIES[0], pooling.STUDY, transfer.STUDIES[0]], ids=lambda study: study.name)
-def test_studies_warn_of_a_rate_at_the_edge(
-    study: Study, rates: tuple[float, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
-    grid = sorted({arm.config.optim.lr for arm in arms.values()})
-    order = dict(zip(grid[-3:], rates, strict=True))  # of longer grids the lowest are worst
-    tops = {name: order.get(arm.config.optim.lr, 0.1) for name, arm in arms.items()}
-    values = {
-        name: [{"top1": top + one, "few_shot": top + one} for one in (0.0, 0.01, 0.02)] for name, top in tops.items()
-    }
-    study.decide(Results(arms, values))
-    assert bool(caplog.messages) == (rates[2] > rates[1])
-
-
-@pytest.mark.parametrize("best", [(0.3, 0.1), (0.1, 0.0)], ids=["edge", "inside"])
-def test_the_study_of_regularisation_warns_of_the_edge(
-    best: tuple[float, float], caplog: pytest.LogCaptureFixture
-) -> None:
-    arms = regularisation.STUDIES[0].arms("cpu")
-    tops = {name: 0.8 if name == "decay {:g}, dropout {:g}".format(*best) else 0.5 for name in arms}
-    regularisation.STUDIES[0].decide(Results(arms, {name: [{"top1": top}] * 3 for name, top in tops.items()}))
-    assert len(caplog.messages) == (2 if best == (0.3, 0.1) else 0)

@@ -1,183 +1,419 @@
-"""Studies: rules on planted results, both ways; differences against SciPy; runs in order; old runs are not mixed in."""
+"""Every study: planted results are supported, contradicted and inconclusive where they should; arms can be run."""
 
-import json
 import math
-from dataclasses import replace
-from pathlib import Path
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
-import small_runs as runs
 import torch
-from scipy.stats import spearmanr, t, ttest_rel
+from verdicts import Planted, along, plant
 
-from plainvit.data.decode import DataError
-from plainvit.evaluate.statistics import rank_correlation
-from plainvit.studies import page, positions
-from plainvit.studies.runs import Workers
-from plainvit.studies.study import (
-    Arm,
-    NoDeviceError,
-    Results,
-    Study,
-    Verdict,
-    _write,
-    decide_again,
-    decide_by_signs,
-    order_stages,
-    paired_difference,
-    run_study,
-    table,
-)
+from plainvit.config import Config, Model, ViTConfig, differences
+from plainvit.models import build
+from plainvit.models.masked import check_maskable
+from plainvit.planning import cost
+from plainvit.studies import compute, data_size, learned, masked, optimisers, scaling, speed
+from plainvit.studies.bases import base, complete_model
+from plainvit.studies.drawings import draw_study
+from plainvit.studies.execute import first_seed, order_stages, write_table
+from plainvit.studies.registry import studies
+from plainvit.studies.study import BUDGETS, Budget
+
+ALL = studies()
+YES, NO, OPEN = "supported", "contradicted", "inconclusive"
+DIGITS = "digits:56789"
 
 
-def planted(study: Study, means: dict[str, float], spread: float = 0.001, seeds: int = 3) -> Results:
-    noise = np.random.default_rng(0).normal(0, spread, (len(means), seeds))
-    values = {arm: [{"top1": mean + one} for one in row] for (arm, mean), row in zip(means.items(), noise, strict=True)}
-    return Results({arm: study.arms("cpu")[arm] for arm in means}, values)
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+Case = tuple[Planted | dict[str, tuple[float, ...]], str] | tuple[Planted | dict[str, tuple[float, ...]], str, float]
+GROWN = {"small": 0.5, "depth x2": 0.58, "depth x4": 0.62, "width": 0.55, "MLP": 0.56, "patch": 0.6, "all": 0.62}
 
 
-def test_a_gap_is_the_paired_difference() -> None:
-    a, b = [0.70, 0.72, 0.69, 0.75], [0.73, 0.74, 0.73, 0.77]
-    found = paired_difference(a, b)
-    assert found.mean / found.error == pytest.approx(ttest_rel(b, a).statistic)
-    assert found.sign == 1
-    assert paired_difference(b, a).sign == -1
-    assert paired_difference(a, [0.80, 0.62, 0.79, 0.68]).sign == 0
-    assert paired_difference(a[:2], b[:2]).sign == 0, "two seeds decide nothing"
-    assert math.isinf(paired_difference([0.5], [0.9]).error)
-    assert str(paired_difference([0.5], [0.75])) == "+25.00 points of one seed"
-    assert str(paired_difference([0.5, 0.5], [0.75, 0.75])) == "+25.00 ± 0.00 points [95 % +25.00 to +25.00]"
-    assert found.interval == pytest.approx(tuple(ttest_rel(b, a).confidence_interval(0.95)))
-    low, high = (100 * end for end in found.interval)
-    assert str(found).endswith(f"[95 % {low:+.2f} to {high:+.2f}]")
-    level = paired_difference([0.7] * 4, b)
-    assert level.describe(limit=0.7).startswith(f"{np.mean(b):.2f} ± ")
+def look(first: tuple[float, float], last: tuple[float, float]) -> dict[str, float]:
+    """Of four layers of two heads."""
+    return learned.summarize_distances(np.linspace(first, last, 4))
 
 
-def test_two_standard_errors_are_what_student_says() -> None:
-    for seeds in (2, 3, 5, 20):
-        within = 100 * (t.cdf(2, seeds - 1) - t.cdf(-2, seeds - 1))
-        assert f"cover {within:.0f} % with {seeds} seeds" in page.explain_uncertainty([seeds])
-    assert "82 % with 3 seeds, 88 % with 5 seeds" in page.explain_uncertainty([5, 3, 3, 1])
-    assert "two standard errors" not in page.explain_uncertainty([1])
+def positions(nearness: float, contrast: float) -> dict[str, float]:
+    return {"nearness": nearness, "contrast": contrast, "chance": 0.1}
 
 
-def test_verdict_from_signs() -> None:
-    assert decide_by_signs([1, 1], "").outcome == "reproduced"
-    assert decide_by_signs([1, 0], "").outcome == "not decided"
-    assert decide_by_signs([1, -1], "").outcome == "not reproduced"
+def by_cost(count: Any, study: str = "predictor") -> dict[str, float]:
+    """An accuracy that follows a cost of the model."""
+    arms = ALL[study].arms("cpu")
+    return {name: math.log(count(complete_model(arm.config))) / 100 for name, arm in arms.items()}
 
 
-def test_rank_correlation() -> None:
-    a, b = [3.0, 1.0, 2.0, 8.0, 5.0], [0.1, 0.3, 0.2, 0.9, 0.7]
-    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)  # pyright: ignore[reportAttributeAccessIssue]
-    assert rank_correlation(a[:2], b[:2]) == 0
+def upstream(few_shot: np.ndarray) -> dict[str, dict[str, float]]:
+    names = [name for name, arm in ALL["few-shot"].arms("cpu").items() if arm.counts]
+    top1 = np.linspace(0.5, 0.9, len(names))
+    return {name: {"top1": a, "few_shot": b} for name, a, b in zip(names, top1, few_shot, strict=True)}
+
+
+def speeds(vit: float, batch: float) -> dict[str, dict[str, float]]:
+    """images/s fall by the power `vit` of the side; the ViT's largest batch is `batch` times the ResNet's."""
+    found: dict[str, dict[str, float]] = {}
+    for name, arm in ALL["speed"].arms("cpu").items():
+        size = 1000.0 * (batch if arm.group == "ViT" else 1)
+        found[name] = {"images_per_second": 1e9 * arm.x**-vit, "largest_batch": size}
+    return found
+
+
+FALLING = np.linspace(0.9, 0.5, 12)
+CASES: dict[str, list[Case]] = {
+    "positions": [
+        ({"none": 0.6, "1-D": 0.7, "2-D": 0.702, "relative": 0.704}, YES),
+        ({"none": 0.6, "1-D": 0.7, "2-D": 0.65, "relative": 0.7}, NO),  # the kind matters
+        ({"none": 0.6, "1-D": 0.5, "2-D": 0.5, "relative": 0.5}, NO),
+        ({"none": 0.6, "1-D": 0.7, "2-D": 0.71, "relative": 0.705}, OPEN),  # 1-D and 2-D are a margin apart
+    ],
+    "position-places": [
+        ({"": 0.9, "2-D, shared": 0.903}, YES),
+        ({"": 0.9, "1-D, every": 0.92}, NO),
+        ({"": 0.9}, OPEN, 0.05),
+    ],
+    "data-size": [
+        ({"ViT": (0.3, 0.4, 0.5, 0.6), "ResNet": (0.4, 0.46, 0.53, 0.61)}, YES),
+        ({"ViT": (0.3, 0.4, 0.5, 0.6), "ResNet": (0.4, 0.5, 0.7, 0.9)}, NO),  # the lead grows
+        ({"ViT": (0.3, 0.4, 0.5, 0.6), "ResNet": (0.2, 0.2, 0.3, 0.4)}, NO),  # there is none
+        ({"ViT": (0.3, 0.4, 0.5, 0.6), "ResNet": (0.4, 0.5, 0.6, 0.7)}, OPEN),
+    ],
+    "overfitting": [
+        ({"ViT": 0.3, "ResNet": 0.2}, YES),
+        ({"ViT": (0.3, 0.1, 0.3), "ResNet": (0.2, 0.2, 0.2)}, NO),
+        ({"": 0.2}, OPEN),
+    ],
+    "model-size": [
+        ({"ViT": (0.5, 0.6, 0.65, 0.7), "large ViT": (0.48, 0.6, 0.68, 0.76)}, YES),
+        ({"ViT": (0.5, 0.6, 0.65, 0.7), "large ViT": (0.55, 0.7, 0.75, 0.8)}, NO),  # ahead at once
+        ({"ViT": (0.5, 0.6, 0.65, 0.7), "large ViT": (0.5, 0.58, 0.62, 0.65)}, NO),  # falls behind
+        ({"": 0.5}, OPEN),
+    ],
+    "transfer": [
+        ({"": 0.6, f"{DIGITS}, pre": 0.7, f"{DIGITS}, a tenth, pre": 0.8}, YES),
+        ({"": 0.6, f"{DIGITS}, pre": 0.55, f"{DIGITS}, a tenth, pre": 0.8}, NO),
+        ({"": 0.6, f"{DIGITS}, pre": 0.8, f"{DIGITS}, a tenth, pre": 0.7}, NO),  # less where there are few images
+        ({"": 0.6, f"{DIGITS}, pre": 0.7, f"{DIGITS}, a tenth, pre": 0.7}, OPEN),
+    ],
+    "resolution": [
+        ({"resampled positions": (0.7, 0.7, 0.78), "new positions": (0.6, 0.7)}, YES),
+        ({"resampled positions": (0.7, 0.65, 0.78), "new positions": (0.6, 0.7)}, NO),  # a step falls
+        ({"resampled positions": (0.7, 0.75, 0.78), "new positions": (0.6, 0.8)}, NO),
+        ({"resampled positions": (0.7, 0.75, 0.78), "new positions": (0.6, 0.78)}, OPEN),
+    ],
+    "head": [
+        ({"head of zeros": (0.78, 0.8, 0.79), "new last layer": (0.7, 0.8, 0.75)}, YES),
+        ({"head of zeros": (0.77, 0.78, 0.77), "new last layer": (0.7, 0.9, 0.9)}, NO),  # steadier, but worse
+        ({"head of zeros": (0.7, 0.9, 0.8), "new last layer": (0.78, 0.8, 0.79)}, NO),
+        ({"": 0.8}, OPEN),
+    ],
+    "regularisation": [
+        ({"": 0.5, "decay 0.1, dropout 0.1": 0.6}, YES),
+        ({"": 0.5, "decay 0, dropout 0": 0.6, "decay 0, dropout 0.1": 0.5}, NO),
+        ({"": 0.5}, OPEN),
+    ],
+    "compute": [
+        ({"ViT": (0.5, 0.6, 0.7), "ResNet": (0.6, 0.64, 0.68), "hybrid": (0.5, 0.5, 0.5)}, YES),
+        ({"ViT": (0.5, 0.52, 0.54), "ResNet": (0.5, 0.6, 0.7), "hybrid": (0.5, 0.5, 0.5)}, NO),
+        ({"ViT": (0.5, 0.6, 0.7), "ResNet": (0.5, 0.6, 0.7), "hybrid": (0.5, 0.5, 0.5)}, OPEN, 0.05),
+    ],
+    "hybrids": [
+        ({"ViT": (0.5, 0.6, 0.7), "hybrid": (0.6, 0.65, 0.7)}, YES),
+        ({"ViT": (0.5, 0.6, 0.7), "hybrid": (0.45, 0.65, 0.7)}, NO),  # worse where small
+        ({"ViT": (0.5, 0.6, 0.7), "hybrid": (0.52, 0.65, 0.8)}, NO),  # the lead grows
+        ({"ViT": (0.5, 0.6, 0.7), "hybrid": (0.55, 0.65, 0.75)}, OPEN, 0.02),
+    ],
+    "saturation": [
+        ({"ViT": (0.5, 0.6, 0.65)}, YES),
+        ({"ViT": (0.5, 0.6, 0.55)}, NO),
+        ({"ViT": (0.5, 0.6, 0.6)}, OPEN),
+    ],
+    "depth-and-width": [
+        (GROWN, YES),
+        (GROWN | {"width": 0.7, "all": 0.71}, NO),  # width brings more
+        (GROWN | {"all": 0.58}, NO),
+        (GROWN | {"all": 0.61}, OPEN),
+    ],
+    "patch-size": [
+        ({"base": (0.7, 0.6, 0.5)}, YES),
+        ({"base": (0.6, 0.7, 0.5)}, NO),
+        ({"base": (0.6, 0.6, 0.5)}, OPEN),
+    ],
+    "predictor": [(by_cost(cost.macs), YES), (by_cost(cost.parameters), NO), ({"": 0.5}, OPEN)],
+    "pooling": [
+        ({"class token": (0.7, 0.8, 0.6), "average": (0.803, 0.7, 0.6)}, YES),
+        ({"class token": (0.7, 0.8, 0.6), "average": (0.83, 0.7, 0.6)}, NO),
+        ({"class token": (0.7, 0.8, 0.6), "average": (0.6, 0.7, 0.8)}, OPEN),  # a higher rate
+    ],
+    "resnet-optimiser": [
+        ({"Adam": 0.6, "SGD": 0.6}, YES),
+        ({"Adam": 0.5, "SGD": 0.6}, NO),
+        ({"Adam": 0.59, "SGD": 0.6}, OPEN),
+    ],
+    "axial": [({"plain": 0.6, "axial": 0.7}, YES), ({"plain": 0.6, "axial": 0.5}, NO), ({"": 0.6}, OPEN)],
+    "learned-positions": [
+        ({"trained": positions(0.8, 0.3), "untrained": positions(0.0, 0.0)}, YES),
+        ({"trained": positions(0.05, 0.3), "untrained": positions(0.0, 0.0)}, NO),  # as permuted positions
+        ({"trained": positions(0.8, 0.3), "untrained": positions(0.9, 0.0)}, NO),  # nothing was learned
+        ({"trained": positions(0.8, 0.0), "untrained": positions(0.0, 0.0)}, OPEN),
+    ],
+    "learned-filters": [
+        ({"trained": {"rank": 8, "smooth": 0.8}, "untrained": {"rank": 20, "smooth": 0.25}}, YES),
+        ({"trained": {"rank": 30, "smooth": 0.8}, "untrained": {"rank": 20, "smooth": 0.25}}, NO),
+        ({"trained": {"rank": 8, "smooth": 0.25}, "untrained": {"rank": 20, "smooth": 0.25}}, OPEN),
+    ],
+    "attention-distance": [
+        ({"trained": look((5, 28), (29, 30)), "untrained": look((25, 26), (25, 26))}, YES),
+        ({"trained": look((20, 28), (29, 30)), "untrained": look((25, 26), (25, 26))}, NO),  # similar heads
+        ({"trained": look((5, 28), (4, 20)), "untrained": look((25, 26), (25, 26))}, NO),  # late layers look near
+        ({"trained": look((5, 28), (29, 30)), "untrained": look((5, 28), (25, 26))}, OPEN),  # as before training
+    ],
+    "hybrid-attention": [
+        ({"ViT": look((5, 28), (29, 30)), "hybrid": look((15, 28), (29, 30))}, YES),
+        ({"ViT": look((15, 28), (29, 30)), "hybrid": look((5, 28), (29, 30))}, NO),
+        ({"": look((15, 28), (29, 30))}, OPEN),
+    ],
+    "rollout": [
+        ({"trained": 1.2, "untrained": 1.0}, YES),
+        ({"trained": 0.9, "untrained": 0.8}, NO),
+        ({"trained": 1.2, "untrained": 1.2}, OPEN),
+    ],
+    "masked": [
+        ({"scratch": 0.6, "masked": 0.7, "supervised": 0.8}, YES),
+        ({"scratch": 0.6, "masked at 1.0e-03": 0.55, "masked": 0.5, "supervised": 0.8}, NO),
+        ({"scratch": 0.6, "scratch at 3.0e-03": 0.75, "masked": 0.7, "supervised": 0.8}, NO),  # at its best rate
+        ({"scratch": 0.6, "masked": 0.7, "supervised": 0.7}, OPEN),
+    ],
+    "masked-steps": [
+        ({"masked": (0.5, 0.6, 0.65, 0.67)}, YES),
+        ({"masked": (0.5, 0.52, 0.6, 0.75)}, NO),  # the last gains most
+        ({"masked": (0.6, 0.55, 0.52, 0.5)}, NO),
+        ({"masked": (0.5, 0.55, 0.6, 0.65)}, OPEN),
+    ],
+    "few-shot": [
+        (upstream(np.linspace(0.2, 0.5, 12)), YES),
+        (upstream(FALLING), NO),
+        (upstream(np.array([0.3, 0.2, 0.4, 0.5, 0.3, 0.6, 0.7, 0.5, 0.8, 0.6, 0.9, 0.7])), OPEN),
+    ],
+    "averaging": [
+        ({"last": {"top1": 0.8, "nll": 0.7}, "averaged": {"top1": 0.8, "nll": 0.7}}, YES),
+        ({"last": {"top1": 0.8, "nll": 0.7}, "averaged": {"top1": 0.82, "nll": 0.8}}, NO),  # less certain
+        ({"last": {"top1": 0.8, "nll": 0.7}, "averaged": {"top1": 0.8, "nll": 0.7}}, OPEN, 0.05),
+    ],
+    "speed": [(speeds(2.5, 1.0), YES), (speeds(2.5, 0.8), NO), (speeds(4.5, 1.0), NO), (speeds(4.0, 1.0), OPEN)],
+    "norm-place": [
+        ({"pre": 0.7, "post": 0.69, "pre, no warm-up": 0.69, "post, no warm-up": 0.4}, YES),
+        ({"pre": 0.7, "post": 0.69, "pre, no warm-up": 0.4, "post, no warm-up": 0.69}, NO),
+        ({"pre": 0.7, "post": 0.7, "pre, no warm-up": 0.6, "post, no warm-up": 0.6}, OPEN),
+    ],
+    "stochastic-depth": [
+        ({"": 0.6}, YES),
+        ({"": 0.6, "stochastic": 0.55}, NO),
+        ({"": 0.6, "stochastic": 0.59}, OPEN),
+    ],
+    "activation": [({"": 0.6}, YES), ({"ReLU": 0.6, "GELU": 0.55}, NO), ({"": 0.6}, OPEN, 0.1)],
+}
+
+
+def test_every_study_has_planted_results_of_each_outcome() -> None:
+    assert CASES.keys() == ALL.keys()
+    for name, cases in CASES.items():
+        assert {case[1] for case in cases} == {YES, NO, OPEN}, name
 
 
 @pytest.mark.parametrize(
-    ("means", "outcome"),
+    ("name", "case"), [pytest.param(name, case, id=f"{name}-{case[1]}") for name in CASES for case in CASES[name]]
+)
+def test_planted_results_are_decided(name: str, case: Case) -> None:
+    study, means = ALL[name], case[0]
+    if isinstance(next(iter(means.values())), tuple):
+        means = along(study, means)  # pyright: ignore[reportArgumentType]
+    spread = case[2] if len(case) == 3 else 0.001
+    found = plant(study, means, spread)  # pyright: ignore[reportArgumentType]
+    verdict = study.decide(found)
+    assert verdict.outcome == case[1], verdict.why
+    assert study.decide(plant(study, means, spread, runs=2)).outcome == OPEN  # pyright: ignore[reportArgumentType]
+    assert draw_study(study, found).axes
+    assert write_table(study, found, verdict).count("\n|") == 2 + len(found.arms)
+
+
+def test_a_best_rate_at_the_edge_is_noted() -> None:
+    study = ALL["pooling"]
+    inside = plant(study, along(study, {"class token": (0.7, 0.8, 0.6), "average": (0.7, 0.8, 0.6)}))
+    edge = plant(study, along(study, {"class token": (0.7, 0.8, 0.6), "average": (0.8, 0.7, 0.6)}))
+    assert "grid" not in study.decide(inside).why
+    assert "grid of average" in study.decide(edge).why
+
+
+def test_rates_are_chosen_on_other_images_than_those_that_decide() -> None:
+    study = ALL["pooling"]
+    arms = [name for name in study.arms("cpu") if name.startswith("average")]
+    means = {"": 0.6} | {arms[0]: {"top1": 0.5, "choice": 0.9}, arms[1]: {"top1": 0.9, "choice": 0.5}}
+    assert plant(study, means).best("average") == arms[0]
+
+
+# Arms -----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def check_buildable(model: Model) -> None:
+    with torch.device("meta"):
+        build(model)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ALL)
+def test_every_arm_can_be_run(name: str, budget: Budget) -> None:
+    arms = ALL[name].arms(budget)
+    assert sum(map(len, order_stages(arms))) == len(arms)
+    assert len({first_seed(arms, arm) for arm in arms}) == len(arms), "no two arms are the same runs"
+    for arm in arms.values():
+        config = arm.config
+        assert (config.model is None) == bool(arm.after or config.init)
+        assert config.optim.warmup < (config.steps or math.inf)
+        if config.model:
+            check_buildable(config.model)
+        if config.objective != "classify":
+            check_maskable(config.model, config.objective, config.masked)
+        if arm.trained:
+            assert config.steps or config.epochs
+            assert config.holdout or config.data.startswith("shapes"), "compared on held-out images"
+
+
+ONE_SETTING: list[tuple[str, str, str, set[str]]] = [
+    ("positions", "none", "1-D", {"model.posemb"}),
+    ("position-places", "1-D, stem", "1-D, shared", {"model.posemb_at"}),
+    ("stochastic-depth", "neither", "dropout", {"model.dropout"}),
+    ("stochastic-depth", "neither", "stochastic depth", {"model.stochastic_depth"}),
+    ("activation", "ReLU", "GELU", {"model.activation"}),
+    ("axial", "plain", "axial", {"model.axial"}),
+    ("averaging", "last weights", "averaged", {"ema_window"}),
+    ("masked", "masked, before", "supervised, before", {"objective"}),
+    ("regularisation", "decay 0, dropout 0", "decay 0.3, dropout 0.1", {"optim.weight_decay", "model.dropout"}),
+]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("name", "one", "other", "changed"), ONE_SETTING)
+def test_arms_differ_in_one_setting(name: str, one: str, other: str, changed: set[str], budget: Budget) -> None:
+    arms = ALL[name].arms(budget)
+    assert set(differences(arms[one].config, arms[other].config)) == changed
+
+
+def test_fine_tunings_differ_only_in_their_start_and_rate() -> None:
+    for name in ("masked", "masked-steps", "few-shot", "resnet-optimiser", "averaging"):
+        tuned = [arm.config for arm in ALL[name].arms("gpu").values() if arm.after]
+        for config in tuned:
+            assert set(differences(tuned[0], config)) <= {"optim.lr", "ema_window", "data"}, name
+
+
+def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
+    return {arm.config for arm in ALL[name].arms(budget).values() if arm.trained}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "count"),
     [
-        ({"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.705}, "reproduced"),
-        ({"none": 0.60, "1-D": 0.70, "2-D": 0.65, "relative": 0.705}, "not reproduced"),  # the kinds matter
-        ({"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.55}, "not reproduced"),
+        ("positions", "position-places", 2),
+        ("data-size", "overfitting", 6),
+        ("data-size", "model-size", 4),
+        ("data-size", "compute", 2),
+        ("compute", "hybrids", 6),
+        ("compute", "saturation", 3),
+        ("depth-and-width", "predictor", 8),
+        ("patch-size", "predictor", 3),
+        ("regularisation", "stochastic-depth", 2),
+        ("learned-positions", "attention-distance", 1),
+        ("masked", "masked-steps", 2),
+        ("transfer", "resolution", 3),
     ],
 )
-def test_positions_are_decided_by_their_rule(means: dict[str, float], outcome: str) -> None:
-    found = planted(positions.STUDY, means)
-    assert positions.STUDY.decide(found).outcome == outcome
-    assert positions.STUDY.decide(planted(positions.STUDY, means, seeds=2)).outcome != "reproduced"
-    words = table(positions.STUDY, found, positions.STUDY.decide(found))
-    assert f"**{outcome}**" in words
-    assert words.count("± 0.") >= 4
-    assert words.count(" points [95 % ") == 3, "of each kind, less none"
-    assert "82 % with 3 seeds" in words
-    assert positions.STUDY.draw(found)
+def test_studies_share_arms(one: str, other: str, count: int) -> None:
+    assert len(trained_configs(one) & trained_configs(other)) == count
 
 
-def test_noise_is_not_decided() -> None:
-    """Seeds that disagree about the sign."""
-    rows = {"none": (0.60, 0.66, 0.57), "1-D": (0.64, 0.60, 0.62)}
-    values = {arm: [{"top1": one} for one in rows.get(arm, rows["1-D"])] for arm in positions.KINDS}
-    found = Results(positions.STUDY.arms("cpu"), values)
-    assert positions.STUDY.decide(found).outcome == "not decided"
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kinds_are_matched_in_compute(budget: Budget) -> None:
+    """Each size is about twice the one before, and the kinds cost the same at each size."""
+    arms = ALL["compute"].arms(budget)
+    for size in compute.SIZES:
+        places = [arms[f"{kind} {size}"].x for kind in compute.KINDS]
+        assert max(places) / min(places) < 1.12
+    for kind in compute.KINDS:
+        small, medium, large = (arms[f"{kind} {size}"].x for size in compute.SIZES)
+        assert 1.5 < medium / small < 2.3
+        assert 1.8 < large / medium < 2.1
+    config = arms["ViT medium"].config
+    macs = cost.macs(build(complete_model(config)).config)
+    assert arms["ViT medium"].x == pytest.approx(6 * macs * config.steps * config.batch / 1e15)
+    vit, resnet = data_size.plain_vit(budget), data_size.resnet(budget)
+    assert cost.macs(resnet) == pytest.approx(cost.macs(vit), rel=0.12)
 
 
-def test_arms_run_after_their_initial_weights_exist() -> None:
-    made = runs.config()
-    arms = {"c": Arm(made, after="b"), "b": Arm(made, after="a"), "a": Arm(made), "d": Arm(made)}
-    assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
-    with pytest.raises(AssertionError, match="circular"):
-        order_stages({"a": Arm(made, after="b"), "b": Arm(made, after="a")})
+def test_models_are_compared_at_equal_compute() -> None:
+    """A point on the line between two ViTs is neither above nor below them."""
+    study = ALL["hybrids"]
+    arms = study.arms("cpu")
+    found = plant(study, {name: math.log2(arm.x) / 100 + 1 for name, arm in arms.items()}, spread=0)
+    weights = compute.lead_over_vit(found, "hybrid medium")
+    assert sum(weight * found.mean(arm) for arm, weight in weights.items()) == pytest.approx(0, abs=1e-12)
 
 
-def transfer(steps: int = 3) -> Study:
-    """Pre-training, and fine-tuning from it and from scratch."""
-    made = runs.config(steps=steps, evaluations=1, augment=runs.config().augment.replace(mixup=0.0))
-    return Study(
-        name="transfer",
-        claim="c",
-        source="s",
-        rule="r",
-        arms=lambda _: {
-            "before": Arm(made, counts=False),
-            "transferred": Arm(made.replace(optim=made.optim.replace(lr=1e-9)), after="before"),
-            "scratch": Arm(made.replace(optim=made.optim.replace(lr=1e-9))),
-        },
-        decide=lambda found: Verdict("not decided", f"{sorted(found.values)}"),
-        draw=lambda found: positions.draw_arms(found, "arm", {}, ""),
-    )
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_axes_are_scaled_alike(budget: Budget) -> None:
+    for name, arm in scaling.arms(budget).items():
+        assert arm.x == pytest.approx(1 if name == "small" else int(name[-1]), rel=0.35)
 
 
-@pytest.mark.slow
-def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
-    verdict = run_study(transfer(), "cpu", tmp_path, Workers(2), seeds=2, quiet=True)
-    assert verdict.why == "['scratch', 'transferred']"
-    assert {file.name for file in (tmp_path / "transfer").iterdir()} == {"figure.png", "table.md", "verdict.json"}
-    said = json.loads((tmp_path / "transfer" / "verdict.json").read_text())
-    assert said["seeds"] == 2
-    assert {arm: len(folders) for arm, folders in said["folders"].items()} == {
-        "before": 2,
-        "transferred": 2,
-        "scratch": 2,
-    }
-    for seed, folder in enumerate(said["folders"]["transferred"]):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["seed"] == seed
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
-    assert len(before) == 6
-    assert run_study(transfer(), "cpu", tmp_path, Workers(), seeds=2, quiet=True) == verdict
-    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
-    assert after == before, "nothing is run again"
-    with pytest.raises(ValueError, match="--out"):
-        run_study(transfer(steps=4), "cpu", tmp_path, Workers(), seeds=2, quiet=True)
+def test_more_parameters_than_allowed_contradict() -> None:
+    study = ALL["patch-size"]
+    found = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))
+    first, arm = next(iter(found.arms.items()))
+    assert isinstance(arm.config.model, ViTConfig)
+    wide = arm.config.replace(model=arm.config.model.replace(mlp_dim=256))
+    found.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
+    assert study.decide(found).outcome == NO
 
 
-def test_stored_values_are_decided_again_by_a_rule_that_changed(tmp_path: Path) -> None:
-    """The values stay, and the rule that the runs were made for is told with what it decided."""
-    means = {"none": 0.60, "1-D": 0.70, "2-D": 0.71, "relative": 0.705}
-    found, study = planted(positions.STUDY, means), positions.STUDY
-    before = replace(study, rule="another", decide=lambda _: Verdict("not decided", "so"))
-    _write(before, "cpu", tmp_path / study.name, found, before.decide(found), {"command": "c", "seconds": 1.0})
-    file = tmp_path / study.name / "verdict.json"
-    was = json.loads(file.read_text())
-    for _ in range(2):
-        assert decide_again(study, file.parent) == study.decide(found)
-        said = json.loads(file.read_text())
-        assert said["before"] == {"rule": "another", "outcome": "not decided"}
-    assert (said["outcome"], said["rule"]) == ("reproduced", study.rule)
-    kept = was.keys() - {"rule", "outcome", "why"}
-    assert {name: said[name] for name in kept} == {name: was[name] for name in kept}
-    assert "with the outcome not decided: another." in page.page(tmp_path)
-    assert "**reproduced**" in (file.parent / "table.md").read_text()
-    with pytest.raises(ValueError, match="have changed"):
-        decide_again(replace(study, arms=lambda _: {"none": Arm(runs.config())}), file.parent)
+def test_designs_can_answer() -> None:
+    """What each claim needs: enough data, epochs, heads, rates and upstream runs."""
+    assert data_size.COUNTS[0] == 1000
+    assert data_size.COUNTS[-1] >= 2_000_000
+    assert {config.epochs for config in trained_configs("regularisation")} == {60}
+    assert {config.epochs for config in trained_configs("depth-and-width")} == {20}
+    (fine,) = trained_configs("attention-distance")
+    assert isinstance(fine.model, ViTConfig)
+    assert (fine.model.grid, fine.model.heads) == ((16, 16), 12)
+    assert len(masked.upstream("gpu")) >= 10
+    assert {config.objective for config in masked.upstream("gpu").values()} == {"classify"}
+    assert [len(rates) for rates in optimisers.upstream("gpu").values()] == [3, 3]
+    assert {arm.config.model.depth for arm in ALL["norm-place"].arms("gpu").values()} == {12}  # pyright: ignore
+    assert all(study.runs >= 5 for study in ALL.values())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_missing_gpu_or_data_raises(tmp_path: Path) -> None:
-    with pytest.raises(NoDeviceError, match="--budget cpu"):
-        run_study(positions.STUDY, "gpu", tmp_path, Workers())
-    absent = replace(transfer(), arms=lambda _: {"a": Arm(runs.config(data=str(tmp_path / "nowhere")))})
-    with pytest.raises(DataError, match="nowhere"):
-        run_study(absent, "cpu", tmp_path, Workers(), quiet=True)
-    assert not list(tmp_path.iterdir())
+def test_sgd_is_bits() -> None:
+    """0.03 for a batch of 256, momentum 0.9, weight decay 1e-4 (BiT)."""
+    sgd = optimisers.upstream("gpu")["SGD"][0.03].optim
+    assert (sgd.name, sgd.momentum, sgd.weight_decay) == ("sgd", 0.9, 1e-4)
+
+
+def test_the_base_is_among_the_arms_of_many_studies() -> None:
+    for name in ("positions", "position-places", "pooling", "activation", "axial", "transfer", "learned-filters"):
+        assert base("gpu") in trained_configs(name), name
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_is_extrapolated() -> None:
+    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 1000.0) == 90  # 100 and 10 an image
+    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 50.0) == 0
+
+
+def test_speed_is_measured() -> None:
+    model = ViTConfig(width=32, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(16, 16), classes=5)
+    found = speed.measure(Config(model=model, batch=4, device="cpu"), speed.Path())
+    assert found["images_per_second"] > 0
+    assert found["largest_batch"] == speed.estimate_batch(model) > 1000

@@ -9,9 +9,9 @@ from PIL import Image
 
 from plainvit.cli import main
 from plainvit.config import Augment, Optim
-from plainvit.studies import page, positions
+from plainvit.studies import page
 from plainvit.studies.registry import studies
-from plainvit.studies.study import Arm, Study, Verdict, paired_difference
+from plainvit.studies.study import Arm, Study
 
 LARGEST = 150_000  # bytes of a figure that is committed
 
@@ -21,7 +21,7 @@ def check(name: str, out: Path) -> dict[str, object]:
     folder = out / name
     assert {file.name for file in folder.iterdir()} == {"figure.png", "table.md", "verdict.json"}
     said = page.read_verdict(folder / "verdict.json")
-    assert said["outcome"] in ("reproduced", "not reproduced", "not decided")
+    assert said["outcome"] in ("supported", "contradicted", "inconclusive")
     assert said["budget"] == "cpu"
     assert f"**{said['outcome']}**: {said['why']}" in (folder / "table.md").read_text()
     with Image.open(folder / "figure.png") as figure:
@@ -42,10 +42,6 @@ def rate() -> Study:
     made = runs.config(steps=150, batch=64, evaluations=1, holdout=0.3, optim=Optim(lr=1e-2, warmup=0.1), **plain)
     still = made.replace(optim=made.optim.replace(lr=1e-9))
 
-    def decide(found: positions.Found) -> Verdict:
-        difference = paired_difference(found.of("still"), found.of("learns"))
-        return Verdict({1: "reproduced", 0: "not decided", -1: "not reproduced"}[difference.sign], str(difference))
-
     return Study(
         name="rate",
         number=99,
@@ -53,8 +49,7 @@ def rate() -> Study:
         source="nobody",
         rule="it beats one that stands still",
         arms=lambda _: {"still": Arm(still), "learns": Arm(made)},
-        decide=decide,
-        draw=lambda found: positions.draw_arms(found, "arm", {}, ""),
+        parts=lambda found: [found.above("learns", "still")],
     )
 
 
@@ -62,11 +57,13 @@ def rate() -> Study:
 def test_a_study_from_the_command_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own: the shortest real one takes more than 25 seconds of a core."""
     made = rate()
-    monkeypatch.setattr("plainvit.studies.page.titles", lambda: [page.Title(99, made.name, made.claim)])
+    claims = {made.name: {"number": 99, "claim": made.claim, "rule": made.rule}}
+    for module in ("claims", "page"):
+        monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
     monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {made.name: made})
     main(["study", "rate", "--out", str(tmp_path / "found"), "--json"])
     said = check("rate", tmp_path / "found")
-    assert said["outcome"] == "reproduced"
+    assert said["outcome"] == "supported"
     assert "## Not run" not in (tmp_path / "found.md").read_text()
 
 
@@ -83,4 +80,4 @@ def test_every_study_at_the_cpus_budget(name: str, out: Path) -> None:
     said = check(name, out)
     values = said["values"]
     assert isinstance(values, dict)
-    assert {len(seeds) for seeds in values.values()} == {3}
+    assert {len(rows) for rows in values.values()} == {studies()[name].runs}

@@ -1,16 +1,31 @@
-"""Verdicts of studies on planted results."""
+"""Planted results of studies."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from plainvit.studies.study import Results, Study, Verdict, table
+import numpy as np
+
+from plainvit.studies.study import Results, Study
+
+Planted = Mapping[str, float | Mapping[str, float]]
 
 
-def check(planted: Callable[..., Results], study: Study, means: dict[str, float], outcome: str) -> Verdict:
-    """The verdict, which two seeds never allow; the table and the figure come out as well."""
-    found = planted(study, means)
-    verdict = study.decide(found)
-    assert verdict.outcome == outcome, verdict.why
-    assert study.decide(planted(study, means, seeds=2)).outcome == "not decided"
-    assert f"**{outcome}**" in table(study, found, verdict)
-    assert study.draw(found).axes
-    return verdict
+def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 5) -> Results:
+    """The arms of --budget cpu with these means; the longest name that an arm starts with counts.
+
+    A number is the mean of all metrics. The noise of each arm has mean 0, so that planted means are observed exactly.
+    """
+    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
+    values: dict[str, list[dict[str, float]]] = {}
+    for at, arm in enumerate(arms):
+        mean = means[max((name for name in means if arm.startswith(name)), key=len)]
+        if not isinstance(mean, Mapping):
+            mean = dict.fromkeys((study.metric, "top1", "choice", "few_shot"), mean)
+        noise = spread * np.cos(2 * np.pi * np.arange(runs) / runs + at)
+        values[arm] = [{name: value + one for name, value in mean.items()} for one in noise.tolist()]
+    return Results(arms, values, study.metric)
+
+
+def along(study: Study, curves: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """Arm by arm, the values of each group from its first place on the x axis to its last."""
+    found = Results(study.arms("cpu"), {})
+    return {arm: value for group, row in curves.items() for arm, value in zip(found.group(group), row, strict=True)}

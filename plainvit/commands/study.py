@@ -39,20 +39,20 @@ def study(
     data_root: str = "",
     json: bool = False,
 ) -> None:
-    """Test a claim of the paper with small runs: reproduced, not reproduced, or not decided.
+    """Test a claim of the paper with small runs: supported, contradicted or inconclusive.
 
-    The arms of a study differ in one setting, have several seeds and are compared on held-out training images; the
-    decision rule is in the study's file. OUT/NAME holds the table, figure and verdict, OUT.md a report of all studies.
-    Finished runs in OUT/runs are reused unless plainvit's code changed, so the same command resumes an interrupted
-    study. Exit code 4 if runs failed.
+    The arms of a study differ in one setting, have several independent runs and are compared on held-out training
+    images. OUT/NAME holds the table, figure and verdict, OUT.md a report of all studies.
+    The number of runs and the GPU time are printed first. Finished runs in OUT/runs are reused unless plainvit's code
+    changed, so the same command resumes an interrupted study. Exit code 4 if runs failed.
 
     Args:
         names: Names from `plainvit study list`, all, or FILE.py:STUDY for your own (the file is executed)
-        budget: Size of the runs: cpu: two minutes on two cores; gpu: minutes on a large GPU
+        budget: Size of the runs: cpu: minutes on two cores; gpu: minutes on a large GPU
         out: Folder of the runs and verdicts
-        seeds: Number of seeds per arm; default: 3 (fewer cannot decide)
+        seeds: Number of runs per arm, each with its own seed; default: that of the study (fewer than 3 cannot decide)
         at_once: Number of parallel runs; default: 2 on cpu, 4 on gpu
-        data_root: Folder with the known datasets (not needed for cpu)
+        data_root: Folder with the known datasets and published weights (not needed for cpu)
         json: Print JSON instead of a table
     """
     for flag, value in (("--seeds", seeds), ("--at-once", at_once)):
@@ -61,10 +61,12 @@ def study(
     chosen = _find_studies(names)
     from plainvit.studies.runs import Workers
 
-    runs = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4}[budget]
+    if not json:
+        _print_plan(chosen, budget, out, seeds)
+    processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4}[budget]
     try:
-        with Workers(runs) as workers:
-            failed = _run_studies(chosen, budget, out, workers, quiet=json, seeds=seeds, data_root=data_root)
+        with Workers(processes) as workers:
+            failed = _run_studies(chosen, budget, out, workers, quiet=json, runs=seeds, data_root=data_root)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
     _print_verdicts(chosen, out, json)
@@ -78,11 +80,11 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     """The studies by name. An unknown name is an error before anything heavy is loaded."""
     from plainvit.config import nearest
     from plainvit.recipes import in_file
-    from plainvit.studies.page import titles
+    from plainvit.studies.claims import read_claims
 
     if not names:
         raise ValueError("no study given, for example: plainvit study positions (`plainvit study list` lists them)")
-    known = [title.name for title in titles()]
+    known = list(read_claims())
     built_in = [name for name in names if not in_file(name)]
     for name in built_in:
         if name not in (*known, "all"):
@@ -93,12 +95,24 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     return [one for name, one in studies().items() if name in built_in or "all" in built_in] + own
 
 
+def _print_plan(chosen: "list[Study]", budget: Budget, out: Path, seeds: int) -> None:
+    """Print the number of missing runs and the GPU time of each study and of all."""
+    from plainvit.runtime.display import readable
+    from plainvit.studies.estimate import estimate_seconds
+
+    plans = {one.name: [one] for one in chosen} | ({f"all {len(chosen)} studies": chosen} if len(chosen) > 1 else {})
+    for name, group in plans.items():
+        count, seconds = estimate_seconds(group, budget, out / "runs", seeds)
+        time = f", about {readable(seconds)} of an H200" if budget == "gpu" else ""
+        print(f"{name}: {count} runs{time}", file=sys.stderr)
+
+
 def _run_studies(
     chosen: "list[Study]", budget: Budget, out: Path, workers: "Workers", *, quiet: bool, **settings: Any
 ) -> dict[str, Exception]:
     """Run one study after the other and return those that failed; the report is written after each."""
+    from plainvit.studies.execute import NoDeviceError, run_study
     from plainvit.studies.page import write_page
-    from plainvit.studies.study import NoDeviceError, run_study
 
     failed: dict[str, Exception] = {}
     for number, one in enumerate(chosen, 1):

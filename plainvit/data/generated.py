@@ -17,6 +17,7 @@ from plainvit.data.sources import MissingSplitError, Source
 
 # Each split of `shapes` has its own random stream, so that no training set contains test images
 STREAMS = {"train": 0, "val": 1, "test": 2}
+MOST_HELD_OUT = 10_000  # largest number of val or test images of `shapes`
 
 
 class Pixels(Source):
@@ -124,7 +125,10 @@ def _draw_texture(random: np.random.Generator, size: int) -> np.ndarray:
 
 
 def shapes(split: str, options: str) -> Shapes:
-    """Parse options such as size=64,count=500,classes=10 (count is 10,000 for train, otherwise 2,000)."""
+    """Parse options such as size=64,count=500,classes=10 (count is 10,000 for train, otherwise 2,000).
+
+    A large count is that of the training images: val and test have at most 10,000.
+    """
     values = {"size": 64, "count": 10_000 if split == "train" else 2_000, "classes": 10}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
@@ -133,4 +137,5 @@ def shapes(split: str, options: str) -> Shapes:
         values[key] = int(value)
     if not 8 <= values["size"] <= 4096 or not 1 <= values["classes"] <= len(SHAPES) or values["count"] < 1:
         raise ValueError(f"shapes takes size 8 to 4096, classes 1 to {len(SHAPES)}, count 1 or more; got {options!r}")
-    return Shapes(split, values["size"], values["count"], values["classes"])
+    count = values["count"] if split == "train" else min(values["count"], MOST_HELD_OUT)
+    return Shapes(split, values["size"], count, values["classes"])

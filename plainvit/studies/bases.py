@@ -1,10 +1,11 @@
 """The base configs of the studies at each budget.
 
 cpu      a ViT of 0.1 million parameters on handwritten digits: seconds per run on two cores
-gpu      a ViT of 4 million parameters on Tiny-ImageNet: about a minute per run on one large GPU
+gpu      a ViT of 4 million parameters on Tiny-ImageNet: about ten seconds per run on one large GPU
 """
 
-from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.config import Augment, Config, Model, Optim, ViTConfig
+from plainvit.planning.datasets import CLASSES
 from plainvit.recipes import recipe
 from plainvit.studies.study import Budget
 
@@ -20,12 +21,30 @@ def base(budget: Budget) -> Config:
             return digits.replace(steps=300, epochs=0.0, holdout=0.3, evaluations=1, ema_window=0.0, recipe="")
         case "gpu":
             tiny = recipe("tiny-imagenet")
-            assert isinstance(tiny.model, ViTConfig)
-            model = tiny.model.replace(width=192, depth=8, heads=3, mlp_dim=768)
+            model = vit(tiny).replace(width=192, depth=8, heads=3, mlp_dim=768)
             augment = Augment(area=(0.25, 1.0), cutmix=1.0)
             optim = tiny.optim.replace(lr=2e-3)
             changes = {"steps": 3000, "batch": 256, "epochs": 0.0, "holdout": 0.1, "evaluations": 1, "recipe": ""}
             return tiny.replace(model=model, augment=augment, optim=optim, **changes)
+
+
+def plain(budget: Budget) -> Config:
+    """The base without mixing of images, averaged weights and stochastic depth."""
+    config = base(budget)
+    augment = config.augment.replace(mixup=0.0, cutmix=0.0)
+    return config.replace(model=vit(config).replace(stochastic_depth=0.0), augment=augment, ema_window=0.0)
+
+
+def by_adamw(budget: Budget) -> Config:
+    """The base with AdamW, where models other than Transformers are compared or the literature speaks of it."""
+    config = base(budget)
+    if budget == "cpu":
+        return config
+    return config.replace(optim=Optim(lr=1e-3, warmup=config.optim.warmup, weight_decay=0.1))
+
+
+def set_epochs(config: Config, epochs: float) -> Config:
+    return config.replace(steps=0, epochs=epochs)
 
 
 def pretrain_config(budget: Budget) -> Config:
@@ -50,6 +69,19 @@ def finetune_config(budget: Budget, data: str) -> Config:
             return Config(data=data, steps=1000, batch=256, holdout=0.2, evaluations=1, optim=optim, augment=augment)
 
 
+def finetune_rates(budget: Budget) -> tuple[float, ...]:
+    """The fine-tuning's own and one to either side."""
+    lr = finetune_config(budget, DOWNSTREAM[budget][0]).optim.lr
+    return lr / 3, lr, 3 * lr
+
+
 def vit(config: Config) -> ViTConfig:
     assert isinstance(config.model, ViTConfig)
     return config.model
+
+
+def complete_model(config: Config) -> Model:
+    """The model with the head for its dataset."""
+    assert config.model is not None
+    known = CLASSES | {"shapes": 10}
+    return config.model.replace(classes=config.model.classes or known.get(config.data.partition(":")[0], 0))

@@ -1,91 +1,190 @@
-"""Three choices inside a block that the paper makes without a comparison, each against what else is usual.
+"""Claims 1, 2, 9, 16, 18, 30, 31 and 32: choices inside a ViT, each compared with its alternatives.
 
+    plainvit study positions --budget cpu
+    plainvit study position-places --budget cpu
+    plainvit study regularisation --budget cpu
+    plainvit study pooling --budget cpu
+    plainvit study axial --budget cpu
     plainvit study norm-place --budget cpu
     plainvit study stochastic-depth --budget cpu
     plainvit study activation --budget cpu
 
-Numbers 30, 31 and 32. Each rule is two-sided: one of the two is better, or it is not decided; "reproduced" is what the
-literature says of them: Xiong et al. (arXiv 2002.04745) on where the norm stands and warm-up; Huang et al. (1603.09382)
-and AugReg (2106.10270) on stochastic depth, at AugReg's rates; Hendrycks and Gimpel (1606.08415) on the GELU.
+In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
+are 60 epochs long, which is long enough to overfit. Axial attention (D.6): each block becomes one that attends along
+rows and one along columns, each with its own MLP.
 """
 
-from matplotlib.figure import Figure
+from functools import partial
+from itertools import combinations
 
-from plainvit.studies.bases import base, vit
-from plainvit.studies.compute import short_run
-from plainvit.studies.drawings import draw_arms
-from plainvit.studies.study import (
-    Arm,
-    Budget,
-    Difference,
-    Results,
-    Study,
-    Verdict,
-    check_no_worse,
-    decide_by_signs,
-    paired_difference,
-)
+from plainvit.config import Config
+from plainvit.planning import cost
+from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
+from plainvit.studies.drawings import draw_curves
+from plainvit.studies.evidence import Part, fact
+from plainvit.studies.measures import halves
+from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 
-NORMS = ("pre", "post")
-COLD = "no warm-up"
-RATE = 0.1  # of dropout, and of stochastic depth in the last block
-NO_WORSE = "is not worse than {} by more than two standard errors, and no loss above a point is left open"
+# 1 and 2: positions ---------------------------------------------------------------------------------------------------
+
+PLACES = {"stem": "stem", "every layer": "every", "shared": "shared"}  # as Table 8 has its columns
+KINDS = {"none": "none", "1-D": "1d", "2-D": "2d", "relative": "relative"}
+TABLES = ("1-D", "2-D")  # kinds that are added somewhere
 
 
-def better(difference: Difference, first: str, second: str) -> str:
-    """Which of the two, in words; the difference is second - first."""
-    if not difference.sign:
-        return f"neither is better for certain ({second} - {first} {difference})"
-    return f"{second if difference.sign > 0 else first} is better ({second} - {first} {difference})"
+def position_arms(budget: Budget) -> dict[str, Arm]:
+    config = base(budget)
+    return {name: Arm(config.replace(model=vit(config).replace(posemb=kind))) for name, kind in KINDS.items()}
 
 
-# Where the norm stands ------------------------------------------------------------------------------------------------
+def position_parts(found: Results) -> list[Part]:
+    kinds = [name for name in KINDS if name != "none"]
+    needed = [found.above(kind, "none") for kind in kinds]
+    return needed + [found.equal(b, a) for a, b in combinations(kinds, 2)]
 
 
-def norm_arms(budget: Budget) -> dict[str, Arm]:
-    """By AdamW, of which the literature speaks. More steps than usual may be skipped for not being finite."""
-    warm = short_run(budget)
-    if budget == "cpu":  # it is deep models that post-norm is said to be hard to train in
-        warm = warm.replace(model=vit(warm).replace(depth=6))
-    cold = warm.replace(optim=warm.optim.replace(warmup=0.0), max_skipped_steps=100)
+def place_arms(budget: Budget) -> dict[str, Arm]:
+    config = base(budget)
     return {
-        f"{norm}{words}": Arm(config.replace(model=vit(config).replace(norm=norm)))
-        for words, config in (("", warm), (f", {COLD}", cold))
-        for norm in NORMS
+        f"{kind}, {place}": Arm(
+            config.replace(model=vit(config).replace(posemb=KINDS[kind], posemb_at=where)), x=at, group=kind
+        )
+        for kind in TABLES
+        for at, (place, where) in enumerate(PLACES.items())
     }
 
 
-def decide_norm(found: Results) -> Verdict:
-    """Without warm-up pre-norm is better, and leaving it out costs post-norm more."""
-    cold, warm = (paired_difference(found.of(f"post{words}"), found.of(f"pre{words}")) for words in (f", {COLD}", ""))
-    losses = {norm: found.differences(f"{norm}, {COLD}", norm) for norm in NORMS}
-    dearer = paired_difference(losses["pre"], losses["post"])
-    why = f"without warm-up {better(cold, 'post', 'pre')}; with it {better(warm, 'post', 'pre')}; "
-    return decide_by_signs([cold.sign, dearer.sign], f"{why}to leave it out costs post more than pre by {dearer}")
+def place_parts(found: Results) -> list[Part]:
+    return [found.equal(f"{kind}, {place}", f"{kind}, stem") for kind in TABLES for place in PLACES if place != "stem"]
 
 
-# Dropout or stochastic depth ------------------------------------------------------------------------------------------
+# 9 and 31: regularisation ---------------------------------------------------------------------------------------------
+
+DECAYS, DROPOUTS = (0.0, 0.03, 0.1, 0.3), (0.0, 0.1)
+NONE = "decay 0, dropout 0"
+RATE = 0.1  # of dropout, and of stochastic depth in the last block
+
+
+def long_run(budget: Budget) -> Config:
+    return plain(budget).replace(steps=200) if budget == "cpu" else set_epochs(plain(budget), 60)
+
+
+def regularise(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
+    config = long_run(budget)
+    model = vit(config).replace(dropout=dropout, stochastic_depth=stochastic_depth)
+    return config.replace(model=model, optim=config.optim.replace(weight_decay=decay))
+
+
+def grid_arms(budget: Budget) -> dict[str, Arm]:
+    return {
+        f"decay {decay:g}, dropout {dropout:g}": Arm(
+            regularise(budget, decay, dropout), x=decay, group=f"dropout {dropout:g}"
+        )
+        for dropout in DROPOUTS
+        for decay in DECAYS
+    }
+
+
+def grid_parts(found: Results) -> list[Part]:
+    """The best cell, chosen on images that do not decide."""
+    best = max((arm for arm in found.values if arm != NONE), key=lambda arm: found.mean(arm, "choice"))
+    return [found.above(best, NONE)]
 
 
 def depth_arms(budget: Budget) -> dict[str, Arm]:
-    config = base(budget)
-    rates = {"neither": (0.0, 0.0), "dropout": (RATE, 0.0), "stochastic depth": (0.0, RATE)}
+    """The first two are cells of the grid."""
     return {
-        name: Arm(config.replace(model=vit(config).replace(dropout=dropout, stochastic_depth=skipped)))
-        for name, (dropout, skipped) in rates.items()
+        "neither": Arm(regularise(budget, RATE)),
+        "dropout": Arm(regularise(budget, RATE, dropout=RATE)),
+        "stochastic depth": Arm(regularise(budget, RATE, stochastic_depth=RATE)),
     }
 
 
-def decide_depth(found: Results) -> Verdict:
-    """Stochastic depth is no worse than dropout."""
-    difference = paired_difference(found.of("dropout"), found.of("stochastic depth"))
-    none = "; ".join(
-        f"{name} - neither {paired_difference(found.of('neither'), found.of(name))}" for name in list(found.arms)[1:]
-    )
-    return decide_by_signs([check_no_worse(difference)], f"{better(difference, 'dropout', 'stochastic depth')}; {none}")
+# 16: pooling ----------------------------------------------------------------------------------------------------------
+
+TOKEN, AVERAGE = "class token", "average"
 
 
-# GELU or ReLU ---------------------------------------------------------------------------------------------------------
+def pooling_rates(budget: Budget) -> tuple[float, ...]:
+    """On digits 300 steps want a higher rate than the base's; on a GPU one to the lower side and two above."""
+    lr = base(budget).optim.lr
+    return {"cpu": (lr, 3 * lr, 9 * lr), "gpu": (lr / 3, lr, 3 * lr, 9 * lr)}[budget]
+
+
+def pooling_arms(budget: Budget) -> dict[str, Arm]:
+    """Average pooling has patches alone and a linear head."""
+    config = base(budget)
+    models = {
+        TOKEN: vit(config).replace(pool="token", class_token=True),
+        AVERAGE: vit(config).replace(pool="average", class_token=False, representation=0),
+    }
+    found: dict[str, Arm] = {}
+    for name, model in models.items():
+        found |= rate_arms(name, config.replace(model=model), pooling_rates(budget), group=name)
+    return found
+
+
+def pooling_parts(found: Results) -> list[Part]:
+    token, average = (found.best(family) for family in (TOKEN, AVERAGE))
+    ratio = found.arms[average].x / found.arms[token].x
+    rates = fact("best rate of average / best rate of token", ratio, "<= 1", ratio <= 1, against=False)
+    return [found.equal(average, token), rates]
+
+
+# 18: axial attention --------------------------------------------------------------------------------------------------
+
+
+def axial_arms(budget: Budget) -> dict[str, Arm]:
+    config = base(budget)
+    pooled = vit(config).replace(pool="average", class_token=False)  # axial blocks need it
+    return {
+        name: Arm(config.replace(model=pooled.replace(axial=axial)))
+        for name, axial in {"plain": False, "axial": True}.items()
+    }
+
+
+def axial_parts(found: Results) -> list[Part]:
+    macs = {name: cost.macs(complete_model(arm.config)) for name, arm in found.arms.items()}
+    times = macs["axial"] / macs["plain"]
+    return [found.above("axial", "plain"), fact("multiply-adds, axial / plain", times, "> 1", times > 1)]
+
+
+# 30: the place of the norm --------------------------------------------------------------------------------------------
+
+COLD = "no warm-up"
+RATES: dict[Budget, tuple[float, ...]] = {"cpu": (1e-3, 4e-3), "gpu": (1e-3, 3e-3, 1e-2)}
+
+
+def norm_arms(budget: Budget) -> dict[str, Arm]:
+    """Deep models and high rates, where post-norm is said to be hard to train; runs go on after skipped steps."""
+    config = by_adamw(budget).replace(steps=120 if budget == "cpu" else 2000, max_skipped_steps=1000)
+    model = vit(config).replace(depth=6 if budget == "cpu" else 12)
+    found: dict[str, Arm] = {}
+    for norm in ("pre", "post"):
+        for name, warmup in ((norm, config.optim.warmup), (f"{norm}, {COLD}", 0.0)):
+            one = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
+            for lr in RATES[budget]:
+                found[f"{name}, {lr:g}"] = Arm(_set_rate(one, lr), x=lr, group=name)
+    return found
+
+
+def _set_rate(config: Config, lr: float) -> Config:
+    return config.replace(optim=config.optim.replace(lr=lr))
+
+
+def norm_parts(found: Results) -> list[Part]:
+    """Averages over the rates."""
+    signs = {"pre": -1, "post": 1, f"pre, {COLD}": 1, f"post, {COLD}": -1}
+    weights = {group: {arm: 1 / len(found.group(group)) for arm in found.group(group)} for group in signs}
+    cost_of_cold = {arm: signs[group] * weight for group in signs for arm, weight in weights[group].items()}
+    cold = {arm: weight for arm, weight in cost_of_cold.items() if COLD in arm}
+    return [
+        found.contrast(f"pre - post, {COLD}", cold),
+        found.contrast("cost of no warm-up, post - pre", cost_of_cold),
+    ]
+
+
+# 32: activation -------------------------------------------------------------------------------------------------------
 
 
 def activation_arms(budget: Budget) -> dict[str, Arm]:
@@ -94,61 +193,27 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
     return {name: Arm(config.replace(model=vit(config).replace(activation=kind))) for name, kind in kinds.items()}
 
 
-def decide_activation(found: Results) -> Verdict:
-    """The GELU is no worse than the ReLU."""
-    difference = paired_difference(found.of("ReLU"), found.of("GELU"))
-    return decide_by_signs([check_no_worse(difference)], better(difference, "ReLU", "GELU"))
-
-
-def draw_norm(found: Results) -> Figure:
-    figure = draw_arms(found, "where the norm stands", {}, "")
-    figure.axes[0].set_xticks(range(len(found.arms)), [name.replace(", ", "\n") for name in found.arms])
-    return figure
-
-
-def draw_depth(found: Results) -> Figure:
-    return draw_arms(found, f"what is left out at random, at a rate of {RATE}", {}, "")
-
-
-def draw_activation(found: Results) -> Figure:
-    return draw_arms(found, "activation of the MLP", {}, "")
-
-
-NORM_PLACE = Study(
-    number=30,
-    name="norm-place",
-    claim="With the norm before each part of a block a ViT learns without warm-up, with the norm after it less well.",
-    source="Xiong et al., arXiv 2002.04745; ViT and BERT differ in this",
-    paper="There, of translation and BERT: post-norm without warm-up falls far behind, pre-norm does not need it.",
-    rule="without warm-up, pre-norm beats post-norm by more than two standard errors, and leaving warm-up out costs "
-    "post-norm more than pre-norm, again by more than two",
-    arms=norm_arms,
-    decide=decide_norm,
-    draw=draw_norm,
+STUDIES = (
+    define("positions", position_arms, position_parts, runs=8),
+    define(
+        "position-places",
+        place_arms,
+        place_parts,
+        draw=partial(draw_curves, log=False),
+        xlabel=", ".join(PLACES),
+        runs=8,
+    ),
+    define(
+        "regularisation",
+        grid_arms,
+        grid_parts,
+        measure=halves,
+        draw=partial(draw_curves, log=False),
+        xlabel="weight decay",
+    ),
+    define("stochastic-depth", depth_arms, lambda found: [found.not_worse("stochastic depth", "dropout")]),
+    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate"),
+    define("axial", axial_arms, axial_parts, runs=8),
+    define("norm-place", norm_arms, norm_parts, xlabel="learning rate"),
+    define("activation", activation_arms, lambda found: [found.not_worse("GELU", "ReLU")], runs=8),
 )
-
-STOCHASTIC_DEPTH = Study(
-    number=31,
-    name="stochastic-depth",
-    claim="Stochastic depth is at least as good as dropout in a ViT.",
-    source="AugReg, arXiv 2106.10270; Huang et al., arXiv 1603.09382",
-    paper="There, both at 0.1 are used together; later recipes (DeiT) keep stochastic depth and drop dropout.",
-    rule=f"stochastic depth {NO_WORSE.format('dropout')}",
-    arms=depth_arms,
-    decide=decide_depth,
-    draw=draw_depth,
-)
-
-ACTIVATION = Study(
-    number=32,
-    name="activation",
-    claim="The GELU is at least as good as the ReLU in a ViT.",
-    source="Hendrycks and Gimpel, arXiv 1606.08415",
-    paper="There, of other networks than Transformers: better in every task of vision, language and speech.",
-    rule=f"the GELU {NO_WORSE.format('the ReLU')}",
-    arms=activation_arms,
-    decide=decide_activation,
-    draw=draw_activation,
-)
-
-STUDIES = (NORM_PLACE, STOCHASTIC_DEPTH, ACTIVATION)

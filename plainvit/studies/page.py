@@ -1,18 +1,16 @@
-"""Lists studies and writes one page of all verdicts in a folder.
+"""Lists studies and writes one report of all verdicts in a folder.
 
     plainvit study list --out docs/studies
     write_page(Path("docs/studies"))          docs/studies.md, from every docs/studies/NAME/verdict.json
 
-Names and claims are parsed from the source files, so that listing does not load torch.
+Listing does not load torch. A verdict whose `statistics` is not the present one was made under an earlier rule, and is
+shown as history.
 """
 
-import ast
-import importlib
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,66 +20,38 @@ from rich.text import Text
 
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
-from plainvit.evaluate import statistics
 from plainvit.runtime.display import readable
-from plainvit.studies.registry import FILES
+from plainvit.studies.claims import read_claims
 
-OUTCOMES = ("reproduced", "not reproduced", "not decided")
+STATISTICS = "welch-holm"  # of the present verdicts
+EARLIER = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
+COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
 BUDGETS = ("cpu", "gpu")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "command", "seconds", "environment")
-PAPER = "[An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
-
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
 
-
-@dataclass(frozen=True)
-class Title:
-    """A study in the list."""
-
-    number: int
-    name: str
-    claim: str
-
-
-def explain_uncertainty(seeds: Iterable[int]) -> str:
-    """What ± and the intervals in tables and verdicts mean."""
-    shares = [f"{100 * statistics.t_within(2.0, n - 1):.0f} % with {n} seeds" for n in sorted(set(seeds)) if n > 1]
-    rules = f" Most rules use two standard errors, which cover {', '.join(shares)}." if shares else ""
-    return (
-        "In tables, ± is the standard deviation over seeds; in verdicts, the standard error over seeds, of paired "
-        f"differences where two arms are compared. [95 % a to b] is Student's confidence interval.{rules}"
-    )
-
-
-def count_seeds(record: Mapping[str, Any]) -> int:
-    """The largest number of seeds of an arm."""
-    return max((len(rows) for rows in record.get("values", {}).values()), default=0)
-
-
-def titles() -> list[Title]:
-    """All studies, sorted by number."""
-    return sorted((title for file in FILES for title in _read_titles(file)), key=lambda title: title.number)
-
-
-def _read_titles(file: str) -> list[Title]:
-    """From the Study(...) calls in the source; imports the file if one of them is not made of literals."""
-    tree = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Study"]
-    found = [
-        _parse_title({str(word.arg): getattr(word.value, "value", None) for word in call.keywords}) for call in calls
-    ]
-    complete = [title for title in found if title]
-    if len(complete) == len(calls):
-        return complete
-    imported = importlib.import_module(f"plainvit.studies.{file}").STUDIES
-    return [Title(study.number, study.name, study.claim) for study in imported]
-
-
-def _parse_title(words: Mapping[str, object]) -> Title | None:
-    match words:
-        case {"number": int(number), "name": str(name), "claim": str(claim)}:
-            return Title(number, name, claim)
-    return None
+METHOD = (
+    "Each part of a rule is a difference, or another weighted sum, of the means of arms, with Welch's 95 % interval. "
+    "All parts must hold. A part is decided at 5 % (two-sided) after Holm's correction over the parts of its claim; "
+    "equality by two one-sided tests with a margin fixed before the runs. Supported: every part holds. Contradicted: "
+    "one is ruled out. Inconclusive: anything else, and fewer than three runs of an arm. Learning rates are chosen on "
+    "other held-out images than those that decide."
+)
+INTRODUCTION = (
+    "Claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims about the same "
+    "models. Each study compares runs (arms) that differ in one setting, with several independent seeds, on held-out "
+    "training images; test images are not used. The rule is written before the runs. A claim about 300 million images "
+    "may not hold on 80,000."
+)
+HISTORY = (
+    "History: verdicts of 0.1, by rules that paired runs by seed and took two standard errors over three seeds, which "
+    "cover 82 %. They are shown with the rule and the commit that they come from, and are replaced by runs under the "
+    "present rule."
+)
+COMMANDS = (
+    "`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in minutes "
+    "or on one large GPU, and writes this page."
+)
 
 
 def verdicts(out: Path) -> dict[str, dict[str, Any]]:
@@ -96,29 +66,34 @@ def read_verdict(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(str(error).splitlines()[0]) from error
     missing = [name for name in NEEDED if name not in record]
-    if missing or record["outcome"] not in OUTCOMES or record["study"] != file.parent.name:
+    if missing or record["outcome"] not in (*COLOURS, *EARLIER) or record["study"] != file.parent.name:
         problem = f"{missing[0]!r} is missing" if missing else "wrong study name or unknown outcome"
         raise DataError(f"{file} is not a valid verdict ({problem}): remove {file.parent} and run the study again")
     return record
 
 
+def is_present(record: Mapping[str, Any]) -> bool:
+    """Whether the verdict was made by the present statistics."""
+    return record.get("statistics") == STATISTICS
+
+
+def count_runs(record: Mapping[str, Any]) -> int:
+    """The largest number of runs of an arm."""
+    return max((len(rows) for rows in record.get("values", {}).values()), default=0)
+
+
+# Terminal -------------------------------------------------------------------------------------------------------------
+
+
 def listed(out: Path) -> list[dict[str, Any]]:
     """All studies with their verdicts in `out` by budget."""
     found = verdicts(out)
-    return [
-        {
-            "number": title.number,
-            "name": title.name,
-            "claim": title.claim,
-            "verdicts": {
-                budget: found[title.name]["outcome"]
-                if title.name in found and found[title.name]["budget"] == budget
-                else None
-                for budget in BUDGETS
-            },
-        }
-        for title in titles()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, claim in read_claims().items():
+        record = found.get(name, {})
+        outcomes = {budget: record["outcome"] if record.get("budget") == budget else None for budget in BUDGETS}
+        rows.append({"number": claim["number"], "name": name, "claim": claim["claim"], "verdicts": outcomes})
+    return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
@@ -136,20 +111,19 @@ def table(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
 
 
 def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
-    """Verdicts with their reasons, and the path of the page."""
+    """Verdicts with a line for each part, and the path of the report."""
     lines: list[Text] = []
     for record in found:
-        colour = {"reproduced": "green", "not reproduced": "red"}.get(record["outcome"], "yellow")
-        count = count_seeds(record)
-        over = f", over {count} seed{'s' * (count > 1)}" if count else ""
-        lines += [Text.assemble((f"{record['study']}: ", "bold"), (record["outcome"], colour), over)]
-        lines += [Text(f"  {record['why']}")]
-    seeds = [count_seeds(record) for record in found if "±" in record["why"]]
-    legend = [Text(explain_uncertainty(seeds), style="dim")] if seeds else []
-    return Group(*lines, *legend, Text(f"page: {page_of(out)}"))
+        head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
+        lines.append(Text.assemble(*head, f", {count_runs(record)} runs an arm"))
+        lines += [
+            Text(f"  {cells[0]} {cells[1]} ({cells[2]}), {cells[5]}") for cells in map(_part_cells, _parts(record))
+        ]
+    legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the parts", style="dim")
+    return Group(*lines, legend, Text(f"report: {page_of(out)}"))
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# Report ---------------------------------------------------------------------------------------------------------------
 
 
 def page_of(out: Path) -> Path:
@@ -159,7 +133,7 @@ def page_of(out: Path) -> Path:
 
 
 def write_page(out: Path) -> Path:
-    """Writes the page of all verdicts."""
+    """Writes the report of all verdicts."""
     path = page_of(out)
     write_text(path, page(out))
     return path
@@ -168,81 +142,93 @@ def write_page(out: Path) -> Path:
 def page(out: Path) -> str:
     found = verdicts(out)
     own = bool(found) and not any(record["number"] for record in found.values())
-    rest = [title for title in titles() if title.name not in found and not own]
-    parts = [*(_own_introduction(found) if own else _introduction(found, len(found) + len(rest))), *_overview(found)]
+    rest = [name for name in read_claims() if name not in found and not own]
+    paragraphs = [*_introduction(found, len(rest), own=own), *_overview(found)]
     for record in found.values():
-        parts += _section(record, out)
-    return "\n".join([*parts, *_list_not_run(rest)]).rstrip("\n") + "\n"
+        paragraphs += _section(record, out)
+    if rest:
+        rows = [(read_claims()[name]["number"], read_claims()[name]["claim"], name) for name in rest]
+        paragraphs += ["## Not run", "\n".join(markdown_table(("no.", "claim", "study"), rows))]
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _introduction(found: Mapping[str, Mapping[str, Any]], known: int) -> list[str]:
-    outcomes = _count_outcomes(found)
-    return [
-        "# The paper's claims, tested",
-        "",
-        f"Claims of {PAPER}",
-        "and three later claims about the same models. Each study compares runs (arms) that differ in one setting,",
-        "with several seeds, on held-out training images; test images are not used. The decision rule was written",
-        "before the runs; where it was changed afterwards, the page shows both. A claim about 300 million images may",
-        "not hold on 80,000. Fewer than three seeds decide nothing.",
-        "",
-        *textwrap.wrap(explain_uncertainty(count_seeds(record) for record in found.values()), 110),
-        "",
-        "`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in two",
-        "minutes or on one large GPU, and writes this page.",
-        "",
-        f"**{len(found)} of {known} studies have a verdict{': ' + outcomes if outcomes else ''}.** {UNNUMBERED}",
-        "",
-    ]
-
-
-def _own_introduction(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The introduction if all studies are the user's own."""
-    return [
-        "# Studies",
-        "",
-        "Your own claims. The arms and the decision rule of each study are in the file that its command names.",
-        "",
-        *textwrap.wrap(explain_uncertainty(count_seeds(record) for record in found.values()), 110),
-        "",
-        f"**{_count_outcomes(found)}.**",
-        "",
-    ]
-
-
-def _count_outcomes(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
+    present = [record for record in found.values() if is_present(record)]
     counts = Counter(record["outcome"] for record in found.values())
-    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (*COLOURS, *EARLIER) if counts[outcome])
+    if own:
+        yield "# Studies"
+        yield "Your own claims. The arms and the rule of each study are in the file that its command names."
+        yield _wrap(METHOD)
+        yield f"**{outcomes}.**"
+        return
+    yield "# The paper's claims, tested"
+    yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
+    if len(present) < len(found):
+        yield _wrap(HISTORY)
+    known = len(found) + rest
+    summary = f"{len(present)} of {known} studies have a verdict by the present rules"
+    yield f"**{summary}; of all verdicts: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
+
+
+def _wrap(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 118))
 
 
 def _overview(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    if not found:
-        return []
-    rows = [
-        f"| {record['number'] or ''} | {_cell(record['claim'])} | {_outcome(record)} | {record['budget']} | "
-        f"[{record['study']}](#{_anchor(record)}) |"
-        for record in found.values()
-    ]
-    return ["| no. | claim | outcome | budget | study |", "|---|---|---|---|---|", *rows, ""]
+    rows = []
+    for record in found.values():
+        link = f"[{record['study']}](#{_heading(record).lower().replace('. ', '-')})"
+        rows.append((record["number"] or "", record["claim"], _outcome(record), record["budget"], link))
+    return ["\n".join(markdown_table(("no.", "claim", "outcome", "budget", "study"), rows))] if rows else []
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
-    """Claim, verdict, rule, table, figure and command of a study."""
+    """Claim, rule, verdict, parts, arms, figure and command of a study."""
     name, folder = record["study"], out / record["study"]
-    yield from (
-        f"## {_heading(record)}",
-        "",
-        f"{record['claim']} *{record['source']}.* {record.get('paper', '')}".rstrip(),
-        "",
-    )
-    yield from (f"{_outcome(record)}: {record['why'].rstrip('.')}.", "", f"Rule: {record['rule'].rstrip('.')}.", "")
-    if before := record.get("before"):
-        old = f"This rule was written after the runs. The original rule, with the outcome {before['outcome']}"
-        yield from (f"{old}: {before['rule'].rstrip('.')}.", "")
-    yield from (*_read_table(folder / "table.md"), "")
+    yield f"## {_heading(record)}"
+    yield f"{record['claim']} *{record['source']}.* {record.get('paper', '')}".rstrip()
+    yield f"Rule: {read_claims().get(name, record)['rule'].rstrip('.')}."
+    if is_present(record):
+        yield f"**{record['outcome']}**, {count_runs(record)} runs an arm: {record['why'].rstrip('.')}."
+        heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
+        yield "\n".join(markdown_table(heads, map(_part_cells, _parts(record))))
+    else:
+        yield "Not run yet under this rule."
+        yield from _history(record)
+    yield "\n".join(_read_table(folder / "table.md"))
     if (folder / "figure.png").is_file():
-        yield from (f"![{name}: {_cell(record['claim'])}]({out.resolve().name}/{name}/figure.png)", "")
-    yield from (_describe_runs(record, out), "")
+        yield f"![{name}: {_cell(record['claim'])}]({out.resolve().name}/{name}/figure.png)"
+    yield _describe_runs(record, out)
+    for old in record.get("history", ()):
+        yield from _history(old)
+
+
+def _history(record: Mapping[str, Any]) -> Iterator[str]:
+    """A verdict under an earlier rule: its outcome, commit and rule."""
+    commits = ", ".join(_commits(record))
+    where = f"budget {record['budget']}, {count_runs(record)} runs an arm, commit {commits}"
+    yield f"History: **{record['outcome']}** ({where}): {record['why'].rstrip('.')}."
+    yield f"Rule of these runs: {record['rule'].rstrip('.')}."
+    if before := record.get("before"):
+        rule = before["rule"].rstrip(".")
+        yield f"It was written after the runs. The one before them, with the outcome {before['outcome']}: {rule}."
+
+
+def _parts(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return record.get("parts", ())
+
+
+def _part_cells(part: Mapping[str, Any]) -> tuple[str, ...]:
+    """A part as stored in verdict.json; numbers that are not finite are null there."""
+    scale, digits = (100, 2) if part["unit"] == "points" else (1, 3)
+    effect, low, high = (
+        "?" if part[name] is None else f"{scale * part[name]:+.{digits}f}" for name in ("effect", "low", "high")
+    )
+    if not part["runs"]:
+        return part["name"], f"{part['effect']:.3g}", part["need"], "", "", part["holds"]
+    interval = f"{effect} {part['unit']} [{low}, {high}]".replace("  ", " ")
+    return part["name"], interval, part["need"], str(part["runs"]), f"{part['p']:.2g}", part["holds"]
 
 
 def _read_table(file: Path) -> list[str]:
@@ -251,37 +237,33 @@ def _read_table(file: Path) -> list[str]:
     return [line for line in lines if line.startswith("|")]
 
 
+def _commits(record: Mapping[str, Any]) -> list[str]:
+    return record.get("runs", {}).get("commits") or [record["environment"].get("commit") or "unknown"]
+
+
 def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     """The command, and time, devices and commits of the runs."""
-    runs, machine = record.get("runs", {}), record["environment"]
-    commits = runs.get("commits") or [machine.get("commit") or "unknown"]
-    devices = runs.get("devices") or [machine.get("device") or "unknown"]
+    runs = record.get("runs", {})
+    devices = runs.get("devices") or [record["environment"].get("device") or "unknown"]
     time = f"measured in {readable(record['seconds'])}"
     if count := runs.get("count"):
         time = f"{count} runs, {readable(runs['seconds'])} in total"
-    words = [time, *devices, f"commit {', '.join(commits)}"]
+    words = [time, *devices, f"commit {', '.join(_commits(record))}"]
     link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
     return f"`{record['command']}`: {'; '.join(words)}; {link}."
 
 
-def _list_not_run(rest: Sequence[Title]) -> list[str]:
-    if not rest:
-        return []
-    rows = [f"| {title.number} | {_cell(title.claim)} | {title.name} |" for title in rest]
-    return ["## Not run", "", "| no. | claim | study |", "|---|---|---|", *rows]
-
-
 def _outcome(record: Mapping[str, Any]) -> str:
-    return f"**{record['outcome']}**"
+    return f"**{record['outcome']}**" if is_present(record) else f"{record['outcome']} (history)"
 
 
 def _heading(record: Mapping[str, Any]) -> str:
     return f"{record['number']}. {record['study']}" if record["number"] else record["study"]
 
 
-def _anchor(record: Mapping[str, Any]) -> str:
-    """GitHub's anchor of the heading."""
-    return f"{record['number']}-{record['study']}" if record["number"] else record["study"].lower()
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines]
 
 
 def _cell(words: str) -> str:

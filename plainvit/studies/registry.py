@@ -11,28 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plainvit.config import nearest
 from plainvit.recipes import run_file
 
 if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
-FILES = (
-    *("positions", "data_size", "transfer", "regularisation", "compute", "scaling", "pooling", "optimisers", "axial"),
-    *("learned", "rollout", "masked", "few_shot", "averaging", "speed", "choices"),
-)
+FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimisers", "learned", "masked", "speed")
 
 
 def studies() -> "dict[str, Study]":
     found = [study for file in FILES for study in importlib.import_module(f"plainvit.studies.{file}").STUDIES]
     return {study.name: study for study in sorted(found, key=lambda study: study.number)}
-
-
-def study(name: str) -> "Study":
-    known = studies()
-    if name not in known:
-        raise ValueError(f"unknown study {name!r}; {nearest(name, known)}")
-    return known[name]
 
 
 def own_study(word: str) -> "Study":

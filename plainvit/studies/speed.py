@@ -1,49 +1,44 @@
-"""Speed and largest batch of ViTs and ResNets by image size.
+"""Claim 28: speed and largest batch of ViTs and ResNets by image size (D.5, Figure 12).
 
-    plainvit study speed --budget cpu
+    plainvit study speed --budget gpu
 
-ViT (arXiv 2010.11929), D.5 and Figure 12; claim 28. Nothing is trained. Images/s are the best of several forward
-passes; the largest batch is that of a training step with AdamW.
-cpu      fp32, CPU time of one thread; the largest batch is computed (plainvit.planning.memory) for an H200
+Nothing is trained. Images/s are the best of several forward passes; the largest batch is that of a training step with
+AdamW.
+cpu      fp32, one thread; the largest batch is computed (plainvit.planning.memory) for an H200
 gpu      bf16, not compiled, the better of two batch sizes; the largest batch is extrapolated from the peak memory of
          two small steps
 """
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig
 from plainvit.models import build
 from plainvit.names import configure
-from plainvit.planning import cost, memory
+from plainvit.planning import memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
-from plainvit.studies.study import Arm, Budget, Results, Study, Verdict, decide_by_signs, paired_difference
+from plainvit.studies.evidence import Part, above, contrast, slope_weights, welch
+from plainvit.studies.study import Arm, Budget, Results, define
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 128, 224, 384, 512)}
-NAMES = ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")  # compared on a GPU
-ALIKE = 1.5  # largest ratio of multiply-adds of compared models
+ALIKE = {"ViT": "ResNet", "ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}  # of the nearest multiply-adds
+SLACK = 1.05  # of the largest batch
 SECONDS = 0.3  # of measurement
-
-
-# Arms -----------------------------------------------------------------------------------------------------------------
 
 
 def models(budget: Budget) -> dict[str, Model]:
     """On a CPU one small model of each kind, with about the same multiply-adds."""
     if budget != "cpu":
-        return {name: configure(name) for name in NAMES}
+        return {name: configure(name) for name in ("ViT-B/32", "ViT-B/16", "BiT-R50x1", "BiT-R50x2")}
     plain = ViTConfig(width=128, depth=8, heads=2, mlp_dim=512, patch=(8, 8), image_size=(64, 64), classes=200)
     return {"ViT": plain, "ResNet": ResNetConfig(blocks=(1, 1, 1, 1), image_size=(64, 64), classes=200)}
 
@@ -51,11 +46,10 @@ def models(budget: Budget) -> dict[str, Model]:
 def arms(budget: Budget) -> dict[str, Arm]:
     """x is the image side in pixels."""
     found: dict[str, Arm] = {}
+    device = "cpu" if budget == "cpu" else "cuda"
     for name, model in models(budget).items():
         for side in SIDES[budget]:
-            config = Config(
-                model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device(budget)
-            )
+            config = Config(model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device)
             found[f"{name} at {side} px"] = Arm(config, x=side, group=name, trained=False)
     return found
 
@@ -63,10 +57,6 @@ def arms(budget: Budget) -> dict[str, Arm]:
 def batch_size(budget: Budget, side: int) -> int:
     """On a GPU about the same number of pixels for all sides: 256 images of 224 px."""
     return 8 if budget == "cpu" else min(2 ** round(math.log2(256 * (224 / side) ** 2)), 2048)
-
-
-def device(budget: Budget) -> str:
-    return "cpu" if budget == "cpu" else "cuda"
 
 
 # Measurements ---------------------------------------------------------------------------------------------------------
@@ -86,38 +76,10 @@ def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
 
 def images_per_second(model: nn.Module, config: Config, size: int) -> float:
     """The best of several forward passes, after a warm-up."""
-    images = random_images(config, size)
-    best, spent = math.inf, 0.0
-    model.eval()
-    with torch.inference_mode(), autocast(config.device), use_one_thread(config.device):
-        model(images)
-        while spent < SECONDS:
-            seconds = _seconds(model, images)
-            best, spent = min(best, seconds), spent + seconds
-    return size / best
-
-
-def _seconds(model: nn.Module, images: torch.Tensor) -> float:
-    """On a GPU wall time with synchronisation; on a CPU the time of this thread, without other processes."""
-    if not images.is_cuda:
-        started = time.thread_time()
-        model(images)
-        return time.thread_time() - started
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    model(images)
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-@contextlib.contextmanager
-def use_one_thread(kind: str) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if kind == "cpu" else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    scope = {"model": model.eval(), "images": random_images(config, size)}
+    with torch.inference_mode(), autocast(config.device):
+        timer = Timer("model(images)", globals=scope, num_threads=1)
+        return size / min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
 def random_images(config: Config, size: int) -> torch.Tensor:
@@ -162,101 +124,39 @@ def _peak(model: nn.Module, config: Config, size: int) -> float:
     return float(torch.cuda.max_memory_allocated())
 
 
-# Rule -----------------------------------------------------------------------------------------------------------------
+# Parts and figure -----------------------------------------------------------------------------------------------------
 
 
-def kinds(found: Results) -> tuple[list[str], list[str]]:
-    """(names of the ViTs, names of the ResNets)"""
-    groups = {arm.group: isinstance(arm.config.model, ViTConfig) for arm in found.arms.values()}
-    return [name for name, is_vit in groups.items() if is_vit], [name for name, is_vit in groups.items() if not is_vit]
-
-
-def exponents(found: Results, group: str) -> list[float]:
-    """For each seed: the exponent of the image side by which images/s fall."""
-    names = found.group(group)
-    sides = np.log([found.arms[name].x for name in names])
-    rows = np.log(np.array([found.of(name, "images_per_second") for name in names])).T
-    return [-float(np.polyfit(sides, row, 1)[0]) for row in rows]
-
-
-def nearest_resnet(found: Results, group: str) -> str:
-    """The ResNet with the nearest multiply-adds at the middle image size; "" if none is within ALIKE."""
-    work = {name: _middle_macs(found, name) for name in (group, *kinds(found)[1])}
-    difference = {name: abs(math.log(work[name] / work[group])) for name in kinds(found)[1]}
-    nearest = min(difference, key=lambda name: difference[name], default="")
-    return nearest if nearest and difference[nearest] <= math.log(ALIKE) else ""
-
-
-def _middle_macs(found: Results, group: str) -> int:
-    names = found.group(group)
-    model = found.arms[names[len(names) // 2]].config.model
-    assert model is not None
-    return cost.macs(model)
-
-
-def decide(found: Results) -> Verdict:
-    """ViTs slow down by less than the fourth power of the side; their largest batch is at least the ResNet's."""
-    signs, words = [], []
-    for name in kinds(found)[0]:
-        fall = exponents(found, name)
-        signs.append(paired_difference(fall, [4.0] * len(fall)).sign)
-        words.append(f"{name} slows down by the power {np.mean(fall):.2f} of the side")
-        if other := nearest_resnet(found, name):
-            batches, rates = (_ratios(found, name, other, what) for what in ("largest_batch", "images_per_second"))
-            signs.append(1 if min(batches) >= 1 else -1)
-            ratios = f"largest batch is {_format_range(batches)} times, its speed {_format_range(rates)} times"
-            words.append(f"beside {other} its {ratios}")
-    return decide_by_signs(signs, "; ".join(words))
-
-
-def _ratios(found: Results, group: str, other: str, metric: str) -> list[float]:
-    pairs = zip(found.group(group), found.group(other), strict=True)
-    return [found.mean(a, metric) / found.mean(b, metric) for a, b in pairs]
-
-
-def _format_range(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+def parts(found: Results) -> list[Part]:
+    """Of logarithms: the exponent of the side by which images/s fall, and the ratio of the largest batches."""
+    parts: list[Part] = []
+    for vit in (group for group in found.groups() if group in ALIKE):
+        names, resnets = found.group(vit), found.group(ALIKE[vit])
+        slope = slope_weights(np.log([found.arms[arm].x for arm in names]).tolist())
+        logs = [np.log(found.of(arm, "images_per_second")).tolist() for arm in names]
+        fall = contrast(list(zip(slope, logs, strict=True)))
+        parts.append(above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
+        for pair in zip(resnets, names, strict=True):
+            ratio = welch(*(np.log(found.of(arm, "largest_batch")).tolist() for arm in pair))
+            parts.append(above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
+    return parts
 
 
 @styled()
 def draw(found: Results) -> Figure:
     """The two panels of Figure 12; ResNets dashed."""
     figure, axes = new_figure(1, 2, (4.6, 3.2))
-    vits, resnets = kinds(found)
-    for panel, metric in zip(axes[0], ("images_per_second", "largest_batch"), strict=True):
-        for at, group in enumerate((*vits, *resnets)):
+    titles = {"images_per_second": "forward pass, images/s", "largest_batch": "largest training batch"}
+    for panel, (metric, title) in zip(axes[0], titles.items(), strict=True):
+        for group, colour in zip(found.groups(), SERIES, strict=False):
             names = found.group(group)
+            style = "-" if group in ALIKE else "--"
             values = [found.mean(name, metric) for name in names]
-            dashed = "--" if group in resnets else "-"
-            places = [found.arms[name].x for name in names]
-            panel.plot(places, values, dashed, marker="o", color=SERIES[at % len(SERIES)], label=group)
+            panel.plot([found.arms[name].x for name in names], values, style, marker="o", color=colour, label=group)
         set_log_ticks(panel, sorted({arm.x for arm in found.arms.values()}))
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        panel.yaxis.set_minor_locator(NullLocator())
-        panel.set_xlabel("image side, pixels")
+        panel.set(title=title, xlabel="image side, pixels", yscale="log")
         panel.legend()
-    axes[0, 0].set_title("forward pass, images/s")
-    axes[0, 1].set_title("largest training batch")
     return figure
 
 
-STUDY = Study(
-    number=28,
-    name="speed",
-    claim="ViTs take no more memory than comparable ResNets, and slow down by less than the side's fourth power.",
-    source="ViT, D.5 and Figure 12",
-    paper="There, on TPUv3 at 64 to 512 pixels, the cost of attention hardly shows but in the largest models, and "
-    "large ViTs fit larger batches; no table.",
-    rule="images a second of each ViT fall by less than the fourth power of the side, by more than two standard "
-    "errors, and its largest training batch is at every side at least that of the ResNet of the nearest multiply-adds "
-    "(within 1.5 times)",
-    arms=arms,
-    decide=decide,
-    draw=draw,
-    measure=measure,
-    metric="images_per_second",
-)
-
-STUDIES = (STUDY,)
+STUDIES = (define("speed", arms, parts, draw=draw, measure=measure, metric="images_per_second"),)

@@ -5,129 +5,89 @@
     plainvit study head --budget cpu
 
 Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
-and steps, and the best of three learning rates, chosen on the compared images, which favours scratch. Images of
-CIFAR-10 and digits are smaller than the model's, and enlarged, as in the paper.
+and steps, and the best of its learning rates. On a GPU, 6 and 7 are also run from published weights, ViT-Ti/16 (AugReg)
+at 224 pixels: DATA_ROOT/weights/vit_ti16_augreg.safetensors. Images of CIFAR-10 and digits are enlarged, as in the
+paper.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import nn
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.config import About, Config, ViTConfig, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
-from plainvit.studies.bases import DOWNSTREAM, finetune_config, pretrain_config, vit
-from plainvit.studies.drawings import draw_curves, set_arm_ticks
-from plainvit.studies.study import (
-    Arm,
-    Budget,
-    Results,
-    Study,
-    Verdict,
-    best_rate,
-    check_non_inferior,
-    decide_by_signs,
-    paired_difference,
-    warn_if_rate_at_edge,
-)
+from plainvit.names import configure
+from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
+from plainvit.studies.drawings import draw_best, draw_curves
+from plainvit.studies.evidence import Part, above, welch
+from plainvit.studies.measures import halves
+from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.weights import load
 
 BEFORE = "pre-training"
-
-
-def rates(budget: Budget, data: str) -> tuple[float, ...]:
-    """The fine-tuning's own and one to either side."""
-    lr = finetune_config(budget, data).optim.lr
-    return lr / 3, lr, 3 * lr
-
-
-def set_rate(config: Config, lr: float) -> Config:
-    return config.replace(optim=config.optim.replace(lr=lr, grid=()))
+PUBLISHED = "weights/vit_ti16_augreg.safetensors"
+PUBLISHED_SIZES = (224, 288, 384)  # the first is that of its pre-training
 
 
 # 6: pre-training against scratch --------------------------------------------------------------------------------------
 
 FEW = ("oxford-pets", "flowers102", "digits:56789, a tenth")  # sets with few images of a class
-TITLES = {"cifar10": "CIFAR-10", "oxford-pets": "Pets", "flowers102": "Flowers", "digits:56789": "digits"}
-TITLES["digits:56789, a tenth"] = "a tenth of digits"
 
 
 def tasks(budget: Budget) -> dict[str, Config]:
-    """What is fine-tuned on, by name: sets with many and with few images of a class."""
+    """Sets with many and with few images of a class, by name."""
     found = {data: finetune_config(budget, data) for data in DOWNSTREAM[budget]}
     if budget == "cpu":
         found |= {f"{data}, a tenth": config.replace(train_fraction=0.1) for data, config in found.items()}
     return found
 
 
-def scratch_model(budget: Budget, config: Config) -> ViTConfig:
-    """The pre-trained model at the size that it is fine-tuned at, with a linear head and new weights."""
-    model = vit(pretrain_config(budget)).replace(classes=0, representation=0)
-    return model.replace(image_size=(config.image_size, config.image_size)) if config.image_size else model
+def published_model() -> ViTConfig:
+    model = configure("ViT-Ti/16")
+    assert isinstance(model, ViTConfig)
+    return model.replace(classes=0, representation=0, image_size=pair(PUBLISHED_SIZES[0]))
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
+    """A group for each task, of the project's own pre-training and of published weights."""
     found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
-    for at, (name, config) in enumerate(tasks(budget).items()):
-        found[f"{name}, pre-trained"] = Arm(config, x=at, group=name, after=BEFORE)
-        for lr in rates(budget, config.data):
-            one = set_rate(config.replace(model=scratch_model(budget, config)), lr)
-            found[f"{name}, scratch at {lr:.1e}"] = Arm(one, x=at, group=name)
+    for task, config in tasks(budget).items():
+        scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
+        found[f"{task}, pre-trained"] = Arm(config, group=task, after=BEFORE)
+        found |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
+        if budget == "gpu":
+            group = f"{task}, published"
+            found[f"{group}, pre-trained"] = Arm(config.replace(init=PUBLISHED), group=group)
+            scratch = config.replace(model=published_model())
+            found |= rate_arms(f"{group}, scratch", scratch, finetune_rates(budget), group=group)
     return found
 
 
-def scratch_arms(found: Results, task: str) -> list[str]:
-    """From scratch at each rate."""
-    return [arm for arm in found.group(task) if arm != f"{task}, pre-trained"]
+def parts(found: Results) -> list[Part]:
+    """Pre-training gains in every task, and more where a class has few images; of published weights as well."""
+    gains = {task: {f"{task}, pre-trained": 1.0, found.best(f"{task}, scratch"): -1.0} for task in found.groups()}
+    return [
+        *(found.contrast(f"{task}, pre-trained - scratch", weights) for task, weights in gains.items()),
+        *_gain_on_few({task: one for task, one in gains.items() if "published" not in task}, found, ""),
+        *_gain_on_few({task: one for task, one in gains.items() if "published" in task}, found, ", published"),
+    ]
 
 
-def best_scratch(found: Results, task: str) -> str:
-    return best_rate(found, scratch_arms(found, task))
-
-
-def gains(found: Results) -> dict[str, list[float]]:
-    """Of each task, seed by seed: pre-trained less the best of scratch."""
-    tasks = dict.fromkeys(arm.group for arm in found.arms.values())
-    return {task: found.differences(best_scratch(found, task), f"{task}, pre-trained") for task in tasks}
-
-
-def decide(found: Results) -> Verdict:
-    """Pre-training gains everywhere, and more where a class has few images."""
-    rows = gains(found)
-    for task in rows:
-        warn_if_rate_at_edge(found, best_scratch(found, task), scratch_arms(found, task))
-    by_task = {task: paired_difference([0.0] * len(row), row) for task, row in rows.items()}
-    few, many = (np.mean([row for task, row in rows.items() if (task in FEW) == wanted], axis=0) for wanted in (1, 0))
-    more = paired_difference(many.tolist(), few.tolist())
-    why = "pre-trained - scratch: " + "; ".join(f"{TITLES[task]} {one}" for task, one in by_task.items())
-    why += f"; with few images a class it gains {more} more"
-    return decide_by_signs([*(one.sign for one in by_task.values()), more.sign], why)
-
-
-@styled()
-def draw(found: Results) -> Figure:
-    """Both bars of each task, a dot for each seed."""
-    figure, axes = new_figure(1, 1, PANEL)
-    panel: Axes = axes[0, 0]
-    names = list(dict.fromkeys(arm.group for arm in found.arms.values()))
-    for at, task in enumerate(names):
-        both = {"pre-trained": f"{task}, pre-trained", "scratch, its best rate": best_scratch(found, task)}
-        for shift, colour, (label, arm) in zip((-0.16, 0.16), ("blue", "orange"), both.items(), strict=True):
-            values = 100 * np.array(found.of(arm))
-            panel.bar(at + shift, values.mean(), 0.28, color=COLOURS[colour], alpha=0.75, label=None if at else label)
-            panel.scatter(np.full(len(values), at + shift), values, s=14, color=COLOURS["ink"], linewidths=0, zorder=3)
-    panel.set_xticks(range(len(names)), [TITLES[name] for name in names])
-    panel.set(title="held-out top-1 after the same steps, %", xlim=(-0.6, len(names) - 0.4), ylim=(0, 119))
-    panel.set_yticks(range(0, 101, 25))
-    panel.legend(loc="upper right", ncols=2)
-    return figure
+def _gain_on_few(gains: dict[str, dict[str, float]], found: Results, suffix: str) -> list[Part]:
+    if not gains:
+        return []
+    few = [task for task in gains if task.removesuffix(suffix) in FEW]
+    many = [task for task in gains if task not in few]
+    shares = {task: 1 / len(few) if task in few else -1 / len(many) for task in gains}
+    weights = {arm: shares[task] * weight for task, one in gains.items() for arm, weight in one.items()}
+    return [found.contrast(f"gain with few images a class - with many{suffix}", weights)]
 
 
 # 7: resolution --------------------------------------------------------------------------------------------------------
@@ -137,14 +97,25 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
+    config = finetune_config(budget, DOWNSTREAM[budget][0])
     found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
-    sizes = SIZES[budget]
+    found |= _size_arms(config, SIZES[budget], "", after=BEFORE)
+    if budget == "gpu":
+        found |= _size_arms(config.replace(init=PUBLISHED), PUBLISHED_SIZES, ", published")
+    return found
+
+
+def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, after: str = "") -> dict[str, Arm]:
+    """The first size is that of pre-training."""
+    found: dict[str, Arm] = {}
     for size in sizes:
-        pretrained_size = size == sizes[0]
-        config = finetune_config(budget, DOWNSTREAM[budget][0]).replace(image_size=0 if pretrained_size else size)
-        found[f"{RESAMPLED}, {size} px"] = Arm(config, x=size, group=RESAMPLED, after=BEFORE)
+        one = config.replace(image_size=0 if size == sizes[0] else size)
+        kinds: dict[str, Callable[[Path, Config], ViT] | None] = {RESAMPLED: None}
         if size > sizes[0]:
-            found[f"{REDRAWN}, {size} px"] = Arm(config, x=size, group=REDRAWN, after=BEFORE, edit=redraw_positions)
+            kinds[REDRAWN] = redraw_positions
+        for kind, edit in kinds.items():
+            group = kind + suffix
+            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, after=after, edit=edit)
     return found
 
 
@@ -161,29 +132,22 @@ def redraw_positions(before: Path, config: Config) -> ViT:
     return model
 
 
-def decide_resolution(found: Results) -> Verdict:
-    """Accuracy rises from the first size to the last without a fall between, and resampled positions beat new ones."""
-    kept, new = found.group(RESAMPLED), found.group(REDRAWN)
-    rises = paired_difference(found.of(kept[0]), found.of(kept[-1]))
-    steps = [paired_difference(found.of(a), found.of(b)) for a, b in pairwise(kept)]
-    better = {found.arms[b].x: paired_difference(found.of(a), found.of(b)) for a, b in zip(new, kept[1:], strict=True)}
-    why = f"{found.arms[kept[-1]].x:.0f} px less {found.arms[kept[0]].x:.0f} px: {rises}, by steps of "
-    why += ", ".join(f"{100 * one.mean:+.2f}" for one in steps)
-    why += "; resampled less new positions: " + "; ".join(f"{size:.0f} px {one}" for size, one in better.items())
-    if any(one.sign < 0 for one in steps):
-        return Verdict("not reproduced", why)
-    return decide_by_signs([rises.sign, *(one.sign for one in better.values())], why)
-
-
-def draw_resolution(found: Results) -> Figure:
-    figure = draw_curves(found, "side of the image, pixels", "held-out top-1, %", {}, "", log=False)
-    return set_arm_ticks(figure, found)
+def resolution_parts(found: Results) -> list[Part]:
+    """Accuracy rises from the first size to the last, no step falls by a point, and resampled positions are better."""
+    parts: list[Part] = []
+    for group in (RESAMPLED, f"{RESAMPLED}, published"):
+        kept, new = found.group(group), found.group(group.replace(RESAMPLED, REDRAWN))
+        if kept:
+            parts.append(found.above(kept[-1], kept[0]))
+            parts += [found.not_worse(high, low) for low, high in pairwise(kept)]
+            parts += [found.above(one, other) for one, other in zip(kept[1:], new, strict=True)]
+    return parts
 
 
 # 8: the new head ------------------------------------------------------------------------------------------------------
 
-ZERO, LAST = "head of zeros", "last layer anew"
-WORSE = 0.002  # what still counts as at least as good
+ZERO, LAST = "head of zeros", "new last layer"
+HEAD_MARGIN = 0.005
 
 
 def head_arms(budget: Budget) -> dict[str, Arm]:
@@ -192,12 +156,11 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
     config = finetune_config(budget, DOWNSTREAM[budget][0])
     found = {BEFORE: Arm(before, counts=False)}
-    for lr in rates(budget, config.data):
-        one = set_rate(config, lr)
-        found[f"{ZERO}, {lr:.1e}"] = Arm(one, x=lr, group=ZERO, after=BEFORE)
-        kept = one.replace(head="keep")
-        found[f"{LAST}, {lr:.1e}"] = Arm(kept, x=lr, group=LAST, after=BEFORE, edit=redraw_last_layer)
-    return found
+    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", after=BEFORE)
+    kept = config.replace(head="keep")
+    return found | rate_arms(
+        LAST, kept, finetune_rates(budget), group=LAST, family="", after=BEFORE, edit=redraw_last_layer
+    )
 
 
 def redraw_last_layer(before: Path, config: Config) -> ViT:
@@ -217,59 +180,25 @@ def redraw_last_layer(before: Path, config: Config) -> ViT:
     return model
 
 
-def decide_head(found: Results) -> Verdict:
-    """Over the rates, zeros are as good on average and vary less."""
-    zero, last = (np.array([found.of(arm) for arm in found.group(name)]) for name in (ZERO, LAST))  # [rates, seeds]
-    difference = paired_difference(last.mean(0).tolist(), zero.mean(0).tolist())
-    steadier = paired_difference(np.ptp(zero, axis=0).tolist(), np.ptp(last, axis=0).tolist())
-    why = f"averaged over the rates, {ZERO} less {LAST}: {difference}; its spread over them is smaller by {steadier}"
-    return decide_by_signs([check_non_inferior(difference, WORSE), steadier.sign], why)
-
-
-def draw_heads(found: Results) -> Figure:
-    figure = draw_curves(found, "learning rate of fine-tuning", "held-out top-1, %", {}, "")
-    return set_arm_ticks(figure, found, "{:.1e}")
+def head_parts(found: Results) -> list[Part]:
+    """The mean over the rates, and the spread over the rates of runs with the same number."""
+    rates = len(found.group(ZERO))
+    weights = {arm: sign / rates for group, sign in ((ZERO, 1), (LAST, -1)) for arm in found.group(group)}
+    spreads = [np.ptp([found.of(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
+    return [
+        found.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
+        above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
+    ]
 
 
 STUDIES = (
-    Study(
-        number=6,
-        name="transfer",
-        claim="Pre-training and then fine-tuning is better than training from scratch, the more so with few images.",
-        source="ViT, sections 3.2 and 4.2, Table 5",
-        paper="There, ViT-B/16 from ImageNet-21k reaches 98.95 % of CIFAR-10, 94.43 % of Pets and 99.38 % of Flowers; "
-        "from scratch is not reported.",
-        rule="after the same steps, pre-trained beats scratch at its best of three rates by more than two standard "
-        "errors on every set, and by more than two the gain is larger where a class has few images (Pets and Flowers; "
-        "a tenth of the digits) than where it has many (CIFAR-10; all of the digits)",
-        arms=arms,
-        decide=decide,
-        draw=draw,
+    define("transfer", arms, parts, measure=halves, draw=draw_best),
+    define(
+        "resolution",
+        resolution_arms,
+        resolution_parts,
+        draw=partial(draw_curves, log=False),
+        xlabel="image side, pixels",
     ),
-    Study(
-        number=7,
-        name="resolution",
-        claim="Fine-tuning at a higher resolution helps, with positions that are resampled from the pre-trained ones.",
-        source="ViT, section 3.2",
-        paper="There, models pre-trained at 224 px are fine-tuned at 384, and at 512 or 518 for the best results; the "
-        "differences are not printed.",
-        rule="the highest of three resolutions beats that of pre-training by more than two standard errors, neither "
-        "step between them falls by as much, and at both higher ones resampled positions beat new ones by as much",
-        arms=resolution_arms,
-        decide=decide_resolution,
-        draw=draw_resolution,
-    ),
-    Study(
-        number=8,
-        name="head",
-        claim="A single new head of zeros is at least as good as the old head with its last layer drawn anew.",
-        source="ViT, B.1.1",
-        paper="There, a head of zeros in place of both layers is called a little more robust; no numbers.",
-        rule="averaged over three rates, no loss above 0.2 points by the head of zeros is left open by two standard "
-        "errors, and its spread over the rates is smaller by more than two; not reproduced where it is further below "
-        "or its spread is larger, by more than two",
-        arms=head_arms,
-        decide=decide_head,
-        draw=draw_heads,
-    ),
+    define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )

@@ -70,8 +70,7 @@ def run_tasks(
         row = _run(configs[task], out / task, quiet) if task in configs else {"state": "absent"}
         rows[task] = {"group": TASKS[task].group, **row}
     found = _report(config, rows)
-    text = json.dumps(finite(found), indent=1) + "\n"
-    write_text(out / "vtab.json", text)
+    write_text(out / "vtab.json", json.dumps(finite(found), indent=1) + "\n")
     return found
 
 
@@ -92,13 +91,8 @@ def _run(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
     except DivergedError as error:
         return {"state": "diverged", "folder": str(folder), "reason": str(error).splitlines()[0]}
     test = done.numbers["test"]
-    numbers = {
-        "top1": test["top1"],
-        "interval": test["interval"],
-        "n": test["images"],
-        "unreadable": test["unreadable"],
-    }
-    return {"state": "done", "folder": str(done.folder), **numbers}
+    numbers = {name: test[name] for name in ("top1", "interval", "unreadable")}
+    return {"state": "done", "folder": str(done.folder), **numbers, "n": test["images"]}
 
 
 def _report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -133,36 +127,34 @@ def default_folder(config: Config, setting: str) -> Path:
 
 def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
     """A row for each task and a line for each group; with `beside`, the paper's ViT-L/16 from ImageNet-21k."""
-    setting, rows = report["setting"], report["tasks"]
+    setting = report["setting"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("task", style="cyan", no_wrap=True)
     for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if beside else ())):
         shown.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
-    table9 = paper.table(9)
-    theirs = {task: table9.value("ViT-L/16 (ImageNet-21k)", one.title) for task, one in TASKS.items()}
-    for task, row in rows.items():
-        cells = [task, row["group"]]
-        if row["state"] == "done":
+    for task, row in report["tasks"].items():
+        cells, done = [task, row["group"], row["state"], "", ""], row["state"] == "done"
+        if done:
             low, high = (f"{100 * value:.1f}" for value in row["interval"])
-            cells += [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
-        else:
-            cells += [row["state"], "", ""]
-        shown.add_row(*cells, *((f"{theirs[task]:.1f}",) if beside else ()), style="" if len(cells[4]) else "dim")
+            cells[2:] = [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
+        if beside:
+            cells.append(f"{paper.table(9).value('ViT-L/16 (ImageNet-21k)', TASKS[task].title):.1f}")
+        shown.add_row(*cells, style="" if done else "dim")
     how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
-    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report))
+    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report["means"]))
 
 
-def _lines(report: Mapping[str, Any]) -> list[str | Text]:
-    found, rows = report["means"], report["tasks"]
-    lines: list[str | Text] = []
-    for group in GROUPS:
-        if group in found:
-            of = found[group]
-            part = "" if of["tasks"] == of["of"] else f"  ({of['tasks']} of {of['of']} tasks only)"
-            lines.append(f"{group:12} {100 * of['mean']:6.2f}{part}")
+def _lines(found: Mapping[str, Any]) -> list[str | Text]:
+    """The mean of each group, and the score or why there is none."""
+    groups = {group: found[group] for group in GROUPS if group in found}
+    lines: list[str | Text] = [
+        f"{group:12} {100 * one['mean']:6.2f}"
+        + (f"  ({one['tasks']} of {one['of']} tasks only)" if one["tasks"] < one["of"] else "")
+        for group, one in groups.items()
+    ]
     if "vtab" in found:
         return [*lines, Text(f"{'VTAB-1k':12} {100 * found['vtab']:6.2f}", style="bold")]
-    done = sum(row["state"] == "done" for row in rows.values())
+    done = sum(one["tasks"] for one in groups.values())
     if done:
         lines.append(f"mean of the {done} tasks that are there: {100 * found['mean_of_those_there']:.2f}")
     return [*lines, f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing"]

@@ -1,0 +1,222 @@
+"""The statistics of a verdict: Welch's intervals, equivalence by two one-sided tests, Holm over the parts of a claim.
+
+    welch([0.71, 0.72, 0.70], [0.66, 0.68, 0.65])        second - first is estimated, with its standard error
+    above("b - a", estimate, limit=-0.01)                 b is at most 0.01 worse than a
+    judge([part, ...])                                    supported, contradicted or inconclusive
+
+A claim has parts, and all of them must hold. Each part is a linear contrast of the means of arms, whose runs are
+independent: Welch (Biometrika 34, 1947) for two arms, Welch-Satterthwaite degrees of freedom for more. Holm's method
+(Scand. J. Statist. 6, 1979) keeps the probability of any wrong decision about a part at 5 %.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Outcome = Literal["supported", "contradicted", "inconclusive"]
+LEVEL = 0.05
+FEWEST = 3  # runs of an arm needed for a decision
+RESAMPLES = 4000
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An effect with its standard error and degrees of freedom."""
+
+    effect: float
+    error: float
+    freedom: float
+    runs: int  # in all arms
+    fewest: int  # runs of the smallest arm
+
+    def tail(self, limit: float) -> float:
+        """One-sided p-value of effect > limit."""
+        if self.error == 0 or self.fewest < 2:
+            return float(self.fewest < 2 or self.effect <= limit)
+        return float(student_tail((self.effect - limit) / self.error, self.freedom))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval."""
+        half = student_quantile(self.freedom) * self.error if self.fewest > 1 else math.inf
+        return self.effect - half, self.effect + half
+
+    def __neg__(self) -> "Estimate":
+        return Estimate(-self.effect, self.error, self.freedom, self.runs, self.fewest)
+
+
+def contrast(samples: Sequence[tuple[float, Sequence[float]]]) -> Estimate:
+    """The sum of weight * mean over (weight, values of independent runs)."""
+    counts = [len(values) for _, values in samples]
+    effect = sum(weight * float(np.mean(values)) for weight, values in samples)
+    if min(counts) < 2:
+        return Estimate(effect, math.inf, 1.0, sum(counts), min(counts))
+    shares = [weight**2 * float(np.var(values, ddof=1)) / len(values) for weight, values in samples]
+    total = sum(shares)
+    below = sum(share**2 / (count - 1) for share, count in zip(shares, counts, strict=True))
+    return Estimate(effect, math.sqrt(total), total**2 / below if below else 1.0, sum(counts), min(counts))
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """mean(second) - mean(first)."""
+    return contrast([(1.0, second), (-1.0, first)])
+
+
+def student_tail(t: Any, freedom: Any) -> Any:
+    """P(T > t) of Student's t, for arrays too: t = sqrt(freedom) tan(angle) makes the density a power of the cosine."""
+    t, freedom = np.asarray(t, float), np.asarray(freedom, float)
+    angle = np.arctan(np.abs(t) / np.sqrt(freedom))
+    places = angle[..., None] * (NODES + 1) / 2
+    area = (np.cos(places) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
+    log_scale = [math.lgamma((one + 1) / 2) - math.lgamma(one / 2) for one in freedom.ravel()]
+    within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
+    return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)
+
+
+def student_quantile(freedom: float, tail: float = LEVEL / 2) -> float:
+    """The t with P(T > t) = tail, by bisection."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
+    return low
+
+
+# Parts of a claim -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One statement that a claim needs, with the evidence for and against it."""
+
+    name: str
+    need: str  # such as "> 0"
+    effect: float
+    low: float  # 95 % interval
+    high: float
+    runs: int
+    p_for: float  # that it does not hold, if the evidence says that it does
+    p_against: float
+    unit: str = ""
+
+    @property
+    def is_fact(self) -> bool:
+        """Whether it is known without uncertainty."""
+        return math.isnan(self.low)
+
+    def describe(self) -> str:
+        if self.is_fact:
+            return f"{self.name} {self.effect:.3g} (needed: {self.need})"
+        scale, digits = (100, 2) if self.unit == "points" else (1, 3)
+        effect, low, high = (f"{scale * value:+.{digits}f}" for value in (self.effect, self.low, self.high))
+        return f"{self.name} {effect}{self.unit and ' ' + self.unit} [95 % {low} to {high}]"
+
+    def to_json(self, adjusted: float, sign: int) -> dict[str, Any]:
+        holds = {1: "yes", 0: "open", -1: "no"}[sign]
+        shown = {name: getattr(self, name) for name in ("name", "need", "effect", "low", "high", "runs", "unit")}
+        return shown | {"p": adjusted, "holds": holds}
+
+
+def above(name: str, found: Estimate, limit: float = 0.0, unit: str = "") -> Part:
+    """The effect is above the limit; a negative limit is the margin of a test of non-inferiority."""
+    p_for, p_against = 2 * found.tail(limit), 2 * (-found).tail(-limit)
+    return Part(name, f"> {_with_unit(limit, unit)}", found.effect, *found.interval, found.runs, p_for, p_against, unit)
+
+
+def within(name: str, found: Estimate, margin: float, unit: str = "") -> Part:
+    """The effect is between -margin and margin: two one-sided tests at 2.5 %, so that the 95 % interval decides."""
+    p_for = 2 * max(found.tail(-margin), (-found).tail(-margin))
+    p_against = 2 * min(found.tail(margin), (-found).tail(margin))
+    need = f"within ±{_with_unit(margin, unit)}"
+    return Part(name, need, found.effect, *found.interval, found.runs, p_for, p_against, unit)
+
+
+def fact(name: str, value: float, need: str, holds: bool, *, against: bool = True) -> Part:
+    """A statement without uncertainty; `against`: the claim is contradicted if it does not hold."""
+    return Part(name, need, value, math.nan, math.nan, 0, 0.0 if holds else 1.0, float(holds or not against))
+
+
+def bootstrap(name: str, statistic: Callable[[np.ndarray], np.ndarray], arms: int, limit: float, runs: int) -> Part:
+    """A statistic over arms is above the limit, by resampling the arms.
+
+    statistic: indices of arms [resamples, arms] -> values [resamples].
+    """
+    picks = np.random.default_rng(0).integers(arms, size=(RESAMPLES, arms))
+    effect = float(statistic(np.arange(arms)[None])[0])
+    values = statistic(picks)
+    low, high = np.quantile(values, (LEVEL / 2, 1 - LEVEL / 2))
+    p_for, p_against = (2 * (1 + np.sum(wrong)) / (RESAMPLES + 1) for wrong in (values <= limit, values >= limit))
+    return Part(name, f"> {limit:g}", effect, float(low), float(high), runs, float(p_for), float(p_against))
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{100 * value:g} points" if unit == "points" else f"{value:g}{unit and ' ' + unit}"
+
+
+# Verdict --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    why: str  # with numbers
+    parts: tuple[Mapping[str, Any], ...] = ()
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Adjusted p-values."""
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.maximum.accumulate((len(values) - np.arange(len(values))) * np.asarray(values)[order])
+    return np.minimum(adjusted, 1.0).tolist()
+
+
+def judge(parts: Sequence[Part], fewest: int = FEWEST, note: str = "") -> Verdict:
+    """Supported if every part holds, contradicted if one is ruled out, otherwise inconclusive.
+
+    fewest: runs of the smallest arm; with less than three nothing is decided.
+    """
+    smaller = [min(part.p_for, part.p_against) for part in parts]
+    tested = [at for at, part in enumerate(parts) if not part.is_fact]
+    for at, adjusted in zip(tested, holm([smaller[at] for at in tested]), strict=True):
+        smaller[at] = adjusted
+    signs = [
+        0 if p > LEVEL or fewest < FEWEST else 1 if part.p_for < part.p_against else -1
+        for part, p in zip(parts, smaller, strict=True)
+    ]
+    outcome: Outcome = "inconclusive"
+    if any(sign < 0 for sign in signs):
+        outcome = "contradicted"
+    elif all(sign > 0 for sign in signs):
+        outcome = "supported"
+    why = "; ".join(part.describe() for part in parts) + (f". {note}" if note else "")
+    records = tuple(part.to_json(p, sign) for part, p, sign in zip(parts, smaller, signs, strict=True))
+    return Verdict(outcome, why, records)
+
+
+def slope_weights(positions: Sequence[float]) -> list[float]:
+    """The weights of a least-squares slope: sum(weight * value) is the gain per unit of position."""
+    centred = np.asarray(positions, float) - np.mean(positions)
+    return (centred / (centred @ centred)).tolist()
+
+
+def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Pearson's correlation of each row of a and b [rows, n]; 0 for a constant row."""
+    x, y = (values - values.mean(1, keepdims=True) for values in (a, b))
+    spread = np.sqrt((x**2).sum(1) * (y**2).sum(1))
+    return np.divide((x * y).sum(1), spread, out=np.zeros(len(x)), where=spread > 1e-12)
+
+
+def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of each row of a and b [rows, n]; ties have their mean rank."""
+
+    def rank(values: np.ndarray) -> np.ndarray:
+        values = values.round(9)  # values that differ only in the last bits are ties
+        left, right = values[:, :, None], values[:, None, :]
+        return (right < left).sum(2) + 0.5 * (right == left).sum(2)
+
+    return correlations(rank(a), rank(b))

@@ -1,0 +1,196 @@
+"""Statistics of verdicts against SciPy, and the rate of wrong verdicts by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from plainvit.studies import evidence
+from plainvit.studies.evidence import Estimate, above, contrast, fact, holm, judge, welch, within
+
+RUNS = 20_000  # simulated studies
+
+
+def draw_samples(*sizes: int) -> list[list[float]]:
+    random = np.random.default_rng(sum(sizes))
+    return [random.normal(0.1 * at, 1 + at, size).tolist() for at, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (5, 8), (2, 20)])
+def test_welch_is_scipys(sizes: tuple[int, int]) -> None:
+    first, second = draw_samples(*sizes)
+    found, expected = welch(first, second), stats.ttest_ind(second, first, equal_var=False)
+    assert 2 * min(found.tail(0), (-found).tail(0)) == pytest.approx(expected.pvalue)
+    assert found.freedom == pytest.approx(expected.df)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
+
+
+def test_a_limit_is_the_one_sample_test() -> None:
+    (values,) = draw_samples(6)
+    expected = stats.ttest_1samp(values, 0.3, alternative="greater")
+    assert contrast([(1.0, values)]).tail(0.3) == pytest.approx(expected.pvalue)
+
+
+def test_contrast_is_that_of_the_regression_slope() -> None:
+    """With one observation of each mean, the weights give the slope of linregress."""
+    x, y = [1.0, 2.0, 4.0, 7.0], [0.3, 0.4, 0.9, 1.1]
+    found = contrast([(weight, [value] * 2) for weight, value in zip(evidence.slope_weights(x), y, strict=True)])
+    assert found.effect == pytest.approx(stats.linregress(x, y).slope)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("freedom", [1.0, 1.7, 4.0, 9.3, 500.0])
+def test_student_is_scipys(freedom: float) -> None:
+    for t in (-6.0, -0.5, 0.0, 1.2, 12.0):
+        assert evidence.student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-12)
+    assert evidence.student_quantile(freedom) == pytest.approx(stats.t.isf(0.025, freedom), rel=1e-8)
+
+
+def test_equivalence_is_two_one_sided_tests() -> None:
+    first, second = draw_samples(5, 6)
+    part = within("", welch(first, second), 1.5)
+    sides = [
+        stats.ttest_ind(np.array(second) + shift, first, equal_var=False, alternative=side).pvalue
+        for shift, side in ((1.5, "greater"), (-1.5, "less"))
+    ]
+    assert part.p_for == pytest.approx(2 * max(sides))
+
+
+def test_holm_by_hand() -> None:
+    """Of 0.01, 0.04, 0.03 and 0.005: 0.005 x 4, 0.01 x 3, 0.03 x 2, and 0.04 no less than that before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_rank_correlation_is_scipys() -> None:
+    random = np.random.default_rng(0)
+    a, b = random.integers(0, 5, (2, 7, 9)).astype(float)  # with ties
+    ranked, linear = evidence.rank_correlations(a, b), evidence.correlations(a, b)
+    for at, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert ranked[at] == pytest.approx(stats.spearmanr(x, y).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+        assert linear[at] == pytest.approx(stats.pearsonr(x, y).statistic)
+    assert evidence.correlations(np.ones((1, 4)), a[:1, :4])[0] == 0
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+def estimate(effect: float) -> Estimate:
+    return Estimate(effect, 0.1, 8.0, 10, 5)
+
+
+@pytest.mark.parametrize(
+    ("effects", "outcome"),
+    [
+        ((1.0, 1.0), "supported"),
+        ((1.0, 0.1), "inconclusive"),
+        ((1.0, -1.0), "contradicted"),
+        ((0.26,), "supported"),  # p = 0.03
+        ((0.26, 0.26, 0.26), "inconclusive"),  # of three parts, Holm's first needs 0.017
+    ],
+)
+def test_all_parts_must_hold(effects: tuple[float, ...], outcome: str) -> None:
+    assert judge([above("", estimate(effect)) for effect in effects]).outcome == outcome
+
+
+def test_equality_needs_the_interval_inside_the_margin() -> None:
+    for effect, outcome in ((0.0, "supported"), (1.0, "inconclusive"), (2.0, "contradicted"), (-2.0, "contradicted")):
+        assert judge([within("", estimate(effect), 1.0)]).outcome == outcome
+
+
+def test_facts_have_no_uncertainty() -> None:
+    part = above("", estimate(1.0))
+    assert judge([part, fact("", 2.0, "> 1", True)]).outcome == "supported"
+    assert judge([part, fact("", 0.5, "> 1", False)]).outcome == "contradicted"
+    assert judge([part, fact("", 0.5, "> 1", False, against=False)]).outcome == "inconclusive"
+
+
+def test_fewer_than_three_runs_decide_nothing() -> None:
+    assert judge([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
+    one = welch([0.0], [1.0])
+    assert math.isinf(one.interval[1])
+    assert one.tail(0) == 1
+
+
+def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
+    verdict = judge([above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
+    (part,) = verdict.parts
+    assert part["effect"] == pytest.approx(0.3)
+    assert part["low"] < 0.3 < part["high"]
+    assert (part["runs"], part["holds"]) == (6, "yes")
+    assert verdict.why.startswith("b - a +30.00 points [95 % ")
+
+
+# Rates of wrong verdicts ----------------------------------------------------------------------------------------------
+
+
+def simulate(means: list[float], spreads: list[float], runs: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(difference to the first arm, standard error, degrees of freedom) of Welch's test [studies, arms - 1]."""
+    random = np.random.default_rng(0)
+    values = random.normal(means, spreads, (RUNS, runs, len(means)))
+    shares = values.var(1, ddof=1) / runs
+    total = shares[:, 1:] + shares[:, :1]
+    freedom = (runs - 1) * total**2 / (shares[:, 1:] ** 2 + shares[:, :1] ** 2)
+    return values.mean(1)[:, 1:] - values.mean(1)[:, :1], np.sqrt(total), freedom
+
+
+def decide(p_for: np.ndarray, p_against: np.ndarray) -> tuple[float, float]:
+    """Rates of supported and contradicted, by `judge`'s rule for all studies at once."""
+    p = np.minimum(p_for, p_against)
+    order = p.argsort(1)
+    sorted_p = np.take_along_axis(p, order, 1) * (p.shape[1] - np.arange(p.shape[1]))
+    adjusted = np.empty_like(p)
+    np.put_along_axis(adjusted, order, np.maximum.accumulate(sorted_p, 1), 1)
+    signs = np.where(adjusted > 0.05, 0, np.where(p_for < p_against, 1, -1))
+    return float((signs > 0).all(1).mean()), float((signs < 0).any(1).mean())
+
+
+@pytest.mark.parametrize("spreads", [[1.0, 1.0, 1.0], [1.0, 0.3, 3.0]])
+def test_differences_are_wrong_in_at_most_5_percent(spreads: list[float]) -> None:
+    effect, error, freedom = simulate([0.0, 0.0, 0.0], spreads)
+    tail = evidence.student_tail(effect / error, freedom)
+    supported, contradicted = decide(2 * tail, 2 * (1 - tail))
+    assert supported <= 0.05
+    assert contradicted <= 0.05
+    effect, error, freedom = simulate([0.0, 9.0, 0.0], [1.0, 1.0, 1.0])  # one part holds, the other does not
+    tail = evidence.student_tail(effect / error, freedom)
+    assert max(decide(2 * tail, 2 * (1 - tail))) <= 0.05
+
+
+@pytest.mark.parametrize(("mean", "margin"), [(1.0, 1.0), (3.0, 3.0)])
+def test_equality_is_wrong_in_at_most_5_percent(mean: float, margin: float) -> None:
+    """The arms are just a margin apart, where neither verdict is right."""
+    effect, error, freedom = simulate([0.0, mean], [0.5, 1.0])
+    over, under = (evidence.student_tail((sign * effect - margin) / error, freedom) for sign in (1, -1))
+    lower, upper = (evidence.student_tail((sign * effect + margin) / error, freedom) for sign in (1, -1))
+    supported, contradicted = decide(2 * np.maximum(lower, upper), 2 * np.minimum(over, under))
+    assert supported <= 0.05
+    assert contradicted <= 0.05
+
+
+def test_a_true_effect_is_found() -> None:
+    """Five runs find a difference of three standard deviations in more than nine of ten studies."""
+    effect, error, freedom = simulate([0.0, 3.0], [1.0, 1.0])
+    tail = evidence.student_tail(effect / error, freedom)
+    supported, contradicted = decide(2 * tail, 2 * (1 - tail))
+    assert supported > 0.9
+    assert contradicted < 0.001
+
+
+@pytest.mark.parametrize("arms", [11, 12])
+def test_bootstrap_over_arms_is_wrong_in_at_most_5_percent(arms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracy follows two costs equally well."""
+    monkeypatch.setattr(evidence, "RESAMPLES", 500)
+    random = np.random.default_rng(0)
+    wrong = []
+    for _ in range(300):
+        a, b = random.normal(size=(2, arms))
+        top1 = a + b + random.normal(size=arms)
+
+        def difference(picks: np.ndarray, a=a, b=b, top1=top1) -> np.ndarray:
+            return evidence.correlations(a[picks], top1[picks]) - evidence.correlations(b[picks], top1[picks])
+
+        wrong.append(judge([evidence.bootstrap("", difference, arms, 0.0, 5 * arms)]).outcome)
+    assert wrong.count("supported") / len(wrong) <= 0.05
+    assert wrong.count("contradicted") / len(wrong) <= 0.05

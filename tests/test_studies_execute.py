@@ -1,0 +1,236 @@
+"""Running a study: order and seeds of the arms, extension of rates, edited weights, verdicts kept as history."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_runs as runs
+import torch
+from verdicts import along, plant
+
+import plainvit
+from plainvit.config import Config
+from plainvit.data.decode import DataError
+from plainvit.models import ViT
+from plainvit.studies import execute, page, transfer
+from plainvit.studies.estimate import estimate_run, estimate_seconds
+from plainvit.studies.evidence import fact
+from plainvit.studies.execute import NoDeviceError, extend_rates, first_seed, hash_definition, order_stages, run_study
+from plainvit.studies.registry import studies
+from plainvit.studies.runs import Workers, run_hash
+from plainvit.studies.study import Arm, Study, families_at_edge
+from plainvit.train.run import fit
+
+POOLING = studies()["pooling"]
+
+
+def config(**changes: Any) -> Config:
+    return runs.config(steps=3, evaluations=1, device="cpu", holdout=0.3, **changes)
+
+
+def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
+    given = {"claim": "c", "source": "s", "rule": "r", "parts": lambda _: [fact("f", 1.0, "1", True)]} | fields
+    return Study(name=name, arms=lambda _: dict(arms), **given)
+
+
+# Arms -----------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_run_after_their_initial_weights_exist() -> None:
+    made = runs.config()
+    arms = {"c": Arm(made, after="b"), "b": Arm(made, after="a"), "a": Arm(made), "d": Arm(made)}
+    assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
+    with pytest.raises(AssertionError, match="circular"):
+        order_stages({"a": Arm(made, after="b"), "b": Arm(made, after="a")})
+
+
+def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
+    made = runs.config()
+    arms = {
+        "a": Arm(made),
+        "b": Arm(made.replace(steps=99)),
+        "c": Arm(made, after="a"),
+        "d": Arm(made, after="b"),
+        "e": Arm(made, after="a", edit=transfer.redraw_positions),
+    }
+    seeds = {name: first_seed(arms, name) for name in arms}
+    assert len(set(seeds.values())) == len(arms)
+    assert first_seed({"other name": Arm(made.replace(seed=7, device="cpu"), x=3)}, "other name") == seeds["a"]
+
+
+@pytest.mark.parametrize(("row", "rate"), [((0.6, 0.7, 0.8), 27.0), ((0.8, 0.7, 0.6), 1 / 3), ((0.6, 0.8, 0.7), None)])
+def test_a_grid_is_extended_beyond_its_best_rate(row: tuple[float, ...], rate: float | None) -> None:
+    arms = POOLING.arms("cpu")
+    found = plant(POOLING, along(POOLING, {"class token": (0.6, 0.8, 0.7), "average": row}))
+    more = extend_rates(arms, found)
+    if rate is None:
+        assert not more
+        assert not families_at_edge(found)
+        return
+    ((name, arm),) = more.items()
+    lowest = min(one.config.optim.lr for one in arms.values())
+    assert arm.config.optim.lr == pytest.approx(rate * lowest)
+    assert (arm.family, arm.x) == ("average", arm.config.optim.lr)
+    assert name == f"average at {arm.x:.1e}"
+
+
+def test_the_definition_covers_what_affects_the_runs() -> None:
+    arms = {"a": Arm(config()), "b": Arm(config(model=None), after="a")}
+    assert hash_definition(arms) == hash_definition({**arms, "a": Arm(config(), x=3.0)})
+    edited = {**arms, "b": replace(arms["b"], edit=transfer.redraw_positions)}
+    assert len({hash_definition(one) for one in (arms, edited, {"a": arms["a"]})}) == 3
+
+
+# Time ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_takes_its_measured_time() -> None:
+    arms = studies()["activation"].arms("gpu")
+    assert estimate_run(arms, "GELU") == pytest.approx(3000 * 2.9e-3)
+    tuned = studies()["averaging"].arms("gpu")
+    assert estimate_run(tuned, "averaged") == pytest.approx(1000 * 2.9e-3, rel=0.01)  # the same model, another head
+
+
+def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
+    one, two = studies()["positions"], studies()["position-places"]
+    alone = [estimate_seconds([study], "gpu", tmp_path)[0] for study in (one, two)]
+    assert alone == [32, 48]
+    assert estimate_seconds([one, two], "gpu", tmp_path)[0] == 32 + 48 - 16
+    arms = one.arms("gpu")
+    done = tmp_path / f"{run_hash(arms['none'].config.replace(seed=first_seed(arms, 'none')))}-code"
+    done.mkdir()
+    (done / "status.json").write_text('{"state": "done"}')
+    assert estimate_seconds([one], "gpu", tmp_path)[0] == 31
+
+
+# A study --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
+    made = config(augment=runs.config().augment.replace(mixup=0.0))
+    still = made.replace(optim=made.optim.replace(lr=1e-9))
+    study = make_study({"before": Arm(made, counts=False), "tuned": Arm(still, after="before"), "scratch": Arm(still)})
+    verdict = run_study(study, "cpu", tmp_path, Workers(2), runs=2, quiet=True)
+    record = json.loads((tmp_path / "own" / "verdict.json").read_text())
+    assert record["values"].keys() == {"tuned", "scratch"}
+    seeds = {
+        json.loads((tmp_path / folder / "config.json").read_text())["seed"]
+        for folders in record["folders"].values()
+        for folder in folders
+    }
+    assert len(seeds) == 6, "independent"
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
+    assert len(before) == 6
+    assert run_study(study, "cpu", tmp_path, Workers(), runs=2, quiet=True) == verdict
+    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
+    assert after == before, "nothing is run again"
+
+
+def write_verdict(study: Study, folder: Path, means: dict[str, float], definition: str = "d") -> dict[str, Any]:
+    found = plant(study, means)
+    info = {"command": "c", "seconds": 1.0, "definition": definition}
+    execute._write(study, "cpu", folder, found, study.decide(found), info)
+    return json.loads((folder / "verdict.json").read_text())
+
+
+def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None:
+    study, folder = studies()["activation"], tmp_path / "activation"
+    first = write_verdict(replace(study, rule="another"), folder, {"": 0.6})
+    assert first["history"] == []
+    second = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
+    again = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
+    assert again == second, "the same rule and arms replace a verdict"
+    first.pop("history")
+    assert second["history"] == [first]
+    assert (first["outcome"], second["outcome"]) == ("supported", "contradicted")
+    text = page.page(tmp_path)
+    assert "History: **supported**" in text
+    assert "Rule of these runs: another." in text
+    third = write_verdict(study, folder, {"": 0.6}, definition="other arms")
+    assert [one["outcome"] for one in third["history"]] == ["contradicted", "supported"]
+
+
+def test_intervals_are_fields_of_the_verdict(tmp_path: Path) -> None:
+    record = write_verdict(studies()["activation"], tmp_path / "activation", {"ReLU": 0.6, "GELU": 0.65})
+    (part,) = record["parts"]
+    assert part["effect"] == pytest.approx(0.05)
+    assert part["low"] < 0.05 < part["high"]
+    assert (part["runs"], part["holds"], record["seeds"]) == (10, "yes", 5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_missing_gpu_data_or_weights_raise_before_the_first_run(tmp_path: Path) -> None:
+    with pytest.raises(NoDeviceError, match="--budget cpu"):
+        run_study(POOLING, "gpu", tmp_path, Workers())
+    for arm in (Arm(config(data=str(tmp_path / "nowhere"))), Arm(config(model=None, init="nowhere/model.safetensors"))):
+        with pytest.raises(DataError, match="nowhere"):
+            run_study(make_study({"a": arm}), "cpu", tmp_path, Workers(), quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+# Edited weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on five of the digits, with the paper's hidden layer in its head."""
+    folder = tmp_path_factory.mktemp("runs") / "before"
+    fit(config(model=runs.MODEL.replace(representation=16), data="digits:01234"), folder, quiet=True, bare=True)
+    return folder
+
+
+def load_vit(folder: Path) -> ViT:
+    model = plainvit.load(folder)
+    assert isinstance(model, ViT)
+    return model
+
+
+def test_new_positions_are_new_and_all_else_is_kept(before: Path) -> None:
+    made = config(model=None, data="digits:56789", image_size=16, seed=1)
+    new = transfer.redraw_positions(before, made)
+    assert new.config.image_size == (16, 16)
+    assert new.positions[0].table.shape == (17, 16)  # 16 patches and the class token
+    assert float(new.positions[0].table.detach().std()) == pytest.approx(0.02, rel=0.15)
+    resampled = plainvit.load(before, image_size=16).state_dict()
+    same = [name for name, value in new.state_dict().items() if torch.equal(value, resampled[name])]
+    assert set(resampled) - set(same) == {"positions.0.table"}
+    again, other = (transfer.redraw_positions(before, made.replace(seed=seed)) for seed in (1, 2))
+    assert torch.equal(again.positions[0].table, new.positions[0].table)
+    assert not torch.equal(other.positions[0].table, new.positions[0].table)
+
+
+def test_a_new_last_layer_keeps_the_hidden_one(before: Path) -> None:
+    old, new = (
+        load_vit(before),
+        transfer.redraw_last_layer(before, config(model=None, data="digits:56789", head="keep")),
+    )
+    assert old.pre_logits is not None
+    assert new.pre_logits is not None
+    assert new.head is not None
+    assert torch.equal(old.pre_logits.weight, new.pre_logits.weight)
+    assert new.head.weight.shape == (5, 16)
+    assert float(new.head.weight.detach().std()) == pytest.approx(16**-0.5, rel=0.25)
+    assert not new.head.bias.any()
+
+
+@pytest.mark.slow
+def test_a_study_with_edited_weights(before: Path, tmp_path: Path) -> None:
+    """Of a run of the study, and of published weights below the data root."""
+    first = config(model=runs.MODEL, data="digits:01234")
+    after = config(model=None, data="digits:56789", image_size=16)
+    study = make_study(
+        {
+            "before": Arm(first, counts=False),
+            "kept": Arm(after, after="before"),
+            "new": Arm(after, after="before", edit=transfer.redraw_positions),
+            "published": Arm(after.replace(init="before"), edit=transfer.redraw_positions),
+        }
+    )
+    for _ in range(2):  # the second time nothing is made again
+        run_study(study, "cpu", tmp_path, Workers(2), runs=1, data_root=str(before.parent), quiet=True)
+        folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+        assert len(folders) == 6
+        assert sum("redraw_positions" in path.name for path in folders) == 2
