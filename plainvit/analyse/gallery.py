@@ -158,7 +158,7 @@ def contact_sheet(
 ) -> Figure:
     """The images at `index` with their rows as `plainvit predict` writes them, and a note below.
 
-    A row with `label` instead of `guesses` shows that label.
+    A row with `label` instead of `predictions` shows that label.
     """
     columns = min(len(rows), 8 if len(rows) > 24 else 6)
     lines = math.ceil(len(rows) / columns)
@@ -200,10 +200,10 @@ def _draw_cell(axes: Axes, pixels: np.ndarray | None, row: Mapping[str, Any], le
     if "label" in row:
         axes.text(left, top + SIDE + 0.06, printable(row["label"], 18), fontsize=6.5, ha="left", **below)
         return
-    if not row["guesses"]:
+    if not row["predictions"]:
         axes.text(left, top + SIDE + 0.06, "no prediction", fontsize=6.5, color=WRONG, ha="left", **below)
         return
-    guess = row["guesses"][0]
+    guess = row["predictions"][0]
     confidence = guess["probability"]
     for share, colour in ((1.0, COLOURS["line"]), (confidence, COLOURS["blue"])):
         axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * share, 0.025, facecolor=colour, linewidth=0))
