@@ -3,27 +3,25 @@
 Exit codes: 0 success, 2 usage, 3 data, 4 diverged (study: failed runs), 5 resources, 130/143 signals.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Callable
 
-from tyro.conf import DisallowNone
-
 from plainvit import __version__
 from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
-from plainvit.commands.parsing import PARSER_CONFIG, Processes, escape_log_records, exit_with_error, parse_arguments
+from plainvit.commands.flags import HELP, HELP_ALL, format_help, parse
+from plainvit.commands.parsing import Processes, escape_log_records, exit_with_error
 from plainvit.config import nearest
 
 Command = Callable[..., object]
 
 TASKS: dict[str, dict[str, Command]] = {
     "Train": {
-        "train": runs.Train,
-        "finetune": runs.Finetune,
+        "train": runs.train,
+        "finetune": runs.finetune,
         "recipes": runs.recipes,
-        "plan": runs.Plan,
-        "doctor": runs.Doctor,
+        "plan": runs.plan,
+        "doctor": runs.doctor,
         "replay": runs.replay,
     },
     "Evaluate and predict": {
@@ -90,14 +88,14 @@ def _run_command(arguments: list[str]) -> None:
     if name is None:
         _print_overview(arguments)
         return
+    rest = arguments[len(name.split()) :]
+    if not {*HELP, HELP_ALL}.isdisjoint(rest):
+        _print_help(name, rest)
+        return
     from plainvit import device
 
     device.set_environment()
-    rest = arguments[len(name.split()) :]
-    if name in runs.RUNS:
-        result = runs.run(name, rest)
-    else:
-        result = parse_arguments(_bind(COMMANDS[name]), name, rest, config=(*PARSER_CONFIG, DisallowNone))()
+    result = parse(COMMANDS[name], name, rest)()
     if isinstance(result, Processes):
         from plainvit.runtime.launch import launch
 
@@ -120,14 +118,14 @@ def _flush_stdout() -> None:
             raise
 
 
-def _bind(call: Command) -> Callable[..., Callable[[], object]]:
-    """A function with the same parameters that returns the call instead of making it."""
+def _print_help(name: str, arguments: list[str]) -> None:
+    """Help of one command; with a recipe, its values are the defaults."""
+    from plainvit.recipes import recipe
 
-    @functools.wraps(call)
-    def bind(*values: object, **named: object) -> Callable[[], object]:
-        return functools.partial(call, *values, **named)
-
-    return bind
+    common = () if HELP_ALL in arguments else runs.COMMON_FLAGS.get(name, ())
+    takes_recipe = name in runs.COMMON_FLAGS and not arguments[0].startswith("-")
+    config = recipe(arguments[0]) if takes_recipe else None
+    print(format_help(COMMANDS[name], name, common=common, config=config), end="")
 
 
 def _print_overview(arguments: list[str]) -> None:

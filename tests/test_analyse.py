@@ -408,7 +408,7 @@ def test_each_model_kind_gets_a_page(kind: str, tmp_path: Path) -> None:
 def test_real_photos(tmp_path: Path) -> None:
     photos = real_data() / "imagenet-photos"
     plainvit.save(vit(dtype=torch.float32), tmp_path / "model.safetensors")
-    words = ["analyse", str(tmp_path / "model.safetensors"), "--images", str(photos), "--out", str(tmp_path)]
+    words = ["analyse", str(tmp_path / "model.safetensors"), "--data", str(photos), "--out", str(tmp_path)]
     command = [sys.executable, "-m", "plainvit", *words, "--count", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

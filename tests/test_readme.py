@@ -14,7 +14,7 @@ import pytest
 
 import plainvit
 from plainvit.cli import COMMANDS, main
-from plainvit.commands.runs import RUNS
+from plainvit.commands.flags import list_flags
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parent.parent
@@ -108,11 +108,8 @@ def shown(page: Path) -> list[str]:
 
 @cache
 def flags(command: str) -> frozenset[str]:
-    """What the help of a command lists; for runs, with the flags of a model."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
-        main([*command.split(), *(["digits", "--help-all"] if command in RUNS else ["--help"])])
-    return frozenset(re.findall(r"--[a-z0-9][\w.-]*", said.getvalue())) | {"--model"}
+    """The flags of a command."""
+    return frozenset({"--help", "--help-all", *(flag.option for flag in list_flags(COMMANDS[command]))})
 
 
 WRONG = {"--optim.lrr"}  # shown for its error

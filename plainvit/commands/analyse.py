@@ -1,9 +1,6 @@
 """Understand what a model has learned: analyse."""
 
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import arg
 
 from plainvit.commands.parsing import Model, PixelFlags, PixelOptions, given_pixel_flags, print_result
 
@@ -12,7 +9,7 @@ def analyse(
     model: Model,
     /,
     *,
-    data: Annotated[str, arg(aliases=("--images",))] = "",
+    data: str = "",
     out: Path | None = None,
     split: str = "",
     data_root: str = "",

@@ -3,13 +3,8 @@
 import json as _json
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from plainvit.commands.parsing import Data, print_result
-
-Target = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
 
 
 def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = None, json: bool = False) -> None:
@@ -66,7 +61,7 @@ def check(
 
 def pack(
     data: Data,
-    target: Target,
+    target: Path,
     /,
     *,
     side: int = 320,

@@ -2,9 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
     Model,
@@ -18,8 +16,6 @@ from plainvit.commands.parsing import (
 
 if TYPE_CHECKING:
     from plainvit.evaluate.classify import Result
-
-Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="CARD ...", help_behavior_hint="(required)")]
 
 
 def evaluate(
@@ -112,7 +108,7 @@ def _describe_accuracy(result: "Result") -> list[str]:
     return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
 
 
-def compare(cards: Cards, /, *, json: bool = False) -> None:
+def compare(cards: tuple[Path, ...], /, *, json: bool = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
     Two evaluations are compared on the images that both have, whatever their names and folders. Settings that differ

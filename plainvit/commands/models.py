@@ -1,12 +1,9 @@
 """Models and their weights: models, inspect, convert, weights."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
-    HIDE_DEFAULT,
     Model,
     Pattern,
     PixelFlags,
@@ -19,8 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from plainvit.weights.published import Published
-
-Target = Annotated[Path, Positional, arg(metavar="TARGET")]
 
 
 def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
@@ -93,11 +88,11 @@ def inspect(
 
 def convert(
     model: Model,
-    target: Target,
+    target: Path,
     /,
     *,
     format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
-    drop: Annotated[tuple[str, ...], HIDE_DEFAULT] = (),
+    drop: tuple[str, ...] = (),
     heads: int | None = None,
     image_size: int | None = None,
     classes: int | None = None,

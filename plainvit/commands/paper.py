@@ -1,17 +1,11 @@
 """The paper's tables: paper."""
 
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from plainvit.commands.parsing import print_result
 
-Number = Annotated[int, Positional, arg(metavar="[TABLE]", help_behavior_hint="")]
-Cards = Annotated[tuple[Path, ...], Positional, arg(metavar="[CARD ...]", help_behavior_hint="")]
 
-
-def paper(table: Number = 5, cards: Cards = (), /, *, json: bool = False) -> None:
+def paper(table: int = 5, cards: tuple[Path, ...] = (), /, *, json: bool = False) -> None:
     """Print a results table of the ViT paper, with your evaluations as additional rows.
 
     Runs fine-tuned from the same weights share a row; several runs on one dataset are shown as mean and standard

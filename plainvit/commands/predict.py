@@ -7,9 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Any, Literal
 
 from plainvit.commands.parsing import Model, PixelFlags, given_pixel_flags, print_result, resolve_workers
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from plainvit.data.sources import Source
     from plainvit.evaluate.predict import Engine, PredictionJob, Summary
 
-Images = Annotated[tuple[str, ...], Positional, arg(metavar="INPUT ...", help_behavior_hint="(required)")]
 MAX_PRINTED = 200  # images in a printed table; more need --out
 
 
@@ -32,26 +29,23 @@ class InferenceFlags(PixelFlags):
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision of the computation; auto: bf16 on a GPU, else fp32
     workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
+    #: Where to run: local is this machine; ray is a cluster whose machines see the inputs under the same paths
     engine: Literal["local", "ray"] = "local"
-    """Where to run: local is this machine; ray is a cluster whose machines see the inputs under the same paths"""
+    #: Address of a running Ray cluster, HOST:PORT or auto; default: start one on this machine and stop it
     address: str | None = None
-    """Address of a running Ray cluster, HOST:PORT or auto; default: start one on this machine and stop it"""
     split: str = "test"  # Split of an input that is a dataset: train, val or test
     data_root: Path | None = None  # Folder with the known datasets, each in a folder of its name
 
 
-Options = Annotated[InferenceFlags, arg(name="")]
-
-
 def predict(
     model: Model,
-    inputs: Images,
+    inputs: tuple[str, ...],
     /,
     *,
     out: Path | None = None,
     top: int | None = None,
     sheet: Path | None = None,
-    config: Options = InferenceFlags(),  # noqa: B008 - it is frozen
+    config: InferenceFlags = InferenceFlags(),  # noqa: B008 - it is frozen
     force: bool = False,
     json: bool = False,
 ) -> None:
@@ -88,11 +82,11 @@ def predict(
 
 def embed(
     model: Model,
-    inputs: Images,
+    inputs: tuple[str, ...],
     /,
     *,
     out: Path,
-    config: Options = InferenceFlags(),  # noqa: B008 - it is frozen
+    config: InferenceFlags = InferenceFlags(),  # noqa: B008 - it is frozen
     force: bool = False,
     json: bool = False,
 ) -> None:

@@ -2,10 +2,9 @@
 
 import json as _json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from plainvit.commands.parsing import (
-    HIDE_DEFAULT,
     Model,
     PixelFlags,
     PixelOptions,
@@ -25,7 +24,7 @@ def probe(
     seeds: int = 3,
     l2: float = 1024.0,
     sweep: bool = False,
-    k: Annotated[tuple[int, ...], HIDE_DEFAULT] = (),
+    k: tuple[int, ...] = (),
     temperature: float = 0.07,
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0),
     per_class: int = 0,

@@ -1,60 +1,34 @@
 """Training runs: train, finetune, plan and doctor, whose flags are the settings of a recipe; recipes and replay."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import DisallowNone, Positional, arg
-
-from plainvit.commands.parsing import (
-    Pattern,
-    Processes,
-    parse_arguments,
-    print_result,
-    print_short_help,
-    reject_argument,
-)
-from plainvit.config import Config, Model, Preprocess
+from plainvit.commands.flags import Settings
+from plainvit.commands.parsing import Pattern, Processes, print_result
+from plainvit.commands.settings import configure_run
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigFlags(Config):
-    """A config on the command line: the recipe is positional, and --model selects a model by its name."""
-
-    recipe: Annotated[str, Positional, arg(metavar="[RECIPE]", help_behavior_hint="")] = ""
-    """Name from `plainvit recipes`, or FILE.py:FUNCTION for your own; comes before the flags"""
-    model_name: Annotated[str, arg(name="model", metavar="NAME", help_behavior_hint="")] = ""
-    """Model from `plainvit models`, such as ViT-S/16, in place of the recipe's"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """Check this machine, and the settings of a RECIPE if given, for known problems.
-
-    Prints versions, devices and each problem with its fix.
-    """
-
-    config: Annotated[Config, arg(name="")]
-    devices: int = 1  # Number of processes that will train on this machine
-    json: bool = False  # Print JSON instead of tables
+_COMMON = ("recipe", "data", "init", "model", "image_size", "batch")
+_TRAIN = (*_COMMON, "epochs", "hours", "optim.lr", "out", "device")
+# Flags in the short --help of the commands that take every setting of a run
+COMMON_FLAGS = {
+    "train": _TRAIN,
+    "finetune": _TRAIN,
+    "plan": (*_COMMON, "on", "devices", "images", "measure", "json"),
+    "doctor": (*_COMMON, "devices", "device", "json"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a model with a recipe, or resume an unfinished run.
+class RunFlags:
+    """Flags of train and finetune that are not settings of the run."""
 
-    Every setting of the recipe is a flag, for example --optim.lr 1e-3 or --model ViT-S/16. The same command resumes an
-    interrupted run. The run folder holds the weights, the metrics and a report.
-    """
-
-    config: Annotated[Config, arg(name="")]
-    #: Run folder
-    out: Annotated[DisallowNone[Path | None], arg(help_behavior_hint="(default: runs/RECIPE-HASH)")] = None
+    out: Path | None = None  # Run folder; default: runs/RECIPE-HASH
     search: bool = False  # Try the learning rates of --optim.grid on held-out training images first
     force: bool = False  # Resume even if the config or the data changed; use a recipe on other data
     devices: int = 1  # Number of processes on this machine, one per device (several machines: torchrun)
@@ -62,63 +36,43 @@ class Train:
     json: bool = False  # Print the results as JSON
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finetune(Train):
+def train(recipe: str = "", /, *, settings: Settings, flags: RunFlags) -> Processes | None:
+    """Train a model with a recipe, or resume an unfinished run.
+
+    Every setting of the recipe is a flag, for example --optim.lr 1e-3 or --model ViT-S/16. The same command resumes an
+    interrupted run. The run folder holds the weights, the metrics and a report.
+
+    Args:
+        recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
+    """
+    return _train("train", recipe, settings, flags)
+
+
+def finetune(recipe: str = "finetune", /, *, settings: Settings, flags: RunFlags) -> Processes | None:
     """Fine-tune pretrained weights on your images.
 
     For example: plainvit finetune --init WEIGHTS --data photos/. The head is replaced by zeros and the position
-    embedding is resampled to --image-size. The default recipe is `finetune`; the paper's are ft-cifar10, ft-pets and
-    others. Every setting is a flag.
+    embedding is resampled to --image-size. Every setting of the recipe is a flag.
+
+    Args:
+        recipe: Name from `plainvit recipes 'ft-*'`, such as ft-pets; default: the recipe finetune
     """
+    return _train("finetune", recipe, settings, flags)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Estimate the FLOPs, memory, images per second and hours of a run.
-
-    Step times come from steps measured on an H200, or with --measure from real steps on this machine. Every setting of
-    the recipe is a flag.
-    """
-
-    config: Annotated[Config, arg(name="")]
-    on: str = ""  # Device to plan for: h200, h100 or a100-80; without it, no times
-    devices: int = 1  # Number of these devices
-    images: DisallowNone[int | None] = None  # Number of training images, if the data is not a known dataset
-    search: bool = False  # Include the runs of the learning rate search (--optim.grid)
-    measure: bool = False  # Train for 25 steps on this machine and use their median time; needs the data
-    json: bool = False  # Print JSON instead of tables
-
-
-def _plan(command: Plan) -> None:
-    from plainvit.planning import plan
-
-    config, images, measured = command.config, command.images, None
-    if command.measure:
-        if command.on or command.devices > 1 or images:
-            raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
-        from plainvit.train.measure import measure_steps
-
-        config, measured = measure_steps(config)
-        images = measured["images"]
-    report = plan.plan(
-        config, on=command.on, devices=command.devices, images=images, search=command.search, measured=measured
-    )
-    print_result(report, None if command.json else plan.table(report))
-
-
-def _train(command: Train) -> Processes | None:
-    if command.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {command.devices}")
-    if command.restarts < 0:
-        raise ValueError(f"--restarts must be at least 0, got {command.restarts}")
-    if command.devices > 1 and "RANK" not in os.environ:
-        return Processes(command.devices, command.restarts, command.config.device)
+def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Processes | None:
+    for name, least in (("devices", 1), ("restarts", 0)):
+        if getattr(flags, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(flags, name)}")
+    config = configure_run(command, recipe, settings)
+    if flags.devices > 1 and "RANK" not in os.environ:
+        return Processes(flags.devices, flags.restarts, config.device)
     from plainvit.train.run import fit
 
-    run = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
+    run = fit(config, flags.out, force=flags.force, search=flags.search, quiet=flags.json)
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
-    if command.json:
+    if flags.json:
         print_result({"folder": str(run.folder), **_drop_confusion(run.numbers)}, None)
         return None
     for line in describe_results(run.numbers):
@@ -155,147 +109,63 @@ def _drop_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _doctor(command: Doctor) -> None:
-    from plainvit.train import doctor
+def plan(
+    recipe: str = "",
+    /,
+    *,
+    settings: Settings,
+    on: str = "",
+    devices: int = 1,
+    images: int | None = None,
+    search: bool = False,
+    measure: bool = False,
+    json: bool = False,
+) -> None:
+    """Estimate the FLOPs, memory, images per second and hours of a run.
 
-    if command.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {command.devices}")
-    report = doctor.examine(command.config if command.config.recipe else None, command.devices)
-    print_result(report, None if command.json else doctor.table(report))
+    Step times come from steps measured on an H200, or with --measure from real steps on this machine. Every setting of
+    the recipe is a flag.
 
-
-class RunCommand(NamedTuple):
-    """A command whose flags include every setting of a recipe."""
-
-    flags: type[Any]
-    call: Callable[[Any], Processes | None]
-    default_recipe: str
-    common: tuple[str, ...]  # arguments in --help; --help-all lists all
-
-
-_MODEL = ("[RECIPE]", "--data", "--init", "--model", "--image-size")
-_TRAIN = (*_MODEL, "--batch", "--epochs", "--steps", "--hours", "--optim.lr", "--out", "--device", "--seed")
-_PLAN = (*_MODEL, "--batch", "--epochs", "--steps", "--on", "--devices", "--images", "--search", "--measure", "--json")
-RUNS = {
-    "train": RunCommand(Train, _train, "", _TRAIN),
-    "finetune": RunCommand(Finetune, _train, "finetune", _TRAIN),
-    "plan": RunCommand(Plan, _plan, "", _PLAN),
-    "doctor": RunCommand(Doctor, _doctor, "", (*_MODEL, "--batch", "--devices", "--device", "--json")),
-}
-
-
-def run(command: str, arguments: list[str]) -> Processes | None:
-    """Run a command whose flags are the settings of a recipe; the recipe's values are their defaults.
-
-    The recipe and the flags that select the model are read first: they decide which --model.* flags there are.
+    Args:
+        recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
+        on: Device to plan for: h200, h100 or a100-80; without it, no times
+        devices: Number of these devices
+        images: Number of training images, if the data is not a known dataset
+        search: Include the runs of the learning rate search (--optim.grid)
+        measure: Train for 25 steps on this machine and use their median time; needs the data
+        json: Print JSON instead of tables
     """
-    from plainvit.recipes import list_recipes, recipe
+    from plainvit.planning import plan as planning
 
-    flags, call, name, _ = RUNS[command]
-    recipe_given = bool(arguments) and not arguments[0].startswith("-")
-    if recipe_given:
-        name, arguments = arguments[0], arguments[1:]
-    asks_help = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
-    selected, rest = _read_model_flags(arguments)
-    if not name and command in ("train", "plan") and not asks_help:
-        raise ValueError(
-            f"no recipe given, for example: plainvit {command} digits (`plainvit recipes` lists all). For your photos: "
-            "plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
-        )
-    config = _select_model(recipe(name) if name else Config(), selected, command)
-    changes_preprocess = any(one.startswith("--preprocess.") for one in rest)
-    # plan does not depend on the preprocessing
-    implied = _implied_preprocess(config) if changes_preprocess and command != "plan" else Preprocess()
-    default = flags(config=ConfigFlags(**_settings(config.replace(preprocess=config.preprocess or implied))))
-    if "--help-all" in rest:
-        rest = ["--help"]
-    elif asks_help:
-        return print_short_help(flags, command, RUNS[command].common, default=default)
-    result = parse_arguments(flags, command, rest, default=default)
-    stray = result.config.recipe
-    if stray != config.recipe:
-        if not recipe_given and stray in list_recipes():
-            raise ValueError(f"the recipe comes first: plainvit {command} {stray} ...")
-        reject_argument(stray, flags, command, rest, default=default)
-    chosen = Config(**_settings(result.config))
-    return call(replace(result, config=chosen if changes_preprocess else chosen.replace(preprocess=config.preprocess)))
+    config, measured = configure_run("plan", recipe, settings), None
+    if measure:
+        if on or devices > 1 or images:
+            raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
+        from plainvit.train.measure import measure_steps
+
+        config, measured = measure_steps(config)
+        images = measured["images"]
+    report = planning.plan(config, on=on, devices=devices, images=images, search=search, measured=measured)
+    print_result(report, None if json else planning.table(report))
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(Config)}
+def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: bool = False) -> None:
+    """Check this machine, and the settings of a RECIPE if given, for known problems.
 
+    Prints versions, devices and each problem with its fix.
 
-def _implied_preprocess(config: Config) -> Preprocess:
-    """The preprocessing of a config that has none: that of init, or the default."""
-    if not config.init:
-        return Preprocess()
-    from plainvit.train.transfer import starting_model
+    Args:
+        recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
+        devices: Number of processes that will train on this machine
+        json: Print JSON instead of tables
+    """
+    from plainvit.train import doctor as examination
 
-    return starting_model(config)[1]
-
-
-def _read_model_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The flags that decide which model the --model.* flags describe; and the other arguments."""
-    from argparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--model", "--init", "--head"):
-        parser.add_argument(name)
-    parser.add_argument("--image-size", "--image_size", type=int)
-    parser.add_argument("--model.image-size", "--model.image_size", dest="sides", type=int, nargs="+")
-    try:
-        selected, rest = parser.parse_known_args(arguments)
-    except ArgumentError as error:
-        raise ValueError(str(error)) from error
-    if selected.sides:
-        selected.sides = selected.sides if len(selected.sides) > 1 else selected.sides * 2
-        rest += ["--model.image-size", *map(str, selected.sides)]  # for the recipe's own model and for init's
-    return {name: value for name, value in vars(selected).items() if value is not None}, rest
-
-
-def _select_model(config: Config, selected: dict[str, Any], command: str) -> Config:
-    """The recipe's config with the model that --model names, or with that of the weights to start from."""
-    from plainvit.names import configure
-
-    size, sides = selected.get("image_size") or config.image_size, selected.pop("sides", None)
-    if "model" in selected:
-        default_size = config.model.image_size if config.model else 224
-        selected["model"] = configure(selected["model"], 0, tuple(sides or ()) or size or default_size)
-    elif size and config.model:
-        selected["model"] = config.model.replace(image_size=(size, size))
-    if "model" in selected and not selected.get("init", config.init):
-        selected["image_size"] = 0  # it is part of the model now
-    config = config.replace(**selected)
-    return config.replace(model=_load_model_config(config, command)) if config.init and config.model is None else config
-
-
-def _load_model_config(config: Config, command: str) -> Model | None:
-    """The model of the weights to start from; plan reads it off a published name without loading them."""
-    if command == "plan":
-        from plainvit.planning.shapes import published_model
-
-        if model := published_model(config):
-            return model
-    from plainvit.hub import UnreachableError
-    from plainvit.train.transfer import starting_model
-
-    try:
-        return starting_model(config)[0]
-    except (ValueError, OSError) as error:
-        if command == "doctor":
-            return None
-        if not isinstance(error, UnreachableError):
-            raise
-        raise ValueError(f"{error}{_suggest_without_weights(config, command)}") from error
-
-
-def _suggest_without_weights(config: Config, command: str) -> str:
-    """The end of an error message: what to do when the weights cannot be downloaded."""
-    if command == "plan":
-        return "; or plan without the weights: --model NAME"
-    if command == "finetune" and config.recipe == "finetune":
-        return "; or train without pretrained weights: plainvit train photos --data DATA"
-    return ""
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
+    config = configure_run("doctor", recipe, settings)
+    report = examination.examine(config if config.recipe else None, devices)
+    print_result(report, None if json else examination.table(report))
 
 
 def recipes(pattern: Pattern = "", /, *, json: bool = False) -> None:
@@ -339,7 +209,7 @@ def _recipe_table(rows: list[dict[str, str]], note: str) -> "Group":
 
 
 def replay(
-    run: Annotated[Path, Positional, arg(metavar="RUN")],
+    run: Path,
     /,
     *,
     step: int | None = None,

@@ -3,9 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Any, Literal
 
 from plainvit.commands.parsing import exit_with_error, print_result
 from plainvit.config import visible
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
     from plainvit.studies.runs import Workers
     from plainvit.studies.study import Study
 
-Names = Annotated[tuple[str, ...], Positional, arg(metavar="NAME ...", help_behavior_hint="(required)")]
 Budget = Literal["cpu", "gpu"]
 
 
@@ -32,7 +29,7 @@ def list_studies(*, out: Path = Path("studies"), json: bool = False) -> None:
 
 
 def study(
-    names: Names,
+    names: tuple[str, ...],
     /,
     *,
     budget: Budget = "cpu",

@@ -2,16 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from plainvit.commands.parsing import HIDE_DEFAULT, print_result
+from plainvit.commands.parsing import print_result
 
 
 def vtab(
     *,
     init: str,
     data_root: Path,
-    tasks: Annotated[tuple[str, ...], HIDE_DEFAULT] = (),
+    tasks: tuple[str, ...] = (),
     setting: Literal["paper", "light"] = "paper",
     steps: int = 0,
     seed: int = 0,

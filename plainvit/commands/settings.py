@@ -1,0 +1,86 @@
+"""Recipe and flags -> the config of a run, for train, finetune, plan and doctor."""
+
+from typing import Any
+
+from plainvit.commands.flags import Settings
+from plainvit.config import Config, Model, Preprocess, pair
+from plainvit.names import configure
+from plainvit.recipes import recipe
+
+
+def configure_run(command: str, name: str, given: Settings) -> Config:
+    """The recipe's config, with the model that the flags select and every other setting that was given."""
+    if not name and command in ("train", "plan"):
+        raise ValueError(
+            f"no recipe given, for example: plainvit {command} digits (`plainvit recipes` lists all). For your photos: "
+            "plainvit finetune --init WEIGHTS --data photos/, or plainvit train photos --data photos/"
+        )
+    config = recipe(name) if name else Config()
+    changes, nested = _split_names(given)
+    start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
+    model = _select_model(config, start, changes.pop("model", ""), nested.pop("model", {}), command)
+    if model and not start.init:
+        changes["image_size"] = 0  # it is part of the model now
+    for part, values in nested.items():
+        current = getattr(config, part) or _implied_preprocess(start, command)
+        changes[part] = current.replace(**values)
+    return config.replace(model=model, **changes)
+
+
+def _split_names(given: Settings) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """{"batch": 64, "optim.lr": 1e-3} -> {"batch": 64}, {"optim": {"lr": 1e-3}}."""
+    flat: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        part, dot, rest = name.partition(".")
+        (nested.setdefault(part, {}) if dot else flat)[rest or part] = value
+    return flat, nested
+
+
+def _select_model(config: Config, start: Config, name: str, settings: dict[str, Any], command: str) -> Model | None:
+    """The model that --model names, or that of the recipe or of the weights to start from, with its own settings."""
+    for side in {"image_size", "patch"} & settings.keys():
+        settings[side] = pair(*settings[side]) if len(settings[side]) == 1 else settings[side]
+    model = config.model
+    if name:
+        default = model.image_size if model else 224
+        return configure(name, 0, settings.pop("image_size", start.image_size or default), **settings)
+    if model is None and start.init:
+        model = _load_model_config(start, command)
+    elif start.image_size:
+        settings = {"image_size": pair(start.image_size)} | settings
+    if model is None and settings and not start.image_size:
+        raise ValueError(f"--model.{next(iter(settings))} needs a model: give a recipe, --model NAME or --init WEIGHTS")
+    return model.replace(**settings) if model else None
+
+
+def _implied_preprocess(start: Config, command: str) -> Preprocess:
+    """The preprocessing of a config that has none: that of init, or the default. A plan does not depend on it."""
+    if not start.init or command == "plan":
+        return Preprocess()
+    from plainvit.train.transfer import starting_model
+
+    return starting_model(start)[1]
+
+
+def _load_model_config(start: Config, command: str) -> Model | None:
+    """The model of the weights to start from; plan reads it off a published name without loading them."""
+    if command == "plan":
+        from plainvit.planning.shapes import published_model
+
+        if model := published_model(start):
+            return model
+    from plainvit.hub import UnreachableError
+    from plainvit.train.transfer import starting_model
+
+    try:
+        return starting_model(start)[0]
+    except (ValueError, OSError) as error:
+        if command == "doctor":  # it reports the error
+            return None
+        if not isinstance(error, UnreachableError):
+            raise
+        hint = "; or plan without the weights: --model NAME" if command == "plan" else ""
+        if start.recipe == "finetune":
+            hint = "; or train without pretrained weights: plainvit train photos --data DATA"
+        raise ValueError(f"{error}{hint}") from error
