@@ -108,7 +108,7 @@ def plant_card(folder: Path, spec: str, right: int, weights: str = "w", split: s
     """A card of 1,000 images; with `init` in the folder of a run that was fine-tuned from it."""
     share = right / 1000
     card = {
-        "card": 1,
+        "card": 2,
         "metrics": {"top1": share, "top5": share},
         "counts": {"top1": right, "top5": right},
         "intervals": {},

@@ -87,7 +87,7 @@ def test_machines_get_names_as_they_are(model: Path, photos: Path, capsys: Captu
     assert run("predict", str(model), str(photos), "--workers", "0", "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert f"{photos}/{HOSTILE}/{HOSTILE}.png" in {row["name"] for row in rows}
-    assert {guess["label"] for row in rows for guess in row["guesses"]} == {HOSTILE, MARKUP}
+    assert {guess["label"] for row in rows for guess in row["predictions"]} == {HOSTILE, MARKUP}
 
 
 def test_a_log_line_is_one_line(capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:

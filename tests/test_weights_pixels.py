@@ -157,5 +157,5 @@ def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.Capt
     rows = []
     for model, more in ((target, []), (target, ["--mean", "0.5"])):
         main(["predict", str(model), str(photo), *more, "--json"])
-        rows.append(json.loads(capsys.readouterr().out)["guesses"])
+        rows.append(json.loads(capsys.readouterr().out)["predictions"])
     assert rows[0] != rows[1]

@@ -108,20 +108,19 @@ def _describe_accuracy(result: "Result") -> list[str]:
     return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
 
 
-def compare(cards: tuple[Path, ...], /, *, force: bool = False, json: bool = False) -> None:
+def compare(cards: tuple[Path, ...], /, *, json: bool = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
-    The test is paired if both evaluated the same images. Published results are shown where known, and the settings
-    that differ are listed. Runs that differ only in the seed are also grouped: mean, standard deviation, and the
-    difference between groups with its interval. Different images, splits or metrics are not compared.
+    Two evaluations are compared on the images that both have, whatever their names and folders. Settings that differ
+    are listed, and published results are shown where known. Runs that differ only in the seed are also grouped: mean,
+    standard deviation, and the difference between groups with its interval.
 
     Args:
         cards: Run folders or output folders of `plainvit evaluate`; all are compared with the first
-        force: Compare different images, splits or metrics, and say what differs
         json: Print JSON instead of a table
     """
     from plainvit.evaluate import compare as comparison
     from plainvit.runtime.folder import finite
 
-    report = comparison.compare(cards, force=force)
+    report = comparison.compare(cards)
     print_result(finite(report), None if json else comparison.table(report))

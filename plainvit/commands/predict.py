@@ -24,7 +24,7 @@ MAX_PRINTED = 200  # images in a printed table; more need --out
 class InferenceFlags(PixelFlags):
     """How images are found, read and run through the model."""
 
-    batch: int = 64  # Images per forward pass; may change when a job is resumed
+    batch: int = 64  # Images per forward pass
     image_size: int | None = None  # Height and width in pixels; the position embedding is resampled
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision of the computation; auto: bf16 on a GPU, else fp32
@@ -92,14 +92,14 @@ def embed(
 ) -> None:
     """Compute the features of images, the input of the model's head, into a file.
 
-    One row per image, in the order of the inputs; an unreadable image is a row with its error. A .safetensors file
-    holds features [N, D], with NaN for such rows, and names and errors as UTF-8 separated by zero bytes; it is built in
-    memory, a .parquet file is not. The same command resumes an interrupted job.
+    One row per image, in the order of the inputs; an unreadable image is a row with its error. A .npz file holds the
+    arrays features [N, D], with NaN for such rows, names and errors; it is built in memory, a .parquet file is not. The
+    same command resumes an interrupted job.
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
         inputs: Files, folders, quoted globs, archives (.zip, .tar ...) or a known dataset; - reads names from stdin
-        out: Write the features to this .parquet or .safetensors file
+        out: Write the features to this .parquet or .npz file
         config: How images are read and run through the model
         force: Overwrite an existing file, or the parts of another job
         json: Print a summary as JSON
@@ -188,10 +188,10 @@ def _print_summary(summary: "Summary", json: bool, notes: Sequence[str]) -> None
     """Print the summary of a job; an error if no image could be read."""
     from rich.text import Text
 
-    from plainvit.evaluate.outputs import refuse_all_bad
+    from plainvit.evaluate.outputs import check_any_readable
 
     print_result(asdict(summary), None if json else Text("\n".join((summary.line, *notes)), overflow="fold"))
-    refuse_all_bad(summary.images, summary.unreadable, summary.first_error)
+    check_any_readable(summary.images, summary.unreadable, summary.first_error)
 
 
 def _print_predictions(
@@ -204,7 +204,7 @@ def _print_predictions(
     from rich.console import Group
     from rich.text import Text
 
-    from plainvit.evaluate.outputs import refuse_all_bad
+    from plainvit.evaluate.outputs import check_any_readable
     from plainvit.evaluate.predict import rows
 
     stdout, kept, bad, first = sys.stdout, [], 0, ""
@@ -227,7 +227,7 @@ def _print_predictions(
         _draw_sheet(model, source, drawn, [kept[at] for at in drawn], sheet)
     if not json and bad < len(source):
         print_result(None, Group(_table(kept), *map(Text, _describe_trust(model, sheet))))
-    refuse_all_bad(len(source), bad, first)
+    check_any_readable(len(source), bad, first)
     if bad:
         print(f"plainvit: {bad:,} of {len(source):,} images could not be read", file=sys.stderr)
 
@@ -240,9 +240,9 @@ def _table(rows: list[dict[str, Any]]) -> "Table":
     table.add_column("image", style="cyan", overflow="fold")
     table.add_column("prediction", overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("next" if max(len(row["guesses"]) for row in rows) > 1 else "", style="dim", overflow="fold")
+    table.add_column("next" if max(len(row["predictions"]) for row in rows) > 1 else "", style="dim", overflow="fold")
     for row in rows:
-        name, classes = Text(repr(row["name"])[1:-1]), row["guesses"]
+        name, classes = Text(repr(row["name"])[1:-1]), row["predictions"]
         if row["error"]:
             table.add_row(name, Text(row["error"], style="red"), "", "")
             continue

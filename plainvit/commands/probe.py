@@ -105,4 +105,4 @@ def probe(
     if out:
         text = _json.dumps(cards, indent=2) + "\n"
         write_atomically(out, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    print_result(cards, None if json else frozen.tables(cards))
+    print_result(cards, None if json else frozen.table(cards))

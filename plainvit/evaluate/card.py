@@ -6,7 +6,8 @@
 
     plainvit compare evaluations/pets evaluations/bit
 
-Cards of another version are an error: the meaning of a number may have changed.
+images.parquet has a hash of each image's content, by which `compare` finds the images that two cards share. Cards of
+another version are an error: the meaning of a number may have changed.
 """
 
 import contextlib
@@ -14,10 +15,10 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +29,9 @@ from plainvit.config import Checked, to_json
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
+from plainvit.data.sources import Source
 from plainvit.data.tables import map_file
-from plainvit.disk import make_folder, read_json, run_settings, write_together
+from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.predictor import Predictor
@@ -37,20 +39,13 @@ from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import environment, finite
 
-VERSION = 1
+VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
 LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or compute
-REQUIRED: dict[str, type] = {
-    "metrics": dict,
-    "counts": dict,
-    "intervals": dict,
-    "images": int,
-    "unreadable": int,
-    "data": dict,
-    "model": dict,
-    "preprocess": dict,
-    "precision": str,
-    "environment": dict,
+TEXTS = {  # required in each part of a card
+    "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
+    "model": ("weights",),
+    "preprocess": ("hash",),
 }
 
 
@@ -64,7 +59,7 @@ class Card:
     images: int  # scored
     unreadable: int
     data: dict[str, Any]  # spec, split, fingerprint, content, classes, rule, labels, left_out
-    model: dict[str, Any]  # source, family, weights (sha256 of the tensors), parameters, config
+    model: dict[str, Any]  # source, family, weights (sha256 of the tensors), parameters, config, steps of its run
     preprocess: dict[str, Any]  # settings, image_size, hash
     precision: str
     environment: dict[str, Any]  # versions, device, processes, command, date, commit
@@ -134,6 +129,7 @@ def _describe_model(predictor: Predictor) -> dict[str, Any]:
         "weights": tensor_hash(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "config": config,
+        "steps": find_steps(predictor.source) if predictor.source else None,
     }
 
 
@@ -155,13 +151,25 @@ def _read_versions() -> dict[str, str]:
     return versions
 
 
+def settings_of(path: Path, card: Card) -> dict[str, Any]:
+    """Settings of the run that the card or its weights belong to; {} if there is none."""
+    return run_settings(path) or run_settings(card.name)
+
+
+def find_steps(place: str | Path) -> tuple[int, int] | None:
+    """(steps taken, steps planned) of a run; None if it is no run. --hours or an interruption may have cut it."""
+    planned = run_settings(place).get("steps")
+    taken = read_json(run_folder(place) / "status.json").get("step") if planned else None
+    return (taken, planned) if isinstance(taken, int) and isinstance(planned, int) else None
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
 def write_card(card: Card, folder: Path, labels: Labels | None = None, result: Result | None = None) -> None:
     """Writes card.json and, with a result, images.parquet; together, so that they always agree."""
     make_folder(folder)
-    text = json.dumps(finite({"card": card.card, **asdict(card)}), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
     writers: dict[Path, Any] = {}
     if result is not None:
         assert labels is not None
@@ -182,6 +190,7 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
     names = [labels.source.name(int(index)) for index in result.index]
     columns = {
         "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
+        "content": pa.array([_hash_image(labels.source, int(index)) for index in result.index], pa.string()),
         "label": pa.array(result.labels, pa.int32()),
         "guess": pa.array(result.guesses[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
@@ -189,8 +198,14 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
         "right": pa.array(result.right),
         "right5": pa.array(result.hits.any(1)),
     }
-    names_of = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
-    return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in names_of.items()})
+    class_names = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
+    return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in class_names.items()})
+
+
+def _hash_image(source: Source, index: int) -> str:
+    data = source.read(index)
+    data = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def read_card(path: Path) -> Card:
@@ -211,60 +226,68 @@ def read_card(path: Path) -> Card:
     return Card(**{field.name: stored[field.name] for field in dataclasses.fields(Card)})
 
 
-def settings_of(path: Path, card: Card) -> dict[str, Any]:
-    """Settings of the run that the card or its weights belong to; {} if there is none."""
-    return run_settings(path) or run_settings(card.name)
-
-
 def _find_fault(card: dict[str, Any]) -> str:
-    for name, kind in REQUIRED.items():
-        if not isinstance(card.get(name), kind):
-            return f"{name} is missing or not of type {kind.__name__}"
-    if card["images"] < 1:
-        return "images is below 1"
+    """What is wrong with a stored card; "" if it can be compared."""
+    kinds = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Card)}
+    wrong = [name for name, kind in kinds.items() if not isinstance(card.get(name), kind)]
+    wrong += [f"{part}.{key}" for part, keys in TEXTS.items() for key in keys if not _is_text(card.get(part), key)]
+    if wrong:
+        return f"{wrong[0]} is missing or invalid"
     for name in ("top1", "top5"):
-        share, count = card["metrics"].get(name), card["counts"].get(name)
-        if not isinstance(count, int) or not isinstance(share, int | float) or not math.isfinite(share):
-            return f"{name} is missing"
-        if not math.isclose(share, count / card["images"], rel_tol=1e-9):
-            return f"{name} is {share}, but counts has {count} of {card['images']} images"
-    for name, value in card["metrics"].items():
-        if value is not None and (type(value) not in (int, float) or not abs(value) < 1e300):
-            return f"metrics.{name} is not a number"
-    for part, keys in {
-        "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
-        "model": ("weights",),
-        "preprocess": ("hash",),
-    }.items():
-        for key in keys:
-            if not isinstance(card[part].get(key), str):
-                return f"{part}.{key} is missing"
+        count, images = card["counts"].get(name), card["images"]
+        if not isinstance(count, int) or images < 1 or card["metrics"].get(name) != count / images:
+            return f"{name} is not {count} of {images} images"
     return ""
+
+
+def _is_text(part: Any, key: str) -> bool:
+    return isinstance(part, dict) and isinstance(part.get(key), str)
 
 
 @dataclass(frozen=True)
 class Rows:
     """Results per image, for paired comparisons."""
 
-    names: list[str]
+    content: np.ndarray  # [N], hashes of the images
+    truth: np.ndarray  # [N], names of their labels
     right: np.ndarray
     right5: np.ndarray
     nll: np.ndarray
 
 
-def read_rows(path: Path, images: int, counts: dict[str, int]) -> Rows | None:
-    """Reads images.parquet next to a card; None if there is none. Raises DataError if it contradicts the card."""
+def read_rows(path: Path, card: Card) -> Rows:
+    """Reads images.parquet next to a card. Raises DataError if it is absent, damaged or contradicts the card."""
     file = (path if path.is_dir() else path.parent) / IMAGES
     if not file.is_file():
-        return None
+        raise DataError(f"there is no {file}: run `plainvit evaluate` again to write it")
     try:
-        table = pq.ParquetFile(map_file(file)).read(["name", "right", "right5", "nll"])
-        right, right5, nll = (table[name].to_numpy() for name in ("right", "right5", "nll"))
-    except (pa.ArrowException, OSError, KeyError) as error:
+        table = pq.ParquetFile(map_file(file)).read(["content", "label", "right", "right5", "nll"])
+        classes = np.array(json.loads((table.schema.metadata or {})[b"label"]), object)
+        columns = [table[name].to_numpy() for name in ("right", "right5", "nll")]
+        rows = Rows(np.array(table["content"].to_pylist()), classes[table["label"].to_numpy()], *columns)
+    except (pa.ArrowException, OSError, LookupError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
-    if len(table) != images:
-        raise DataError(f"{file} has {len(table):,} rows, but its card has {images:,} images")
-    for name, correct in (("top1", right), ("top5", right5)):
-        if (count := int(correct.sum())) != counts[name]:
-            raise DataError(f"{file} is from another evaluation: {name} is {count}, but {counts[name]} in its card")
-    return Rows(table["name"].to_pylist(), right, right5, nll)
+    if len(table) != card.images:
+        raise DataError(f"{file} has {len(table):,} rows, but its card has {card.images:,} images")
+    for name, correct in (("top1", rows.right), ("top5", rows.right5)):
+        if correct.sum() != card.counts[name]:
+            counts = f"{correct.sum()} and {card.counts[name]}"
+            raise DataError(f"{file} is from another evaluation than its card: {name} has {counts} correct images")
+    return rows
+
+
+def match_images(a: Rows, b: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the images that both have; copies of an image are matched in their order."""
+    keys = [_number_copies(rows.content) for rows in (a, b)]
+    _, at_a, at_b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+    return at_a, at_b
+
+
+def _number_copies(content: np.ndarray) -> list[str]:
+    """Makes the hashes of copies different: the second copy of an image gets the number 2."""
+    counts: Counter[str] = Counter()
+    numbered = []
+    for one in content:
+        counts[one] += 1
+        numbered.append(f"{one} {counts[one]}")
+    return numbered

@@ -1,11 +1,10 @@
-"""Compare cards: differences from the first with intervals and p-values, and published results.
+"""Compare cards with the first one: differences with intervals and p-values, and published results.
 
     plainvit compare evaluations/vit evaluations/bit
 
-Paired if both cards have results of the same images (McNemar's exact test, a paired bootstrap interval), else as two
-samples (Newcombe's interval, the z-test). Cards of different images, splits or rules are an error without --force.
-If the runs of the cards exist, their different settings are listed, and runs that differ only in the seed are compared
-as groups (seeds.py).
+Two cards are compared on the images that both evaluated, found by their content, so names and folders may differ
+(McNemar's exact test, a paired bootstrap interval). If the runs of the cards exist, their different settings are
+listed, and runs that differ only in the seed are also compared as groups (seeds.py).
 """
 
 import math
@@ -19,29 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.config import Config
-from plainvit.data.known import official_split
-from plainvit.evaluate import paper, seeds, statistics
-from plainvit.evaluate.card import Card, Rows, read_card, read_rows, settings_of
+from plainvit.evaluate import seeds, statistics
+from plainvit.evaluate.card import Card, Rows, find_steps, match_images, read_card, read_rows, settings_of
 from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
 TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
-# What must be equal, and its name in messages
-MUST_MATCH = {
-    "fingerprint": "the images",
-    "content": "the pixels of the images",
-    "split": "the split",
-    "rule": "the rule of what is correct",
-    "labels": "the correct classes",
-}
-
+LEAST_SHARED = 10  # images; all of them if a card has fewer
 IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
 MAX_SETTINGS = 12  # printed; --json has all
-
-PRETRAINED = ("ImageNet", "ImageNet-21k", "JFT-300M")
-OBJECTNET = {"ViT-H/14 (JFT-300M)": 61.7}  # D.9
-SHAPES = {(768, 12): "B", (1024, 24): "L", (1280, 32): "H"}  # (width, depth)
 
 
 class NotComparableError(ValueError):
@@ -49,54 +35,61 @@ class NotComparableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Read:
-    """A card with its results per image, if any."""
+class Entry:
+    """A card to compare, with its results per image."""
 
+    name: str
     path: Path
     card: Card
-    rows: Rows | None
+    rows: Rows
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of its run that affect results, named as the flags are; {} if the run is unknown."""
+        stored = _flatten(settings_of(self.path, self.card))
+        return {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
 
 
-def compare(paths: Sequence[Path], *, force: bool = False) -> dict[str, Any]:
-    """All cards, with the difference of each from the first."""
+def compare(paths: Sequence[Path]) -> dict[str, Any]:
+    """All cards, with the difference of each from the first.
+
+    Raises:
+        NotComparableError: Two cards share too few images, or have another rule of what is correct.
+    """
     if len(paths) < 2:
         raise ValueError("compare needs at least two cards: plainvit compare CARD CARD")
-    cards = [_read(path) for path in paths]
-    first, names = cards[0], _name_cards(cards)
-    faults = [
-        f"{names[at]}: {fault}" for at, one in enumerate(cards) if (fault := find_incompatibility(first.card, one.card))
-    ]
-    if faults and not force:
-        raise NotComparableError(f"the cards cannot be compared: {faults[0]}; use --force to compare them anyway")
-    rows = [_describe(name, one) for name, one in zip(names, cards, strict=True)]
-    for row, one in zip(rows[1:], cards[1:], strict=True):
-        row["difference"] = difference(first, one)
-        row["settings"] = compare_settings(first, one)
-        row["remarks"] = list_remarks(first.card, one.card)
-    runs = [run for name, one in zip(names, cards, strict=True) for run in _find_run(name, one)]
-    shared = {"data": first.card.data, "images": first.card.images, "unlike": faults}
-    return shared | {"cards": rows, "groups": seeds.groups(runs)}
+    entries = _read_entries(paths)
+    first = entries[0]
+    rows = [_describe(entry) for entry in entries]
+    for row, entry in zip(rows[1:], entries[1:], strict=True):
+        row["difference"] = difference(first, entry)
+        row["settings"] = compare_settings(first, entry)
+        row["remarks"] = [*list_remarks(first.card, entry.card), *_compare_truth(first.rows, entry.rows)]
+    runs = [_make_run(entry) for entry in entries if entry.settings]
+    return {"data": first.card.data, "images": first.card.images, "cards": rows, "groups": seeds.groups(runs)}
 
 
-def _find_run(name: str, one: Read) -> list[seeds.Run]:
-    """The run of a card, if its settings are known; preprocessing and precision count as settings."""
-    stored = _flatten(settings_of(one.path, one.card))
-    settings = {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
-    inputs = {"preprocess": one.card.preprocess["hash"], "precision": one.card.precision}
-    metrics = {metric: _number(one.card.metrics.get(metric)) for metric in seeds.METRICS}
-    return [seeds.Run(name, settings | inputs, metrics)] if settings else []
+def _read_entries(paths: Sequence[Path]) -> list[Entry]:
+    """Entries are named by their models if these names differ, else by their paths."""
+    cards = [read_card(path) for path in paths]
+    names = [Path(card.name).name or card.name for card in cards]
+    names = names if len(set(names)) == len(names) else list(map(str, paths))
+    rows = [read_rows(path, card) for path, card in zip(paths, cards, strict=True)]
+    return [Entry(*parts) for parts in zip(names, paths, cards, rows, strict=True)]
 
 
-def _read(path: Path) -> Read:
-    card = read_card(path)
-    return Read(path, card, read_rows(path, card.images, card.counts))
+def _make_run(entry: Entry) -> seeds.Run:
+    """Preprocessing and precision count as settings."""
+    inputs = {"preprocess": entry.card.preprocess["hash"], "precision": entry.card.precision}
+    metrics = {metric: _number(entry.card.metrics.get(metric)) for metric in seeds.METRICS}
+    return seeds.Run(entry.name, entry.settings | inputs, metrics)
 
 
-def _describe(name: str, one: Read) -> dict[str, Any]:
-    card = one.card
+def _describe(entry: Entry) -> dict[str, Any]:
+    card = entry.card
     return {
-        "name": name,
-        "path": str(one.path),
+        "name": entry.name,
+        "path": str(entry.path),
         "model": card.name,
         "weights": card.model["weights"],
         "images": card.images,
@@ -104,25 +97,8 @@ def _describe(name: str, one: Read) -> dict[str, Any]:
         "metrics": card.metrics,
         "intervals": card.intervals,
         "published": published(card),
+        "steps": find_steps(entry.path) or find_steps(card.name),
     }
-
-
-def _name_cards(cards: Sequence[Read]) -> list[str]:
-    """Names of the models if they differ, else the paths."""
-    models = [Path(one.card.name).name or one.card.name for one in cards]
-    return models if len(set(models)) == len(models) else [str(one.path) for one in cards]
-
-
-def find_incompatibility(a: Card, b: Card) -> str:
-    """Why two cards cannot be compared; "" if they can."""
-    for key, words in MUST_MATCH.items():
-        if a.data[key] != b.data[key]:
-            where = f"of {b.data['spec']} " if key == "fingerprint" and a.data["spec"] != b.data["spec"] else ""
-            return f"{words} {where}differ ({a.data[key]} and {b.data[key]})"
-    if a.images != b.images:
-        unreadable = f"{b.unreadable} and {a.unreadable} unreadable"
-        return f"it has {b.images:,} images, the first has {a.images:,} ({unreadable})"
-    return ""
 
 
 def list_remarks(a: Card, b: Card) -> list[str]:
@@ -140,13 +116,19 @@ def list_remarks(a: Card, b: Card) -> list[str]:
     return found
 
 
-def compare_settings(a: Read, b: Read) -> dict[str, list[Any]]:
+def _compare_truth(a: Rows, b: Rows) -> list[str]:
+    """A remark if shared images have different labels."""
+    at_a, at_b = match_images(a, b)
+    differing = int((a.truth[at_a] != b.truth[at_b]).sum())
+    return [f"{differing:,} of the {len(at_a):,} shared images have different labels"] if differing else []
+
+
+def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
     """{"model.posemb": ["1d", "none"]}: different settings of the runs or, if one is unknown, of the models."""
-    runs = [settings_of(one.path, one.card) for one in (a, b)]
-    both = runs if all(runs) else [{"model": one.card.model.get("config", {})} for one in (a, b)]
-    ours, theirs = (_flatten(settings) for settings in both)
-    keys = [key for key in ours | theirs if key.partition(".")[0] not in IGNORED]
-    return {key: [ours.get(key), theirs.get(key)] for key in keys if ours.get(key) != theirs.get(key)}
+    ours, theirs = a.settings, b.settings
+    if not ours or not theirs:
+        ours, theirs = (_flatten({"model": entry.card.model.get("config", {})}) for entry in (a, b))
+    return {key: [ours.get(key), theirs.get(key)] for key in ours | theirs if ours.get(key) != theirs.get(key)}
 
 
 def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -167,101 +149,57 @@ def _describe_preprocess(card: Card) -> str:
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
-def difference(a: Read, b: Read) -> dict[str, Any]:
-    """b - a of top1, top5 and nll with interval and p-value; paired by image where possible."""
-    if a.rows and b.rows and a.rows.names == b.rows.names:
-        return _compare_paired(a.rows, b.rows)
-    return _compare_unpaired(a.card, b.card)
+def difference(a: Entry, b: Entry) -> dict[str, Any]:
+    """b - a of top1, top5 and nll on the shared images, with interval and p-value."""
+    if a.card.data["rule"] != b.card.data["rule"]:
+        rules = f"{a.card.data['rule']!r} and {b.card.data['rule']!r}"
+        raise NotComparableError(f"{a.name} and {b.name} count different predictions as correct: {rules}")
+    at_a, at_b = match_images(a.rows, b.rows)
+    shared, fewest = len(at_a), min(len(a.rows.truth), len(b.rows.truth))
+    if shared < min(LEAST_SHARED, fewest):
+        raise NotComparableError(
+            f"{a.name} and {b.name} share {shared} of {fewest:,} images, too few to compare: evaluate both on the same "
+            "data with `plainvit evaluate MODEL --data DATA`"
+        )
+    found: dict[str, Any] = {"shared": shared}
+    for name, left, right in (("top1", a.rows.right, b.rows.right), ("top5", a.rows.right5, b.rows.right5)):
+        found[name] = _compare_accuracy(left[at_a], right[at_b])
+    return found | {"nll": _compare_means(b.rows.nll[at_b] - a.rows.nll[at_a])}
 
 
-def _compare_paired(a: Rows, b: Rows) -> dict[str, Any]:
-    found: dict[str, Any] = {"paired": True}
-    for name, left, right in (("top1", a.right, b.right), ("top5", a.right5, b.right5)):
-        only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
-        found[name] = {
-            "difference": (only_b - only_a) / len(left),
-            "interval": list(statistics.paired_bootstrap(only_a, only_b, len(left))),
-            "p": statistics.mcnemar(only_a, only_b),
-            "only_first": only_a,
-            "only_this": only_b,
-        }
-    nll = b.nll - a.nll
-    return found | {"nll": _test_mean(float(nll.mean()), list(statistics.mean_interval(nll)))}
+def _compare_accuracy(left: Any, right: Any) -> dict[str, Any]:
+    only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
+    return {
+        "difference": (only_b - only_a) / len(left),
+        "interval": list(statistics.paired_bootstrap(only_a, only_b, len(left))),
+        "p": statistics.mcnemar(only_a, only_b),
+        "only_first": only_a,
+        "only_this": only_b,
+    }
 
 
-def _compare_unpaired(a: Card, b: Card) -> dict[str, Any]:
-    found: dict[str, Any] = {"paired": False}
-    for name in ("top1", "top5"):
-        counts = a.counts[name], a.images, b.counts[name], b.images
-        found[name] = {
-            "difference": b.metrics[name] - a.metrics[name],
-            "interval": list(statistics.newcombe(*counts)),
-            "p": statistics.two_proportions(*counts),
-        }
-    halves = [_half_width(card.intervals.get("nll")) for card in (a, b)]
-    centre = _number(b.metrics.get("nll")) - _number(a.metrics.get("nll"))
-    half = math.hypot(*halves)
-    return found | {"nll": _test_mean(centre, [centre - half, centre + half])}
-
-
-def _half_width(ends: Any) -> float:
-    return (_number(ends[1]) - _number(ends[0])) / 2 if isinstance(ends, list) and len(ends) == 2 else math.nan
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
-
-
-def _test_mean(centre: float, ends: list[float]) -> dict[str, Any]:
-    """A mean difference with its interval and the p-value of a z-test."""
+def _compare_means(differences: Any) -> dict[str, Any]:
+    """The mean difference with its interval and the p-value of a z-test."""
+    centre, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
     p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
     return {"difference": centre, "interval": ends, "p": p}
 
 
-# Published numbers ----------------------------------------------------------------------------------------------------
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def published(card: Card) -> list[dict[str, Any]]:
-    """Published top-1, as a fraction: of these weights by timm, of this architecture in the paper."""
-    spec = card.data["spec"]
-    field = {"imagenet": "top1", "imagenet-real": "real"}.get(spec, "")
-    found = [
+    """Published top-1 of these weights by timm, as a fraction."""
+    field = {"imagenet": "top1", "imagenet-real": "real"}.get(card.data["spec"], "")
+    return [
         {"top1": getattr(entry, field) / 100, "source": "timm's results for these weights"}
         for name, entry in PUBLISHED.items()
         if field
         and getattr(entry, field)
         and card.name in (name, f"hf:{entry.hub}", entry.hub.replace("timm/", "timm:"))
     ]
-    tested = card.data["split"] in ("test", official_split(spec, "test"))
-    where = "the paper" if spec == "objectnet" else "the paper's Table 5, 384 px"
-    for data in PRETRAINED if tested else ():
-        value = _read_paper(spec, f"ViT-{shape(card)} ({data})")
-        if value is not None:
-            source = f"{where}, for a model of this shape: ViT-{shape(card)} pre-trained on {data}"
-            found.append({"top1": value / 100, "source": source})
-    return found
-
-
-def _read_paper(spec: str, model: str) -> float | None:
-    """Top-1 in percent from Table 5; None if it has no such dataset or model."""
-    if spec == "objectnet":
-        return OBJECTNET.get(model)
-    table5 = paper.table(5)
-    title = next((title for title, of in table5.columns.items() if of == spec), "")
-    known = title and any(name == model for name, _ in table5.rows)
-    return table5.value(model, title) if known else None
-
-
-def shape(card: Card) -> str:
-    """Name of the paper's model, such as B/16; "" if it is none of them."""
-    config = card.model.get("config")
-    config = config if isinstance(config, dict) else {}  # another library's model, or an edited card
-    patch = config.get("patch")
-    size = next((name for sides, name in SHAPES.items() if sides == (config.get("width"), config.get("depth"))), "")
-    square = isinstance(patch, list) and len(patch) == 2 and patch[0] == patch[1]
-    plain = config.get("kind") == "vit" and not config.get("stem") and square
-    return f"{size}/{patch[0]}" if size and plain else ""
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
@@ -272,18 +210,22 @@ def table(found: dict[str, Any]) -> Group:
     rows, data = found["cards"], found["data"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if found["groups"]:
-        lines += [seeds.table(found["groups"]), *map(Text, seeds.words(found["groups"])), Text("")]
+        lines += [seeds.table(found["groups"]), *map(Text, seeds.describe(found["groups"])), Text("")]
     for shown in _make_tables(rows):
         lines += [shown, Text("")]
-    lines += [Text(f"not comparable: {fault}", style="red") for fault in found["unlike"]]
     pairs = _select_pairs(rows, found["groups"])
     for row in pairs:
-        lines += _describe_difference(row, rows[0]["name"])
+        lines += _describe_difference(row, rows[0])
     if len(pairs) < len(rows) - 1:
         lines.append(Text("Runs that differ only in the seed are compared as groups; --json has all.", style="dim"))
     for row in rows:
+        lines += [Text(f"{row['name']}: {words}") for words in _describe_steps(row["steps"])]
         lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
     return Group(*lines)
+
+
+def _describe_steps(steps: tuple[int, int] | None) -> list[str]:
+    return [f"stopped after {steps[0]:,} of {steps[1]:,} steps"] if steps and steps[0] < steps[1] else []
 
 
 def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -291,9 +233,8 @@ def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
     member = {name: at for at, group in enumerate(groups) for name in group["runs"]}
     chosen: dict[int | str, dict[str, Any]] = {}
     for row in sorted(rows[1:], key=lambda row: "seed" in row["settings"]):
-        chosen.setdefault(member[row["name"]] if row["name"] in member else row["path"], row)
-    if rows[0]["name"] in member:
-        chosen.pop(member[rows[0]["name"]], None)
+        chosen.setdefault(member.get(row["name"], row["path"]), row)
+    chosen.pop(member.get(rows[0]["name"], ""), None)
     return [row for row in rows if any(row is one for one in chosen.values())]
 
 
@@ -329,9 +270,11 @@ def _format(name: str, value: Any) -> str:
     return f"{100 * value:.2f}" if name in UNITS else f"{value:.4f}"
 
 
-def _describe_difference(row: dict[str, Any], first: str) -> list[Text]:
-    paired = row["difference"]["paired"]
-    lines = [Text(f"{row['name']} - {first}, {'on the same images' if paired else 'as two samples'}:")]
+def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Text]:
+    shared = row["difference"]["shared"]
+    same = shared == row["images"] == first["images"]
+    images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
+    lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
     for name in ("top1", "top5", "nll"):
         one = row["difference"][name]
         scale, unit, digits = (100, " points", 2) if name != "nll" else (1, "", 4)
@@ -339,7 +282,7 @@ def _describe_difference(row: dict[str, Any], first: str) -> list[Text]:
         words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
         lines.append(Text(f"{words}{_describe_p(one['p'])}"))
         if "only_this" in one:
-            counts = f"correct only in {row['name']}: {one['only_this']}, only in {first}: {one['only_first']}"
+            counts = f"correct only in {row['name']}: {one['only_this']}, only in {first['name']}: {one['only_first']}"
             lines.append(Text(f"    {counts}"))
     changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
     if changes:

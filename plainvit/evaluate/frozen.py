@@ -7,10 +7,11 @@ Each image passes the model once, with the model's own preprocessing (big_vision
 256 and crops the centre 224 x 224 for every model). Accuracies are top-1 on all images of the test split.
 """
 
-import math
+import contextlib
+import logging
 import statistics
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +27,16 @@ from plainvit import __version__
 from plainvit.config import Checked, to_json
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
-from plainvit.data.sources import Source, Subset, open_source
+from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
+from plainvit.data.splits import hold_out
 from plainvit.evaluate import probe
 from plainvit.evaluate.features import Features, extract
 from plainvit.evaluate.grid import warn_at_edge
 from plainvit.evaluate.predictor import Predictor
 
+log = logging.getLogger("plainvit")
 Method = Literal["fewshot", "knn", "linear"]
+HOLDOUT = 0.2  # of a folder without splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ def probe_sets(
     """Probes each dataset; returns a card per dataset."""
     if not specs or len(set(specs)) < len(specs):
         raise ValueError(f"--data must name each dataset once, got {', '.join(specs) or 'none'}")
-    opened = [_open(spec, split, data_root, settings) for spec in specs]  # report bad data before any work
+    opened = [open_pair(spec, split, data_root, settings) for spec in specs]  # report bad data before any work
     cards: list[dict[str, Any]] = []
     for spec, (train, test) in zip(specs, opened, strict=True):
         options: dict[str, Any] = {"cache": cache, "workers": workers, "quiet": quiet}
@@ -105,15 +109,15 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
     """For each number of shots: mean and standard deviation over the seeds; with `sweep`, for every l2."""
     l2s = tuple(dict.fromkeys((settings.l2, *(probe.L2_SWEEP if settings.sweep else ()))))
     labels = pair.train.labels.numpy()
-    right: dict[int, dict[float, list[float]]] = {shots: {l2: [] for l2 in l2s} for shots in settings.shots}
+    top1s: dict[int, dict[float, list[float]]] = {shots: {l2: [] for l2 in l2s} for shots in settings.shots}
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
             solved = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes)
-            for l2, guesses in solved.sweep(pair.test.features, l2s).items():
-                right[shots][l2].append(accuracy(guesses, pair.test.labels))
+            for l2, classes in solved.sweep(pair.test.features, l2s).items():
+                top1s[shots][l2].append(accuracy(classes, pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
-    return {str(shots): _summarise_shots(by_l2, shots, counts, settings) for shots, by_l2 in right.items()}
+    return {str(shots): _summarise_shots(by_l2, shots, counts, settings) for shots, by_l2 in top1s.items()}
 
 
 def _summarise_shots(
@@ -150,10 +154,7 @@ def _run_knn(pair: Pair, settings: Settings) -> dict[str, Any]:
     found = probe.neighbours(
         pair.train.features, pair.train.labels, pair.classes, pair.test.features, ks, settings.temperature
     )
-    return {
-        kind: {str(k): accuracy(guesses, pair.test.labels) for k, guesses in getattr(found, kind).items()}
-        for kind in ("majority", "weighted")
-    }
+    return {str(k): accuracy(classes, pair.test.labels) for k, classes in found.items()}
 
 
 def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
@@ -163,7 +164,8 @@ def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
         fitted = probe.logistic(features, labels, pair.classes, l2)
     else:
         fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
-        edge = warn_at_edge(l2, tried, "linear probe: l2", f"extend --linear-l2 to {_extend(l2, tried):g}")
+        wider = l2 * 100 if l2 == max(tried) else l2 / 100
+        edge = warn_at_edge(l2, tried, "linear probe: l2", f"extend --linear-l2 to {wider:g}")
     return {
         "top1": accuracy(fitted.predict(pair.test.features), pair.test.labels),
         "l2": l2,
@@ -173,33 +175,31 @@ def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _extend(l2: float, tried: Collection[float]) -> float:
-    """A value outside of the grid: a hundred times larger or smaller."""
-    return l2 * 100 if l2 == max(tried) else l2 / 100
-
-
-def accuracy(guesses: Tensor, labels: Tensor) -> float:
+def accuracy(predicted: Tensor, labels: Tensor) -> float:
     """Fraction of correct predictions."""
-    return int((guesses == labels).sum()) / len(labels)
+    return int((predicted == labels).sum()) / len(labels)
 
 
-def _open(spec: str, split: str, data_root: str | Path | None, settings: Settings) -> tuple[Source, Source]:
-    train = open_source(spec, "train", data_root=data_root)
-    if split == "train":
-        raise ValueError("--split train is not supported, as probes are fitted on it: use --split test or val")
-    test = open_source(spec, split, data_root=data_root)
+def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Settings) -> tuple[Source, Source]:
+    """The images to fit probes on and to test them on; a folder without splits holds out a part of each class."""
+    train, test = open_source(spec, "train", data_root=data_root), None
+    for name in (split, "val"):
+        with contextlib.suppress(MissingSplitError):
+            test = test or open_source(spec, name, data_root=data_root)
+    if test is None:
+        train, test = hold_out(train, HOLDOUT)
+        counts = f"{len(test):,} of {len(train) + len(test):,} images"
+        log.warning("%s has no %s images: %s are held out to test on", spec, split, counts)
     if train.classes != test.classes:
-        raise DataError(
-            f"the {split} split of {spec} has other classes than its train split ({len(test.classes)} and "
-            f"{len(train.classes)})"
-        )
+        counts = f"{len(test.classes)} and {len(train.classes)}"
+        raise DataError(f"the {split} split of {spec} has other classes than its train split ({counts})")
     for source in (train, test):
         if source.labels.min() < 0:
             raise DataError(f"{spec} has images without a label in its {source.split} split")
-    counts = np.bincount(train.labels, minlength=len(train.classes))
-    if not counts.all() and np.isin(test.labels, np.flatnonzero(counts == 0)).any():
-        empty = train.classes[int(np.flatnonzero(counts == 0)[0])]
-        raise DataError(f"{spec} has no training image of the class {empty!r}, which its {split} split has")
+    untrained = np.setdiff1d(test.labels, train.labels)
+    if len(untrained):
+        name = train.classes[untrained[0]]
+        raise DataError(f"{spec} has no training image of the class {name!r}, which its {split} split has")
     train = _limit_classes(train, settings.per_class) if settings.per_class else train
     if settings.k and max(settings.k) > len(train):
         raise ValueError(f"--k {max(settings.k)} is above the {len(train):,} training images of {spec}")
@@ -237,87 +237,41 @@ def _describe(predictor: Predictor, spec: str, train: Source, test: Source, pair
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
-def tables(cards: list[dict[str, Any]]) -> Group:
-    """A table of accuracies per method: a row per dataset, a column per number of shots or neighbours."""
-    first = cards[0]
-    settings, results = first["settings"], {card["data"]: card["results"] for card in cards}
-    methods = first["results"]
+def table(cards: list[dict[str, Any]]) -> Group:
+    """One table: a row per probe, a column per dataset."""
+    first, settings = cards[0], cards[0]["settings"]
     names = ", ".join(f"{card['data']} ({card['n']:,} {card['split']} images)" for card in cards)
-    shown: list[Any] = [Text(f"{first['model']}: {first['width']} features at {first['image_size'][0]} px; {names}")]
-    if "fewshot" in methods:
-        title = f"few-shot least squares, l2 {_format_l2(settings['l2'])}, mean ± sd of {settings['seeds']} seeds"
-        shown += [_title(title), _fewshot_table(results, settings)]
-        for name, of in results.items() if settings["sweep"] else ():
-            shown += [_title(f"{name}, every l2"), _sweep_table(of["fewshot"])]
-    if "knn" in methods:
-        shown += [_title("k-NN by cosine"), _knn_table(results)]
-    if "linear" in methods:
-        shown += [_title("linear probe, logistic regression by L-BFGS"), _linear_table(results)]
-    return Group(*shown)
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("top-1, %", style="cyan", no_wrap=True)
+    for card in cards:
+        shown.add_column(Text(Path(card["data"]).name), justify="right", overflow="fold")
+    columns = [_list_cells(card) for card in cards]
+    for title in dict.fromkeys(title for column in columns for title in column):
+        shown.add_row(title, *(column.get(title, "-") for column in columns))
+    notes = [f"few-shot: least squares, l2 {settings['l2']:g}, mean ± sd of {settings['seeds']} seeds"]
+    heading = f"{first['model']}: {first['width']} features at {first['image_size'][0]} px; {names}\n"
+    return Group(Text(heading), shown, *(Text(note, style="dim") for note in notes if "fewshot" in first["results"]))
 
 
-def _title(words: str) -> Text:
-    return Text(f"\n{words}", style="bold")
-
-
-def _table(first: str, columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, style="cyan", overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _list_cells(card: Mapping[str, Any]) -> dict[str, str]:
+    """The results of one dataset by their titles."""
+    cells: dict[str, str] = {}
+    for shots, found in card["results"].get("fewshot", {}).items():
+        title = f"{shots} per class"
+        cells[title] = _format(found)
+        if found["classes_with_fewer"]:
+            cells[f"  classes with fewer than {shots}"] = str(found["classes_with_fewer"])
+        for l2, one in found.get("sweep", {}).items():
+            cells[f"  {title}, l2 {float(l2):g}"] = _format(one)
+        if "chosen" in found:
+            cells[f"  {title}, l2 chosen on the others"] = f"{_format(found['chosen'])} (l2 {found['chosen']['l2']:g})"
+    cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in card["results"].get("knn", {}).items()}
+    if linear := card["results"].get("linear"):
+        remarks = {"at the edge of --linear-l2": linear["at_edge"], "not converged": not linear["converged"]}
+        remark = ", ".join([f"l2 {linear['l2']:g}", *(words for words, holds in remarks.items() if holds)])
+        cells["linear"] = f"{100 * linear['top1']:.2f} ({remark})"
+    return cells
 
 
 def _format(result: Mapping[str, Any]) -> str:
     return f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}"
-
-
-def _format_l2(l2: float) -> str:
-    """1024 -> 2^10; numbers that are no power of two stay."""
-    exponent = math.log2(l2)
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{l2:g}"
-
-
-def _fewshot_table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
-    shots = [str(count) for count in settings["shots"]]
-    table = _table("data", [f"{count} shot" for count in shots])
-    for name, of in results.items():
-        table.add_row(name, *(_format(of["fewshot"][count]) for count in shots))
-        fewer = [of["fewshot"][count]["classes_with_fewer"] for count in shots]
-        if any(fewer):
-            table.add_row("  classes with fewer", *map(str, fewer), style="dim")
-        if all("chosen" in of["fewshot"][count] for count in shots):
-            chosen = (of["fewshot"][count]["chosen"] for count in shots)
-            table.add_row(
-                "  l2 chosen on the other datasets", *(f"{_format(one)} ({_format_l2(one['l2'])})" for one in chosen)
-            )
-    if len(results) > 1:
-        means = (statistics.fmean(of["fewshot"][count]["top1"] for of in results.values()) for count in shots)
-        table.add_row("mean", *(f"{100 * mean:.2f}" for mean in means), style="bold")
-    return table
-
-
-def _sweep_table(shots: Mapping[str, Any]) -> Table:
-    table = _table("l2", [f"{count} shot" for count in shots])
-    for l2 in next(iter(shots.values()))["sweep"]:
-        table.add_row(_format_l2(float(l2)), *(_format(of["sweep"][l2]) for of in shots.values()))
-    return table
-
-
-def _knn_table(results: Mapping[str, Any]) -> Table:
-    ks = list(dict.fromkeys(k for of in results.values() for k in of["knn"]["majority"]))
-    table = _table("data", ["votes", *(f"k = {k}" for k in ks)])
-    for name, of in results.items():
-        for kind, by_k in of["knn"].items():
-            table.add_row(name, kind, *(f"{100 * by_k[k]:.2f}" if k in by_k else "-" for k in ks))
-    return table
-
-
-def _linear_table(results: Mapping[str, Any]) -> Table:
-    table = _table("data", ["top-1", "l2", ""])
-    for name, of in results.items():
-        linear = of["linear"]
-        remarks = {"at the edge of --linear-l2": linear["at_edge"], "not converged": not linear["converged"]}
-        remark = ", ".join(words for words, holds in remarks.items() if holds)
-        table.add_row(name, f"{100 * linear['top1']:.2f}", f"{linear['l2']:g}", remark)
-    return table

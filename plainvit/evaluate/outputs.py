@@ -4,9 +4,8 @@ parts = Parts(Path("results.jsonl"), {"model": ..., "inputs": ...}, images=10_00
 for step in parts.missing(): parts.add(step, table)        # in any order
 parts.finish()                                             # results.jsonl from all of them; the parts are removed
 
-results.jsonl.parts/ contains one parquet file per part and job.json, which describes the job and whether it may replace
-an existing output. The output is written atomically from all parts. In a .csv file, text that a spreadsheet would read
-as a formula gets a leading apostrophe.
+results.jsonl.parts/ contains one parquet file per part and job.json, which describes the job. The output is written
+atomically from all parts. In a .csv file, text that a spreadsheet would read as a formula gets a leading apostrophe.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import fcntl
 import glob
 import itertools
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,13 +23,11 @@ from typing import Any, TextIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.numpy import save_file
 
 from plainvit.data.decode import DataError
 from plainvit.data.tables import map_file
 from plainvit.disk import DiskError, read_json, write_atomically, write_text
 
-log = logging.getLogger("plainvit")
 FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 
@@ -42,20 +38,18 @@ class Parts:
     def __init__(
         self, out: Path, job: dict[str, Any], *, images: int, batch: int, part: int, force: bool = False
     ) -> None:
-        self.out, self.folder = out, out.with_name(f"{out.name}.parts")
+        if out.exists() and not force:
+            raise ValueError(f"{out} exists: use --force to overwrite it, or give another --out")
+        self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self.replaces = force
-        if not self.folder.exists():
-            self._check_output()
         self._acquire_lock()
-        self._start(job, batch, force)
+        try:
+            self._start({**job, "batch": batch, "part": self.per_part * batch})
+        except ValueError:
+            self._lock.close()
+            raise
         self.done = {part for part in range(self.count) if self._is_complete(part)}
-
-    def _check_output(self) -> None:
-        """Raises ValueError if the output exists and this job may not replace it."""
-        if self.out.exists() and not self.replaces:
-            raise ValueError(f"{self.out} exists: use --force to overwrite it, or give another --out")
 
     def _acquire_lock(self) -> None:
         try:
@@ -69,49 +63,20 @@ class Parts:
             self._lock.close()
             raise ValueError(f"another process is writing {self.out}: wait for it, or give another --out") from error
 
-    def _start(self, job: dict[str, Any], batch: int, force: bool) -> None:
+    def _start(self, job: dict[str, Any]) -> None:
         """Keeps the finished parts of the same job. Raises ValueError for those of another."""
         stored = read_json(self.folder / "job.json")
         changed = [key for key in job if job[key] != stored.get(key)]
         parts = list(self.folder.glob("part-*.parquet"))
-        if parts and not changed and not force:
-            self._keep_part_size(stored, batch)
-        self.job = {**job, "batch": batch, "part": self.per_part * batch}
-        if stored and changed and parts and not force:
-            self._lock.close()
+        if stored and changed and parts and not self.force:
             raise ValueError(
                 f"{self.folder} contains {len(parts)} parts of another job (different: {', '.join(changed)}): "
                 "use --force to start over, or give another --out"
             )
-        self.replaces = force or (not changed and stored.get("replaces") is True)
-        try:
-            self._check_output()
-        except ValueError:
-            if not stored:  # a finished job that was killed while it deleted its parts
-                self._delete()
-            self._lock.close()
-            raise
         temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.{'[0-9a-f]' * 8}.tmp")  # of plainvit.disk
-        for path in (*temporary, *self.folder.glob(".*.tmp"), *(parts if changed or force else ())):
+        for path in (*temporary, *self.folder.glob(".*.tmp"), *(parts if changed else ())):
             path.unlink()
-        self._write_job()
-
-    def _keep_part_size(self, stored: dict[str, Any], batch: int) -> None:
-        """Parts keep their number of images in a resumed job; another batch size must divide it."""
-        part, old_batch = (stored.get(key) for key in ("part", "batch"))
-        if not isinstance(part, int) or part < 1 or part % batch:
-            self._lock.close()
-            raise ValueError(
-                f"{self.folder} contains parts of {part} images, which --batch {batch} does not divide: use "
-                f"--batch {old_batch} to resume, or --force to start over"
-            )
-        self.per_part = part // batch
-        if batch != old_batch:
-            log.warning("resuming with --batch %d after %s: the last digits may differ", batch, old_batch)
-
-    def _write_job(self) -> None:
-        text = json.dumps({**self.job, "replaces": self.replaces}, indent=2) + "\n"
-        write_text(self.folder / "job.json", text)
+        write_text(self.folder / "job.json", json.dumps(job, indent=2) + "\n")
 
     @property
     def count(self) -> int:
@@ -141,9 +106,8 @@ class Parts:
     def finish(self) -> None:
         """Writes the output; `close` then deletes the parts."""
         write = WRITERS[self.out.suffix.lower()]
-        self._check_output()
-        self.replaces = True
-        self._write_job()  # a kill from here on leaves an output that this job may replace
+        if self.out.exists() and not self.force:
+            raise ValueError(f"{self.out} was written by another process: run again with --force or another --out")
         write_atomically(self.out, lambda path: write(path, self.tables()))
         self.done = set()
 
@@ -193,8 +157,8 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
 
 
 def _make_cells(row: dict[str, Any], width: int) -> list[Any]:
-    guesses = [cell for guess in row["guesses"] for cell in (guess["label"], guess["probability"])]
-    return [row["name"], *guesses, *[""] * (width - len(guesses)), row["error"] or ""]
+    pairs = [cell for one in row["predictions"] for cell in (one["label"], one["probability"])]
+    return [row["name"], *pairs, *[""] * (width - len(pairs)), row["error"] or ""]
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
@@ -217,31 +181,25 @@ def _write_parquet(path: Path, tables: Iterator[pa.Table]) -> None:
             writer.write_table(table)
 
 
-def _write_safetensors(path: Path, tables: Iterator[pa.Table]) -> None:
-    """features [N, D], NaN for unreadable images; names and errors as UTF-8 separated by zero bytes."""
-    features: list[np.ndarray] = []
-    names: list[str] = []
-    errors: list[str] = []
-    for table in tables:
-        column: Any = table["features"].combine_chunks()
-        width = column.type.list_size
-        rows = np.full((len(column), width), np.nan, np.float32)
-        rows[column.is_valid().to_numpy(zero_copy_only=False)] = column.flatten().to_numpy().reshape(-1, width)
-        features.append(rows)
-        names += table["name"].to_pylist()
-        errors += [error or "" for error in table["error"].to_pylist()]
-    texts = {"names": names, "errors": errors}
-    encoded = {key: np.frombuffer("\0".join(value).encode(), np.uint8) for key, value in texts.items()}
-    save_file({"features": np.concatenate(features), **encoded}, path)
+def _write_npz(path: Path, tables: Iterator[pa.Table]) -> None:
+    """features [N, D], NaN for unreadable images; names [N] and errors [N], "" without one."""
+    whole = pa.concat_tables(list(tables))
+    rows: Any = whole["features"].combine_chunks()
+    width, valid = rows.type.list_size, rows.is_valid().to_numpy(zero_copy_only=False)
+    features = np.full((len(rows), width), np.nan, np.float32)
+    features[valid] = rows.flatten().to_numpy().reshape(-1, width)
+    names, errors = np.array(whole["name"].to_pylist()), np.array([one or "" for one in whole["error"].to_pylist()])
+    with path.open("wb") as file:  # savez adds .npz to the name of a path
+        np.savez(file, features=features, names=names, errors=errors)
 
 
 WRITERS: dict[str, Callable[[Path, Iterator[pa.Table]], None]] = {
     ".jsonl": _write_jsonl,
     ".csv": _write_csv,
     ".parquet": _write_parquet,
-    ".safetensors": _write_safetensors,
+    ".npz": _write_npz,
 }
-ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".safetensors")
+ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".npz")
 
 
 def check_out(out: Path, allowed: Sequence[str]) -> None:
@@ -265,6 +223,7 @@ def summarise(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, 
     return (rows, bad, first), kept
 
 
-def refuse_all_bad(rows: int, bad: int, first: str) -> None:
+def check_any_readable(rows: int, bad: int, first: str) -> None:
+    """Raises DataError if every image failed."""
     if rows == bad:
         raise DataError(f"all {rows:,} images failed; {first}" if rows > 1 else first)

@@ -66,7 +66,7 @@ class PredictionJob:
     def steps(self, source: Source) -> int:
         return -(-len(source) // self.batch)
 
-    def ask(self, images: Tensor) -> "PendingOutput":
+    def run(self, images: Tensor) -> "PendingOutput":
         """Runs the model. On a GPU this returns before the results are ready."""
         try:
             outputs = self.predictor.logits(images) if self.top else self.predictor.features(images)
@@ -78,17 +78,17 @@ class PredictionJob:
         except torch.OutOfMemoryError as error:
             raise MemoryFault(f"the GPU is out of memory with --batch {len(images)}: use a smaller one") from error
 
-    def rows(self, answer: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
-        """One row per image: name, guesses or features, error."""
-        finite, *outputs = answer.wait()
+    def rows(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
+        """One row per image: name, predictions or features, error."""
+        finite, *outputs = output.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
         errors = [NOT_FINITE if error is None and not is_finite else error for error, is_finite in pairs]
-        values = self._make_guesses(outputs[0], outputs[1], errors) if self.top else _make_features(outputs[0], errors)
-        columns = {"name": _make_texts(names), "guesses" if self.top else "features": values}
+        values = self._make_predictions(*outputs, errors) if self.top else _make_features(*outputs, errors)
+        columns = {"name": _make_texts(names), "predictions" if self.top else "features": values}
         columns["error"] = _make_texts(errors)
         return pa.table(columns).replace_schema_metadata({"top": str(self.top)})
 
-    def _make_guesses(self, values: Tensor, classes: Tensor, errors: list[str | None]) -> pa.Array:
+    def _make_predictions(self, values: Tensor, classes: Tensor, errors: list[str | None]) -> pa.Array:
         """Built by column: row by row would be slower than a GPU at thousands of images per second."""
         valid = torch.tensor([error is None for error in errors])
         probabilities = [float(f"{p:.7g}") for p in values[valid].flatten().tolist()]
@@ -172,23 +172,14 @@ def predict_locally(job: PredictionJob, source: Source, steps: np.ndarray, worke
 
 
 def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batches: Iterator[Batch]) -> OutputBatches:
-    """The rows of batches, whose images are at `index` in the source."""
-    waiting: tuple[Batch, PendingOutput] | None = None
-    for batch in batches:
-        answer = job.ask(batch.images)
-        if waiting:
-            yield _make_rows(job, source, index, *waiting)
-        waiting = batch, answer
-    if waiting:
-        yield _make_rows(job, source, index, *waiting)
-
-
-def _make_rows(
-    job: PredictionJob, source: Source, index: np.ndarray, batch: Batch, answer: PendingOutput
-) -> tuple[int, pa.Table]:
-    positions, bad = index[batch.index], dict(batch.bad)
-    names, errors = [source.name(int(at)) for at in positions], [bad.get(int(at)) for at in batch.index]
-    return int(positions[0]) // job.batch, job.rows(answer, names, errors)
+    """The rows of batches, whose images are at `index` in the source; the model runs one batch ahead of the rows."""
+    started = ((batch, job.run(batch.images)) for batch in batches)
+    pending = next(started, None)
+    while pending:
+        (batch, output), pending = pending, next(started, None)
+        positions, bad = index[batch.index], dict(batch.bad)
+        names, errors = [source.name(int(at)) for at in positions], [bad.get(int(at)) for at in batch.index]
+        yield int(positions[0]) // job.batch, job.rows(output, names, errors)
 
 
 def _choose_workers(images: int, device: str) -> int:

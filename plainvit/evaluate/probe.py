@@ -6,8 +6,8 @@
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
 Few-shot is the paper's measure (4.1): l2-regularised least squares onto {-1, 1}, with the constants of big_vision's
-`fewshot_lsr`. k-NN uses cosine similarity, weighted as in DINO (arXiv 2104.14294). The linear probe is multinomial
-logistic regression by L-BFGS. All run on the CPU, in float64 unless noted, in blocks of bounded memory.
+`fewshot_lsr`. k-NN votes are weighted by cosine similarity, as in DINO (arXiv 2104.14294). The linear probe is
+multinomial logistic regression by L-BFGS. All run on the CPU, in float64 unless noted, in blocks of bounded memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,9 +102,9 @@ def solve(features: Tensor, labels: Tensor, classes: int) -> LeastSquares:
     counts = torch.bincount(labels, minlength=classes).double()
     sums = 2 * counts - len(labels)
     if len(features) >= features.shape[1]:
-        gram, products = _normal_equations(features, labels, mean, std, classes)
+        gram, cross = _normal_equations(features, labels, mean, std, classes)
         eigenvalues, vectors = torch.linalg.eigh(gram)
-        left, right = vectors, vectors.T @ products
+        left, right = vectors, vectors.T @ cross
     else:
         rows = standardised(features, mean, std)
         eigenvalues, vectors = torch.linalg.eigh(rows @ rows.T)
@@ -155,14 +155,6 @@ def choose_l2(accuracies: Mapping[str, Mapping[float, float]]) -> dict[str, floa
 # Nearest neighbours ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Neighbours:
-    """Predicted classes by k: one vote per neighbour, or exp(cosine / temperature) votes."""
-
-    majority: dict[int, Tensor]
-    weighted: dict[int, Tensor]
-
-
 def neighbours(
     features: Tensor,
     labels: Tensor,
@@ -170,30 +162,28 @@ def neighbours(
     others: Tensor,
     ks: Sequence[int] = KS,
     temperature: float = TEMPERATURE,
-) -> Neighbours:
-    """k-NN by cosine similarity, in the precision of the features.
+) -> dict[int, Tensor]:
+    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / temperature) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """
     _check(features, labels, classes)
     _check_features(others)
     if not ks or min(ks) < 1 or max(ks) > len(features):
-        raise ValueError(
-            f"k must be between 1 and the {len(features):,} training images, got {', '.join(map(str, ks)) or 'none'}"
-        )
+        given = ", ".join(map(str, ks)) or "none"
+        raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature:g}")
     bank = F.normalize(features, dim=1)
-    found = Neighbours(*({k: torch.empty(len(others), dtype=torch.long) for k in ks} for _ in range(2)))
+    found = {k: torch.empty(len(others), dtype=torch.long) for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 256 MB of float64 cosines at once
     for part in parts(len(others), size):
         cosines = F.normalize(others[part], dim=1) @ bank.T  # [M, N]
         values, positions = _find_nearest(cosines, max(ks))
-        votes, weights = labels[positions], (values / temperature - values[:, :1] / temperature).exp()
+        nearest, weights = labels[positions], ((values - values[:, :1]) / temperature).exp()
         for k in ks:
-            for kind, weight in ((found.majority, torch.ones_like(weights)), (found.weighted, weights)):
-                counts = torch.zeros(len(votes), classes, dtype=weights.dtype)
-                kind[k][part] = counts.scatter_add_(1, votes[:, :k], weight[:, :k]).argmax(1)
+            votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
+            found[k][part] = votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1)
     return found
 
 

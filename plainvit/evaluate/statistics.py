@@ -1,14 +1,12 @@
 """Confidence intervals and tests for accuracies: of one model, of two, and of two on the same images.
 
 wilson(970, 1000)                    95 % interval of a proportion (Wilson 1927)
-in_words(970, 1000, 0.1)             the same as a sentence, next to the accuracy of guessing
-sureness(0.7, 390, 1000)             mean confidence compared with accuracy
-newcombe(970, 1000, 955, 1000)       95 % interval of the difference of two proportions (Newcombe 1998, method 10)
 mcnemar(30, 12)                      exact p-value of McNemar's test
-student([0.8, 1.1, 0.2])             95 % interval of the mean of a few values, such as differences over seeds
+paired_bootstrap(30, 12, 1000)       95 % interval of the difference of two accuracies on the same images
+student_interval([0.8, 1.1, 0.2])    95 % interval of the mean of a few values, such as differences over seeds
 rank_correlation(a, b)               Spearman's
 
-The tests compare them with SciPy, with Newcombe's own example and with resampled images.
+The tests compare them with SciPy and with resampled images.
 """
 
 import math
@@ -49,20 +47,6 @@ def describe_confidence(confidence: float, right: int, images: int) -> str:
     if low <= confidence <= high:
         return f"{words}: no further apart than chance allows with {images:,} images"
     return f"{words}: {'too sure' if confidence > high else 'less sure than it could be'}"
-
-
-def newcombe(right_a: int, images_a: int, right_b: int, images_b: int) -> tuple[float, float]:
-    """95 % interval of the difference b - a of two proportions on different images, from their Wilson intervals."""
-    a, b = right_a / images_a, right_b / images_b
-    (low_a, high_a), (low_b, high_b) = wilson(right_a, images_a), wilson(right_b, images_b)
-    return (b - a - math.hypot(b - low_b, high_a - a), b - a + math.hypot(high_b - b, a - low_a))
-
-
-def two_proportions(right_a: int, images_a: int, right_b: int, images_b: int) -> float:
-    """Two-sided p-value of the z-test with pooled proportion."""
-    pooled = (right_a + right_b) / (images_a + images_b)
-    spread = math.sqrt(pooled * (1 - pooled) * (1 / images_a + 1 / images_b))
-    return math.erfc(abs(right_a / images_a - right_b / images_b) / spread / math.sqrt(2)) if spread else 1.0
 
 
 def mcnemar(only_a: int, only_b: int) -> float:

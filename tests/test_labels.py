@@ -1,0 +1,331 @@
+"""Which predictions are correct: class names in any order, and the protocols of ImageNet's variants."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import torch
+from pictures import encode, jpeg, noise, plant, plant_classes, png, real_data
+from torch import Tensor, nn
+
+import plainvit
+from plainvit.cli import main
+from plainvit.config import About, Preprocess
+from plainvit.data.decode import DataError
+from plainvit.data.known import SETS, real_labels
+from plainvit.data.sources import Source, open_source
+from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.labels import align, imagenet
+from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.timm_models import TimmConfig
+
+Capture = pytest.CaptureFixture[str]
+
+
+def save_model(path: Path, names: tuple[str, ...] = (), **settings: Any) -> Path:
+    """A small ViT on disk, with weights that give different predictions."""
+    model = tiny.vit(torch.float32, **{"image_size": (16, 16)} | settings)
+    model.about = About(class_names=names)
+    return plainvit.save(model, path)
+
+
+def fail(capsys: Capture, *words: str, code: int = 3) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    out, err = capsys.readouterr()
+    assert caught.value.code == code, err
+    assert out == ""
+    return err.splitlines()[-1]
+
+
+def evaluate_to(capsys: Capture, out: Path, *words: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The card and the rows of images.parquet."""
+    main(["evaluate", *words, "--out", str(out), "--device", "cpu", "--json"])
+    card = json.loads(capsys.readouterr().out)
+    return card, pq.read_table(out / "images.parquet").to_pydict()
+
+
+# ImageNet's variants --------------------------------------------------------------------------------------------------
+
+
+def info(name: str) -> list[str]:
+    """A list that timm ships."""
+    timm = pytest.importorskip("timm")
+    return (Path(timm.__file__).parent / "data" / "_info" / name).read_text(encoding="utf-8").splitlines()
+
+
+def test_the_classes_of_imagenet_and_its_subsets_equal_timms() -> None:
+    lists = imagenet()
+    assert lists["wnids"] == info("imagenet_synsets.txt")
+    assert lists["imagenet-a"] == [int(one) for one in info("imagenet_a_indices.txt")]
+    assert lists["imagenet-r"] == [int(one) for one in info("imagenet_r_indices.txt")]
+    assert len(lists["imagenet-a"]) == len(lists["imagenet-r"]) == 200
+    assert set(lists["sources"]) == set(lists) - {"sources"}
+
+
+def test_objectnet_has_113_objects_of_imagenet() -> None:
+    objects = imagenet()["objectnet"]
+    numbers = [number for several in objects.values() for number in several]
+    assert len(objects) == 113
+    assert len(numbers) == len(set(numbers)) == 125
+    words = dict(line.split("\t") for line in info("imagenet_synset_to_lemma.txt"))
+    meant = {name: [words[imagenet()["wnids"][one]].split(",")[0] for one in objects[name]] for name in objects}
+    named = [name for name in objects if set(name.replace("_", " ").split()) & set(" ".join(meant[name]).split())]
+    assert len(named) > 75  # most share a word with their class; of the others, those with several classes by hand:
+    assert meant["alarm_clock"] == ["analog clock", "digital clock"]
+    assert meant["chair"] == ["barber chair", "folding chair", "rocking chair"]
+    assert meant["still_camera"] == ["Polaroid camera", "reflex camera"]
+    assert meant["wheel"] == ["car wheel", "paddlewheel"]
+    assert meant["winter_glove"] == ["mitten"]
+    assert meant["full_sized_towel"] == ["bath towel"]
+    assert meant["drinking_cup"] == ["cup"]
+
+
+class Told(nn.Module):
+    """A model whose prediction is encoded in the pixel: red + 256 green."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.config = TimmConfig("told", classes, (1, 1), (0.0,), (1.0,))
+        self.about = About()
+
+    def forward(self, images: Tensor) -> Tensor:
+        guess = images[:, 0, 0, 0].long() + 256 * images[:, 1, 0, 0].long()
+        runner_up = (guess + 7) % self.config.classes
+        logits = torch.zeros(len(images), self.config.classes)
+        logits.scatter_(1, guess.unsqueeze(1), 3.0)
+        return logits.scatter_(1, runner_up.unsqueeze(1), 2.0)
+
+
+class Pixels(Source):
+    """Images of one pixel, whatever their names."""
+
+    def __init__(self, guesses: np.ndarray, names: list[str], labels: np.ndarray, classes: tuple[str, ...]) -> None:
+        self.guesses, self.names, self.labels, self.classes = guesses, names, labels.astype(np.int32), classes
+        self.spec, self.split = "imagenet-real", "val"
+
+    def read(self, index: int) -> np.ndarray:
+        guess = int(self.guesses[index])
+        return np.array([[[guess % 256, guess // 256, 0]]], np.uint8)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+
+def test_real_equals_a_direct_count_on_all_50_000_lists() -> None:
+    root = real_data()
+    lists = json.loads((root / "imagenet-real" / "real.json").read_text())
+    rng = np.random.default_rng(0)
+    order = rng.permutation(50_000)  # the files of class folders are not in the official order
+    guesses = np.array([one[0] if one and rng.random() < 0.7 else rng.integers(1000) for one in lists])
+    names = [f"n01440764/ILSVRC2012_val_{number + 1:08d}.JPEG" for number in order]
+    source = Pixels(guesses[order], names, rng.integers(0, 1000, 50_000), tuple(imagenet()["wnids"]))
+    labels = align(source, 1000, data_root=root)
+    result = classify(
+        Predictor(Told(1000), device="cpu"), Prepared(labels.source, (1, 1), Preprocess(), batch=4096), labels
+    )
+    right = [guess in answers for guess, answers in zip(guesses, lists, strict=True) if answers]
+    assert len(result.labels) == len(right) == 46_837
+    assert int(result.right.sum()) == sum(right)
+    assert labels.left_out == 50_000 - 46_837
+    # The probability of the right answers is the sum of theirs
+    total = np.exp(3) + np.exp(2) + 998
+    place = int(result.index[0])
+    answers = set(lists[order[int(labels.source.indices[place])]])  # pyright: ignore[reportAttributeAccessIssue]
+    given = {int(result.guesses[0, 0]): np.exp(3), (int(result.guesses[0, 0]) + 7) % 1000: np.exp(2)}
+    share = sum(given.get(one, 1.0) for one in answers) / total
+    assert result.nll[0] == pytest.approx(-np.log(share), rel=1e-9)
+
+
+def empty_folders(root: Path, names: list[str]) -> Path:
+    for name in names:
+        (root / name).mkdir(parents=True)
+    return root
+
+
+def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture) -> None:
+    lists = [[one % 1000] for one in range(50_000)]
+    lists[1], lists[2] = [], [5, 6, 7]
+    plant(tmp_path, {"imagenet-real/real.json": json.dumps(lists).encode()})
+    folder = empty_folders(tmp_path / "imagenet" / "val", imagenet()["wnids"])
+    numbers = {0: "n01440764", 1: "n01440764", 2: "n15075141", 3: "n07860988"}
+    images = {number: jpeg(number) for number in numbers}
+    plant(folder, {f"{wnid}/ILSVRC2012_val_{at + 1:08d}.JPEG": images[at] for at, wnid in numbers.items()})
+    model = save_model(tmp_path / "model.safetensors", classes=1000)
+    words = (str(model), "--data", "imagenet-real", "--data-root", str(tmp_path))
+    card, rows = evaluate_to(capsys, tmp_path / "out", *words)
+    predictor = Predictor(model, device="cpu")
+    guesses = {at: int(predictor.logits(predictor.stack([data])).argmax()) for at, data in images.items()}
+    expected = [guesses[at] in lists[at] for at in numbers if lists[at]]
+    assert card["images"] == 3
+    assert card["data"]["left_out"] == 1
+    assert card["data"]["split"] == "val"
+    assert set(card["metrics"]) == {"top1", "top5", "nll", "ece"}  # of several labels none is a row of its own
+    assert card["counts"]["top1"] == sum(expected)
+    by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["guess"], strict=True)}
+    assert by_number == {at: guesses[at] for at in numbers if lists[at]}
+    (tmp_path / "imagenet-real" / "real.json").unlink()
+    assert "real.json" in fail(capsys, "evaluate", *words)
+
+
+def test_real_needs_the_official_names(tmp_path: Path) -> None:
+    plant(tmp_path, {"imagenet-real/real.json": json.dumps([[0]] * 50_000).encode()})
+    assert len(real_labels(tmp_path)) == 50_000
+    for name in ("val-00.parquet#0", "a/ILSVRC2012_val_00000000.JPEG", "a/ILSVRC2012_val_00050001.JPEG"):
+        source = Pixels(np.zeros(1), [name], np.zeros(1), tuple(imagenet()["wnids"]))
+        with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
+            align(source, 1000, data_root=tmp_path)
+    source = Pixels(np.zeros(1), ["a/ILSVRC2012_val_00050000.JPEG"], np.zeros(1), source.classes)
+    assert align(source, 1000, data_root=tmp_path).right.tolist() == [[0]]
+    source = Pixels(np.zeros(2), ["a/ILSVRC2012_val_00000007.JPEG"] * 2, np.zeros(2), source.classes)
+    with pytest.raises(DataError, match="same number"):
+        align(source, 1000, data_root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "folders", "words"),
+    [
+        ("imagenet-a", ("n01498041", "cat"), "'cat'"),
+        ("imagenet-sketch", ("0",), "'0'"),
+        ("imagenet-a", ("n01498041",), "200 classes"),
+        ("objectnet", ("chair",), "objectnet has no folder"),
+    ],
+)
+def test_wrong_folders_of_a_known_dataset_are_a_data_error(
+    spec: str, folders: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    source = Pixels(np.zeros(1), ["a.jpg"], np.zeros(1), folders)
+    source.spec = spec
+    with pytest.raises(DataError, match=words):
+        align(source, 1000, data_root=tmp_path)
+
+
+FOLDERS = {  # known set -> three of its folders and their classes in ImageNet, and how many folders it has
+    "imagenet-v2": ({"0": 0, "10": 10, "999": 999}, [str(one) for one in range(1000)]),
+    "imagenet-sketch": ({"n01440764": 0, "n01443537": 1, "n15075141": 999}, None),
+    "imagenet-a": ({"n01498041": 6, "n02119022": 277, "n12267677": 988}, "imagenet_a_synsets.txt"),
+    "imagenet-r": ({"n01443537": 1, "n02119022": 277, "n12267677": 988}, "imagenet_r_synsets.txt"),
+}
+
+
+@pytest.mark.parametrize("name", tiny.mostly_slow(FOLDERS, 4))
+def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path: Path, capsys: Capture) -> None:
+    chosen, listed = FOLDERS[name]
+    every = listed if isinstance(listed, list) else info(listed or "imagenet_synsets.txt")
+    folder = empty_folders(tmp_path / name, every)
+    plant(folder, {f"{one}/{at}.png": png(13 * label + at) for one, label in chosen.items() for at in range(4)})
+    model = save_model(tmp_path / "model.safetensors", classes=1000)
+    card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", name, "--data-root", str(tmp_path))
+    predictor = Predictor(model, device="cpu")
+    wnids = info("imagenet_synsets.txt")
+    allowed = [int(one) if one.isdecimal() else wnids.index(one) for one in every]  # columns, in the folders' order
+    right = []
+    for one, guess in zip(rows["name"], rows["guess"], strict=True):
+        logits = predictor.logits(predictor.stack([folder / one]))[0]
+        best = max(allowed, key=lambda at: float(logits[at]))
+        assert best == (guess if name == "imagenet-v2" else wnids.index(sorted(every)[guess]))
+        right.append(best == chosen[one.split("/")[0]])
+    assert card["images"] == 12
+    assert card["counts"]["top1"] == sum(right)
+    assert card["data"]["classes"] == SETS[name].classes == len(every)
+    assert (name in card["data"]["rule"]) == (len(every) == 200)
+
+
+def test_objectnet_accepts_any_class_of_the_object(tmp_path: Path, capsys: Capture) -> None:
+    others = [f"thing_{number}" for number in range(200)]
+    folder = empty_folders(tmp_path / "objectnet" / "images", [*imagenet()["objectnet"], *others])
+    model = save_model(tmp_path / "model.safetensors", classes=1000)
+    predictor = Predictor(model, device="cpu")
+    inner = noise(12, 12, 3)
+    guess = int(predictor.logits(predictor.stack([inner])).argmax())
+    framed = np.zeros((16, 16, 3), np.uint8)  # the border must be cut off before the image is resized
+    framed[..., 0], framed[2:-2, 2:-2] = 255, inner
+    plant(folder, {f"{one}/a.png": encode(framed) for one in ("alarm_clock", "wok", "thing_3")})
+    card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", "objectnet", "--data-root", str(tmp_path))
+    assert rows["guess"] == [guess, guess]
+    assert card["images"] == 2
+    assert card["data"]["left_out"] == 1
+    assert card["data"]["classes"] == 313
+    meant = {"alarm_clock": (409, 530), "wok": (909,)}
+    assert card["counts"]["top1"] == sum(guess in several for several in meant.values())
+    source = open_source("objectnet", "test", data_root=tmp_path)
+    told = Predictor(Told(1000), device="cpu")
+    labels = align(source, 1000)
+    assert sorted(map(tuple, labels.right.tolist())) == [(409, 530), (909, -1)]
+    planted = Pixels(np.array([530, 530]), ["a", "b"], labels.source.labels, labels.source.classes)
+    result = classify(told, Prepared(planted, (1, 1), Preprocess()), labels)
+    assert sorted(result.right.tolist()) == [False, True]
+
+
+def test_subsets_of_imagenet_need_a_model_of_its_classes(tmp_path: Path, capsys: Capture) -> None:
+    plant_classes(tmp_path / "imagenet-a", dict.fromkeys(info("imagenet_a_synsets.txt")[:3], 1))
+    empty_folders(tmp_path / "imagenet-a", info("imagenet_a_synsets.txt")[3:])
+    model = save_model(tmp_path / "model.safetensors", classes=10)
+    words = ("evaluate", str(model), "--data", "imagenet-a", "--data-root", str(tmp_path))
+    assert "1,000 classes" in fail(capsys, *words)
+
+
+# Classes by name ------------------------------------------------------------------------------------------------------
+
+
+def test_classes_in_another_order_are_matched_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ("ant", "bee", "cat", "dog", "elk")
+    folder = plant_classes(tmp_path / "photos" / "test", dict.fromkeys(names, 5)).parent
+    source = open_source(str(folder), "test")
+    shuffled = ("dog", "ant", "elk", "cat", "bee")
+    model = Predictor(save_model(tmp_path / "model.safetensors", shuffled, classes=5), device="cpu")
+    with caplog.at_level(logging.WARNING):
+        labels = align(source, 5, model.class_names)
+    assert "another order" in caplog.text
+    result = classify(model, Prepared(source, model.size, model.preprocess), labels)
+    guesses = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
+    said = [source.classes[one] for one in result.guesses[:, 0]]
+    assert said == [shuffled[guess] for guess in guesses]
+    assert len(set(said)) > 1
+    assert result.right.tolist() == [
+        shuffled[one] == names[label] for one, label in zip(guesses, source.labels, strict=True)
+    ]
+
+
+def test_other_names_are_matched_by_order_and_moved_ones_are_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = plant_classes(tmp_path / "photos" / "test", {"ant": 1, "bee": 1, "cat": 1}).parent
+    source = open_source(str(folder), "test")
+    with caplog.at_level(logging.WARNING):
+        assert align(source, 3, ("un", "deux", "trois")).columns is None
+    assert caplog.text.count("class names differ") == 1
+    with pytest.raises(DataError, match="'bee'"):
+        align(source, 3, ("bee", "cat", "dog"))
+    assert align(source, 3, ()).columns is None
+
+
+def test_numbered_folders_are_matched_by_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model without class names goes by number; one with names by name, in whatever order it learned them."""
+    counts = dict.fromkeys(map(str, range(12)), 0) | {"2": 1, "10": 1}
+    for name in counts:
+        (tmp_path / "photos" / name).mkdir(parents=True)
+    plant_classes(tmp_path / "photos", {"2": 1, "10": 1})
+    source = open_source(str(tmp_path / "photos"))
+    assert source.labels.tolist() == [2, 10]
+    with caplog.at_level(logging.WARNING):
+        assert align(source, 12, ()).columns is None
+    assert len(caplog.records) == 1
+    as_text = tuple(sorted(source.classes))  # as torchvision's ImageFolder orders them
+    columns = align(source, 12, as_text).columns
+    assert columns is not None
+    assert [as_text[at] for at in columns] == list(source.classes)
+
+
+def test_a_model_without_names_warns_of_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = open_source(str(plant_classes(tmp_path, {"ant": 1, "bee": 1})))
+    with caplog.at_level(logging.WARNING):
+        align(source, 2, ())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(DataError):
+        align(source, 1000, ())
