@@ -66,9 +66,9 @@ class Train:
 class Finetune(Train):
     """Fine-tune pretrained weights on your images.
 
-    For example: plainvit finetune --init WEIGHTS --data photos/. The head is replaced by zeros and the position
-    embedding is resampled to --image-size. The default recipe is `finetune`; the paper's are ft-cifar10, ft-pets and
-    others. Every setting is a flag.
+    For example: plainvit finetune --init WEIGHTS --data photos/. First a linear head is fitted to frozen features, a
+    usable model within a minute or so; then all layers are trained from there, and the better model is kept. The
+    default recipe is `finetune`; the paper's, which start from a head of zeros, are ft-cifar10, ft-pets and others.
     """
 
 
@@ -113,6 +113,7 @@ def _train(command: Train) -> Processes | None:
         raise ValueError(f"--restarts must be at least 0, got {command.restarts}")
     if command.devices > 1 and "RANK" not in os.environ:
         return Processes(command.devices, command.restarts, command.config.device)
+    from plainvit.train.finalize import describe_choice
     from plainvit.train.run import fit
 
     run = fit(command.config, command.out, force=command.force, search=command.search, quiet=command.json)
@@ -121,7 +122,7 @@ def _train(command: Train) -> Processes | None:
     if command.json:
         print_result({"folder": str(run.folder), **_drop_confusion(run.numbers)}, None)
         return None
-    for line in describe_results(run.numbers):
+    for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
         print(line)
     print(f"report: {run.folder / 'report.html'}")
     return None

@@ -25,7 +25,7 @@ def published_model(config: Config) -> Model | None:
     model = parse_name(config.init)
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
-    return model.replace(classes=0) if config.head == "zero" else model
+    return model if config.head == "keep" else model.replace(classes=0)
 
 
 def parse_name(name: str) -> Model:
