@@ -174,7 +174,8 @@ class Config(Checked):
     model: ViTConfig | ResNetConfig | None = None  # Model to train; None: the model of init
     init: str = ""  # Weights to start from: file, run folder, hf:org/name or name from `plainvit weights`
     image_size: int = 0  # Height and width of the training images in pixels; 0: the model's own
-    head: Literal["zero", "keep"] = "zero"  # Head of init: replace it by zeros (as in the paper), or keep it
+    #: Head of init: replace it by zeros (as in the paper) or by a linear classifier of its features, or keep it
+    head: Literal["zero", "linear", "keep"] = "zero"
     data: str = ""  # Training data: folder, list, shards, hf:org/dataset, known dataset, digits or shapes
     data_root: str = ""  # Folder with the known datasets, each in a folder of its name
     exclude: str = ""  # File with images to leave out, as `plainvit data check --save` writes it

@@ -13,11 +13,12 @@ import torch
 
 from plainvit.config import Config, Optim
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.train import loop, setup
+from plainvit.train import loop
 from plainvit.train.graphs import Graph
 from plainvit.train.optim import Optimizers
 from plainvit.train.run import fit
 from plainvit.train.state import Training
+from plainvit.train.step import Gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,13 +73,13 @@ def test_the_steps_that_hours_time_are_captured_in_training_mode(
 ) -> None:
     """The graph of the timing is the one that the run replays: dropout and stochastic depth are in it."""
     modes: list[bool] = []
-    original = setup.compute_gradients
+    original = Gradients.__call__
 
-    def recorded(run: Training, *rest: Any) -> torch.Tensor:
-        modes.append(all(module.training for module in run.objective.modules()))
-        return original(run, *rest)
+    def recorded(gradients: Gradients, *rest: Any, **named: Any) -> torch.Tensor:
+        modes.append(all(module.training for module in gradients.forward.modules()))
+        return original(gradients, *rest, **named)
 
-    monkeypatch.setattr(setup, "compute_gradients", recorded)
+    monkeypatch.setattr(Gradients, "__call__", recorded)
     fit(on_gpu("adamw", hours=1.0), tmp_path / "hours", quiet=True)
     assert modes
     assert all(modes)

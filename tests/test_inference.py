@@ -308,12 +308,12 @@ def test_evaluating_hidden_patches_restores_the_mode_if_it_raises(masked_run: An
     run = masked_run
     before = mixed_modes(run.objective)
     evaluate_masked(run.objective, run.validation, run.cast)
-    validate_masked(run, run.validation)
+    validate_masked(run.objective, run.validation, run.cast, run.folder, 0)
     assert modes(run.objective) == before
     plant_failure(run.objective.model.norm)
     for use in (
         lambda: evaluate_masked(run.objective, run.validation, run.cast),
-        lambda: draw_predictions(run, run.objective, run.validation),
+        lambda: draw_predictions(run.objective, run.validation, run.cast, run.folder.path, 0),
     ):
         with pytest.raises(Planted):
             use()

@@ -436,13 +436,13 @@ def test_figure_of_a_perfect_prediction_is_the_image() -> None:
     images, places = photos(3), torch.tensor([[0, 7], [1, 2], [14, 3]])
     for masked in (PIXELS, PIXELS.replace(normalise=True)):
         made = objective("mae", masked, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-        painted = made.painted(made.pixels(images, places), images, places)
+        painted = made.to_pixels(made.pixels(images, places), images, places)
         wanted = patchify(images.double() / 255, (8, 8)).gather(1, places.unsqueeze(2).expand(-1, -1, 192))
         assert (painted - wanted).abs().max() < 1e-6
     for target, cells in (("colour", 1), ("colours16", 4)):
         made = objective("masked", Masked(target=target))
         answers = torch.nn.functional.one_hot(made.colours(images, places), 512).flatten(2).float()
-        painted = made.painted(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
+        painted = made.to_pixels(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
         mean = (images.double() / 255).view(3, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(3, 15, 3, 8, 8)
         mean = torch.stack([one[rows] for one, rows in zip(mean, places, strict=True)]).view_as(painted)
         assert (painted.mean((4, 6)) - mean.mean((4, 6))).abs().max() <= 16.5 / 255
@@ -452,7 +452,7 @@ def test_colours_are_drawn_as_the_middle_of_their_range() -> None:
     """Photos have few of the 512."""
     every = torch.arange(512).view(1, 512)
     answers = torch.nn.functional.one_hot(every, 512).float()
-    painted = objective("masked", Masked(target="colour")).painted(answers, photos(2), every).view(512, 3, 8, 8)
+    painted = objective("masked", Masked(target="colour")).to_pixels(answers, photos(2), every).view(512, 3, 8, 8)
     wanted = (np.stack(np.unravel_index(np.arange(512), (8, 8, 8)), 1) + 0.5) * 32 / 255
     assert np.abs(painted.numpy() - wanted[:, :, None, None]).max() < 1e-6
 

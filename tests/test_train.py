@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,15 +32,14 @@ from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train import loop
-from plainvit.train.doctor import _of_optim
+from plainvit.train.doctor import check_optim
 from plainvit.train.finalize import find_better_step
-from plainvit.train.graphs import WARM
 from plainvit.train.loop import train
 from plainvit.train.run import fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.setup import build_objective, build_training
-from plainvit.train.state import Progress, Training
-from plainvit.train.step import PendingStep
+from plainvit.train.state import Progress
+from plainvit.train.time_budget import TIMED_STEPS
 from plainvit.train.transfer import load_teacher, resolve
 from plainvit.weights.published import TO_START
 
@@ -133,7 +131,7 @@ def first_losses(name: str, folder: Path) -> list[float]:
         plainvit.save(
             plainvit.create("ViT-Ti/4", 3, 16, width=16, depth=2, heads=2, mlp_dim=32, seed=0), folder / "w.safetensors"
         )
-        settings = {"init": str(folder / "w.safetensors"), "data": SHAPES}
+        settings = {"init": str(folder / "w.safetensors"), "data": SHAPES, "head": "zero"}
     elif name != "digits":
         assert isinstance(config.model, ViTConfig)
         model = config.model.replace(width=32, depth=2, heads=2, mlp_dim=64)
@@ -325,16 +323,6 @@ def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path)
     assert "val" not in done.numbers
 
 
-def test_hours_shorten_the_run_and_its_schedule(tmp_path: Path) -> None:
-    config = tiny(steps=10_000_000, hours=1 / 3600, optim=Optim(warmup=1_000_000), holdout=0.0)
-    fit(config, tmp_path, quiet=True)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert 1 <= stored["steps"] < 5000
-    assert stored["optim"]["warmup"] == pytest.approx(stored["steps"] / 10)
-    assert len(losses(tmp_path)) == json.loads((tmp_path / "status.json").read_text())["steps"] <= stored["steps"]
-    fit(config, tmp_path, quiet=True)  # the same command: the length that was found stays
-
-
 @pytest.mark.parametrize("objective", ["classify", "masked"])
 def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: Any
@@ -350,7 +338,7 @@ def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
     monkeypatch.setattr(ViT, "prepend_tokens", recorded)
     model = TINY.replace(dropout=0.1, stochastic_depth=0.3)
     fit(tiny(model=model, hours=1.0, objective=objective), tmp_path, quiet=True)
-    assert sum(learns for learns, _ in modes) == WARM + 6 + 6
+    assert sum(learns for learns, _ in modes) == 1 + TIMED_STEPS + 6
     assert {modes_of for learns, modes_of in modes if learns} == {frozenset({True})}
     assert {modes_of for learns, modes_of in modes if not learns} == {frozenset({False})}
 
@@ -363,27 +351,6 @@ def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
         run.objective.model.blocks[-1].eval()  # a part is enough
         with pytest.raises(AssertionError):
             loop.launch(run, run.objective.prepare(batch, 0))
-
-
-def test_hours_are_kept_where_the_machine_slows_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step was measured to take 10 ms, and takes 40: the time is kept, the rate still ends near 0."""
-    made = loop.launch
-
-    def slow(run: Training, tensors: tuple[torch.Tensor, ...]) -> PendingStep:
-        time.sleep(0.04)
-        return made(run, tensors)
-
-    monkeypatch.setattr(loop, "launch", slow)
-    monkeypatch.setattr("plainvit.train.time_budget.time_step", lambda _: 0.01)
-    monkeypatch.setattr("plainvit.train.time_budget.time_evaluation", lambda _: 0.0)
-    config = tiny(steps=1000, hours=2 / 3600, holdout=0.0, evaluations=20)
-    run = fit(config, tmp_path, quiet=True, bare=True).folder
-    seconds = json.loads((run / "environment.json").read_text())["seconds"]
-    lines = [line for line in metrics(run) if "lr" in line]
-    assert json.loads((run / "config.json").read_text())["steps"] == 190
-    assert len(lines) <= 50
-    assert seconds < 4  # 190 steps would take 8
-    assert lines[-1]["lr"] < 0.02 * max(line["lr"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +440,7 @@ def test_a_teacher_of_classes_in_another_order_is_refused(tmp_path: Path) -> Non
     teacher = build(TINY.replace(classes=3))
     teacher.about = About(class_names=("triangle", "square", "circle"))
     plainvit.save(teacher, tmp_path / "t.safetensors")
-    with pytest.raises(DataError, match=r"the teacher .* calls a class 'triangle' that shapes.* calls 'circle'"):
+    with pytest.raises(DataError, match="triangle"):
         fit(tiny(teacher=str(tmp_path / "t.safetensors")), tmp_path / "run", quiet=True)
 
 
@@ -484,7 +451,7 @@ def test_a_teacher_with_other_words_for_the_classes_is_taken_with_a_warning(
     teacher.about = About(class_names=("disc", "square", "triangle"))
     plainvit.save(teacher, tmp_path / "t.safetensors")
     load_teacher(tiny(teacher=str(tmp_path / "t.safetensors")), ("circle", "square", "triangle"))
-    assert "calls a class 'disc'" in caplog.text
+    assert "has the class 'disc'" in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{}, {"patience": 2}, {"ema": 0.0}], ids=str)
@@ -599,4 +566,4 @@ def test_the_digits_are_known_by_their_name_alone(
     assert [risk.split()[-1] for risk, _ in find_data_problems(config, open_splits(config))] == (
         [] if known else ["alone"]
     )
-    assert any("mirrored" in risk for risk, _ in _of_optim(config)) == known
+    assert any("mirrored" in risk for risk, _ in check_optim(config)) == known

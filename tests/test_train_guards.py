@@ -27,10 +27,11 @@ from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
-from plainvit.train import loop, setup
+from plainvit.train import loop
+from plainvit.train import run as run_module
 from plainvit.train.guards import (
+    DeviceMemoryError,
     DivergedError,
-    MemoryShortError,
     choose_micro_batch,
     largest_micro_batch,
     out_of_memory_error,
@@ -88,11 +89,9 @@ NAME = "model.blocks.0.mlp.fc2.weight"
 
 def spoil_gradients(monkeypatch: pytest.MonkeyPatch, value: float, at: set[int], name: str = NAME) -> None:
     """One number of one gradient becomes `value` at some steps, on its way from the loss."""
-    attach_step = setup.attach_step
+    train = run_module.train
 
-    def attach_spoilt(run: Training, uses_graphs: bool) -> None:
-        attach_step(run, uses_graphs)
-
+    def train_spoilt(run: Training, *rest: Any) -> None:
         def spoil(gradient: Tensor) -> Tensor:
             gradient = gradient.clone()
             if run.progress.step + 1 in at:
@@ -100,8 +99,9 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, value: float, at: set[int],
             return gradient
 
         dict(run.objective.named_parameters())[name].register_hook(spoil)
+        train(run, *rest)
 
-    monkeypatch.setattr(setup, "attach_step", attach_spoilt)
+    monkeypatch.setattr(run_module, "train", train_spoilt)
 
 
 def watch_states(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[dict[str, str], dict[str, str]]]:
@@ -303,7 +303,7 @@ def test_replay_of_what_is_not_kept_is_refused(tmp_path: Path, capsys: Capture) 
     fit(runs.config(), tmp_path / "run", quiet=True)
     assert "captured" in failed("replay", tmp_path / "run", code=2, capsys=capsys)
     line = failed("replay", tmp_path / "run", "--step", 2, code=2, capsys=capsys)
-    assert "no step 2" in line
+    assert "--step 2" in line
     assert "13" in line
     assert "no run folder" in failed("replay", tmp_path / "absent", code=2, capsys=capsys)
     assert not (tmp_path / "absent").exists()
@@ -816,7 +816,7 @@ def choose_as_one_of_two(rank: int, store: Path, most: int, fsdp: bool) -> None:
     run = device_run(most, tried, World(rank, 2, "cpu"), fsdp=fsdp)
     try:
         chosen = choose_micro_batch(run, (OnDevice(64),))  # pyright: ignore
-    except MemoryShortError as error:
+    except DeviceMemoryError as error:
         chosen = 0 if error.agreed else None
     print(json.dumps([chosen, tried]))
     torch.distributed.destroy_process_group()

@@ -51,8 +51,9 @@ def train(recipe: str = "", /, *, settings: Settings, flags: RunFlags) -> Proces
 def finetune(recipe: str = "finetune", /, *, settings: Settings, flags: RunFlags) -> Processes | None:
     """Fine-tune pretrained weights on your images.
 
-    For example: plainvit finetune --init WEIGHTS --data photos/. The head is replaced by zeros and the position
-    embedding is resampled to --image-size. Every setting of the recipe is a flag.
+    For example: plainvit finetune --init WEIGHTS --data photos/. First a linear head is fitted to frozen features, a
+    usable model within a minute or so; then all layers are trained from there, and the better model is kept. The
+    paper's recipes (ft-cifar10, ft-pets and others) start from a head of zeros.
 
     Args:
         recipe: Name from `plainvit recipes 'ft-*'`, such as ft-pets; default: the recipe finetune
@@ -67,6 +68,7 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     config = configure_run(command, recipe, settings, quiet=flags.json)
     if flags.devices > 1 and "RANK" not in os.environ:
         return Processes(flags.devices, flags.restarts, config.device)
+    from plainvit.train.finalize import describe_choice
     from plainvit.train.run import fit
 
     run = fit(config, flags.out, force=flags.force, search=flags.search, quiet=flags.json)
@@ -75,7 +77,7 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if flags.json:
         print_result({"folder": str(run.folder), **_drop_confusion(run.numbers)}, None)
         return None
-    for line in describe_results(run.numbers):
+    for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
         print(line)
     print(f"report: {run.folder / 'report.html'}")
     return None

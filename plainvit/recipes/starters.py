@@ -130,6 +130,7 @@ def finetune() -> Config:
     Cost: 20 epochs, at least 200 steps: minutes on a GPU; --hours 1 limits it to an hour on any machine
     """
     return Config(
+        head="linear",
         holdout=0.15,
         batch=64,
         optim=Optim(lr=3e-4, warmup=0.1, weight_decay=0.05, layer_decay=0.75, grid=(1e-4, 3e-4, 1e-3)),

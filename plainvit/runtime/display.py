@@ -1,10 +1,12 @@
 """Progress of a long job: a live bar in a terminal, a plain line every ten seconds elsewhere."""
 
+import contextlib
 import errno
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Self, cast
 
 from rich.console import Console
@@ -41,12 +43,37 @@ class StandardError:
         return getattr(self._file, name)
 
 
+def open_console(quiet: bool) -> Console:
+    file = cast(IO[str], StandardError())
+    return Console(file=file, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def tell(words: str, *, quiet: bool = False) -> None:
+    """Prints one line."""
+    open_console(quiet).print(visible(words))
+
+
+@contextlib.contextmanager
+def show_activity(title: str, *, quiet: bool = False) -> Iterator[None]:
+    """Shows that work of unknown length goes on: a spinner in a terminal, elsewhere a line after a second."""
+    console = open_console(quiet)
+    if console.is_terminal and not quiet:
+        with console.status(visible(title)):
+            yield
+        return
+    timer = threading.Timer(1.0, lambda: console.print(visible(f"{title} ...")))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Display:
     """Progress of one job; `tell` prints a permanent line above the bar."""
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
-        file = cast(IO[str], StandardError())
-        self.console = Console(file=file, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.console = open_console(quiet)
         self.title, self.total, self.done = visible(title), total, done
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ def shard(model: "ViT | ResNet", world: World) -> None:
     for unit in model.body.stages if hasattr(model, "body") else model.blocks:  # pyright: ignore
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "features")  # gathers the weights as `forward` does
 
 
 def replicate(objective: nn.Module, world: World) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What this machine is and has, and what may go wrong with a configuration, each with its mending.
+"""Check this machine and a configuration for known problems, each with its fix.
 
 plainvit doctor          plainvit doctor digits --model.patch 8 8
 """
@@ -25,38 +25,46 @@ from plainvit.recipes import list_recipes, recipe
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import resolve, starting_model
 
-PARTS = ("torch", "torchvision", "numpy", "pillow", "simplejpeg", "pyarrow", "safetensors", "huggingface_hub", "rich")
-WAITING = {"sleep": "leave their cores to other work", "spin": "keep their cores, which is fastest on free ones"}
+REQUIRED = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "pillow",
+    "simplejpeg",
+    "pyarrow",
+    "safetensors",
+    "huggingface_hub",
+    "rich",
+)
 EXTRAS = ("timm", "transformers", "tensorboard", "wandb", "onnx", "ray")
+WAITING = {"sleep": "leave their cores to other work", "spin": "keep their cores, which is fastest on free ones"}
+FEW_TOKENS, MANY_TOKENS = 16, 2500
+Problem = tuple[str, str]  # (what may go wrong, how to fix it)
 
 
 def examine(config: Config | None = None, devices: int = 1) -> dict[str, Any]:
-    """Everything as JSON: versions, devices, attention, quirks; with a config, its risks in so many processes."""
+    """Versions, devices and attention as JSON values; with a config, its problems when run in so many processes."""
     device.choose_attention_backend()
     report: dict[str, Any] = {
-        "versions": {"plainvit": __version__, "python": platform.python_version(), **_versions(PARTS)},
-        "extras": {name: version for name, version in _versions(EXTRAS).items() if version},
-        "machine": _machine(),
-        "attention": _attention(),
+        "versions": {"plainvit": __version__, "python": platform.python_version(), **read_versions(REQUIRED)},
+        "extras": {name: version for name, version in read_versions(EXTRAS).items() if version},
+        "machine": describe_machine(),
+        "attention": list_attention_kernels(),
         "risks": [],
     }
     if config:
         report["config"] = config.recipe
-        report["risks"] = [{"risk": risk, "mend": mend} for risk, mend in find_problems(config, devices)]
+        report["risks"] = [{"risk": problem, "fix": fix} for problem, fix in find_problems(config, devices)]
     return report
 
 
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+def read_versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Version of each package; "" if it is not installed."""
+    installed = {one.name.lower().replace("-", "_"): one.version for one in importlib.metadata.distributions()}
+    return {name: installed.get(name, "") for name in names}
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
@@ -66,13 +74,13 @@ def _machine() -> dict[str, Any]:
         "waiting": "sleep" if os.environ.get(device.WAIT_VARIABLE, "").lower() == "passive" else "spin",
         "memory_gib": round(memory, 1),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "bf16_on_cpu": "would kill the process: capped below AMX" if device.cpu_bf16_kills() else "safe",
+        "bf16_on_cpu": "would crash: limited to instructions below AMX" if device.cpu_bf16_kills() else "safe",
         "disk_free_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
     }
 
 
-def _attention() -> dict[str, bool]:
-    """Which of PyTorch's fused kernels may run on a GPU."""
+def list_attention_kernels() -> dict[str, bool]:
+    """Which of PyTorch's attention kernels are enabled on a GPU."""
     cuda = torch.backends.cuda
     return {
         "flash": cuda.flash_sdp_enabled(),
@@ -82,45 +90,44 @@ def _attention() -> dict[str, bool]:
     }
 
 
-def find_problems(config: Config, devices: int = 1) -> Iterator[tuple[str, str]]:
-    """(what may go wrong, how to mend it), from the config, and from data and weights where they can be opened."""
-    yield from _of_optim(config)
-    model, readable = config.model, True
+def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
+    """Problems of the config, and of its data and weights if they can be opened."""
+    yield from check_optim(config)
+    model, is_readable = config.model, True
     if config.init:
         try:
             implied, _ = starting_model(config)
             model = model or implied
-            yield from _of_weights(config, implied)
+            yield from check_weights(config, implied)
         except (ValueError, OSError) as error:
-            readable = False
+            is_readable = False
             yield f"the initial weights cannot be read: {error}", "give --init a file, a run folder or a published name"
     if isinstance(model, ViTConfig):
-        yield from _of_model(model, fixed=bool(config.init))
+        yield from check_tokens(model, has_weights=bool(config.init))
     try:
         choose_device(config.device)
+        yield from check_processes(config, devices)
     except ValueError as error:
-        yield str(error), "--device auto takes what is there"
-    else:
-        yield from _of_processes(config, devices)
+        yield str(error), "use --device auto"
     if not config.data:
-        yield "there is no data to train on", "--data FOLDER, or a known set's name with --data-root"
-    elif readable:
-        yield from _of_run(config)
+        yield "there is no data to train on", "--data FOLDER, or the name of a known dataset with --data-root"
+    elif is_readable:
+        yield from check_data(config)
 
 
-def _of_processes(config: Config, devices: int) -> Iterator[tuple[str, str]]:
-    """One process a GPU; without any, as many as are asked for."""
+def check_processes(config: Config, devices: int) -> Iterator[Problem]:
+    """One process per GPU; without a GPU, as many as are asked for."""
     try:
         choose_device(config.device, 0, devices)
     except ValueError as error:
         yield str(error), f"--devices {torch.cuda.device_count()}, or torchrun on several machines"
     if config.batch % devices:
-        words = f"a batch of {config.batch} cannot be shared equally by {devices} processes"
+        words = f"--batch {config.batch} is not divisible by the {devices} processes"
         yield words, f"--batch {math.ceil(config.batch / devices) * devices}"
 
 
-def _of_run(config: Config) -> Iterator[tuple[str, str]]:
-    """What `train` would refuse, and what the number of images says."""
+def check_data(config: Config) -> Iterator[Problem]:
+    """Errors that `train` would raise, and problems with the number of images."""
     try:
         splits = open_splits(config)
         resolved = resolve(config, splits)
@@ -132,68 +139,66 @@ def _of_run(config: Config) -> Iterator[tuple[str, str]]:
         return
     yield from find_data_problems(resolved, splits)
     if splits.val is None:
-        yield "nothing validates the run", "--holdout 0.1 keeps a tenth of the training images apart"
+        yield "no images are held out to validate the run", "--holdout 0.1 holds out a tenth of the training images"
 
 
-def _of_optim(config: Config) -> Iterator[tuple[str, str]]:
-    optim = config.optim
-    if optim.name in ("adamw", "lamb", "muon") and not optim.warmup and not config.init:
+def check_optim(config: Config) -> Iterator[Problem]:
+    optim, is_scratch = config.optim, not config.init
+    if optim.name in ("adamw", "lamb", "muon") and not optim.warmup and is_scratch:
         yield "a ViT trained from scratch without warm-up often diverges", "--optim.warmup 0.05"
     if optim.name == "sgd" and optim.weight_decay:
-        yield (
-            "SGD's decay is coupled: it goes through momentum, and is not the decay of the paper's Adam",
-            "--optim.weight-decay 0 (the paper's fine-tuning), or --optim.name adamw",
-        )
+        yield "the weight decay of SGD is L2 in the gradient, unlike Adam's in the paper", "--optim.weight-decay 0"
     if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
         yield (
-            f"weight_decay {optim.weight_decay:g} is multiplied by lr here: is it big_vision's, or a coupled one?",
-            f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if it is big_vision's",
+            f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect",
+            f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's",
         )
-    if optim.name == "sgd" and not config.init:
+    if optim.name == "sgd" and is_scratch:
         yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
-    if optim.clip == 0 and not config.init:
-        meant = config.recipe in list_recipes() and recipe(config.recipe).optim.clip == 0
-        also, where = (", as the recipe means it", ", if it diverges") if meant else ("", "")
-        yield f"gradients are not clipped{also}", f"--optim.clip 1{where}"
+    if optim.clip == 0 and is_scratch:
+        is_intended = config.recipe in list_recipes() and recipe(config.recipe).optim.clip == 0
+        yield f"gradients are not clipped{', as in the recipe' * is_intended}", "--optim.clip 1 if it diverges"
     if optim.lr > 5e-3 and optim.name == "adamw":
-        yield f"lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
+        yield f"--optim.lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
     if config.augment.flip and config.data.partition(":")[0] == "digits":
-        yield "mirrored digits are no digits", "--augment.flip 0"
+        yield "mirrored digits are not digits", "--augment.flip 0"
 
 
-def _of_model(model: ViTConfig, *, fixed: bool) -> Iterator[tuple[str, str]]:
-    """`fixed`: weights have the patch that they have."""
+def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
+    """Too few or too many tokens; weights fix the patch, so only the image size can change then."""
     tokens, (height, width) = model.grid[0] * model.grid[1], model.image_size
-    if tokens < 16:
-        times = math.ceil((16 / tokens) ** 0.5)
-        larger = (
-            f"--image-size {times * max(height, width)}"
-            if fixed
-            else (f"--model.image-size {times * height} {times * width}")
-        )
-        patch = tuple(max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size)
-        smaller = "" if fixed or model.stem else f"--model.patch {patch[0]} {patch[1]}, or larger images: "
+    if tokens < FEW_TOKENS:
+        factor = math.ceil((FEW_TOKENS / tokens) ** 0.5)
+        fix = f"--model.image-size {factor * height} {factor * width}"
+        if has_weights:
+            fix = f"--image-size {factor * max(height, width)}"
+        elif not model.stem:
+            patch = [max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size]
+            fix = f"--model.patch {patch[0]} {patch[1]}, or larger images: {fix}"
         words = f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"
-        yield words, f"{smaller}{larger}"
-    if tokens > 2500:
+        yield words, fix
+    if tokens > MANY_TOKENS:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
     if model.norm == "post" and model.depth > 6:
-        yield "post-norm of this depth is hard to train", "--model.norm pre"
+        yield "a post-norm model of this depth is hard to train", "--model.norm pre"
 
 
-def _of_weights(config: Config, implied: Any) -> Iterator[tuple[str, str]]:
+def check_weights(config: Config, implied: Any) -> Iterator[Problem]:
     model = config.model
     if model and (model.mean, model.std) != (implied.mean, implied.std):
         mean = " ".join(f"{value:g}" for value in implied.mean)
-        yield f"mean and std are not those of {config.init}", f"leave them out: the weights' own mean is {mean}"
+        yield (
+            f"--model.mean and --model.std are not those of {config.init}",
+            f"remove them: the weights have mean {mean}",
+        )
     if config.optim.name == "adamw" and config.optim.lr > 3e-4:
-        yield f"lr {config.optim.lr:g} may undo what the weights have learned", "--optim.lr 5e-5"
+        yield f"--optim.lr {config.optim.lr:g} may destroy pretrained features", "--optim.lr 5e-5"
     if isinstance(implied, ViTConfig) and config.head == "zero" and "head*" in config.optim.frozen:
-        yield "the new head is frozen, and all zeros", "leave head* out of --optim.frozen"
+        yield "the new head is all zeros and frozen", "remove head* from --optim.frozen, or use --head linear"
 
 
 def table(report: dict[str, Any]) -> RenderableType:
-    """For people."""
+    """The report for the terminal."""
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(style="bold")
     shown.add_column()
@@ -210,10 +215,9 @@ def table(report: dict[str, Any]) -> RenderableType:
         shown.add_row(title, words or "none")
     parts: list[RenderableType] = [shown]
     if "config" in report:
-        risky = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        risky.add_column("risk")
-        risky.add_column("mend it by", style="green")
+        problems = Table("problem", box=None, pad_edge=False, header_style="bold")
+        problems.add_column("fix", style="green")
         for one in report["risks"]:
-            risky.add_row(one["risk"], one["mend"])
-        parts += ["", risky if report["risks"] else f"{report['config']}: no risk was found"]
+            problems.add_row(one["risk"], one["fix"])
+        parts += ["", problems if report["risks"] else f"{report['config']}: no problem found"]
     return Group(*parts)

@@ -1,7 +1,11 @@
 """The end of a run: the final weights, the metrics of each split, the report."""
 
+import contextlib
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from plainvit.analyse.evaluation import choose_samples
 from plainvit.analyse.report import Sample, write_report
@@ -21,13 +25,25 @@ from plainvit.train.held_out import evaluate_masked
 from plainvit.train.masked import PredictPatches
 from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.state import Training, averaged_weights
-from plainvit.weights import save
+from plainvit.weights import load, save
 
 
-def finalize(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT | ResNet, dict[str, Any]]:
+@dataclass
+class First:
+    """The model with a linear head from which training started (first.py), and its results on held-out images."""
+
+    folder: Path
+    results: dict[str, Any]  # as in results.json, with seconds
+    FOLDER: ClassVar[str] = "first"
+    RESULTS: ClassVar[str] = "first.json"
+
+
+def finalize(
+    run: Training, splits: Splits, first: First | None = None, *, report: bool = True
+) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json, the card and report.html; doing it again gives the same result."""
-    model, first = choose_final_model(run), run.world.is_main
-    if first:
+    model, chosen = choose_model(run, first)
+    if run.world.is_main:
         save(model, run.folder.path / "model.safetensors")
     try:
         if isinstance(run.objective, PredictPatches):
@@ -36,16 +52,48 @@ def finalize(run: Training, splits: Splits, *, report: bool = True) -> tuple[ViT
             numbers, samples = evaluate_splits(run, model, splits)
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
-    numbers["chosen_on_val"] = bool(run.config.patience and run.progress.best_step)
-    numbers["skipped_steps"] = run.progress.skipped
+    was_best = bool(run.config.patience and run.progress.best_step)
+    numbers |= chosen | {"chosen_on_val": was_best or "final" in chosen, "skipped_steps": run.progress.skipped}
+    numbers |= {"steps": run.progress.step, "steps_asked": run.config.steps}
     numbers |= find_better_step(run, numbers)
     run.folder.write("results.json", numbers)
-    if first:  # one of an interruption must not be taken for the last
+    if run.world.is_main:  # the report of an interruption must not be mistaken for the final one
         (run.folder.path / "report.html").unlink(missing_ok=True)
-    if first and report:
-        write_report(run.folder.path, samples, state="done")
+        if report:
+            write_report(run.folder.path, samples, state="done")
     run.folder.write_status("done", run.progress.step, run.steps)
     return model, numbers
+
+
+def choose_model(run: Training, first: First | None) -> tuple[ViT | ResNet, dict[str, Any]]:
+    """The trained model, or the first model if that is at least as good on held-out images; and what is said of it."""
+    trained = choose_final_model(run)
+    if first is None:
+        return trained, {}
+    has_steps, top1 = run.progress.step > 0, first.results.get("top1")
+    compared: dict[str, Any] = {"first": {key: first.results.get(key) for key in ("top1", "images", "seconds")}}
+    if has_steps and run.validation:
+        with contextlib.suppress(NonFiniteError):
+            predictor = make_predictor(run.config, trained, run.world.device, run.folder.path)
+            compared["trained"] = {"top1": classify(predictor, run.validation).top1}
+            if top1 is None or compared["trained"]["top1"] > top1:
+                return trained, compared | {"final": "trained"}
+    elif has_steps:
+        return trained, compared
+    return load(first.folder).to(run.loader.device), compared | {"final": "first"}
+
+
+def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
+    """A line on which of the first and the trained model is the final one; nothing for other runs."""
+    first, trained = (numbers.get(name, {}).get("top1") for name in ("first", "trained"))
+    steps = f"{numbers.get('steps', 0):,} steps"
+    if "first" in numbers and "final" in numbers and not numbers["steps"]:
+        yield "final model: the first result, a linear head; there was no time to train further"
+    elif numbers.get("final") == "trained":
+        yield f"final model: trained for {steps}, {trained:.2%} of held-out images right; first result {first:.2%}"
+    elif "final" in numbers:
+        words = f"{trained:.2%}" if trained is not None else "a non-finite result"
+        yield f"final model: the first result, {first:.2%} of held-out images right; {steps} of training gave {words}"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +115,7 @@ def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple
     """Metrics of each split; a card and samples of the test images, or of the validation images without these."""
     numbers: dict[str, Any] = {}
     samples: list[Sample] = []
-    predictor = make_predictor(run, model)
+    predictor = make_predictor(run.config, model, run.world.device, run.folder.path)
     test = open_evaluation_set(run.config, splits.test, run.world) if splits.test else None
     for name, prepared in (("val", run.validation), ("test", test)):
         if not prepared:
@@ -81,11 +129,11 @@ def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple
     return numbers, samples
 
 
-def make_predictor(run: Training, model: ViT | ResNet) -> Predictor:
-    precision = "bf16" if run.config.precision == "fp8" else run.config.precision  # the model itself uses fp8
-    found = Predictor(model, device=run.world.device, precision=precision)
-    found.source = str(run.folder.path)
-    return found
+def make_predictor(config: Config, model: ViT | ResNet, device: str, folder: Path) -> Predictor:
+    precision = "bf16" if config.precision == "fp8" else config.precision  # the model itself uses fp8
+    predictor = Predictor(model, device=device, precision=precision)
+    predictor.source = str(folder)
+    return predictor
 
 
 def open_evaluation_set(config: Config, source: Source, world: World) -> Prepared:
@@ -98,11 +146,17 @@ def open_evaluation_set(config: Config, source: Source, world: World) -> Prepare
 
 def choose_final_model(run: Training) -> ViT | ResNet:
     """The last weights, or with --patience those of the best validation; averaged with --ema."""
-    best, trained = run.progress.best_step, run.objective.model
+    best = run.progress.best_step
     if run.config.patience and best is not None and best != run.progress.step:
         progress = run.progress
         run.restore(*run.checkpoints.read(best))
         run.progress = progress
+    return copy_model(run)
+
+
+def copy_model(run: Training) -> ViT | ResNet:
+    """The model as it is now, averaged with --ema, as a plain model: gathered, with LoRA merged, in eval mode."""
+    trained = run.objective.model
     model = build(trained.config).to(run.loader.device)
     if run.config.optim.lora and isinstance(model, ViT):
         add_lora(model, run.config.optim.lora, seed=0)

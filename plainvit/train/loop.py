@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     """Trains from the current step to the end; `run.progress` then says how it went."""
     progress, config = run.progress, run.config
-    evaluate_every = math.ceil(config.steps / config.evaluations)
     run.objective.train()
     with (
         run.checkpoints.settled(),
-        contextlib.closing(run.loader.batches(progress.step, run.steps)) as batches,
+        contextlib.closing(run.loader.batches(progress.step, config.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
         catch_signals() as run.signals,
         Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
@@ -48,12 +47,12 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
             display.advance(progress.step, describe_step(line))
             if progress.skipped > config.max_skipped_steps:
                 raise DivergedError(describe_divergence(run))
-            is_due = progress.step % evaluate_every == 0 or progress.step == run.steps
+            is_due = progress.step % math.ceil(run.steps / config.evaluations) == 0 or progress.step == run.steps
             if is_due and run.evaluate:
                 with watchdog.paused():
                     validate(run, display)
             if is_due and budget:
-                budget.shorten(display)
+                budget.replan(display)
             if is_due or stop_signal or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
                 run.folder.write_status("running", progress.step, run.steps)
@@ -72,7 +71,7 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
     config, number, started = run.config, run.progress.step, time.perf_counter()
     waited = prefetcher.fill()
     batch, tensors = prefetcher.next()
-    lr = learning_rate(config.optim, number, run.steps)
+    lr = learning_rate(config.optim, number, run.steps, config.steps)
     run.optimizers.set_rate(lr)
     if not run.progress.micro_batch:
         run.progress.micro_batch = choose_micro_batch(run, tensors)
@@ -108,7 +107,7 @@ def validate(run: "Training", display: Display) -> None:
     title = f"step {progress.step:{len(str(display.total))}}  validation"  # aligned
     try:
         with averaged_weights(run.objective.model, run.average):
-            metrics = run.evaluate()
+            metrics = run.evaluate(progress.step)
     except NonFiniteError as error:  # training continues, or diverges by its own guard
         progress.worse += 1
         run.record({"step": progress.step, "val": {"non_finite": error.images}})

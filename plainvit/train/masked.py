@@ -1,13 +1,13 @@
-"""Masked prediction: what is hidden, what is asked for, and how the answers look.
+"""Masked prediction: which patches are hidden, the targets, and figures of the predictions.
 
     plainvit train masked-cifar10             plainvit train mae-cifar10
-    plainvit finetune --init runs/RUN         what is delivered is a plain ViT without a head
+    plainvit finetune --init runs/RUN         the final model is a plain ViT without a head
 
 The paper (4.6, B.1.2) corrupts 50 % of the patch embeddings: 80 % of these become a learned mask embedding, 10 %
-another patch's, 10 % stay. It leaves open, and here: each image has exactly that share hidden, so that shapes are
-fixed, and what becomes of a hidden patch is drawn for each by itself, as in BERT; the other patch is one of the same
-image, so that the rest of a batch does not matter; a colour's 3 bits are the highest of the mean's 8.
-Masks follow from (seed, step, place in the batch), those of held-out images from the image alone.
+another patch's, 10 % stay. It leaves details open. Here each image has exactly that fraction hidden, so that shapes are
+fixed; each hidden patch is corrupted independently, as in BERT; the other patch is one of the same image, so that the
+rest of a batch does not matter; a colour's 3 bits are the highest of the mean's 8.
+Masks follow from (seed, step, position in the batch), those of held-out images from the image alone.
 """
 
 import numpy as np
@@ -22,12 +22,12 @@ from plainvit.data.transforms import as_floats
 from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
 
-SALT = 0x6D61736B  # masks are drawn from other numbers than crops
-MASK, OTHER = 0.8, 0.1  # of the corrupted patches; the rest is kept
+SALT = 0x6D61736B  # masks and crops use different random numbers
+MASK, OTHER = 0.8, 0.1  # fractions of the hidden patches; the rest stays
 
 
 class PredictPatches(MaskedViT):
-    """The objective: a loss over the hidden patches alone, mean over these and over images."""
+    """The objective: the mean loss over hidden patches and images."""
 
     def __init__(self, model: ViT, config: Config, rank: int = 0) -> None:
         assert config.objective != "classify"
@@ -36,44 +36,44 @@ class PredictPatches(MaskedViT):
         self.initialise(torch.Generator().manual_seed(config.seed))
 
     def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
-        """(images, order) and, where tokens stay, what stands in each place."""
+        """(images, order) and, unless hidden patches are dropped, the source of each token."""
         count, device = len(batch.images), batch.images.device
-        place = torch.arange(self.rank * count, (self.rank + 1) * count, device=device)  # in the global batch
-        return batch.images, *self.hide(self.seed, torch.full_like(place, step), place)
+        position = torch.arange(self.rank * count, (self.rank + 1) * count, device=device)  # in the global batch
+        return batch.images, *self.hide(self.seed, torch.full_like(position, step), position)
 
     def prepare_held_out(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
-        """The same of images whose masks never change, whatever the seed."""
-        place = torch.from_numpy(index).to(images.device)
-        return images, *self.hide(0, torch.full_like(place, -1), place)
+        """The same for held-out images, whose masks depend on their index alone."""
+        position = torch.from_numpy(index).to(images.device)
+        return images, *self.hide(0, torch.full_like(position, -1), position)
 
-    def hide(self, seed: int, step: Tensor, place: Tensor) -> tuple[Tensor, ...]:
-        """(order [B, n],) with the hidden patches first; and source [B, n] for `predict`, unless they are dropped."""
+    def hide(self, seed: int, step: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """(order [B, n],) with the hidden patches first; and source [B, n] for `predict` unless they are dropped."""
         units, k = len(self.squares), self.hidden
-        u = uniforms(seed ^ SALT, step, place, units + (2 * k if self.objective == "masked" else 0))
+        u = uniforms(seed ^ SALT, step, position, units + (2 * k if self.objective == "masked" else 0))
         order = self.squares[u[:, :units].argsort(dim=1, stable=True)].flatten(1)  # [B, n]
         if self.objective == "mae":
             return (order,)
         hidden, (B, n) = order[:, :k], order.shape
-        fate = torch.full_like(hidden, -1)
+        source = torch.full_like(hidden, -1)
         if self.objective == "masked":
-            which, far = u[:, units:].view(B, 2, k).unbind(1)
-            other = (hidden + 1 + (far * (n - 1)).long().clamp(max=n - 2)) % n  # any but the patch itself
-            fate = torch.where(which < MASK, fate, torch.where(which < MASK + OTHER, other, hidden))
-        return order, torch.arange(n, device=order.device).expand(B, n).scatter(1, hidden, fate)
+            kind, distance = u[:, units:].view(B, 2, k).unbind(1)
+            other = (hidden + 1 + (distance * (n - 1)).long().clamp(max=n - 2)) % n  # any but the patch itself
+            source = torch.where(kind < MASK, source, torch.where(kind < MASK + OTHER, other, hidden))
+        return order, torch.arange(n, device=order.device).expand(B, n).scatter(1, hidden, source)
 
     def forward(self, images: Tensor, order: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(mean loss, images times the share of colours that is right); of pixels none is right or wrong: NaN."""
-        answers = self.predict(images, order, source)
-        answers = answers.to(torch.promote_types(answers.dtype, torch.float32))
+        """(mean loss, images times the fraction of correct colours); the latter is NaN for pixels."""
+        predicted = self.predict(images, order, source)
+        predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         hidden = order[:, : self.hidden]
         if self.masked.target == "pixels":
-            off = answers - self.pixels(images, hidden)
-            loss = (off.abs() if self.objective == "simmim" else off.square()).mean()
+            error = predicted - self.pixels(images, hidden)
+            loss = (error.abs() if self.objective == "simmim" else error.square()).mean()
             return loss, loss.new_full((), float("nan"))
-        wanted = self.colours(images, hidden)  # [B, k, cells]
-        logits = answers.view(*wanted.shape, COLOURS)
-        right = (logits.argmax(-1) == wanted).float().mean((1, 2)).sum()
-        return F.cross_entropy(logits.flatten(0, 2), wanted.flatten()), right
+        targets = self.colours(images, hidden)  # [B, k, cells]
+        logits = predicted.view(*targets.shape, COLOURS)
+        correct = (logits.argmax(-1) == targets).float().mean((1, 2)).sum()
+        return F.cross_entropy(logits.flatten(0, 2), targets.flatten()), correct
 
     def colours(self, images: Tensor, places: Tensor) -> Tensor:
         """The mean colour of each cell of each patch, as one of 512: [B, k, cells]."""
@@ -88,38 +88,38 @@ class PredictPatches(MaskedViT):
         return r * 64 + g * 8 + b
 
     def pixels(self, images: Tensor, places: Tensor) -> Tensor:
-        """Pixels as the model sees them, perhaps each patch by its own mean and std: [B, k, C*P*Q]."""
+        """Normalized pixels, with --masked.normalise each patch by its own mean and std: [B, k, C*P*Q]."""
         x = take(patchify(self.model.normalise(images), self.model.config.patch), places)
         if not self.masked.normalise:
             return x
-        mean, std = own_scale(x)
+        mean, std = patch_moments(x)
         return (x - mean) / std
 
     @torch.no_grad()
     def show(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """The images, what was left of them, and what was predicted in the gaps, each uint8 [B, H, W, 3]."""
+        """The images, the corrupted images, and the images with predicted patches, each uint8 [B, H, W, 3]."""
         images, order = tensors[:2]
         hidden = order[:, : self.hidden]
         patches = patchify(as_floats(images), self.model.config.patch)  # [B, n, C*P*Q]
-        whole = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        source = tensors[2] if len(tensors) > 2 else whole.scatter(1, hidden, -1)
+        identity = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        source = tensors[2] if len(tensors) > 2 else identity.scatter(1, hidden, -1)
         grey = torch.full_like(patches, 0.5)
         corrupted = torch.where((source < 0).unsqueeze(-1), grey, take(patches, source.clamp(min=0)))
-        painted = self.painted(self.predict(*tensors).float(), images, hidden)
-        filled = patches.scatter(1, hidden.unsqueeze(-1).expand_as(painted), painted)
+        pixels = self.to_pixels(self.predict(*tensors).float(), images, hidden)
+        filled = patches.scatter(1, hidden.unsqueeze(-1).expand_as(pixels), pixels)
         return self._image(patches), self._image(corrupted), self._image(filled)
 
-    def painted(self, answers: Tensor, images: Tensor, places: Tensor) -> Tensor:
-        """Answers as pixels in [0, 1]: [B, k, C*P*Q]. A patch's own mean and std, which are not predicted, are lent."""
+    def to_pixels(self, predicted: Tensor, images: Tensor, places: Tensor) -> Tensor:
+        """Predictions as pixels in [0, 1]: [B, k, C*P*Q]; normalized patches get their true mean and std."""
         (B, k), (P, Q) = places.shape, self.model.config.patch
         if self.masked.target == "pixels":
             x = take(patchify(self.model.normalise(images), (P, Q)), places)
-            mean, std = own_scale(x) if self.masked.normalise else (0.0, 1.0)
+            mean, std = patch_moments(x) if self.masked.normalise else (0.0, 1.0)
             channels = self.model.normalise
-            x = (answers * std + mean).view(B * k, -1, P, Q)
+            x = (predicted * std + mean).view(B * k, -1, P, Q)
             return (x * channels.std.value.to(x) + channels.mean.value.to(x)).reshape(B, k, -1)
         c = CELLS[self.masked.target]
-        colour = answers.view(B, k, c * c, COLOURS).argmax(-1)
+        colour = predicted.view(B, k, c * c, COLOURS).argmax(-1)
         level = torch.stack((colour // 64, colour // 8 % 8, colour % 8), 2).view(B, k, 3, c, c)
         x = (level + 0.5) * (32 / 255)  # the middle of each range
         return x.repeat_interleave(P // c, 3).repeat_interleave(Q // c, 4).flatten(2)
@@ -130,6 +130,6 @@ class PredictPatches(MaskedViT):
         return (x.clamp(0, 1) * 255).round().byte()
 
 
-def own_scale(patches: Tensor) -> tuple[Tensor, Tensor]:
+def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and std of each patch over its pixels and channels, by MAE's formula."""
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()

@@ -1,8 +1,7 @@
-"""What is minimised. An objective holds the model, makes its targets from a batch, and gives a loss.
+"""Objectives: a model with its loss. This one classifies labels; masked.py predicts hidden patches.
 
-The loop knows only this: `prepare(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which
-returns the mean loss over the images and the number of images whose label is the model's first choice, NaN where there
-is no such thing. Here are labels; hidden patches are in masked.py.
+The loop calls `prepare(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns the
+mean loss over the images and the number of correct predictions (NaN if there is no such number).
 """
 
 import torch
@@ -18,31 +17,30 @@ from plainvit.models import ResNet, ViT
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy with distributions [B, K], of each image."""
+    """Cross-entropy of each image with a target distribution [B, K]."""
     return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)  # [B]
 
 
 def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """A yes-or-no question for each class, summed over the classes as big_vision does."""
+    """Binary cross-entropy, summed over the classes as in big_vision."""
     return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)  # [B]
 
 
 def binary_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """DeiT III's: whatever share of a class is in a mixed image counts as the class; mean over the classes."""
+    """DeiT III's: every class of a mixed image has target 1; mean over the classes."""
     return F.binary_cross_entropy_with_logits(logits.float(), (targets > 0).float(), reduction="none").mean(-1)  # [B]
 
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss, "binary": binary_loss}
 
 
-def _balanced(counts: Tensor | None) -> Tensor:
-    """[K] inverse to the number of images of each class, with a mean of 1 over the images."""
-    assert counts is not None
+def balance_classes(counts: Tensor) -> Tensor:
+    """Weights [K] inverse to the number of images of each class, with a mean of 1 over the images."""
     return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum()).float()
 
 
 class Classify(nn.Module):
-    """Labels from images, perhaps mixed, weighted by class, or distilled from a teacher."""
+    """Classification; with mixed labels, class weights or a teacher as configured."""
 
     weights: Tensor | None
 
@@ -52,21 +50,22 @@ class Classify(nn.Module):
         super().__init__()
         self.model, self.config, self.classes = model, config, model.config.classes
         self.loss = LOSSES[config.loss]
-        self.register_buffer("weights", _balanced(counts) if config.class_weights else None, persistent=False)
-        self.teacher = [teacher] if teacher else []  # in a list: its weights are not the objective's
+        weights = balance_classes(counts) if config.class_weights and counts is not None else None
+        self.register_buffer("weights", weights, persistent=False)
+        self.teacher = [teacher] if teacher else []  # in a list, so that its weights are not the objective's
 
     def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
-        """(images, targets [B, K], labels), and with a teacher what it says of the same images."""
+        """(images, targets [B, K], labels), and with a teacher its predictions for the same images [B, K]."""
         augment = self.config.augment
         targets = soft_labels(batch.labels, self.classes, augment.smoothing)
         images, targets = mix(batch.images, targets, augment, self.config.seed, step)
         if not self.teacher:
             return images, targets, batch.labels
-        return images, targets, batch.labels, self._taught(images)
+        return images, targets, batch.labels, self.predict_by_teacher(images)
 
     @torch.no_grad()
-    def _taught(self, images: Tensor) -> Tensor:
-        """The teacher's distribution, or its choice as one: on images of its own size."""
+    def predict_by_teacher(self, images: Tensor) -> Tensor:
+        """The teacher's distribution, or its top class as one-hot, for images resized to its own size."""
         teacher = self.teacher[0]
         size = teacher.config.image_size
         if tuple(images.shape[2:]) != size:
@@ -80,16 +79,16 @@ class Classify(nn.Module):
         return F.softmax(logits / self.config.temperature, -1)
 
     def forward(
-        self, images: Tensor, targets: Tensor, labels: Tensor, taught: Tensor | None = None
+        self, images: Tensor, targets: Tensor, labels: Tensor, soft: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.model(images)
         both = logits if isinstance(logits, tuple) else (logits, logits)  # DeiT's second head learns from the teacher
-        if taught is None and isinstance(logits, tuple):  # the mean of both heads learns, as inference uses it (timm)
+        if soft is None and isinstance(logits, tuple):  # train the mean of both heads, which inference uses (timm)
             both = ((logits[0] + logits[1]) / 2,) * 2
         loss = self.loss(both[0], targets)
         if self.weights is not None:
             loss = loss * (targets @ self.weights)
-        if taught is not None:
+        if soft is not None:
             temperature = self.config.temperature if self.config.distil == "soft" else 1.0
-            loss = (loss + softmax_loss(both[1] / temperature, taught) * temperature**2) / 2
+            loss = (loss + softmax_loss(both[1] / temperature, soft) * temperature**2) / 2
         return loss.mean(), (both[0].argmax(-1) == labels).sum()

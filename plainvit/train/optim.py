@@ -1,7 +1,7 @@
-"""How weights move: optimisers, learning rates as functions of the step, decay groups, averaged weights, LoRA.
+"""Optimizers, parameter groups for weight and layer decay, averaged weights, LoRA.
 
-Adam and SGD are PyTorch's own; LAMB, which it lacks, and Muon, whose matrices it takes one by one, are written here.
-Each step sets its rate from `rate(step)`, so there is no scheduler and nothing of it to save.
+AdamW and SGD are PyTorch's own. LAMB, which it lacks, and Muon, which it runs matrix by matrix, are written here.
+Each step sets its learning rate (schedule.py), so there is no scheduler state to save.
 """
 
 import math
@@ -18,17 +18,17 @@ from plainvit.runtime.sharding import shard_like
 
 
 def convert_big_vision_decay(lr: float, wd: float) -> float:
-    """big_vision multiplies its decay by the schedule alone, PyTorch's AdamW by the rate: 1e-4 at lr 1e-3 is 0.1."""
+    """big_vision does not multiply its decay by the peak lr, PyTorch's AdamW does: 1e-4 at lr 1e-3 becomes 0.1."""
     return wd / lr
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """What decays, and what Muon orthogonalises: kernels; not biases, norms, tokens or positions."""
+    """Whether a parameter decays, and Muon orthogonalises it: kernels, not biases, norms, tokens or positions."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] in ("weight", "original", "down", "up")
 
 
 def depth_of(name: str, layers: int) -> int:
-    """0 for what comes before the blocks, 1 to `layers` for those, one more for what follows."""
+    """Depth for layer decay: 0 before the blocks, 1 to `layers` for blocks, `layers` + 1 after them."""
     name = name.replace("body.", "").replace("stages.", "blocks.")
     if name.startswith("blocks."):
         return 1 + int(name.split(".")[1])
@@ -37,17 +37,17 @@ def depth_of(name: str, layers: int) -> int:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Weights whose names match stay as they are; a pattern that matches none is an error."""
+    """Freezes the parameters whose names match. Raises ValueError for a pattern without a match."""
     for pattern in patterns:
         matching = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
         if not matching:
-            raise ValueError(f"optim.frozen {pattern!r} matches no weight; `plainvit inspect` lists a model's parts")
+            raise ValueError(f"--optim.frozen {pattern!r} matches no parameter: `plainvit inspect` lists their names")
         for parameter in matching:
             parameter.requires_grad_(False)
 
 
 def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
-    """Parameters that share their decay and their part of the learning rate ("scale"), in a fixed order."""
+    """Parameter groups of equal weight decay and learning rate factor ("scale"), in a fixed order."""
     layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
@@ -61,18 +61,18 @@ def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim
 
 
 class Optimizers:
-    """One optimiser, or Muon for the blocks' matrices and AdamW for the rest, driven as one."""
+    """One optimizer; for Muon two: Muon for the blocks' matrices and AdamW for the rest."""
 
     def __init__(
         self, model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim, *, graphs: bool = False
     ) -> None:
-        """graphs: rates are tensors on the device, as a step that is captured needs them."""
+        """graphs: learning rates are tensors on the device, as CUDA graphs need them."""
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not named:
-            raise ValueError("optim.frozen leaves nothing to train")
+            raise ValueError("--optim.frozen leaves nothing to train: remove a pattern")
         self.optim, self.parameters = optim, [parameter for _, parameter in named]
         self._names = {parameter: name for name, parameter in named}
-        self._parts: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views of it that are updated apart
+        self._views: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views that are updated separately
         fused = self.parameters[0].is_cuda
         adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused, "capturable": graphs}
         match optim.name:
@@ -83,12 +83,10 @@ class Optimizers:
             case "lamb":
                 self.all = [Lamb(groups(model, named, optim), optim.betas, optim.eps)]
             case "muon":
-                matrices = [(name, p) for name, p in named if _is_muons(name, p)]
-                others = [(name, p) for name, p in named if not _is_muons(name, p)]
+                matrices = [(name, p) for name, p in named if is_for_muon(name, p)]
+                others = [(name, p) for name, p in named if not is_for_muon(name, p)]
                 if not matrices:
-                    raise ValueError(
-                        "Muon is for the matrices of a ViT's blocks, of which none is trained here: --optim.name adamw"
-                    )
+                    raise ValueError("--optim.name muon needs matrices of ViT blocks to train: use --optim.name adamw")
                 split = [(name, part) for name, p in matrices for part in self._split(name, p)]
                 self.all = [Muon(groups(model, split, optim), optim.momentum)]
                 if others:
@@ -99,12 +97,12 @@ class Optimizers:
                     group["lr"] = torch.zeros((), device=self.parameters[0].device)
 
     def _split(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """q, k and v lie in one matrix, but each is orthogonalised by itself: views share its memory."""
+        """q, k and v share a matrix, but are orthogonalised separately: views of it."""
         if not name.endswith("qkv.weight"):
             return [parameter]
-        self._parts[parameter] = [nn.Parameter(view) for view in parameter.detach().chunk(3)]
-        self._names |= {part: f"{name}.{which}" for part, which in zip(self._parts[parameter], "qkv", strict=True)}
-        return self._parts[parameter]
+        self._views[parameter] = [nn.Parameter(view) for view in parameter.detach().chunk(3)]
+        self._names |= {part: f"{name}.{which}" for part, which in zip(self._views[parameter], "qkv", strict=True)}
+        return self._views[parameter]
 
     def set_rate(self, lr: float) -> None:
         for optimizer in self.all:
@@ -115,7 +113,7 @@ class Optimizers:
                     group["lr"] = lr * group["scale"]
 
     def step(self) -> None:
-        for parameter, parts in self._parts.items():
+        for parameter, parts in self._views.items():
             assert parameter.grad is not None
             for part, gradient in zip(parts, parameter.grad.chunk(3), strict=True):
                 part.grad = gradient
@@ -127,7 +125,7 @@ class Optimizers:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of every optimiser by the parameter's name and its own; counters as tensors too."""
+        """All optimizer state as tensors, named PARAMETER:STATE."""
         found: dict[str, Tensor] = {}
         for optimizer in self.all:
             for parameter in _parameters(optimizer):
@@ -137,31 +135,34 @@ class Optimizers:
         return found
 
     def find_fault(self, state: Mapping[str, Tensor], updates: int) -> str:
-        """What of a stored state these optimisers do not write after so many updates; "" where all fits."""
+        """Describes the first tensor of a stored state that these optimizers would not write; "" if all match."""
         known: dict[str, tuple[int, ...]] = {}
         for optimizer in self.all:
             for parameter in _parameters(optimizer):
                 name = self._names[parameter]
-                mine = {f"{name}:{part}": () if part == "step" else tuple(parameter.shape) for part in _kept(optimizer)}
+                mine = {
+                    f"{name}:{part}": () if part == "step" else tuple(parameter.shape)
+                    for part in state_names(optimizer)
+                }
                 missing = sorted(mine.keys() - state.keys())
                 if 0 < len(missing) < len(mine):  # a parameter without gradients has none at all
                     return f"optimizer.{missing[0]} is missing"
                 known |= mine
         if known and not state and updates:
-            return "the optimiser's tensors are missing"
+            return "the optimizer's tensors are missing"
         for name, tensor in state.items():
             if known.get(name) != tuple(tensor.shape) or not tensor.is_floating_point():
-                return f"optimizer.{name} is not known, or of another shape or type"
+                return f"optimizer.{name} is unexpected, or of another shape or type"
         return ""
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """What `state` gave, into optimisers of the same kind."""
+        """Restores what `state` returned."""
         mine: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             parameter, _, name = key.rpartition(":")
             mine.setdefault(parameter, {})[name] = value
         for optimizer in self.all:
-            # Where a new state has its counters: on the host, but for kernels that read them on the device
+            # Counters are on the host, except for kernels that read them on the device
             on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
             for parameter in _parameters(optimizer):
                 found = mine.get(self._names[parameter])
@@ -172,13 +173,13 @@ class Optimizers:
                     }
 
 
-def _is_muons(name: str, parameter: nn.Parameter) -> bool:
-    """The blocks' matrices; the embedding, the head and convolutions are left to AdamW."""
+def is_for_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon trains a parameter: the blocks' matrices. AdamW trains embedding, head and convolutions."""
     return parameter.ndim == 2 and "blocks." in name and is_matrix(name, parameter)
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of what an optimiser keeps for each parameter."""
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of an optimizer's state per parameter."""
     if isinstance(optimizer, torch.optim.SGD | Muon):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     return "step", "exp_avg", "exp_avg_sq"
@@ -223,10 +224,10 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are made orthogonal before they are added (Jordan 2024), with steps as large as AdamW's.
+    """Momentum, orthogonalised before it is added (Jordan 2024), with steps as large as AdamW's.
 
-    The same numbers as torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which takes its matrices one by one; here
-    all of a shape go through the iteration together. On an H200 a step of ViT-S takes 3.7 ms, torch's 31.3.
+    Equal to torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a shape are computed together:
+    on an H200 a step of ViT-S takes 3.7 ms, torch's 31.3.
     """
 
     def __init__(self, params: list[dict], momentum: float) -> None:
@@ -253,7 +254,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest orthogonal matrices, roughly, in bf16: five steps of a quintic Newton-Schulz iteration [n, A, B]."""
+    """Roughly the nearest orthogonal matrices [n, A, B], in bf16: a quintic Newton-Schulz iteration."""
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -265,7 +266,7 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Average:
-    """Exponentially averaged weights (Polyak). The window is at most a ninth of the run so far, as in TensorFlow."""
+    """Exponential moving average of the weights. Its window is at most a ninth of the run so far, as in TensorFlow."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, own = decay, model.state_dict()
@@ -274,7 +275,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Towards the model's weights as they are now."""
+        """Moves the average towards the model's current weights."""
         decay = min(self.decay, (1 + step) / (10 + step))
         _foreach_lerp_(*self._both, 1 - decay)
 
@@ -294,7 +295,7 @@ class LowRank(nn.Module):
 
 
 def add_lora(model: ViT, rank: int, seed: int) -> None:
-    """Freezes all but the head, and gives every matrix of the blocks an update of low rank to train."""
+    """Freezes all but the head, and adds a trainable low-rank update to every matrix of the blocks."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("head"))
@@ -304,7 +305,7 @@ def add_lora(model: ViT, rank: int, seed: int) -> None:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """The sums take the place of the pairs: a plain model again."""
+    """Replaces each pair by its sum, which gives a plain model."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

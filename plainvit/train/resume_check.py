@@ -14,46 +14,45 @@ from plainvit.weights.files import open_file
 log = logging.getLogger("plainvit")
 
 
-def check_resumable(config: Config, splits: Splits, folder: Folder, force: bool, bare: bool) -> tuple[Config, bool]:
-    """Raises an error if the folder holds another run, unless forced.
-
-    Returns:
-        The config, with the length that --hours had set; and whether the run is finished.
-    """
+def check_resumable(config: Config, splits: Splits, folder: Folder, *, force: bool, bare: bool) -> bool:
+    """Raises an error if the folder holds another run, unless forced. Returns whether its run is finished."""
     stored = folder.read("config.json")
     if not stored:
-        return config, False
+        return False
     run_seconds(folder.path)  # an invalid file is an error now, not in the middle of the run
     old = from_json(stored, ("run",))
-    if config.hours:  # which had set these
-        optim = config.optim.replace(warmup=old.optim.warmup, cooldown=old.optim.cooldown)
-        config = config.replace(steps=old.steps, optim=optim)
     is_longer = config.steps > old.steps
-    is_done = has_results(folder, bare) and (is_longer or has_sound_weights(folder.path))
+    is_done = has_results(folder, bare) and (is_longer or has_valid_weights(folder.path))
     check_config(config, old, folder, force=force, is_final=is_done and not is_longer)
     check_inputs(config, splits, folder, force=force)
-    return config, is_done and not is_longer
+    return is_done and not is_longer
 
 
 def has_results(folder: Folder, bare: bool) -> bool:
-    """Whether the run ended, and nothing that it wrote then is missing."""
+    """Whether the run ended and all its final files exist."""
     files = ("model.safetensors", "results.json", *(() if bare else ("report.html",)))
     ended = folder.read("status.json").get("state") == "done"
     return ended and all((folder.path / name).is_file() for name in files)
 
 
-def has_sound_weights(folder: Path) -> bool:
-    """Whether the final weights match their checksum; if not, they are made again from a checkpoint."""
-    path = folder / "model.safetensors"
+def has_valid_checksum(path: Path) -> bool:
     try:
         open_file(path).check()
         return True
-    except ValueError as error:
-        if Checkpoints(folder / "checkpoints", 1).newest() is None:
-            words = f"{path} is damaged, and {folder} has no sound checkpoint to make it again from"
-            raise DataError(f"{words}: copy the file again, or train again with another --out") from error
-        log.warning("%s is damaged: making it again from the newest checkpoint", path)
+    except (ValueError, OSError):
         return False
+
+
+def has_valid_weights(folder: Path) -> bool:
+    """Whether the final weights match their checksum; if not, they are written again from a checkpoint."""
+    path = folder / "model.safetensors"
+    if has_valid_checksum(path):
+        return True
+    if Checkpoints(folder / "checkpoints", 1).newest() is None:
+        words = f"{path} is damaged, and {folder} has no valid checkpoint to write it again from"
+        raise DataError(f"{words}: copy the file again, or train again with another --out")
+    log.warning("%s is damaged: writing it again from the newest checkpoint", path)
+    return False
 
 
 def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is_final: bool) -> None:

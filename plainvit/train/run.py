@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from plainvit.analyse.report import write_report
-from plainvit.config import Config, to_json
+from plainvit.config import Config, Model, ResNetConfig, to_json
 from plainvit.data.known import SETS
 from plainvit.data.splits import Splits, find_data_problems, open_splits
 from plainvit.device import is_out_of_memory
 from plainvit.disk import exit_code
 from plainvit.models import ResNet, ViT
+from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
+from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results, write_status_for
-from plainvit.train.finalize import finalize
+from plainvit.train.finalize import First, finalize
+from plainvit.train.first import find_first
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -88,7 +91,8 @@ def fit(
     world, options = join(config.device, config.timeout), Options(force, quiet, bare)
     try:
         with raise_lost_peer(world):
-            config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
+            with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
+                config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
             if search:
                 check_search(config)
             path = Path(out) if out else Path("runs") / default_name(config)
@@ -152,27 +156,51 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 
 def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
     """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
-    config, is_finished = world.agree(lambda: check_resumable(config, splits, folder, options.force, options.bare))
+    bare, force = options.bare, options.force
+    is_finished = world.agree(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
     world.barrier()  # all have read the folder before the main process writes into it
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
         return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
-    for risk, remedy in () if options.quiet or not world.is_main else find_data_problems(config, splits):
-        log.warning("%s: %s", risk, remedy)
-    run = world.agree(
-        lambda: build_training(config, splits, folder, quiet=options.quiet, world=world, force=options.force)
-    )
+    is_quiet = options.quiet or not world.is_main
+    with show_activity("loading the model and the images", quiet=is_quiet):
+        run = world.agree(
+            lambda: build_training(config, splits, folder, quiet=is_quiet, world=world, force=options.force)
+        )
+    if not is_quiet:
+        tell(describe_plan(config, splits))
+        for problem, fix in find_data_problems(config, splits):
+            log.warning("%s: %s", problem, fix)
     if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
         run.loader.stream()
     write_start(run, splits)
     try:
         with raise_lost_peer(world), raise_on_termination():
-            train_timed(run)
-            model, numbers = finalize(run, splits, report=not options.bare)
+            first = train_timed(run, splits)
+            model, numbers = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
         write_end(run, error, report=not options.bare)
         raise
     return Fitted(folder.path, numbers, model)
+
+
+def describe_plan(config: Config, splits: Splits) -> str:
+    """What will be trained, in one line."""
+    assert config.model
+    held_out = f", {len(splits.val):,} held out" if splits.val else ", none held out"
+    images = f"{len(splits.train):,} training images in {len(splits.classes)} classes{held_out}"
+    size = " x ".join(map(str, dict.fromkeys(config.model.image_size)))
+    limit = f", at most {readable(3600 * config.hours)} (--hours)" if config.hours else ""
+    return f"{images}; {name_model(config.model)} at {size} px; {config.steps:,} steps of {config.batch}{limit}"
+
+
+def name_model(model: Model) -> str:
+    """ViT-S/16 and the like; the kind for models without a name."""
+    if isinstance(model, ResNetConfig):
+        return "ResNet"
+    sizes = [name for name, fields in SIZES.items() if all(getattr(model, key) == fields[key] for key in fields)]
+    size = sizes[0] if sizes else f"{model.depth}x{model.width}"
+    return f"{'hybrid ' if model.stem else ''}ViT-{size}/{model.stride[0]}"
 
 
 def write_start(run: Training, splits: Splits) -> None:
@@ -188,15 +216,17 @@ def write_start(run: Training, splits: Splits) -> None:
     folder.write_status("running", folder.read("status.json").get("step", 0), config.steps)
 
 
-def train_timed(run: Training) -> None:
+def train_timed(run: Training, splits: Splits) -> First | None:
     """Trains within --hours, and adds the time to that of earlier parts of the run."""
     started, spent = time.monotonic(), run.folder.start_clock()
     try:
         budget = TimeBudget(run, spent) if run.config.hours else None
-        if budget and not run.checkpoints.steps():
-            budget.plan()
         resume(run)
+        first = find_first(run, splits.train, started - spent) if run.config.head == "linear" else None
+        if budget and not run.progress.step:
+            budget.plan()
         train(run, budget)
+        return first
     except RuntimeError as error:  # out of memory outside of the gradients: in the first update, in a validation
         if not is_out_of_memory(error):
             raise

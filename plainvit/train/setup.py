@@ -1,18 +1,18 @@
 """From a config to a `Training`: model, objective, optimizer, loader, and how a step is computed."""
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plainvit.config import Config, ResNetConfig, ViTConfig
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits
 from plainvit.device import choose_device
-from plainvit.evaluate.classify import classify
+from plainvit.evaluate.classify import Prepared, classify
 from plainvit.models import ViT, has_fast_path
 from plainvit.models.recompute import recompute_activations
 from plainvit.runtime.checkpoint import Checkpoints
@@ -26,8 +26,8 @@ from plainvit.train.held_out import validate_masked
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
-from plainvit.train.state import Training
-from plainvit.train.step import compute_gradients
+from plainvit.train.state import Training, autocast, uses_fsdp
+from plainvit.train.step import Gradients
 from plainvit.train.transfer import initial_model, load_teacher
 
 NARROW = 1024  # widest row of which three stages fit into the shared memory of any GPU
@@ -46,25 +46,29 @@ def build_training(
     world = world or World(device=choose_device(config.device))
     objective = build_objective(config, splits, world)
     uses_graphs = graphs_fit(config, world)
-    is_sharded = world.size > 1 and config.parallel == "fsdp" and config.sharded
+    optimizers = Optimizers(objective.model, list_trained(objective), config.optim, graphs=uses_graphs)
     has_average = bool(config.ema or config.ema_window)
-    run = Training(
+    loader = build_loader(config, splits, folder, world, force=force)
+    gradients = build_gradients(config, objective, optimizers, world)
+    validation = open_evaluation_set(config, splits.val, world) if splits.val else None
+    return Training(
         config=config,
         objective=objective,
-        optimizers=Optimizers(objective.model, list_trained(objective), config.optim, graphs=uses_graphs),
+        optimizers=optimizers,
         average=Average(objective.model, config.decay(config.steps)) if has_average else None,
-        loader=build_loader(config, splits, folder, world, force=force),
+        loader=loader,
         folder=folder,
-        checkpoints=Checkpoints(folder.path / "checkpoints", config.keep, world, sharded=is_sharded),
+        checkpoints=Checkpoints(
+            folder.path / "checkpoints", config.keep, world, sharded=uses_fsdp(config, world) and config.sharded
+        ),
         world=world,
-        gradients=lambda *_: torch.empty(0),  # attached below
-        update=lambda: None,
+        gradients=GraphedGradients(gradients, optimizers) if uses_graphs else gradients,
+        update=Graph(optimizers.step) if uses_graphs else optimizers.step,
+        validation=validation,
+        evaluate=build_evaluation(config, objective, validation, folder) if validation else None,
         track=tracker(config.track if world.is_main else (), folder.path, config),
         quiet=quiet or not world.is_main,
     )
-    attach_step(run, uses_graphs)
-    attach_evaluation(run, splits)
-    return run
 
 
 def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *, force: bool) -> Loader:
@@ -88,8 +92,7 @@ def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *
 
 def build_objective(config: Config, splits: Splits, world: World) -> Classify | PredictPatches:
     """The model with its loss: accelerated, and sharded for FSDP."""
-    uses_fsdp = world.size > 1 and config.parallel == "fsdp"
-    check_combinations(config, world, uses_fsdp)
+    check_combinations(config, world)
     model = initial_model(config, splits).to(world.device)
     if config.optim.lora:
         assert isinstance(model, ViT)
@@ -106,18 +109,19 @@ def build_objective(config: Config, splits: Splits, world: World) -> Classify | 
     counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
     teacher = load_teacher(config, splits.classes).to(world.device) if config.teacher else None
     objective = accelerate_objective(Classify(model, config, counts, teacher).to(world.device), config)
-    if uses_fsdp:
+    if uses_fsdp(config, world):
         shard(model, world)
     return objective
 
 
-def check_combinations(config: Config, world: World, uses_fsdp: bool) -> None:
-    """Settings that do not work together, or not on this machine."""
+def check_combinations(config: Config, world: World) -> None:
+    """Raises ValueError for settings that do not work together, or not on this machine."""
+    has_fsdp = uses_fsdp(config, world)
     if config.optim.lora and isinstance(config.model, ResNetConfig):
         raise ValueError("--optim.lora is not supported for ResNets: remove it, or choose a ViT with --model")
-    if uses_fsdp and config.objective != "classify":
+    if has_fsdp and config.objective != "classify":
         raise ValueError(f"--objective {config.objective} does not support --parallel fsdp: use --parallel ddp")
-    if uses_fsdp and (config.optim.name == "muon" or config.optim.lora):
+    if has_fsdp and (config.optim.name == "muon" or config.optim.lora):
         name = "--optim.lora" if config.optim.lora else "--optim.name muon"
         raise ValueError(f"{name} does not support --parallel fsdp, which splits matrices: use --parallel ddp")
     if config.precision == "fp8":
@@ -134,7 +138,7 @@ def check_fp8(config: Config, world: World) -> None:
         reason = "--precision fp8 is not supported for ResNets"
     elif config.optim.lora:
         reason = "--precision fp8 is not supported with --optim.lora: it would round away the low-rank updates"
-    elif world.size > 1 and config.parallel == "fsdp":
+    elif uses_fsdp(config, world):
         reason = "--precision fp8 is not supported with --parallel fsdp, which splits rows (--parallel ddp works)"
     if reason:
         raise ValueError(f"{reason}: use --precision bf16")
@@ -154,29 +158,23 @@ def list_trained(objective: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("model."), parameter) for name, parameter in objective.named_parameters()]
 
 
-def attach_step(run: Training, uses_graphs: bool) -> None:
-    """How gradients and updates are computed: DDP, torch.compile and CUDA graphs around the plain step."""
-    config, on_gpu = run.config, run.loader.device.type == "cuda"
-    ddp = replicate(run.objective, run.world) if run.world.size > 1 and not run.fsdp else None
-    forward: Any = ddp or run.objective
+def build_gradients(config: Config, objective: nn.Module, optimizers: Optimizers, world: World) -> Gradients:
+    """Forward and backward pass, with DDP and torch.compile around the plain objective."""
+    on_gpu, has_fsdp = world.device.startswith("cuda"), uses_fsdp(config, world)
+    ddp: Any = replicate(objective, world) if world.size > 1 and not has_fsdp else None
+    forward: Any = ddp or objective
     if config.compile == "on" or (config.compile == "auto" and on_gpu):
         options = choose_compiler_options(config) if on_gpu else None
         forward = torch.compile(forward, dynamic=False, options=options)
-    synchronize = partial(synchronize_gradients, run, ddp)
 
-    def gradients(*tensors: Tensor) -> Tensor:
-        return compute_gradients(run, tensors, forward, synchronize)
+    def synchronize(is_last: bool) -> AbstractContextManager:
+        """Processes exchange gradients with the last micro-batch only."""
+        if has_fsdp:
+            objective.model.set_requires_gradient_sync(is_last)  # pyright: ignore
+        return contextlib.nullcontext() if is_last or not ddp else ddp.no_sync()
 
-    run.gradients, run.update = gradients, run.optimizers.step
-    if uses_graphs:
-        run.gradients, run.update = GraphedGradients(gradients, run.optimizers), Graph(run.optimizers.step)
-
-
-def synchronize_gradients(run: Training, ddp: Any, is_last: bool) -> AbstractContextManager:
-    """Gradients are exchanged between processes with the last micro-batch only."""
-    if run.fsdp:
-        run.objective.model.set_requires_gradient_sync(is_last)
-    return contextlib.nullcontext() if is_last or not ddp else ddp.no_sync()
+    cast = autocast(config, torch.device(world.device))
+    return Gradients(forward, optimizers.parameters, cast, config.optim.clip, synchronize)
 
 
 def choose_compiler_options(config: Config) -> dict[str, Any] | None:
@@ -188,13 +186,12 @@ def choose_compiler_options(config: Config) -> dict[str, Any] | None:
     return {"triton.mix_order_reduction_allow_multi_stages": True} if fits else None
 
 
-def attach_evaluation(run: Training, splits: Splits) -> None:
-    """How held-out images are evaluated during training, if there are any."""
-    if not splits.val:
-        return
-    run.validation = validation = open_evaluation_set(run.config, splits.val, run.world)
-    if isinstance(run.objective, PredictPatches):
-        run.evaluate = lambda: validate_masked(run, validation)
-    else:
-        predictor = make_predictor(run, run.objective.model)
-        run.evaluate = lambda: classify(predictor, validation).numbers()
+def build_evaluation(
+    config: Config, objective: Classify | PredictPatches, validation: Prepared, folder: Folder
+) -> Callable[[int], dict[str, float]]:
+    """Step -> metrics of the model as it is then, on held-out images."""
+    if isinstance(objective, PredictPatches):
+        cast = autocast(config, torch.device(validation.world.device))
+        return lambda step: validate_masked(objective, validation, cast, folder, step)
+    predictor = make_predictor(config, objective.model, validation.world.device, folder.path)
+    return lambda _: classify(predictor, validation).numbers()

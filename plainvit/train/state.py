@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
-    """A module that turns a batch into a loss; `model` is the part of it that a run keeps."""
+    """An nn.Module that turns a batch into a loss; `model` is the part of it that a run keeps."""
 
     model: Any
+
+    # Of nn.Module, which is no protocol
+    def train(self) -> Any: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
     def prepare(self, batch: "Batch", step: int) -> tuple[Tensor, ...]:
         """The tensors that `forward` takes."""
@@ -39,18 +46,23 @@ class Objective(Protocol):
         ...
 
 
+class ComputeGradients(Protocol):
+    def __call__(self, *tensors: Tensor, micro_batch: int) -> Tensor:
+        """[loss, correct images, gradient norm] of a batch; fills the parameters' gradients."""
+        ...
+
+
 @dataclass
 class Progress:
     """What the loop remembers from step to step; saved with every checkpoint."""
 
     step: int = 0  # finished steps
-    skipped: int = 0  # of which had a non-finite loss or gradient
+    skipped: int = 0  # steps with a non-finite loss or gradient
     best: float = -math.inf  # score of the best validation: top-1, or the negative loss
     best_step: int | None = None
     worse: int = 0  # validations since the best
     micro_batch: int = 0
-    cut: int = 0  # steps that --hours left no time for
-    cut_of: int = 0  # the length that they were cut from
+    length: int | None = None  # steps that fit into --hours, at most config.steps; None: all of them
 
 
 @dataclass
@@ -58,18 +70,18 @@ class Training:
     """Everything that one run needs. `setup.py` builds it, `loop.py` runs it."""
 
     config: Config
-    objective: Any  # an Objective, which is also an nn.Module
+    objective: Objective
     optimizers: "Optimizers"
     average: "Average | None"  # exponential moving average of the weights (EMA)
     loader: "Loader"
     folder: "Folder"
     checkpoints: "Checkpoints"
     world: "World"
-    gradients: Callable[..., Tensor]  # tensors of a batch -> [loss, correct, norm]; fills the parameters' gradients
+    gradients: ComputeGradients
     update: Callable[[], None]  # the optimizers' step
+    validation: "Prepared | None"  # held-out images
+    evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
     track: Callable[[dict[str, Any]], None] = lambda _: None
-    validation: "Prepared | None" = None  # held-out images
-    evaluate: Callable[[], dict[str, float]] | None = None  # metrics of the model as it is now
     quiet: bool = False
     progress: Progress = field(default_factory=Progress)
     signals: list[int] = field(default_factory=list)
@@ -77,11 +89,11 @@ class Training:
     @property
     def steps(self) -> int:
         """The length of the run."""
-        return self.config.steps - self.progress.cut
+        return self.config.steps if self.progress.length is None else self.progress.length
 
     @property
     def fsdp(self) -> bool:
-        return self.world.size > 1 and self.config.parallel == "fsdp"
+        return uses_fsdp(self.config, self.world)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,8 +102,13 @@ class Training:
 
     @property
     def cast(self) -> Callable[[], AbstractContextManager]:
-        low = self.dtype is not torch.float32
-        return partial(torch.autocast, self.loader.device.type, self.dtype, enabled=low)
+        return autocast(self.config, self.loader.device)
+
+    def set_length(self, steps: int | None) -> None:
+        """Changes the length of the run; the schedule and the window of the averaged weights follow it."""
+        self.progress.length = steps
+        if self.average:
+            self.average.decay = self.config.decay(self.steps)
 
     def record(self, line: dict[str, Any]) -> None:
         self.folder.record(line)
@@ -128,14 +145,13 @@ class Training:
 
 
 def resume(run: Training) -> None:
-    """Restores the newest sound checkpoint, the same one in all processes; newer ones are set aside."""
-    run.world.barrier()  # nobody reads while another process still writes or sweeps
+    """Restores the newest valid checkpoint, the same one in all processes, and sets newer, damaged ones aside."""
+    run.world.barrier()  # nobody reads while another process still writes or deletes
     found = run.checkpoints.newest()
     run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
     if found:
         run.world.agree(lambda: run.restore(*found) or True)
-    if run.progress.cut_of not in (0, run.config.steps):  # another length was asked for since
-        run.progress.cut = run.progress.cut_of = 0
+    run.set_length(run.progress.length if run.config.hours else None)
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch
     if run.world.is_main:
@@ -143,6 +159,15 @@ def resume(run: Training) -> None:
     run.folder.rewind(run.progress.step)
     if found:
         run.folder.record({"event": "resumed", "step": run.progress.step, "processes": run.world.size})
+
+
+def uses_fsdp(config: Config, world: "World") -> bool:
+    return world.size > 1 and config.parallel == "fsdp"
+
+
+def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
+    dtype = choose_precision(config.precision, device.type)
+    return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,16 @@
 Everything random in a step follows from (seed, step), so any step can be run again: `plainvit replay`.
 """
 
-import contextlib
 import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.sharding import full_tensor
@@ -82,48 +82,47 @@ class PendingStep:
 
 def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
     """Starts the forward and backward pass of the current step."""
+    # In eval mode there is no dropout or stochastic depth, and a CUDA graph of such a step would be replayed to the end
+    assert all(module.training for module in run.objective.modules()), "a training step needs training mode"
     torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # of dropout and stochastic depth
+    size = run.progress.micro_batch or len(tensors[0])
     try:
-        return PendingStep(run, run.gradients(*tensors))
+        return PendingStep(run, run.gradients(*tensors, micro_batch=size))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         run.optimizers.zero()
-        raise out_of_memory_error(run, tensors, run.progress.micro_batch or len(tensors[0])) from error
+        raise out_of_memory_error(run, tensors, size) from error
 
 
-def compute_gradients(
-    run: "Training",
-    tensors: tuple[Tensor, ...],
-    forward: Callable[..., Any],
-    synchronize: Callable[[bool], AbstractContextManager] | None = None,
-) -> Tensor:
-    """Forward and backward pass over all micro-batches, then clipping; the gradients stay on the parameters.
+@dataclass
+class Gradients:
+    """Forward and backward pass over all micro-batches, then clipping; the gradients stay on the parameters."""
 
-    Returns:
-        [loss, correct images, norm of the gradient before clipping]. The norm is that of the whole batch; the others
-        are those of this process's images.
-    """
-    # In eval mode there is no dropout or stochastic depth, and a CUDA graph of such a step would be replayed to the end
-    assert all(module.training for module in run.objective.modules()), "a training step needs training mode"
-    total, size = len(tensors[0]), run.progress.micro_batch or len(tensors[0])
-    loss = correct = torch.zeros((), device=tensors[0].device)
-    parts = list(zip(*(tensor.split(size) for tensor in tensors), strict=True))
-    for number, part in enumerate(parts, 1):
-        is_last = number == len(parts)
-        with synchronize(is_last) if synchronize else contextlib.nullcontext():
-            with run.cast():
-                part_loss, part_correct = forward(*part)
-            part_loss = part_loss * (len(part[0]) / total)
-            part_loss.backward()
-        loss, correct = loss + part_loss.detach(), correct + part_correct
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.optimizers.parameters if p.grad is not None])
-    if run.config.optim.clip:
-        # A non-finite norm counts as 0, which clips nothing: divided by it, all gradients would become NaN or 0, and
-        # nobody could tell in which parameters it began
-        finite = norm.nan_to_num(0.0, 0.0, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(run.optimizers.parameters, run.config.optim.clip, finite)
-    return torch.stack((loss.float(), correct.float(), full_tensor(norm).float()))
+    forward: Callable[..., Any]  # the objective, perhaps in DDP and compiled
+    parameters: list[nn.Parameter]
+    cast: Callable[[], AbstractContextManager]
+    clip: float
+    synchronize: Callable[[bool], AbstractContextManager]  # of the last micro-batch, or of an earlier one
+
+    def __call__(self, *tensors: Tensor, micro_batch: int) -> Tensor:
+        """Returns [loss, correct images, gradient norm before clipping]; the norm is that of the global batch."""
+        total = len(tensors[0])
+        loss = correct = torch.zeros((), device=tensors[0].device)
+        parts = list(zip(*(tensor.split(micro_batch) for tensor in tensors), strict=True))
+        for number, part in enumerate(parts, 1):
+            with self.synchronize(number == len(parts)):
+                with self.cast():
+                    part_loss, part_correct = self.forward(*part)
+                part_loss = part_loss * (len(part[0]) / total)
+                part_loss.backward()
+            loss, correct = loss + part_loss.detach(), correct + part_correct
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.clip:
+            # A non-finite norm counts as 0, which clips nothing: divided by it, all gradients would become NaN or 0,
+            # and nobody could tell in which parameters it began
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm.nan_to_num(0.0, 0.0, 0.0))
+        return torch.stack((loss.float(), correct.float(), full_tensor(norm).float()))
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:

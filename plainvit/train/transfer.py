@@ -1,6 +1,6 @@
-"""Where a run starts: new weights, or published ones with a new head and resampled positions (paper 3.2); its teacher.
+"""The start of a run: new weights, or pretrained ones with a new head and resampled positions (paper 3.2); its teacher.
 
-Fine-tuning is training that starts elsewhere: nothing else in the loop knows of it.
+Fine-tuning is training that starts elsewhere: the loop does not know of it.
 """
 
 import hashlib
@@ -12,83 +12,115 @@ from torch import nn
 from plainvit.config import About, Config, Model, Preprocess, ViTConfig, count_steps, differences, pair
 from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
+from plainvit.device import choose_device
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
+from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.checkpoint import file_hash
 from plainvit.weights import inspect_weights, load
 from plainvit.weights.reading import resolve as weights_path
 
 log = logging.getLogger("plainvit")
+CPU_HOURS, CPU_BATCH = 0.17, 16  # of fine-tuning on a CPU where no length is given: ten minutes
 FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not fix
 
 
 def starting_model(config: Config) -> tuple[Model, Preprocess]:
-    """The model and preprocessing that init implies, by its headers alone; a new head has a single layer."""
+    """The model and preprocessing of init, from its headers alone; without a head if a new one replaces it."""
     found, _ = inspect_weights(config.init, image_size=config.image_size or None)
     model: Model = found.config
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
-    if config.head == "zero":
+    if config.head != "keep":
         model = model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
     return model, Preprocess(**found.about.get("preprocess", {}))
 
 
 def resolve(config: Config, splits: Splits) -> Config:
-    """The config with what it leaves to the data and to the weights filled in: model, preprocessing, steps."""
+    """The config with model, preprocessing and steps filled in from the weights and the data."""
+    check_classes(config, splits)
+    config = choose_cpu_defaults(config)
     classes = len(splits.classes) if config.objective == "classify" else 0
     model, preprocess = config.model, Preprocess()
     if config.init:
         implied, preprocess = starting_model(config)
         model = model or implied
     if model is None:
-        raise ValueError(
-            "there is no model to train: give --init WEIGHTS (`plainvit weights` lists some), or --model NAME"
-        )
+        raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
     if config.image_size and not config.init and pair(config.image_size) != model.image_size:
         size = " x ".join(map(str, model.image_size))
-        raise ValueError(f"image_size {config.image_size} is for init's model, and there is none: this has {size}")
+        raise ValueError(f"--image-size {config.image_size} needs --init; without it the model has {size} pixels")
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)
-        model = model.replace(classes=0, representation=0)  # the encoder alone is trained
-    if config.init and config.head == "keep" and model.classes != classes:
-        raise DataError(f"{config.init} has {model.classes} classes, {config.data} has {classes}: --head zero")
+        model = model.replace(classes=0, representation=0)  # only the encoder is trained
     if model.classes not in (0, classes):
-        raise DataError(f"the model has {model.classes} classes, {config.data} has {classes}: --model.classes 0")
-    if config.augment.crop == "random" and any(config.augment.resized_side(side) < side for side in model.image_size):
-        size = " x ".join(map(str, model.image_size))
-        raise ValueError(
-            f"--augment.resize {config.augment.resize:g} is less than the image size {size}: give a multiple, 1.17"
+        name, flag = (config.init, "--head zero") if config.init and config.head == "keep" else ("the model", "")
+        raise DataError(
+            f"{name} has {model.classes} classes, but {config.data} has {classes}: use {flag or '--model.classes 0'}"
         )
-    if (config.augment.mixup or config.augment.cutmix) and config.batch % 2:
-        raise ValueError(f"--augment.mixup and --augment.cutmix need an even --batch, got {config.batch}")
-    if config.loss == "binary" and config.augment.smoothing and config.objective == "classify":
-        raise ValueError("--loss binary cannot be combined with --augment.smoothing: use --augment.smoothing 0")
+    check_augmentation(config, model)
     return config.replace(
         model=model.replace(classes=classes),
         preprocess=config.preprocess or preprocess,
-        steps=_length(config, len(splits.train)),
+        head="linear" if config.head == "linear" and config.init and classes else config.head.replace("linear", "zero"),
+        steps=choose_steps(config, len(splits.train)),
     )
 
 
-def _length(config: Config, images: int) -> int:
+def check_classes(config: Config, splits: Splits) -> None:
+    """A classifier needs two classes, and an image of two of them."""
+    if config.objective != "classify":
+        return
+    count, present = len(splits.classes), len(set(splits.train.labels.tolist()))
+    if count < 2 or present < 2:
+        name = splits.classes[int(splits.train.labels[0])]
+        words = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
+        raise DataError(f"{config.data} {words}, but training needs two or more: one folder of images for each class")
+
+
+def choose_cpu_defaults(config: Config) -> Config:
+    """On a CPU, fine-tuning without --steps or --epochs takes ten minutes, in small batches unless --batch is given."""
+    has_length = config.steps or config.epochs
+    if config.head != "linear" or not config.init or has_length or choose_device(config.device) != "cpu":
+        return config
+    is_recipes_batch = config.recipe in list_recipes() and config.batch == recipe(config.recipe).batch
+    return config.replace(hours=config.hours or CPU_HOURS, batch=CPU_BATCH if is_recipes_batch else config.batch)
+
+
+def check_augmentation(config: Config, model: Model) -> None:
+    """Raises ValueError for augmentation that does not work with the image size, the batch or the loss."""
+    augment = config.augment
+    if augment.crop == "random" and any(augment.resized_side(side) < side for side in model.image_size):
+        size = " x ".join(map(str, model.image_size))
+        raise ValueError(f"--augment.resize {augment.resize:g} is below the image size {size}: use a factor like 1.17")
+    if (augment.mixup or augment.cutmix) and config.batch % 2:
+        raise ValueError(f"--augment.mixup and --augment.cutmix need an even --batch, got {config.batch}")
+    if config.loss == "binary" and augment.smoothing and config.objective == "classify":
+        raise ValueError("--loss binary cannot be combined with --augment.smoothing: use --augment.smoothing 0")
+
+
+def choose_steps(config: Config, images: int) -> int:
     if not (config.steps or config.epochs or config.init):
         raise ValueError("the run has no length: give --epochs or --steps")
     steps = count_steps(config, images)
     if not steps:
-        raise ValueError(f"{config.epochs:g} epochs of {images} images are less than one batch of {config.batch}")
+        raise ValueError(
+            f"--epochs {config.epochs:g} of {images} images is less than one batch of {config.batch}: use a smaller "
+            "--batch or more --epochs"
+        )
     for name in ("warmup", "cooldown"):
-        if getattr(config.optim, name) >= steps:
-            given = f"{getattr(config.optim, name):g}"
-            raise ValueError(f"optim.{name} is {given} of only {steps} steps: --optim.{name} 0.1 is a tenth of the run")
+        value = getattr(config.optim, name)
+        if value >= steps:
+            raise ValueError(f"--optim.{name} {value:g} is not below the {steps} steps: 0.1 is a tenth of the run")
     return steps
 
 
 def init_hash(config: Config) -> str:
-    """Of the files that init's weights come from, so that another one under the name is noticed."""
+    """Hash of the files of init, by which changed weights are detected."""
     path = weights_path(config.init)
     if not path.exists():
-        raise ValueError(f"there is no file or folder {path} to start from")
+        raise ValueError(f"--init {path}: there is no such file or folder")
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
@@ -100,7 +132,7 @@ def initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     assert config.preprocess
     model = build(wanted)
     if config.init:
-        model.load_state_dict(_loaded(config, wanted, splits).state_dict())
+        model.load_state_dict(load_init(config, wanted, splits).state_dict())
     else:
         model.initialise(torch.Generator().manual_seed(config.seed))
     if config.head_bias and config.head == "zero" and model.head is not None:
@@ -109,36 +141,36 @@ def initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     return model
 
 
-def _loaded(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
-    """init's model as it is wanted; an error where its weights are those of another."""
+def load_init(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
+    """init's model. Raises ValueError if it is another model than `wanted`."""
     model = load(config.init, image_size=wanted.image_size)
-    if config.head == "zero":
+    if config.head != "keep":
         model.replace_head(wanted.classes)
     elif model.about.class_names and model.about.class_names != splits.classes:
-        words = _another_class(model.about.class_names, splits.classes, config.data)
-        raise DataError(f"{config.init} {words}: --head zero")
+        words = describe_other_class(model.about.class_names, splits.classes, config.data)
+        raise DataError(f"{config.init} {words}: use --head zero")
     odd = {name: both for name, both in differences(model.config, wanted).items() if name not in FREE}
     if odd:
-        words = ", ".join(f"{name} {has}, not {asked}" for name, (has, asked) in odd.items())
-        raise ValueError(f"{config.init} is another model than asked for: it has {words}")
+        words = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in odd.items())
+        raise ValueError(f"{config.init} is not the model asked for: {words}; leave out --model, or give other weights")
     return model
 
 
-def _another_class(names: tuple[str, ...], classes: tuple[str, ...], data: str) -> str:
-    """The first of as many classes whose names differ."""
+def describe_other_class(names: tuple[str, ...], classes: tuple[str, ...], data: str) -> str:
+    """Describes the first of equally many classes whose names differ."""
     theirs, ours = next((a, b) for a, b in zip(names, classes, strict=True) if a != b)
-    return f"calls a class {theirs!r} that {data} calls {ours!r}"
+    return f"has the class {theirs!r} where {data} has {ours!r}"
 
 
 def load_teacher(config: Config, classes: tuple[str, ...]) -> ViT | ResNet:
-    """A model that only answers, of the same classes in the same order."""
+    """The teacher of a distillation: a frozen model with the same classes in the same order."""
     teacher = load(config.teacher)
     count, names = teacher.config.classes, teacher.about.class_names
     if count != len(classes):
-        raise DataError(f"the teacher {config.teacher} has {count} classes, the data has {len(classes)}")
+        raise DataError(f"--teacher {config.teacher} has {count} classes, but the data has {len(classes)}")
     if names and names != classes:
-        words = f"the teacher {config.teacher} {_another_class(names, classes, config.data)}"
+        words = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
         if set(names) == set(classes):
             raise DataError(f"{words}: it has the same classes in another order")
-        log.warning("%s: classes are taken in their order", words)  # n01440764 and tench are one
+        log.warning("%s: the classes are matched by their order", words)  # such as n01440764 and tench
     return teacher.eval().requires_grad_(False)

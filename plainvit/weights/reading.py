@@ -147,7 +147,8 @@ def inspect_weights(
     # One line for all assumptions about pixels
     found.notes = [note for note in found.notes if not note.startswith(("mean: ", "preprocess: "))]
     found.notes += [assumed] if assumed else []
-    found.notes += [f"{unfinished}: these are the weights from before it was made longer"] if unfinished else []
+    weights = "its first result" if (path / "first.json").is_file() else "the weights from before it was made longer"
+    found.notes += [f"{unfinished}: these are {weights}"] if unfinished else []
     return found, tensors
 
 

@@ -1,0 +1,157 @@
+"""The first result of fine-tuning: a linear classifier on frozen features, in seconds.
+
+    plainvit finetune --init WEIGHTS --data photos/        --head linear is the default of this recipe
+
+Logistic regression on the features of the pretrained model becomes its head, and training starts from there instead of
+from zeros (`--head zero`, paper 3.2). The model with this head is saved as RUN/first/model.safetensors, and as
+RUN/model.safetensors until the run ends. The final model is the better of the two on held-out images; if they are
+equally good it is the first, which fits fewer weights to few images.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plainvit.data.decode import DataError
+from plainvit.data.sources import Source
+from plainvit.data.splits import take_fraction
+from plainvit.disk import make_folder
+from plainvit.evaluate.classify import classify
+from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.probe import logistic, search_logistic
+from plainvit.evaluate.statistics import describe_accuracy
+from plainvit.runtime.display import Display, readable, show_activity, tell
+from plainvit.runtime.sharding import shard_like
+from plainvit.train.finalize import First, copy_model, make_predictor, open_evaluation_set
+from plainvit.train.resume_check import has_valid_checksum
+from plainvit.weights import load, save
+
+if TYPE_CHECKING:
+    from plainvit.train.state import Training
+
+MOST_TIME = 1 / 3  # of --hours, for the features
+MOST_WORK = 3e8  # images x features x classes of the regression: seconds to a minute
+L2 = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of the mean loss; the middle one where nothing can be chosen
+
+
+def find_first(run: "Training", train: Source, started: float) -> First | None:
+    """The first model: made before the first step, read again in a run that is resumed or starts over."""
+    folder = run.folder.path / First.FOLDER
+    stored = run.folder.read(First.RESULTS)
+    if not stored or not has_valid_checksum(folder / "model.safetensors"):
+        return make_first(run, train, started) if not run.progress.step else None
+    if not run.progress.step:  # killed before its first checkpoint: it continues with the same bits
+        head = load(folder).head
+        assert head is not None
+        set_head(run, head.weight.detach(), head.bias.detach())
+    return First(folder, stored)
+
+
+def make_first(run: "Training", train: Source, started: float) -> First:
+    """Sets the head to a linear classifier of the training images, saves the model and evaluates it."""
+    folder = run.folder.path / First.FOLDER
+    predictor = make_predictor(run.config, run.objective.model, run.world.device, run.folder.path)
+    source = choose_images(run, train, predictor)
+    features, labels = extract_features(run, source, predictor)
+    with show_activity("fitting a linear head", quiet=run.quiet):
+        set_head(run, *fit_head(run, features, labels))
+    results = {"seconds": 0.0, "images_fitted": len(features)}
+    if run.validation:
+        found = classify(predictor, run.validation)
+        results |= found.summary()
+        run.folder.rewind(-1)  # of a run that was killed here
+        run.record({"step": 0, "val": found.numbers()})
+    results["seconds"] = round(time.monotonic() - started, 1)
+    if run.folder.writes:
+        make_folder(folder)
+    model = copy_model(run)  # all processes gather its shards
+    if run.folder.writes:
+        for path in (folder, run.folder.path):
+            save(model, path / "model.safetensors")
+    run.folder.write(First.RESULTS, results)
+    tell(describe_first(results), quiet=run.quiet)
+    return First(folder, results)
+
+
+def describe_first(results: dict) -> str:
+    when = f"after {readable(results['seconds'])}"
+    if "top1" not in results:
+        return f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
+    accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
+    return f"first result on held-out images: {accuracy}, {when}"
+
+
+def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:
+    """All training images, or as many of each class as fit into MOST_TIME; says how long it will take."""
+    seconds, width = time_forward(predictor)
+    count, config = len(train), run.config
+    most = MOST_WORK / (width * len(train.classes))
+    if config.hours:
+        most = min(most, config.hours * 3600 * MOST_TIME * run.world.size / seconds)
+    source = take_fraction(train, most / count) if most < count else train
+    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0)) / run.world.size
+    steps = 3 * seconds * config.steps * config.batch / run.world.size  # a backward pass costs two forward passes
+    words = f"features of {len(source):,} images take about {readable(features)}"
+    tell(f"{words}, then {config.steps} steps of {config.batch} about {readable(steps)}", quiet=run.quiet)
+    return source
+
+
+def time_forward(predictor: Predictor, images: int = 8) -> tuple[float, int]:
+    """Seconds per image of a forward pass, after a first one to warm up; and the number of features."""
+    batch = torch.zeros(images, 3, *predictor.size, dtype=torch.uint8)
+    width = predictor.features(batch).shape[1]
+    started = time.perf_counter()
+    predictor.features(batch).sum().item()  # waits for the device
+    return (time.perf_counter() - started) / images, width
+
+
+def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:
+    """Features [N, D] and labels [N] of all readable images, in the same order for any number of processes."""
+    world, prepared = run.world, open_evaluation_set(run.config, source, run.world)
+    rows: list[Tensor] = []
+    index: list[Tensor] = []
+    with Display("features", len(source), quiet=run.quiet) as display:
+        for batch in prepared.batches():
+            readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+            rows.append(predictor.features(batch.images)[readable.to(world.device)])
+            index.append(torch.from_numpy(batch.index)[readable])
+            display.advance(min(display.done + len(batch.index) * world.size, len(source)), "images")
+        width = rows[0].shape[1] if rows else predictor.features(torch.zeros(1, 3, *prepared.size)).shape[1]
+        for _ in range(prepared.rounds - len(rows)):  # sharded models need equally many forward passes in all
+            predictor.features(torch.zeros(1, 3, *prepared.size))
+    empty = torch.zeros(0, width, device=world.device)
+    features = world.gather_rows(torch.cat([empty, *rows])).cpu()
+    positions = world.gather_rows(torch.cat([torch.zeros(0, dtype=torch.long), *index]).to(world.device)).cpu()
+    if not len(positions):
+        raise DataError(f"no training image of {run.config.data} can be read")
+    order = positions.argsort()
+    return features[order], torch.from_numpy(source.labels)[positions[order]].long()
+
+
+def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight [K, D] and bias [K] of logistic regression; its l2 is chosen on a fifth of the training images."""
+    classes = run.objective.model.config.classes
+    packed = torch.zeros(classes, features.shape[1] + 1, dtype=torch.float64)
+    if run.world.is_main:
+        has_pair = int(torch.bincount(labels).max()) > 1
+        found = search_logistic(features, labels, classes, L2)[0] if has_pair else None
+        found = found or logistic(features, labels, classes, L2[len(L2) // 2])
+        packed[:, :-1] = (found.weights / found.std.unsqueeze(1)).T  # undo the standardisation of the features
+        packed[:, -1] = found.bias - (found.mean / found.std) @ found.weights
+    packed = run.world.sum(packed.to(run.world.device)).float()  # the others contribute zeros
+    return packed[:, :-1], packed[:, -1]
+
+
+@torch.no_grad()
+def set_head(run: "Training", weight: Tensor, bias: Tensor) -> None:
+    """Copies a head into the model and its average; of DeiT's two heads, whose mean is used, into both."""
+    averages = run.average.weights if run.average else {}
+    for name in ("head", "head_distillation"):
+        layer: nn.Linear | None = getattr(run.objective.model, name, None)
+        for part, value in (("weight", weight), ("bias", bias)) if layer else ():
+            tensors = [getattr(layer, part), *([averages[f"{name}.{part}"]] if averages else [])]
+            for tensor in tensors:
+                tensor.copy_(shard_like(value, tensor))
