@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tyro.conf import DisallowNone
 
 from plainvit import __version__
-from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
+from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, serve, study, vtab
 from plainvit.commands.parsing import PARSER_CONFIG, Processes, escape_log_records, exit_with_error, parse_arguments
 from plainvit.config import nearest
 
@@ -35,6 +35,7 @@ TASKS: dict[str, dict[str, Command]] = {
         "vtab": vtab.vtab,
     },
     "Understand a model": {"analyse": analyse.analyse},
+    "Export and serve": {"export": serve.export},
     "Models and weights": {
         "models": models.models,
         "inspect": models.inspect,
@@ -139,8 +140,7 @@ def _print_overview(arguments: list[str]) -> None:
     listed = {name for name in COMMANDS if first in ("-h", "--help") or name.split()[0] == first}
     if not listed or not set(arguments[1:]) <= {"-h", "--help"}:
         given = " ".join(arguments[:2])
-        hint = "see docs/production.md" if first in ("export", "serve") else nearest(given, COMMANDS)
-        exit_with_error(f"unknown command {given!r}; {hint}", 2)
+        exit_with_error(f"unknown command {given!r}; {nearest(given, COMMANDS)}", 2)
     print("plainvit: train, fine-tune, evaluate and understand Vision Transformers.")
     for task, commands in TASKS.items():
         if listed & commands.keys():
