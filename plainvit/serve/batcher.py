@@ -3,9 +3,9 @@
     batcher = Batcher(predictor.logits, max_batch=32)
     logits = await batcher.submit(images, deadline)       # uint8 [n, 3, H, W] -> n rows, each a Tensor or an exception
 
-While the model computes, images queue up; when it is free, it takes the oldest, up to max_batch, in the order they came.
-So batches grow with the load and a lone request does not wait. The images of one request that fit into a batch form one
-batch if the model is free: the outputs are those of the same batch offline, bit for bit.
+While the model computes, images queue up; when it is free, it takes the oldest, up to max_batch. So batches grow with
+the load and a lone request does not wait. If the model is free, the images of one request form one batch: the outputs
+are those of the same batch offline, bit for bit.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Batcher:
     compute: Compute
     max_batch: int = 32
     executor: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
-    observe: Callable[[int, float], None] = lambda images, seconds: None  # called after each batch
+    observe: Callable[[int, float], None] | None = None  # called with the images and seconds of each batch
 
     def __post_init__(self) -> None:
         self.queue: deque[Item] = deque()
@@ -77,7 +77,8 @@ class Batcher:
         while batch := self._take():
             start = time.monotonic()
             outputs = await loop.run_in_executor(self.executor, self._compute, [item.image for item in batch])
-            self.observe(len(batch), time.monotonic() - start)
+            if self.observe:
+                self.observe(len(batch), time.monotonic() - start)
             for item, output in zip(batch, outputs, strict=True):
                 if item.result.cancelled():
                     continue

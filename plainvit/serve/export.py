@@ -2,8 +2,8 @@
 
     written, checks = export(Predictor("runs/photos"), images, ["onnx", "openvino"], Path("exports"))
 
-An fp32 export must give the logits of PyTorch within 1e-4, an int8 export the same top-1 class for most images. One that
-does not is deleted, and the command fails. Images for int8 calibration and for the comparison are never the same.
+An fp32 export must give the logits of PyTorch within 1e-4, an int8 export the same top-1 class for most images. One
+that does not is deleted, and the command fails. Images for int8 calibration and for the comparison are never the same.
 """
 
 import logging
@@ -158,7 +158,7 @@ def _require_agreement(check: Check, int8: bool, min_agreement: float) -> None:
         )
     if not int8 and not check.difference <= check.tolerance:
         raise DisagreementError(
-            f"{check.name} differs from PyTorch by {check.difference:.2g}, above {check.tolerance:.2g}: it is not written"
+            f"{check.name} differs from PyTorch by {check.difference:.2g}, above {check.tolerance:.2g}: not written"
         )
 
 
