@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from plainvit import __version__
-from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, study, vtab
+from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, serve, study, vtab
 from plainvit.commands.flags import HELP, HELP_ALL, format_help, parse
 from plainvit.commands.parsing import Processes, escape_log_records, exit_with_error
 from plainvit.config import nearest
@@ -33,6 +33,7 @@ TASKS: dict[str, dict[str, Command]] = {
         "vtab": vtab.vtab,
     },
     "Understand a model": {"analyse": analyse.analyse},
+    "Export and serve": {"export": serve.export, "bench": serve.bench, "serve": serve.serve},
     "Models and weights": {
         "models": models.models,
         "inspect": models.inspect,
@@ -137,8 +138,7 @@ def _print_overview(arguments: list[str]) -> None:
     listed = {name for name in COMMANDS if first in ("-h", "--help") or name.split()[0] == first}
     if not listed or not set(arguments[1:]) <= {"-h", "--help"}:
         given = " ".join(arguments[:2])
-        hint = "see docs/production.md" if first in ("export", "serve") else nearest(given, COMMANDS)
-        exit_with_error(f"unknown command {given!r}; {hint}", 2)
+        exit_with_error(f"unknown command {given!r}; {nearest(given, COMMANDS)}", 2)
     print("plainvit: train, fine-tune, evaluate and understand Vision Transformers.")
     for task, commands in TASKS.items():
         if listed & commands.keys():

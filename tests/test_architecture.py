@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {*_MODELS, "data", "weights", "runtime"},
     "evaluate": _NUMBERS,
     "analyse": _NUMBERS,
-    "serve": _NUMBERS,
+    "serve": {*_NUMBERS, "analyse"},
     "train": {*_NUMBERS, "recipes", "analyse"},
     "studies": {*_NUMBERS, "recipes", "analyse", "train"},
     "__main__": {"cli"},

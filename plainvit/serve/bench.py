@@ -1,0 +1,143 @@
+"""`plainvit bench`: latency, throughput, memory and accuracy of a model in several formats.
+
+Each format is exported, then measured in a new process, whose peak memory is its own.
+"""
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import plainvit
+from plainvit.config import Preprocess
+from plainvit.data.splits import choose_split
+from plainvit.disk import run_settings
+from plainvit.evaluate.labels import align
+from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
+from plainvit.serve.export import export, find_images, load_images
+from plainvit.serve.formats import SUFFIXES, open_graph
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format at one batch size."""
+
+    format: str
+    batch: int
+    p50_ms: float
+    p99_ms: float
+    images_per_second: float
+    memory_mb: float  # peak of the process
+    top1: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Photos:
+    """Images [N, 3, H, W] and, where known, the correct classes of each [N, M], padded with -1."""
+
+    images: Tensor
+    right: np.ndarray | None = None
+    columns: np.ndarray | None = None  # the model's class of each class to predict; None: all, in order
+
+
+def load_photos(predictor: Predictor, data: str, data_root: Path | None, count: int) -> Photos | None:
+    """Photos of --data or of the run; None without either. Data without labels of the model gives no accuracy."""
+    spec = data or run_settings(predictor.source).get("data")
+    if not spec:
+        return None
+    try:
+        root = data_root or run_settings(predictor.source).get("data_root") or None
+        labels = align(
+            choose_split(predictor.source, spec, "", root), predictor.classes, predictor.model.about.class_names
+        )
+    except ValueError:
+        return Photos(load_images(predictor, find_images(predictor.source, data, data_root), count))
+    source = labels.source
+    index = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int))
+    images = torch.stack([predictor.load_image(source.read(int(at))) for at in index])
+    return Photos(images, labels.right[index], labels.columns)
+
+
+def measure(
+    predictor: Predictor, formats: Sequence[str], batches: Sequence[int], photos: Photos | None, seconds: float
+) -> list[Row]:
+    rows = []
+    with TemporaryDirectory(prefix="plainvit-bench-") as name:
+        folder = Path(name)
+        plainvit.save(predictor.model, folder / "model.safetensors")
+        for kind in formats:
+            form, _, int8 = kind.partition(" ")
+            if int8 and photos is None:
+                raise ValueError("--int8 needs photos to measure activations on: use --data")
+            file = folder / "model.safetensors"
+            if form != "torch":
+                images = photos.images if photos and int8 else None
+                written, _ = export(predictor, images, [form], folder, int8=bool(int8), min_agreement=0.0)  # pyright: ignore
+                file = next(path for path in written if path.name.endswith(SUFFIXES[form]))
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(1) as pool:
+                rows += pool.apply(_measure_format, (kind, file, predictor.size, batches, photos, seconds))
+    return rows
+
+
+def _measure_format(
+    kind: str, file: Path, size: tuple[int, int], batches: Sequence[int], photos: Photos | None, seconds: float
+) -> list[Row]:
+    """Runs in a process of its own."""
+    is_torch = kind == "torch"
+    model: Any = Predictor(file, device="cpu", preprocess=Preprocess()) if is_torch else open_graph(file)
+    has_head = not is_torch or model.classes
+    compute = model.logits if has_head and (is_torch or "logits" in model.about["outputs"]) else model.features
+    times = {batch: _time_batches(compute, batch, size, seconds) for batch in batches}
+    accuracy: dict[str, Any] = {}
+    if photos is not None and photos.right is not None:
+        logits = torch.cat([compute(some) for some in photos.images.split(32)])
+        found = (logits if photos.columns is None else logits[:, photos.columns]).argmax(1).numpy()
+        right = int((photos.right == found[:, None]).any(1).sum())
+        accuracy = {"top1": right / len(found), "interval": wilson(right, len(found))}
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    rows = []
+    for batch, some in times.items():
+        p50, p99 = (float(np.quantile(some, q)) for q in (0.5, 0.99))
+        rows.append(Row(kind, batch, 1e3 * p50, 1e3 * p99, batch / p50, memory, **accuracy))
+    return rows
+
+
+def _time_batches(compute: Any, batch: int, size: tuple[int, int], seconds: float) -> list[float]:
+    images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8)
+    for _ in range(2):
+        compute(images)
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        start = time.perf_counter()
+        compute(images)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def table(rows: Sequence[Row]) -> "Table":
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("format")
+    for name in ("batch", "p50 ms", "p99 ms", "images/s", "peak MB", "top-1 (95 % interval)"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        ends = "-".join(f"{100 * end:.1f}" for end in row.interval) if row.interval else ""
+        accuracy = f"{100 * row.top1:.1f} % ({ends} %)" if row.top1 is not None else ""
+        times = (f"{row.p50_ms:.1f}", f"{row.p99_ms:.1f}", f"{row.images_per_second:.1f}")
+        made.add_row(row.format, str(row.batch), *times, f"{row.memory_mb:.0f}", accuracy)
+    return made

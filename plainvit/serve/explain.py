@@ -1,0 +1,127 @@
+"""What the page shows besides predictions: maps of attention, calibrated confidence, nearest training photos.
+
+    explainer = Explainer(Predictor("runs/photos"))
+    explainer.explain(image)                  # a dict for JSON
+
+Maps are those of plainvit/analyse/attention.py, as bytes scaled to the largest value of each map, in base64. They
+explain the PyTorch model, whichever backend predicts.
+"""
+
+import base64
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from plainvit.analyse.attention import attention_maps, relevance, require_global_attention, rollout
+from plainvit.data.decode import ImageError
+from plainvit.data.sources import Source, open_source
+from plainvit.disk import run_folder
+from plainvit.evaluate.features import Features, default_cache, extract
+from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
+
+SIMILAR = 200  # evaluated photos of similar confidence, at most a fifth of all
+MIN_EVALUATED = 50  # photos, for a statement about confidence
+NEIGHBOURS, THUMBNAIL = 6, 128  # photos, and their height and width in pixels
+
+
+class Explainer:
+    """Explains single images of one model."""
+
+    def __init__(self, predictor: Predictor, neighbours: str = "", data_root: str | Path | None = None) -> None:
+        self.predictor = predictor
+        self.calibration = read_calibration(predictor.source)
+        self.source: Source | None = None
+        self.known: Features | None = None
+        if neighbours:
+            self.source = open_source(neighbours, "train", data_root=data_root)
+            self.known = extract(predictor, self.source, cache=default_cache())
+            self.known.features = F.normalize(self.known.features, dim=-1)
+
+    @functools.cached_property
+    def missing_maps(self) -> str:
+        """Why the model has no maps; "" if it has."""
+        try:
+            require_global_attention(self.predictor.model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def explain(self, image: Tensor, label: int | None = None) -> dict[str, Any]:
+        """Everything about one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
+        found: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbours": self.find_neighbours(image)}
+        if self.missing_maps:
+            return found | {"missing_maps": self.missing_maps}
+        model, batch = self.predictor.model, image[None].to(self.predictor.device)
+        maps = attention_maps(model, batch)[0]  # [L, H, h, w]
+        found |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
+        found |= {"attention": pack_maps(maps), "rollout": pack_maps(rollout(model, batch)), "relevance": None}
+        if self.predictor.classes:
+            found["relevance"] = pack_maps(relevance(model, batch, None if label is None else torch.tensor([label])))
+        return found
+
+    def describe_confidence(self, probability: float) -> dict[str, Any] | None:
+        """How often predictions of similar probability were right on evaluated photos; None if that is not known."""
+        if self.calibration is None:
+            return None
+        probabilities, right = self.calibration
+        count = min(SIMILAR, max(len(right) // 5, MIN_EVALUATED // 2))
+        nearest = np.argsort(np.abs(probabilities - probability), kind="stable")[:count]
+        correct = int(right[nearest].sum())
+        return {"right": correct, "of": count, "interval": wilson(correct, count)}
+
+    def find_neighbours(self, image: Tensor) -> list[dict[str, Any]]:
+        """The training photos with the most similar features (cosine)."""
+        if self.source is None or self.known is None:
+            return []
+        query = F.normalize(self.predictor.features(image[None]).cpu(), dim=-1)[0]
+        best = (self.known.features @ query).topk(min(NEIGHBOURS, len(self.known.features)))
+        found = []
+        for similarity, row in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            try:
+                pixels = self.predictor.load_image(self.source.read(int(self.known.index[row])))
+            except (ImageError, OSError):  # the file has changed since
+                continue
+            label = int(self.known.labels[row])
+            name = self.source.classes[label] if 0 <= label < len(self.source.classes) else ""
+            found.append({"image": encode_image(pixels, "JPEG", THUMBNAIL), "label": name, "similarity": similarity})
+        return found
+
+
+def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """(probability, whether it was right) of each photo that `plainvit evaluate` scored; None without them."""
+    file = run_folder(source) / "images.parquet" if source else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        with file.open("rb") as opened:
+            table = pq.read_table(opened, columns=["probability", "right"])
+    except (pa.ArrowException, OSError):  # another program's file
+        return None
+    return (table["probability"].to_numpy(), table["right"].to_numpy()) if len(table) >= MIN_EVALUATED else None
+
+
+def pack_maps(maps: Tensor) -> str:
+    """[..., h, w] -> base64 of one byte per value; 255 is the largest value of its map."""
+    largest = maps.amax((-2, -1), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
+    scaled = (255 * maps.clamp(min=0) / largest).round().to(torch.uint8)
+    return base64.b64encode(scaled.cpu().numpy().tobytes()).decode()
+
+
+def encode_image(image: Tensor, form: str, side: int | None = None) -> str:
+    """uint8 [3, H, W] as a data URL."""
+    made = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+    if side:
+        made.thumbnail((side, side))
+    file = io.BytesIO()
+    made.save(file, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

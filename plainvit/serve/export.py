@@ -1,0 +1,188 @@
+"""`plainvit export`: a model as one file for another runtime, compared with PyTorch before it is written.
+
+    written, checks = export(Predictor("runs/photos"), images, ["onnx", "openvino"], Path("exports"))
+
+An fp32 export must give the logits of PyTorch within 1e-4, an int8 export the same top-1 class for most images. One
+that does not is deleted, and the command fails. Images for int8 calibration and for the comparison are never the same.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plainvit.data.decode import DataError, ImageError
+from plainvit.data.sources import Source
+from plainvit.data.splits import choose_split
+from plainvit.disk import make_folder, run_folder, run_settings, sync_folder, write_synced
+from plainvit.evaluate import inputs
+from plainvit.evaluate.predictor import Predictor
+from plainvit.evaluate.statistics import wilson
+from plainvit.serve.formats import SUFFIXES, Format, Graph, describe, open_graph, trace_program, write_graph
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TOLERANCE = 1e-4  # of logits; relative for those above 1
+MIN_AGREEMENT = 0.9  # of top-1 classes of an int8 export
+BATCH = 16
+log = logging.getLogger("plainvit")
+
+
+class DisagreementError(ValueError):
+    """An export whose outputs differ from PyTorch's; the command ends with exit code 4."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class Check:
+    """One format compared with PyTorch on the same images."""
+
+    name: str
+    megabytes: float
+    images: int
+    difference: float  # largest absolute difference of an output
+    tolerance: float
+    agreeing: int  # images with the same top-1 class; of a model without a head, those within the tolerance
+    images_per_second: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson(self.agreeing, self.images)
+
+
+def find_images(source: str | Path, data: str, data_root: str | Path | None) -> Source:
+    """The images of --data or, of a run, those it was evaluated on."""
+    if data:
+        return inputs.find([data], data_root=data_root)
+    stored = run_settings(source)
+    if not isinstance(stored.get("data"), str) or not stored["data"]:
+        raise ValueError("--data is required: name a folder, an archive or a dataset with photos, or use --no-verify")
+    return choose_split(source, stored["data"], "", data_root or stored.get("data_root"))
+
+
+def load_images(predictor: Predictor, source: Source, count: int) -> Tensor:
+    """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W]."""
+    found, reason = [], ""
+    for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)):
+        try:
+            found.append(predictor.load_image(source.read(int(index))))
+        except (ImageError, OSError) as error:
+            reason = f"{source.name(int(index))}: {error}"
+    if not found:
+        raise DataError(f"no image of {source.spec or 'the data'} can be read: {reason}")
+    return torch.stack(found)
+
+
+def export(
+    predictor: Predictor,
+    images: Tensor | None,
+    formats: Sequence[Format],
+    folder: Path,
+    *,
+    int8: bool = False,
+    uint8: bool = True,
+    min_agreement: float = MIN_AGREEMENT,
+) -> tuple[list[Path], list[Check]]:
+    """Writes each format into the folder and compares it with PyTorch on `images`, unless that is None."""
+    if int8 and (wrong := set(formats) - {"onnx", "openvino"}):
+        raise ValueError(f"--int8 is not supported for --format {' '.join(sorted(wrong))}: use onnx or openvino")
+    if int8 and (images is None or len(images) < 2):
+        raise ValueError("--int8 needs at least two images to calibrate on: use --data")
+    make_folder(folder)
+    calibration, images = (images[::2], images[1::2]) if int8 and images is not None else (None, images)
+    about = describe(predictor, uint8)
+    program = trace_program(predictor.model, uint8)
+    checks = [_check(predictor, predictor, images, "torch fp32", _count_bytes(predictor))] if images is not None else []
+    written = []
+    for kind in formats:
+        name = f"model{'.int8' * int8}{SUFFIXES[kind]}"
+        with TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
+            file = Path(temporary) / name
+            if calibration is not None:
+                from plainvit.serve.quantize import write_int8
+
+                write_int8(predictor, calibration, file, kind, about)
+            else:
+                write_graph(program, file, kind, about)
+            if images is not None:
+                size = sum(part.stat().st_size for part in file.parent.iterdir())
+                checks.append(_check(predictor, open_graph(file), images, f"{kind} {'int8' if int8 else 'fp32'}", size))
+                _require_agreement(checks[-1], int8, min_agreement)
+            written += _move(file, folder)
+    return written, checks
+
+
+def _count_bytes(predictor: Predictor) -> int:
+    return sum(weight.nbytes for weight in predictor.model.parameters())
+
+
+def _move(file: Path, folder: Path) -> list[Path]:
+    """Renames the synced files of one export, the graph last: it refers to the weights next to it."""
+    parts = sorted(file.parent.iterdir(), key=lambda part: part == file)
+    for part in parts:
+        write_synced(part, lambda _: None)
+        part.replace(folder / part.name)
+    sync_folder(folder)
+    return [folder / part.name for part in parts]
+
+
+def _check(reference: Predictor, tested: Predictor | Graph, images: Tensor, name: str, size: int) -> Check:
+    output = "logits" if reference.classes else "features"
+    expected = torch.cat([getattr(reference, output)(batch).cpu() for batch in images.split(BATCH)])
+    compute = getattr(tested, output)
+    compute(images[:1])  # compile for one image first: the batch size is dynamic
+    start = time.perf_counter()
+    found = torch.cat([compute(batch).cpu() for batch in images.split(BATCH)])
+    seconds = time.perf_counter() - start
+    tolerance = TOLERANCE * max(float(expected.abs().max()), 1.0)
+    difference = (found - expected).abs().amax(1)  # [N]
+    agreeing = found.argmax(1) == expected.argmax(1) if reference.classes else difference <= tolerance
+    worst = float(difference.max()) if bool(found.isfinite().all()) else float("inf")
+    return Check(name, size / 1e6, len(images), worst, tolerance, int(agreeing.sum()), len(images) / seconds)
+
+
+def _require_agreement(check: Check, int8: bool, min_agreement: float) -> None:
+    if int8 and check.agreeing < min_agreement * check.images:
+        raise DisagreementError(
+            f"{check.name} predicts the same class as PyTorch for {check.agreeing} of {check.images} images, below "
+            f"--min-agreement {min_agreement:g}: it is not written; calibrate on more or other images with --data"
+        )
+    if not int8 and not check.difference <= check.tolerance:
+        raise DisagreementError(
+            f"{check.name} differs from PyTorch by {check.difference:.2g}, above {check.tolerance:.2g}: not written"
+        )
+
+
+def default_folder(source: str | Path) -> Path:
+    """RUN/exports for a run, exports/NAME for other weights."""
+    if run_settings(source):
+        return run_folder(source) / "exports"
+    return Path("exports") / (Path(str(source)).stem or "model")
+
+
+def table(checks: Sequence[Check]) -> "Table":
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("format")
+    for name in ("MB", "largest difference", "same top-1", "95 % interval", "images/s"):
+        made.add_column(name, justify="right")
+    for check in checks:
+        low, high = (f"{100 * end:.1f}" for end in check.interval)
+        agreement = f"{check.agreeing} of {check.images}"
+        speed, size = f"{check.images_per_second:.1f}", f"{check.megabytes:.1f}"
+        made.add_row(check.name, size, f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
+    return made
+
+
+def to_rows(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    return [vars(check) | {"interval": check.interval} for check in checks]

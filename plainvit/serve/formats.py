@@ -1,0 +1,234 @@
+"""The formats of an export: write a traced model, open the file again, run it.
+
+    program = trace_program(model)
+    write_graph(program, Path("model.onnx"), "onnx", describe(predictor))
+    graph = open_graph(Path("model.onnx"))
+    graph.logits(images)                      # the methods that the batcher calls on a Predictor
+
+A graph takes images [B, 3, H, W], uint8 or floats in [0, 1], for any B; the normalisation is inside. Its outputs are
+`logits` [B, K], where the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
+pt2 and aoti files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
+"""
+
+import contextlib
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from plainvit import __version__
+from plainvit.config import to_json
+from plainvit.evaluate.predictor import Predictor
+from plainvit.models import ResNet, ViT
+from plainvit.models.vit import attention_weights
+from plainvit.serve import require
+
+Format = Literal["onnx", "openvino", "pt2", "aoti"]
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".aoti.pt2"}
+OPSET = 20  # the first with Gelu
+ONNX_LIMIT = 2 * 10**9  # bytes of weights in one protobuf file
+KEY = "plainvit"  # of our metadata
+
+
+class ExportModule(nn.Module):
+    """A model that returns its logits and its features from one forward pass."""
+
+    def __init__(self, model: ViT | ResNet) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if isinstance(self.model, ResNet):
+            features = self.model.feature_map(images).mean((2, 3))  # [B, D]
+            return (features,) if self.model.head is None else (self.model.head(features), features)
+        tokens = self.model.encode(images)  # [B, N, D]
+        features = self.model.represent(tokens)  # [B, D]
+        return (features,) if self.model.head is None else (self.model.classify(tokens), features)
+
+
+def output_names(model: ViT | ResNet) -> list[str]:
+    return ["features"] if model.head is None else ["logits", "features"]
+
+
+def describe(predictor: Predictor, uint8: bool = True) -> dict[str, Any]:
+    """The metadata of an export: all that a program needs to turn a photo into a named class."""
+    return {
+        "plainvit": __version__,
+        "weights": predictor.weights_hash,
+        "input": "uint8" if uint8 else "floats in [0, 1]",
+        "image_size": list(predictor.size),
+        "preprocess": to_json(predictor.preprocess),
+        "class_names": list(predictor.class_names),
+        "outputs": output_names(predictor.model),
+    }
+
+
+def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
+    """torch.export of the model in fp32 on the CPU, for any batch size."""
+    if not isinstance(model, ViT | ResNet):
+        raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
+    module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
+    images = torch.zeros(
+        2, model.config.channels, *model.config.image_size, dtype=torch.uint8 if uint8 else torch.float32
+    )
+    is_masked = isinstance(model, ViT) and model.config.posemb == "relative"
+    with torch.no_grad(), _explicit_attention() if is_masked else contextlib.nullcontext():
+        return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
+
+
+@contextlib.contextmanager
+def _explicit_attention() -> Iterator[None]:
+    """torch.onnx cannot decompose masked attention: its fused kernel and its formula have other strides."""
+    fused = F.scaled_dot_product_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return attention_weights(q, k, attn_mask, None) @ v
+
+    F.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[str, Any]) -> None:
+    writers: dict[str, Callable[..., None]] = {
+        "onnx": write_onnx,
+        "openvino": write_openvino,
+        "pt2": _write_pt2,
+        "aoti": _write_aoti,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters warn of their own deprecations
+        writers[kind](program, path, about)
+
+
+def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    require("export", "onnx", "onnxscript")
+    size = sum(weight.nbytes for weight in program.state_dict.values())
+    if size > ONNX_LIMIT:
+        raise ValueError(
+            f"--format onnx holds at most 2 GB of weights, this model has {size / 1e9:.1f} GB: use openvino"
+        )
+    _save_onnx(program, path, about, external_data=False)
+
+
+def _save_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], external_data: bool) -> None:
+    names = {"input_names": ["images"], "output_names": about["outputs"]}
+    found = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False, **names)
+    assert found is not None
+    found.model.metadata_props[KEY] = json.dumps(about)
+    found.save(str(path), external_data=external_data)
+
+
+def write_openvino(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    """Through ONNX, with weights of any size; path.xml has the graph and path.bin the weights."""
+    require("export", "onnx", "onnxscript", "openvino")
+    with TemporaryDirectory(dir=path.parent) as folder:
+        file = Path(folder) / "model.onnx"
+        _save_onnx(program, file, about, external_data=True)
+        convert_to_openvino(file, path, about)
+
+
+def convert_to_openvino(onnx_file: Path, path: Path, about: dict[str, Any]) -> None:
+    import openvino
+
+    graph = openvino.Core().read_model(onnx_file)  # unlike openvino.convert_model, this sends no telemetry
+    graph.set_rt_info(json.dumps(about), KEY)
+    openvino.save_model(graph, path, compress_to_fp16=False)
+
+
+def _write_pt2(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    torch.export.save(program, path, extra_files={KEY: json.dumps(about)})
+
+
+def _write_aoti(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    """Compiled by Inductor for this machine's CPU, or its GPU where there is one."""
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {KEY: json.dumps(about)}}
+    )
+
+
+# Opening --------------------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """An exported model; `run` maps a batch and the name of an output to its values."""
+
+    def __init__(self, run: Callable[[np.ndarray, str], np.ndarray], about: dict[str, Any]) -> None:
+        self.run, self.about = run, about
+        self.dtype = np.uint8 if about["input"] == "uint8" else np.float32
+
+    def logits(self, images: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> [B, K]."""
+        return self._compute(images, "logits")
+
+    def features(self, images: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> [B, D]."""
+        return self._compute(images, "features")
+
+    def _compute(self, images: Tensor, output: str) -> Tensor:
+        pixels = images.numpy() if self.dtype is np.uint8 else images.numpy().astype(np.float32) / 255
+        return torch.from_numpy(self.run(pixels, output))
+
+
+def open_graph(path: Path, threads: int = 0) -> Graph:
+    """Opens an export by its suffix; threads is the number of cores to use, 0 for all."""
+    openers = {".onnx": _open_onnx, ".xml": _open_openvino, ".aoti.pt2": _open_aoti, ".pt2": _open_pt2}
+    opener = next((opener for suffix, opener in openers.items() if path.name.endswith(suffix)), None)
+    if opener is None:
+        raise ValueError(f"{path} is not an export: its name must end in {', '.join(openers)}")
+    return opener(path, threads)
+
+
+def _open_onnx(path: Path, threads: int) -> Graph:
+    require("export", "onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the decoders need the cores
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    about = json.loads(session.get_modelmeta().custom_metadata_map[KEY])
+    return Graph(lambda images, output: session.run([output], {"images": images})[0], about)  # pyright: ignore
+
+
+def _open_openvino(path: Path, threads: int) -> Graph:
+    require("export", "openvino")
+    import openvino
+
+    graph = openvino.Core().read_model(path)
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
+    compiled = openvino.compile_model(graph, "CPU", settings)
+    return Graph(lambda images, output: compiled([images])[output].copy(), json.loads(graph.get_rt_info(KEY).value))
+
+
+def _open_pt2(path: Path, threads: int) -> Graph:  # noqa: ARG001 - PyTorch's threads are global
+    about = {KEY: ""}
+    module = torch.export.load(path, extra_files=about).module()
+    return _wrap_torch(module, json.loads(about[KEY]))
+
+
+def _open_aoti(path: Path, threads: int) -> Graph:  # noqa: ARG001 - PyTorch's threads are global
+    package = torch._inductor.aoti_load_package(str(path))
+    return _wrap_torch(package, json.loads(package.get_metadata()[KEY]))
+
+
+def _wrap_torch(module: Callable[[Tensor], Any], about: dict[str, Any]) -> Graph:
+    @torch.inference_mode()
+    def run(images: np.ndarray, output: str) -> np.ndarray:
+        return module(torch.from_numpy(images))[about["outputs"].index(output)].numpy()
+
+    return Graph(run, about)

@@ -1,0 +1,328 @@
+// The page of `plainvit serve`: photos in, predictions and maps out. Text from the server is only ever set as text.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const state = { models: [], photos: [], selected: null, ask: 0 };
+const MAPS = {
+  photo: () => "The photo, cropped and resized as the model sees it.",
+  relevance: (photo) => `Where attention raises the score of “${photo.label}” (gradient-weighted attention).`,
+  rollout: () => "Attention rollout: attention multiplied through all layers, whatever the class.",
+  attention: () => `Layer ${$("layer").value}, ${headName()}: what the model's output token attends to.`,
+};
+// Colours of a map from its smallest to its largest value (inferno), with how opaque they are
+const RAMP = [[0, 0, 4, 0], [87, 16, 110, 0.45], [188, 55, 84, 0.75], [249, 142, 9, 0.9], [252, 255, 164, 1]];
+
+function headName() {
+  return $("head").value === "0" ? "mean of its heads" : `head ${$("head").value}`;
+}
+
+// The server ---------------------------------------------------------------------------------------------------------
+
+async function request(path, options = {}) {
+  const token = sessionStorage.getItem("token");
+  const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch {
+    throw new Error("The server cannot be reached.");
+  }
+  if (response.status === 401) $("token-form").hidden = false;
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(body.error || body.results?.[0]?.error || `The server answered ${response.status}.`);
+  return body;
+}
+
+function post(path, photo, extra = "") {
+  const query = `model=${encodeURIComponent($("model").value)}${extra}`;
+  return request(`${path}?${query}`, { method: "POST", body: photo.file, headers: { "Content-Type": "application/octet-stream" } });
+}
+
+async function loadModels() {
+  try {
+    state.models = (await request("/models")).models;
+  } catch (error) {
+    return say(error.message);
+  }
+  $("model").replaceChildren(...state.models.map((model) => new Option(model.name, model.name)));
+  $("model").hidden = state.models.length < 2;
+  $("model-name").textContent = state.models.length < 2 ? state.models[0].name : "";
+}
+
+// Photos -------------------------------------------------------------------------------------------------------------
+
+function addPhotos(files) {
+  const added = [...files].filter((file) => file.type.startsWith("image/") || !file.type);
+  for (const file of added) {
+    const photo = { file, url: URL.createObjectURL(file), name: file.name || "photo", maps: {}, button: document.createElement("button") };
+    const image = new Image();
+    image.src = photo.url;
+    image.alt = photo.name;
+    photo.button.type = "button";
+    photo.button.className = "waiting";
+    photo.button.append(image);
+    photo.button.addEventListener("click", () => select(photo));
+    state.photos.push(photo);
+    $("strip").append(photo.button);
+    classify(photo);
+  }
+  document.body.classList.toggle("has-photos", state.photos.length > 0);
+  if (added.length) select(state.photos[state.photos.length - added.length]);
+  else say("No image was given.");
+}
+
+async function classify(photo) {
+  const start = performance.now();
+  photo.error = photo.result = null;
+  try {
+    photo.result = (await post("/predict", photo)).results[0];
+    photo.milliseconds = performance.now() - start;
+    choose(photo, 0);
+  } catch (error) {
+    photo.error = error.message;
+  }
+  photo.button.className = photo.error ? "failed" : "";
+  if (state.selected === photo) show();
+}
+
+function choose(photo, place) {
+  const chosen = photo.result.predictions[place];
+  photo.class = chosen.class;
+  photo.label = chosen.label;
+}
+
+function select(photo) {
+  state.selected = photo;
+  for (const one of state.photos) one.button.setAttribute("aria-pressed", one === photo);
+  show();
+}
+
+function show() {
+  const photo = state.selected;
+  $("result").hidden = !photo;
+  if (!photo) return;
+  $("error").hidden = !photo.error;
+  $("error").textContent = photo.error ? `${photo.name}: ${photo.error}` : "";
+  const found = photo.result?.predictions || [];
+  $("predictions").replaceChildren(...found.map((one, place) => predictionRow(photo, one, place)));
+  $("time").textContent = photo.result ? `Answered in ${Math.round(photo.milliseconds)} ms.` : photo.error ? "" : "Waiting for the answer …";
+  $("confidence").textContent = confidence(photo.result?.confidence);
+  if (found.length) say(`${photo.name}: ${found[0].label}, ${percent(found[0].probability)}`);
+  else if (photo.error) say($("error").textContent);
+  explain(photo);
+}
+
+function predictionRow(photo, one, place) {
+  const row = document.createElement("li");
+  const button = document.createElement("button");
+  const name = document.createElement("bdi");
+  const value = document.createElement("span");
+  const bar = document.createElement("progress");
+  name.textContent = one.label;
+  value.textContent = percent(one.probability);
+  bar.max = 1;
+  bar.value = one.probability;
+  bar.setAttribute("aria-hidden", "true");
+  button.type = "button";
+  button.title = "Show where the model looks for this class";
+  button.setAttribute("aria-pressed", one.class === photo.class);
+  button.append(name, value, bar);
+  button.addEventListener("click", () => {
+    choose(photo, place);
+    show();
+    $("predictions").children[place].firstChild.focus();
+  });
+  row.append(button);
+  return row;
+}
+
+function percent(value) {
+  return `${(100 * value).toFixed(1)} %`;
+}
+
+function confidence(known) {
+  if (!known) return "";
+  const [low, high] = known.interval.map((end) => Math.round(100 * end));
+  const rate = Math.round((100 * known.right) / known.of);
+  return `Calibrated confidence: ${rate} %. Of the ${known.of} test photos with the most similar probability, ${known.right} were right (95 % interval ${low}–${high} %).`;
+}
+
+function say(words) {
+  $("status").textContent = words;
+}
+
+// Maps ---------------------------------------------------------------------------------------------------------------
+
+async function explain(photo) {
+  draw();
+  const key = photo.class ?? "";
+  if (photo.error || !photo.result || photo.maps[key]) return;
+  const ask = ++state.ask;
+  $("canvas").setAttribute("aria-busy", "true");
+  try {
+    const found = await post("/explain", photo, key === "" ? "" : `&class=${key}`);
+    found.picture = new Image();
+    found.picture.src = found.image;
+    await found.picture.decode();
+    photo.maps[key] = found;
+  } catch (error) {
+    if (ask === state.ask) $("map-words").textContent = error.message;
+  }
+  if (ask === state.ask) $("canvas").removeAttribute("aria-busy");
+  if (state.selected === photo) draw();
+}
+
+function draw() {
+  const photo = state.selected;
+  const found = photo.maps[photo.class ?? ""];
+  const canvas = $("canvas");
+  const context = canvas.getContext("2d");
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  $("controls").hidden = !found?.grid;
+  showNeighbours(found?.neighbours || []);
+  if (!found) {
+    drawPreview(photo, canvas, context);
+    $("map-words").textContent = photo.error ? "" : "Computing the maps …";
+    return;
+  }
+  canvas.height = Math.round((canvas.width * found.picture.naturalHeight) / found.picture.naturalWidth);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(found.picture, 0, 0, canvas.width, canvas.height);
+  if (!found.grid) {
+    $("map-words").textContent = `No attention map: ${found.missing_maps}.`;
+    return;
+  }
+  setRanges(found);
+  const view = document.querySelector("input[name=view]:checked").value;
+  $("layer-head").hidden = view !== "attention";
+  $("strength").disabled = view === "photo";
+  const words = MAPS[view](photo);
+  let place = "";
+  if (view !== "photo") {
+    const map = readMap(found, view);
+    drawMap(context, canvas, map, found.grid);
+    const at = map.indexOf(Math.max(...map));
+    place = ` Strongest in row ${Math.floor(at / found.grid[1]) + 1} of ${found.grid[0]}, column ${(at % found.grid[1]) + 1} of ${found.grid[1]}.`;
+  }
+  $("map-words").textContent = words;
+  canvas.setAttribute("aria-label", words + place);
+}
+
+function drawPreview(photo, canvas, context) {
+  const image = photo.button.firstChild;
+  if (!image.complete || !image.naturalWidth) return image.addEventListener("load", () => state.selected === photo && draw(), { once: true });
+  const scale = Math.max(canvas.width / image.naturalWidth, canvas.height / image.naturalHeight);
+  const [width, height] = [image.naturalWidth * scale, image.naturalHeight * scale];
+  context.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+}
+
+function setRanges(found) {
+  if (Number($("layer").max) !== found.layers) {
+    $("layer").max = found.layers;
+    $("layer").value = found.layers;
+  }
+  $("head").max = found.heads;
+  $("layer-value").textContent = $("layer").value;
+  $("head-value").textContent = $("head").value === "0" ? "mean" : $("head").value;
+  document.querySelector("input[value=relevance]").disabled = !found.relevance;
+}
+
+function bytes(text) {
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+}
+
+function readMap(found, view) {
+  if (view !== "attention") return [...bytes(found[view] || found.rollout)];
+  const size = found.grid[0] * found.grid[1];
+  const all = bytes(found.attention);
+  const start = (Number($("layer").value) - 1) * found.heads;
+  const head = Number($("head").value);
+  const one = (number) => all.subarray((start + number) * size, (start + number + 1) * size);
+  if (head) return [...one(head - 1)];
+  const sum = new Array(size).fill(0);
+  for (let number = 0; number < found.heads; number++) one(number).forEach((value, at) => (sum[at] += value));
+  const most = Math.max(...sum, 1);
+  return sum.map((value) => (255 * value) / most);
+}
+
+function drawMap(context, canvas, map, [rows, columns]) {
+  const small = document.createElement("canvas");
+  [small.width, small.height] = [columns, rows];
+  const pixels = new ImageData(columns, rows);
+  map.forEach((value, at) => pixels.data.set(colour(value / 255), 4 * at));
+  small.getContext("2d").putImageData(pixels, 0, 0);
+  context.save();
+  context.fillStyle = `rgb(0 0 0 / ${Number($("strength").value) / 150})`; // darker, so that the map stands out
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.globalAlpha = Number($("strength").value) / 100;
+  context.drawImage(small, 0, 0, canvas.width, canvas.height);
+  context.restore();
+}
+
+function colour(value) {
+  const at = Math.min(value, 0.9999) * (RAMP.length - 1);
+  const [low, high] = [RAMP[Math.floor(at)], RAMP[Math.floor(at) + 1]];
+  const mixed = low.map((channel, index) => channel + (at % 1) * (high[index] - channel));
+  return [mixed[0], mixed[1], mixed[2], 255 * mixed[3]];
+}
+
+function showNeighbours(found) {
+  $("neighbours-box").hidden = !found.length;
+  $("neighbours").replaceChildren(...found.map((one) => {
+    const [item, image, name, value] = ["li", "img", "bdi", "span"].map((tag) => document.createElement(tag));
+    image.src = one.image;
+    image.alt = "";
+    name.textContent = one.label;
+    value.textContent = `similarity ${one.similarity.toFixed(2)}`;
+    value.className = "quiet";
+    item.append(image, name, value);
+    return item;
+  }));
+}
+
+// Input --------------------------------------------------------------------------------------------------------------
+
+async function openCamera() {
+  if (!navigator.mediaDevices?.getUserMedia) return say("The camera needs https, or a server on this machine.");
+  try {
+    $("video").srcObject = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
+    $("camera-dialog").showModal();
+  } catch {
+    say("The camera is not available.");
+  }
+}
+
+function closeCamera() {
+  for (const track of $("video").srcObject?.getTracks() || []) track.stop();
+  $("video").srcObject = null;
+  $("camera-dialog").close();
+}
+
+function takePhoto() {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [$("video").videoWidth, $("video").videoHeight];
+  canvas.getContext("2d").drawImage($("video"), 0, 0);
+  closeCamera();
+  canvas.toBlob((blob) => blob && addPhotos([new File([blob], "camera.jpg", { type: "image/jpeg" })]), "image/jpeg", 0.92);
+}
+
+$("choose").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", () => { addPhotos($("files").files); $("files").value = ""; });
+$("camera").addEventListener("click", openCamera);
+$("shoot").addEventListener("click", takePhoto);
+$("cancel").addEventListener("click", closeCamera);
+$("camera-dialog").addEventListener("cancel", (event) => { event.preventDefault(); closeCamera(); });
+document.addEventListener("dragover", (event) => { event.preventDefault(); $("drop").classList.add("over"); });
+document.addEventListener("dragleave", () => $("drop").classList.remove("over"));
+document.addEventListener("drop", (event) => { event.preventDefault(); $("drop").classList.remove("over"); addPhotos(event.dataTransfer.files); });
+document.addEventListener("paste", (event) => { if (event.clipboardData.files.length) addPhotos(event.clipboardData.files); });
+for (const id of ["layer", "head", "strength"]) $(id).addEventListener("input", draw);
+for (const radio of document.querySelectorAll("input[name=view]")) radio.addEventListener("change", draw);
+$("model").addEventListener("change", () => { for (const photo of state.photos) { photo.maps = {}; photo.class = undefined; classify(photo); } });
+$("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("token", $("token").value);
+  $("token-form").hidden = true;
+  loadModels();
+});
+loadModels();

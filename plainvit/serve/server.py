@@ -1,0 +1,138 @@
+"""`plainvit serve`: load models, choose their backends, and run the application until a signal comes.
+
+SIGTERM or SIGINT closes the port, answers every accepted request, and ends the process. Without --host only programs on
+this machine can connect.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.app import make_app
+from plainvit.serve.backends import Name, choose_backend
+from plainvit.serve.explain import Explainer
+from plainvit.serve.metrics import Metrics
+from plainvit.serve.service import Limits, Service
+
+TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+GRACE = 30  # seconds for accepted requests after a signal
+log = logging.getLogger("plainvit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one server loads."""
+
+    models: Sequence[str]  # MODEL or NAME=MODEL
+    backend: Name = "auto"
+    device: str = "auto"
+    neighbours: str = ""
+    data_root: Path | None = None
+    explain: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+def split_name(word: str) -> tuple[str, str]:
+    """NAME=MODEL -> (NAME, MODEL); the name of a MODEL alone is its last part."""
+    name, equals, model = word.partition("=")
+    if equals and not Path(word).exists():
+        return name, model
+    return Path(word).name.removesuffix(".safetensors") or word, word
+
+
+def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> ASGIApp:
+    """Loads every model and makes the application."""
+    metrics, services, explainers = Metrics(), [], {}
+    names = [split_name(word) for word in settings.models]
+    if not names:
+        raise ValueError("no MODEL given: name a run folder or weights")
+    if len({name for name, _ in names}) < len(names):
+        raise ValueError("two models have the same name: use NAME=MODEL")
+    for name, model in names:
+        predictor = Predictor(model, device=settings.device, batch=settings.limits.max_batch)
+        chosen, backend, speeds = choose_backend(predictor, settings.backend)
+        measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
+        print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
+        services.append(Service(name, predictor, settings.limits, backend, metrics))
+        if settings.explain:
+            explainers[name] = Explainer(predictor, settings.neighbours, settings.data_root)
+    return make_app(services, explainers, token=token, hosts=hosts)
+
+
+def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
+    """(token, accepted Host headers) for an address to bind; other machines need a token or --no-auth."""
+    token = os.environ.get(TOKEN, "")
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError as error:
+        raise ValueError(f"--host must be an IP address or localhost, got {host!r}") from error
+    if not is_local and not token and not no_auth:
+        raise ValueError(f"--host {host} lets other machines connect: set {TOKEN} to a secret, or give --no-auth")
+    return ("" if no_auth else token), (LOOPBACK if is_local else ())
+
+
+class DeadlineServer(uvicorn.Server):
+    """uvicorn, which also closes connections that send their header too slowly, do nothing, or do not read."""
+
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+        super().__init__(config)
+        self.limits = limits
+        self.seen: dict[Any, tuple[Any, float]] = {}  # connection -> its current request, and since when
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second
+            self._close_late_connections()
+        return await super().on_tick(counter)
+
+    def _close_late_connections(self) -> None:
+        now, limits = time.monotonic(), self.limits
+        connections = set(self.server_state.connections)
+        self.seen = {connection: state for connection, state in self.seen.items() if connection in connections}
+        for connection in connections:
+            request = getattr(connection, "cycle", None)
+            before, since = self.seen.get(connection, (None, now))
+            if before is not request or connection not in self.seen:
+                self.seen[connection] = request, now
+                continue
+            if request is None:
+                limit = limits.header_seconds
+            elif request.response_complete:
+                limit = limits.idle_seconds
+            else:
+                limit = limits.body_seconds + limits.deadline + 5
+            if now - since >= limit and connection.transport:
+                connection.transport.abort()
+
+
+def run(app: ASGIApp, host: str, port: int, limits: Limits) -> None:
+    """Serves until a signal comes."""
+    with contextlib.suppress(ValueError, OSError):  # every connection is an open file
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http="h11",  # strict about what a request is
+        ws="none",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        log_level="warning",
+        timeout_keep_alive=int(limits.idle_seconds),
+        timeout_graceful_shutdown=GRACE,
+    )
+    print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    DeadlineServer(config, limits).run()

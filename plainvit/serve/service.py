@@ -1,0 +1,134 @@
+"""One served model: bytes of photos -> predictions, features or explanations, within limits.
+
+    service = Service("photos", Predictor("runs/photos"), Limits())
+    await service.run("logits", [photo], time.monotonic() + 10)
+
+Every limit is checked before memory is allocated for what it limits. A photo that cannot be decoded, or that the model
+fails on, is an exception in its place; the others of the request are answered.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from plainvit.data.decode import ImageError, size
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.backends import Backend
+from plainvit.serve.batcher import Batcher, DeadlineError, OverloadError
+from plainvit.serve.metrics import Metrics
+
+SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM")  # and WebP
+MAX_SCANS = 100  # of a progressive JPEG; a file of a few kB may ask for thousands of passes over all pixels
+
+
+class FormatError(ImageError):
+    """A file in a format that the server does not decode."""
+
+
+class SizeError(ImageError):
+    """An image with more pixels than the server decodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of one server."""
+
+    max_batch: int = 32  # Images per forward pass
+    max_queue: int = 256  # Images that wait or run; further requests get status 429
+    max_images: int = 64  # Images per request
+    max_megabytes: float = 20.0  # Size of a request
+    max_megapixels: float = 25.0  # Size of one image
+    deadline: float = 10.0  # Seconds from the arrival of a request to its answer
+    decode_seconds: float = 2.0  # Time to decode one image
+    body_seconds: float = 15.0  # Time to receive a request
+    header_seconds: float = 10.0  # Time to receive the header of a request
+    idle_seconds: float = 60.0  # Time that an unused connection is kept
+
+
+class Service:
+    """A model with its decoders and its batchers."""
+
+    def __init__(
+        self,
+        name: str,
+        predictor: Predictor,
+        limits: Limits,
+        backend: Backend | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.name, self.predictor, self.limits = name, predictor, limits
+        self.metrics = metrics or Metrics()
+        self.waiting = 0  # images that were admitted and not answered yet
+        self.rate = 0.0  # images per second of recent batches; 0 before the first
+        model_thread, compute = ThreadPoolExecutor(1, "model"), backend or predictor
+        self.batchers = {
+            output: Batcher(getattr(compute, output), limits.max_batch, model_thread, self._observe)
+            for output in ("logits", "features")
+        }
+        threads = os.cpu_count() or 1
+        self.slots = asyncio.Semaphore(threads)
+        self.decoders = ThreadPoolExecutor(2 * threads, "decode")  # some threads may be held by slow images
+
+    def _observe(self, images: int, seconds: float) -> None:
+        rate = images / max(seconds, 1e-6)
+        self.rate = 0.8 * self.rate + 0.2 * rate if self.rate else rate
+        self.metrics.observe("batch_images", images, model=self.name)
+        self.metrics.observe("batch_seconds", seconds, model=self.name)
+
+    def capacity(self) -> int:
+        """Images that may wait: not more than the model can compute before their deadline."""
+        in_time = int(0.8 * self.limits.deadline * self.rate) if self.rate else self.limits.max_queue
+        return min(self.limits.max_queue, max(in_time, self.limits.max_batch))
+
+    def admit(self, images: int = 1) -> None:
+        """Raises OverloadError if there is no room for so many more images."""
+        if self.waiting + images > self.capacity():
+            raise OverloadError(max(self.waiting / self.rate if self.rate else 1.0, 1.0))
+
+    async def run(self, output: str, photos: Sequence[bytes], deadline: float) -> list[Tensor | BaseException]:
+        """The rows of `logits` or `features` of encoded photos, or the exception of each that failed."""
+        self.admit(len(photos))
+        self.waiting += len(photos)
+        try:
+            decoded = await asyncio.gather(*(self.decode(photo, deadline) for photo in photos), return_exceptions=True)
+            images = [image for image in decoded if isinstance(image, Tensor)]
+            rows = iter(await self.batchers[output].submit(images, deadline))
+            return [next(rows) if isinstance(image, Tensor) else image for image in decoded]
+        finally:
+            self.waiting -= len(photos)
+
+    async def decode(self, photo: bytes, deadline: float) -> Tensor:
+        """uint8 [3, H, W]. The time in the queue does not count as decoding."""
+        async with self.slots:
+            if time.monotonic() > deadline:
+                raise DeadlineError("the request waited longer than its deadline")
+            loop, limit = asyncio.get_running_loop(), self.limits.decode_seconds
+            try:
+                return await asyncio.wait_for(loop.run_in_executor(self.decoders, self._decode, photo), limit)
+            except TimeoutError as error:
+                raise ImageError(f"the image takes longer than {limit:g} s to decode") from error
+
+    def _decode(self, photo: bytes) -> Tensor:
+        check_photo(photo, int(self.limits.max_megapixels * 1e6))
+        return self.predictor.load_image(photo)
+
+
+def check_photo(photo: bytes, max_pixels: int) -> None:
+    """Raises an ImageError for what the server does not decode, from the first bytes and the header alone."""
+    if not photo:
+        raise ImageError("the image is empty")
+    if not photo.startswith(SIGNATURES) and not (photo[:4] == b"RIFF" and photo[8:12] == b"WEBP"):
+        raise FormatError("the format is not supported: send JPEG, PNG, WebP, GIF or BMP")
+    if photo[:2] == b"\xff\xd8" and photo.count(b"\xff\xda") > MAX_SCANS:
+        raise ImageError(f"the JPEG has more than {MAX_SCANS} scans")
+    try:
+        height, width = size(photo)
+    except ImageError as error:
+        raise (SizeError if "limit" in str(error) else ImageError)(str(error)) from error
+    if height * width > max_pixels:
+        raise SizeError(f"{width} x {height} is over the limit of {max_pixels / 1e6:g} megapixels")
