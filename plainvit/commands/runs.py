@@ -205,12 +205,11 @@ def _recipe_table(rows: list[dict[str, str]], note: str) -> "Group":
     from rich.console import Group
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("recipe", style="cyan", no_wrap=True)
-    for title in ("what it trains", "expected", "cost"):
-        table.add_column(title)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
     for row in rows:
-        table.add_row(*(row[key] for key in ("name", "summary", "expected", "cost")))
+        table.add_row(row["name"], f"{row['summary']}\nexpected: {row['expected']}\ncost: {row['cost']}")
     return Group(table, *([note] if note else []))
 
 
