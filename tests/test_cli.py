@@ -197,7 +197,7 @@ WRONG = {  # command: words that the line must name
     "train digits --class-weights True": "'True' switches",
     "train digits --model.class-token=True": "--model.class-token 'True'",
     "train digits --model.widen 2": "'widen'",
-    "doctor --model.depth 2 --data digits": "--model.depth --model",
+    "doctor --model.depth 2": "--model.depth --model",
     "train digits --preprocess squash": "'--preprocess' --preprocess.resize --preprocess.crop",
     "train digits --augment.area 0.5": "--augment.area 2",
     "train digits --zzzzzz": "'--zzzzzz'",
