@@ -1,4 +1,4 @@
-"""Short attention beside PyTorch's fused kernels, forward and backward, at the shapes of ViTs.
+"""Attention over short sequences compared with PyTorch's fused kernels, forward and backward, at the shapes of ViTs.
 
     python -m bench.attention --json attention.json     every system at every shape, bf16, on a CUDA device
 
@@ -190,7 +190,7 @@ def measure(shapes: Sequence[Shape], repeats: int, left_out: list[str]) -> tuple
 
 
 def _row(
-    shape: Shape, what: str, name: str, numbers: dict[str, Any], beside: Mapping[str, Any], copied: float
+    shape: Shape, what: str, name: str, numbers: dict[str, Any], medians: Mapping[str, Any], copied: float
 ) -> dict[str, Any]:
     rate = shape.bytes(what) / numbers["median"] / 1000
     return {
@@ -201,7 +201,7 @@ def _row(
         **numbers,
         "gigabytes_per_second": rate,
         "of_copy": rate / copied,
-        "beside_plainvit": numbers["median"] / beside["plainvit"]["median"],
+        "relative_to_plainvit": numbers["median"] / medians["plainvit"]["median"],
     }
 
 
@@ -211,7 +211,7 @@ def table(rows: Sequence[dict[str, Any]], copied: float) -> None:
         lines = [
             [
                 *(row["pass"], row["system"], f"{row['median']:.0f}", f"{row['least']:.0f}-{row['most']:.0f}"),
-                *(f"{row['gigabytes_per_second']:.0f}", f"{row['of_copy']:.0%}", f"{row['beside_plainvit']:.2f}"),
+                *(f"{row['gigabytes_per_second']:.0f}", f"{row['of_copy']:.0%}", f"{row['relative_to_plainvit']:.2f}"),
             ]
             for row in some
         ]

@@ -1,4 +1,4 @@
-"""The input pipeline beside torchvision's and timm's, on the same images, in the same run.
+"""The input pipeline compared with torchvision's and timm's, on the same images, in the same run.
 
     python -m bench.input --data DIR [--json FILE] [--files 1000000]
 

@@ -324,5 +324,5 @@ def publish(module: str, arguments: Sequence[str] | None, path: Path | None, **f
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(finite(value), indent=2) + "\n"
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     print(f"written: {path}")

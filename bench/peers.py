@@ -103,7 +103,7 @@ class Logits(nn.Module):
 
 
 class Labelled(nn.Module):
-    """Cross-entropy beside the model, so that a compiler sees both."""
+    """Cross-entropy together with the model, so that a compiler sees both."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

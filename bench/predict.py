@@ -1,4 +1,4 @@
-"""Prediction over many photos beside the bare model on the same batches, in the same run.
+"""Prediction over many photos compared with the bare model on the same batches, in the same run.
 
     python -m bench.predict --data DIR [--json FILE] [--device cuda] [--model ViT-S/16]
 

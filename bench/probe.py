@@ -4,7 +4,7 @@
 
 Each measurement is a process of its own, so that its peak memory is its own too. `solve` learns from 50,000 images and
 names the classes of 50,000 others with one l2; `sweep` does so for all 30. scikit-learn's Ridge (Cholesky, float64,
-one l2) stands beside them, and its predictions are compared.
+one l2) is measured with them, and its predictions are compared.
 """
 
 import json
@@ -66,11 +66,11 @@ def measured(name: str) -> dict[str, Any]:
     """In a child: seconds without making the features, and the whole process's peak memory."""
     train, test = planted(1), planted(2)
     start, busy = time.perf_counter(), time.process_time()
-    guesses = RUNS[name](train, test)
+    predictions = RUNS[name](train, test)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    top1 = float((guesses == test[1]).double().mean())
-    digest = int((guesses * torch.arange(1, COUNT + 1)).sum())
+    top1 = float((predictions == test[1]).double().mean())
+    digest = int((predictions * torch.arange(1, COUNT + 1)).sum())
     return {"seconds": seconds, "cpu": busy, "gib": peak, "top1": top1, "digest": digest}
 
 
@@ -103,8 +103,8 @@ def main() -> None:
     }
     rows = []
     for name, runs in found.items():
-        told = remarks[name], "of all threads: what a busy machine does not change", f"top-1 {runs[0]['top1']:.4f}"
-        for key, unit, remark in zip(("seconds", "cpu", "gib"), ("s", "CPU s", "GiB at most"), told, strict=True):
+        texts = remarks[name], "of all threads: what a busy machine does not change", f"top-1 {runs[0]['top1']:.4f}"
+        for key, unit, remark in zip(("seconds", "cpu", "gib"), ("s", "CPU s", "GiB at most"), texts, strict=True):
             rows.append({"what": name, "unit": unit, "remark": remark, **summary([run[key] for run in runs])})
     title = f"few-shot, {COUNT:,} x {WIDTH}, {CLASSES:,} classes, {given.threads} threads"
     report("bench.probe", title, rows, given.json)

@@ -80,7 +80,7 @@ class Warm:
     peak: int | None  # bytes beyond what lay on the device before
     resident: int | None  # of which between steps
     rates: list[float] = field(default_factory=list)  # images a second, a round
-    beside: list[float] = field(default_factory=list)  # plainvit's in the same rounds
+    own_rates: list[float] = field(default_factory=list)  # plainvit's in the same rounds
     matmul: list[float] = field(default_factory=list)  # TFLOP/s of a large product in the same rounds
     kernels: list[Kernel] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def names_of(systems: Sequence[str]) -> list[str]:
 
 
 def groups(names: Sequence[str], model: ViTConfig, memory: int) -> list[list[str]]:
-    """What stands on the device together, beside plainvit: all, or one by one where they would fill it."""
+    """What stands on the device together, next to plainvit: all, or one by one where they would fill it."""
     others = [name for name in names if name != OURS]
     together = 12 * parameters(model) * len(names)  # fp32 weights and AdamW's two moments
     return [others] if not memory or together <= memory / 3 else [[name] for name in others]
@@ -187,13 +187,13 @@ def measure_model(name: str, options: Options, left_out: list[str]) -> list[Warm
         return []
     found = [ours]
     for group in groups(names_of(options.systems), job.model, memory):
-        beside = [one for other in group if (one := warm_up(other, job, steps, left_out))]
+        peers = [one for other in group if (one := warm_up(other, job, steps, left_out))]
         try:
-            take_turns([ours, *beside], job, options, left_out)
-            found += beside
+            take_turns([ours, *peers], job, options, left_out)
+            found += peers
         except (RuntimeError, ArithmeticError, ValueError) as error:  # memory, or a step that is no step
-            tell(f"ViT-{name}, {', '.join(one.name for one in (ours, *beside))}: {first_line(error)}", left_out)
-        for one in beside:
+            tell(f"ViT-{name}, {', '.join(one.name for one in (ours, *peers))}: {first_line(error)}", left_out)
+        for one in peers:
             one.system.close()
     ours.system.close()
     return found if ours.rates else []
@@ -215,7 +215,7 @@ def take_turns(systems: list[Warm], job: Job, options: Options, left_out: list[s
     again = _graphs_compiled() != graphs
     for one in systems:
         one.rates += found[one.name]
-        one.beside += found[OURS]
+        one.own_rates += found[OURS]
         one.matmul += found[PRODUCT]
         one.kernels = one.kernels or kernels(one.step, job.device, left_out)
         last = float(one.step())
@@ -236,7 +236,7 @@ def _graphs_compiled() -> int:
 
 def rows_of(job_name: str, found: Sequence[Warm], options: Options) -> list[dict[str, Any]]:
     """A row a system; ratios are to the fastest tuned peer, through plainvit's speed in the same rounds."""
-    links = {one.name: statistics.median(one.rates) / statistics.median(one.beside) for one in found}
+    links = {one.name: statistics.median(one.rates) / statistics.median(one.own_rates) for one in found}
     tuned = {name: link for name, link in links.items() if name.endswith(", tuned")}
     best = max(tuned, key=lambda name: tuned[name]) if tuned else None
     model = model_of(job_name, options)
@@ -249,7 +249,7 @@ def rows_of(job_name: str, found: Sequence[Warm], options: Options) -> list[dict
         remarks = [*one.remarks, *([f"losses differ by more than {limit:g}"] if not off <= limit else [])]
         row: dict[str, Any] = {"model": f"ViT-{job_name}", "system": one.name, "batch": batch_of(job_name, options)}
         row |= {"images_per_second": rate, "least": min(one.rates), "most": max(one.rates), "repeats": len(one.rates)}
-        row |= {"rounds": one.rates, "step_ms": 1000 * row["batch"] / rate, "beside_plainvit": links[one.name]}
+        row |= {"rounds": one.rates, "step_ms": 1000 * row["batch"] / rate, "relative_to_plainvit": links[one.name]}
         row |= {"ratio": links[one.name] / links[best] if best else None, "best_peer": one.name == best}
         row |= {"matmul": matmul}
         row |= {"percent": percent(rate, step_flops(model), matmul), "executed": percent(rate, one.executed, matmul)}

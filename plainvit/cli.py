@@ -47,6 +47,11 @@ TASKS: dict[str, dict[str, Command]] = {
         "paper": paper.paper,
     },
 }
+FIRST_STEPS = {
+    "plainvit train digits": "Train a small ViT in about a minute",
+    "plainvit train --data FOLDER": "Train on your images: one folder per class",
+    "plainvit finetune --init WEIGHTS --data FOLDER": "The same from pretrained weights, far more accurate",
+}
 COMMANDS = {name: call for commands in TASKS.values() for name, call in commands.items()}
 
 
@@ -145,4 +150,8 @@ def _print_overview(arguments: list[str]) -> None:
             print(f"\n{task}")
         for name in (name for name in commands if name in listed):
             print(f"  plainvit {name:12} {(COMMANDS[name].__doc__ or '').splitlines()[0].removesuffix('.')}")
+    if len(listed) == len(COMMANDS):
+        print("\nFirst steps")
+        for example, explanation in FIRST_STEPS.items():
+            print(f"  {example:52} {explanation}")
     print("\n`plainvit COMMAND --help` describes a command; `plainvit --version` prints the version.")

@@ -1,8 +1,9 @@
 """Choose device, precision and attention backend, and work around CPU bugs before torch is loaded.
 
-Imports nothing else of plainvit, and torch only inside the functions that need it.
+Imports only disk of plainvit, and torch only inside the functions that need it.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -13,10 +14,11 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from plainvit import disk
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +92,8 @@ def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, c
     identity = "\n".join((flags, _torch_version(), probe))
     folder = cache or cache_folder()
     file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-    try:
-        return bool(json.loads(file.read_text())["kills"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    with contextlib.suppress(OSError, ValueError, KeyError):  # none yet, or damaged
+        return bool(disk.read_json(file)["kills"])
     environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
     command = [sys.executable, "-c", probe]
     try:
@@ -102,7 +102,9 @@ def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, c
         return False
     kills = child.returncode in (-signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS)
     if kills or child.returncode == 0:  # any other exit code is not about the CPU: probe again next time
-        _write_cache(file, kills)
+        with contextlib.suppress(OSError):  # read-only home folder: the CPU is probed in every run
+            disk.make_folder(folder)
+            disk.write_text(file, json.dumps({"kills": kills}))
     return kills
 
 
@@ -119,17 +121,6 @@ def _torch_version() -> str:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _write_cache(file: Path, kills: bool) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as out:
-            json.dump({"kills": kills}, out)
-        Path(name).replace(file)
-    except OSError:  # read-only home folder: the CPU is probed in every run
-        pass
 
 
 def cache_folder() -> Path:
@@ -158,8 +149,8 @@ def choose_attention_backend() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
-    """Resolve `name` (cpu, cuda, cuda:N, auto) for process `local` of the `beside` processes on this machine."""
+def choose_device(name: str, local: int = 0, processes: int = 1) -> str:
+    """Resolve `name` (cpu, cuda, cuda:N, auto) for process `local` of the `processes` on this machine."""
     import torch
 
     if name == "auto":
@@ -168,17 +159,17 @@ def choose_device(name: str, local: int = 0, beside: int = 1) -> str:
         raise ValueError(f"unknown device {name!r}: --device takes cpu, cuda, cuda:N or auto")
     if not name.startswith("cuda"):
         return name
-    if beside > 1 and ":" in name:
-        problem = f"--device {name} is one GPU, but --devices {beside} needs {beside}"
+    if processes > 1 and ":" in name:
+        problem = f"--device {name} is one GPU, but --devices {processes} needs {processes}"
         raise ValueError(f"{problem}: use --device cuda (CUDA_VISIBLE_DEVICES selects which)")
     count = torch.cuda.device_count()
     if not count:
         raise ValueError(f"--device {name} is not available: PyTorch finds no GPU on this machine; use --device cpu")
-    if beside > count:
-        raise ValueError(f"{beside} processes on this machine, but it has {count} GPUs: one process a GPU")
+    if processes > count:
+        raise ValueError(f"{processes} processes on this machine, but it has {count} GPUs: one process a GPU")
     if ":" in name and int(name.partition(":")[2]) >= count:
         raise ValueError(f"--device {name} does not exist: this machine has {count} GPUs, numbered from 0")
-    return f"cuda:{local}" if beside > 1 else name
+    return f"cuda:{local}" if processes > 1 else name
 
 
 def choose_precision(name: str, device: str) -> "torch.dtype":

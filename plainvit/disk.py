@@ -30,15 +30,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def run_folder(place: str | Path) -> Path:
+def run_folder(run: str | Path) -> Path:
     """The folder of a run, given as the folder or as a file in it (its weights or its card)."""
-    path = Path(place)
+    path = Path(run)
     return path.parent if path.is_file() else path
 
 
-def run_settings(place: str | Path) -> dict[str, Any]:
+def run_settings(run: str | Path) -> dict[str, Any]:
     """The config.json of a run; {} if there is none, or if it belongs to another library's weights."""
-    stored = read_json(run_folder(place) / "config.json")
+    stored = read_json(run_folder(run) / "config.json")
     return stored if stored.get("kind") == "run" else {}
 
 

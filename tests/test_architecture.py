@@ -18,6 +18,7 @@ _NUMBERS = {*_MODELS, "data", "weights", "runtime", "planning", "evaluate"}
 # What each package may import besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     **{leaf: set() for leaf in _LEAVES},
+    "device": {"disk"},
     "model_config": set(),
     "config": {"model_config"},
     "names": {"config"},

@@ -122,8 +122,8 @@ def test_a_missing_peer_is_left_out_with_its_line(
 def test_peers_in_different_rounds_are_compared_through_plainvit(train: ModuleType) -> None:
     """The machine was half as fast while the second peer ran: it is the faster one all the same."""
 
-    def warm(name: str, rates: list[float], beside: list[float]) -> Any:
-        rounds = {"rates": rates, "beside": beside, "matmul": [7 * rate for rate in beside]}
+    def warm(name: str, rates: list[float], own_rates: list[float]) -> Any:
+        rounds = {"rates": rates, "own_rates": own_rates, "matmul": [7 * rate for rate in own_rates]}
         return train.Warm(name, None, 3e9, 1.0, [7.0, 6.0], None, None, **rounds)
 
     found = [
@@ -149,7 +149,7 @@ def test_peers_in_different_rounds_are_compared_through_plainvit(train: ModuleTy
         (("--device", "tpu"), "--device takes cpu, cuda"),
     ],
 )
-def test_wrong_words_are_one_line(train: ModuleType, capsys: Any, words: tuple[str, ...], line: str) -> None:
+def test_invalid_arguments_are_one_line(train: ModuleType, capsys: Any, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
         train.main(list(words))
     assert ended.value.code == 2
@@ -167,7 +167,7 @@ def test_percentages_are_of_the_matmul_rate(measure: ModuleType) -> None:
     assert measure.percent(3528, measure.step_flops(configure("ViT-B/16")), 766) == pytest.approx(48.6, abs=0.1)
 
 
-def test_kernels_are_told_apart_by_their_names(measure: ModuleType) -> None:
+def test_kernels_are_classified_by_their_names(measure: ModuleType) -> None:
     kinds = {
         "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": "gemm",
         "triton_tem_fused_addmm_3": "gemm",
@@ -207,8 +207,8 @@ def test_the_gate_catches_a_regression_and_only_that(gate: ModuleType) -> None:
     assert "no figure of this device" in line
 
 
-def test_the_gate_wants_equal_losses_and_a_ratio(gate: ModuleType) -> None:
-    row = {"system": "timm, tuned", "beside_plainvit": 0.8, "loss_difference": 1e-4, "loss_limit": 1e-2}
+def test_the_gate_fails_without_equal_losses_and_a_ratio(gate: ModuleType) -> None:
+    row = {"system": "timm, tuned", "relative_to_plainvit": 0.8, "loss_difference": 1e-4, "loss_limit": 1e-2}
     assert gate.ratio_of([row]) == pytest.approx(1.25)
     assert gate.judge({"rows": [row], "left_out": []}, "H200", {})[0] == 0
     for apart in (0.5, math.nan):
@@ -257,7 +257,7 @@ def test_inference_runs_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert any("compile" in line for line in found["left_out"])
 
 
-def test_agreement_is_counted_on_a_sets_test_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_agreement_is_counted_on_test_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a way that answers in another order of classes: the share that both leave as it is."""
     agreement = load("agreement", monkeypatch)
     small_runs.without_figures(monkeypatch)

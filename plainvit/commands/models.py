@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
     """List the named models: tokens, parameters, FLOPs, size of the weights.
 
-    Other patch sizes work too, for example ViT-B/20 at 240 px. exaFLOPs is the compute of the paper's pre-training on
-    JFT-300M (Table 6), with two values for a model that was trained twice.
+    Use a name in plainvit train RECIPE --model NAME, plainvit inspect NAME or plainvit.create(NAME). Other patch sizes
+    work too, for example ViT-B/20 at 240 px. exaFLOPs is the compute of the paper's pre-training on JFT-300M (Table 6),
+    with two values for a model that was trained twice.
 
     Args:
         pattern: Shell-style pattern of names, such as '*B/16' or 'BiT-*'
@@ -52,9 +53,9 @@ def inspect(
 ) -> None:
     """Describe a weights file, or every intermediate of a named model.
 
-    For a file: each setting and its source, which is the shapes, a file next to it, or the code of that library. For a
-    name such as ViT-B/16: the names that a Trace accepts, with the shape, mean and standard deviation of each, as in
-    model(images, Trace("block*/attention")).
+    plainvit inspect runs/digits, or any weights: the settings of the model and where each comes from (shapes, a file
+    next to the weights, or the defaults of that library). plainvit inspect ViT-B/16: the shape, mean and standard
+    deviation of each intermediate, by the name that a Trace takes, as in model(images, Trace("block*/attention")).
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
@@ -129,13 +130,16 @@ def convert(
 def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
     """List published weights: size, licence, reported accuracy, and which to start from.
 
-    Every name can be loaded: plainvit.load("vit_b16_augreg_i21k_i1k_224"). top-1 and ReaL (accuracy with the corrected
-    multi-label annotations) are percentages from timm's results files; an empty field means not reported. --json
-    includes the hub addresses.
+    Use a name wherever weights are expected: plainvit finetune --init NAME, plainvit.load(NAME).
+    The weights are downloaded from the Hugging Face hub when they are first used.
+
+    A name is MODEL_RECIPE_DATA_PIXELS: vit_b16_augreg_i21k_i1k_224 is a ViT-B/16 that AugReg pre-trained on
+    ImageNet-21k (i21k) and fine-tuned on ImageNet (i1k) at 224 px. top-1 and ReaL (accuracy with the corrected
+    multi-label annotations) are percentages from timm's results files; an empty field means not reported.
 
     Args:
         pattern: Shell-style pattern of names, such as '*mae*'
-        json: Print JSON instead of a table
+        json: Print JSON instead of a table, with the hub addresses
     """
     from dataclasses import asdict
     from fnmatch import fnmatchcase

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from plainvit.commands.flags import Settings
 from plainvit.commands.parsing import Pattern, Processes, print_result
 from plainvit.commands.settings import configure_run
+from plainvit.config import Config
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -139,22 +140,27 @@ def plan(
     """
     from plainvit.planning import plan as planning
 
+    if measure and (on or devices > 1 or images):
+        raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
     config, measured = configure_run("plan", recipe, settings, quiet=json), None
     if measure:
-        if on or devices > 1 or images:
-            raise ValueError("--measure uses one device and the data of this machine: remove --on, --devices, --images")
         from plainvit.train.measure import measure_steps
 
         config, measured = measure_steps(config)
         images = measured["images"]
     elif images is None and Path(config.data).exists():
-        from plainvit.data.splits import open_splits
-        from plainvit.train.transfer import resolve
-
-        splits = open_splits(config)
-        config, images = resolve(config, splits), len(splits.train)
+        config, images = _open_data(config)
     report = planning.plan(config, on=on, devices=devices, images=images, search=search, measured=measured)
     print_result(report, None if json else planning.table(report))
+
+
+def _open_data(config: Config) -> tuple[Config, int]:
+    """The config with the classes of its data, and the number of training images."""
+    from plainvit.data.splits import open_splits
+    from plainvit.train.transfer import resolve
+
+    splits = open_splits(config)
+    return resolve(config, splits), len(splits.train)
 
 
 def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: bool = False) -> None:
@@ -207,12 +213,11 @@ def _recipe_table(rows: list[dict[str, str]], note: str) -> "Group":
     from rich.console import Group
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("recipe", style="cyan", no_wrap=True)
-    for title in ("what it trains", "expected", "cost"):
-        table.add_column(title)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
     for row in rows:
-        table.add_row(*(row[key] for key in ("name", "summary", "expected", "cost")))
+        table.add_row(row["name"], f"{row['summary']}\nexpected: {row['expected']}\ncost: {row['cost']}")
     return Group(table, *([note] if note else []))
 
 
