@@ -556,10 +556,15 @@ def test_contact_sheet_draws_images_labels_and_probabilities() -> None:
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("short.jpg", "short.jpg"), ("a" * 30, "a" * 9 + "…"), ("猫" * 9, "猫" * 4 + "…"), ("🐈🐈.jpg", "🐈🐈.jpg")],
+    [
+        ("short.jpg", "short.jpg"),
+        ("long name of a photo 17.jpg", "long …7.jpg"),
+        ("猫" * 9 + ".jpg", "猫猫….jpg"),
+        ("🐈.jpg", ":cat:.jpg"),
+    ],
 )
 def test_names_are_shortened_by_their_width(text: str, shown: str) -> None:
-    assert shorten(text, 10) == shown
+    assert shorten(text, 11, 5) == shown
 
 
 def test_figures_without_data() -> None:

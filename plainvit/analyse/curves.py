@@ -150,7 +150,7 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     if name == "loss":
         _mark_skipped(axes, table)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
+    if name == "top1" or len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(loc="lower right" if name == "top1" else "upper right")  # corners that are usually empty
 
 

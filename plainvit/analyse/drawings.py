@@ -24,6 +24,7 @@ LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
 RANDOM = "random order"
+WEAKEST = 10.0  # points of a full colour: the change of a single image must not look large
 
 
 @styled()
@@ -98,9 +99,9 @@ def draw_matrix(
 ) -> Figure:
     """A coloured square for each pair, numbered from 1."""
     down, across = values.shape
-    side = min(3.1 / across, 4.2 / down)  # inches of a square
+    side = min(3.1 / across, 4.2 / down, 0.6)  # inches of a square
     figure, axes = new_axes((PANEL[0], side * down + 0.85))
-    limit = max(float(np.nanmax(abs(values))), 1e-9)
+    limit = max(float(np.nanmax(abs(values))), WEAKEST)
     colours, low, high = ("RdBu", -limit, limit) if diverging else ("viridis", 0, 1)
     image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, interpolation="none", aspect="equal")
     _number_ticks(axes.xaxis, range(across), 1, 1)
@@ -124,7 +125,7 @@ def draw_lines(
     axes.set(xlabel=xlabel, title=title)
     if share:
         axes.set_ylim(0, max(axes.get_ylim()[1], 1e-6))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 5, 10]))
+    axes.set_xticks(x)
     if len(lines) > 1:
         _add_legend(figure, axes)
     return figure

@@ -58,7 +58,7 @@ def slug(text: str) -> str:
 def _summary(card: Card, result: Result) -> Html:
     data, images = card.data, card.images
     lead = f"{card.name} on {pluralize(images, SPLIT[data['split']] + ' image')} of {data['spec']}, "
-    lead += f"{pluralize(data['classes'], 'class', 'classes')}. Correct is {data['rule']}."
+    lead += f"{pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
     low, high = (percent(end, images) for end in card.intervals["top1"])
     chance = "" if result.majority_accuracy is None else f"chance level {percent(result.majority_accuracy)}"
     score = f"95 % interval {low} to {high} · {card.counts['top1']:,} of {images:,} correct"

@@ -15,6 +15,7 @@ Uses Matplotlib without pyplot: no global figures, no display. Matplotlib's sett
 """
 
 import contextlib
+import functools
 import html
 import io
 import math
@@ -26,6 +27,7 @@ from typing import Any
 
 import matplotlib.style
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -51,9 +53,10 @@ PANEL = (4.6, 2.7)  # inches
 DPI = 150
 LARGEST = 300_000  # bytes of a PNG
 
+_OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "PingFang SC")
+_OTHER_SCRIPTS += ("Apple SD Gothic Neo", "Microsoft YaHei", "Malgun Gothic", "Yu Gothic", "Noto Sans Devanagari")
 _SETTINGS: dict[str, Any] = {
     "font.size": 8.5,
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same figure everywhere
     "text.color": COLOURS["ink"],
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
@@ -93,10 +96,18 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def _font_families() -> list[str]:
+    """DejaVu Sans, which ships with matplotlib, then installed fonts for the scripts that it lacks."""
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]
+
+
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
     """The project's style, whatever the user's matplotlibrc says. Also a decorator for functions that draw."""
-    with matplotlib.style.context(["default", _SETTINGS]), warnings.catch_warnings():
+    settings = _SETTINGS | {"font.family": _font_families()}
+    with matplotlib.style.context(["default", settings]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # class names may use scripts that the font lacks
         yield
 

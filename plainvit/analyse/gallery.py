@@ -144,7 +144,7 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     label_colour = COLOURS["ink"] if cell.colour == COLOURS["blue"] else cell.colour
     axes.text(left, top + SIDE + 0.07, shorten(cell.label, 15), fontsize=6.5, color=label_colour, **below)
-    axes.text(left, top + SIDE + 0.21, shorten(cell.detail, 24), fontsize=4.5, color=COLOURS["muted"], **below)
+    axes.text(left, top + SIDE + 0.21, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
     for share, colour in ((1.0, COLOURS["line"]), (cell.probability, cell.colour)):
@@ -153,14 +153,30 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
 
 
-def shorten(text: str, columns: int) -> str:
-    """Printable text of at most this many columns; East Asian characters and emoji take two."""
-    width, shown = 0, printable(text)
-    for at, letter in enumerate(shown):
-        width += 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        if width > columns:
-            return shown[: max(at - 1, 0)] + "…"
-    return shown
+def shorten(text: str, columns: int, ending: int = 0) -> str:
+    """Printable text of at most this many columns, of which `ending` are kept for its end.
+
+    East Asian characters take two columns. Emoji, which few fonts for figures have, become their names.
+    """
+    letters = [
+        f":{unicodedata.name(one, 'emoji').lower()}:" if "\U0001f000" <= one < "\U00020000" else one
+        for one in printable(text)
+    ]
+    letters = [one for one in letters if one[:1] not in "\ufe0f\u200d"]  # joiners of emoji
+    if sum(map(_width, letters)) <= columns:
+        return "".join(letters)
+    tail = _take(letters[::-1], ending)[::-1]
+    return "".join((*_take(letters, columns - 1 - ending), "…", *tail))
+
+
+def _width(letters: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in letters)
+
+
+def _take(letters: Sequence[str], columns: int) -> list[str]:
+    """The first letters that fit."""
+    widths = np.cumsum([_width(letter) for letter in letters])
+    return list(letters[: int(np.searchsorted(widths, columns, "right"))])
 
 
 def _draw_image(axes: Axes, pixels: np.ndarray, left: float, top: float) -> None:
