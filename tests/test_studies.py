@@ -1,24 +1,19 @@
 """Every study: planted results are supported, contradicted and inconclusive where they should; arms can be run."""
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from verdicts import Planted, along, plant
+from verdicts import Planted, along, plant, rate_verdicts
 
-from plainvit.config import Config, Model, ViTConfig, differences
-from plainvit.models import build
-from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
-from plainvit.studies import compute, data_size, learned, masked, optimisers, scaling, speed
-from plainvit.studies.bases import base, complete_model
+from plainvit.studies import evidence, learned
+from plainvit.studies.bases import complete_model
 from plainvit.studies.drawings import draw_study
-from plainvit.studies.execute import first_seed, order_stages, write_table
+from plainvit.studies.execute import write_table
 from plainvit.studies.registry import studies
-from plainvit.studies.study import BUDGETS, Budget
+from plainvit.studies.study import Results
 
 ALL = studies()
 YES, NO, OPEN = "supported", "contradicted", "inconclusive"
@@ -251,169 +246,56 @@ def test_rates_are_chosen_on_other_images_than_those_that_decide() -> None:
     study = ALL["pooling"]
     arms = [name for name in study.arms("cpu") if name.startswith("average")]
     means = {"": 0.6} | {arms[0]: {"top1": 0.5, "choice": 0.9}, arms[1]: {"top1": 0.9, "choice": 0.5}}
-    assert plant(study, means).best("average") == arms[0]
+    found = plant(study, means)
+    assert found.best("average") == arms[0]
+    assert (len(found.of(arms[0], "choice")), len(found.of(arms[0]))) == (3, 5), "other runs, too"
 
 
-# Arms -----------------------------------------------------------------------------------------------------------------
+# Rates of wrong verdicts ----------------------------------------------------------------------------------------------
 
 
-@cache
-def check_buildable(model: Model) -> None:
-    with torch.device("meta"):
-        build(model)
+class Simulated(Results):
+    """Many simulated studies at once: values [studies, runs]."""
+
+    def of(self, arm: str, metric: str = "") -> Any:
+        return self.values[arm][metric or self.metric]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", ALL)
-def test_every_arm_can_be_run(name: str, budget: Budget) -> None:
-    arms = ALL[name].arms(budget)
-    assert sum(map(len, order_stages(arms))) == len(arms)
-    assert len({first_seed(arms, arm) for arm in arms}) == len(arms), "no two arms are the same runs"
-    for arm in arms.values():
-        config = arm.config
-        assert (config.model is None) == bool(arm.after or config.init)
-        assert config.optim.warmup < (config.steps or math.inf)
-        if config.model:
-            check_buildable(config.model)
-        if config.objective != "classify":
-            check_maskable(config.model, config.objective, config.masked)
-        if arm.trained:
-            assert config.steps or config.epochs
-            assert config.holdout or config.data.startswith("shapes"), "compared on held-out images"
+def open_cases() -> dict[str, dict[str, Any]]:
+    """Planted means at the limit of a part: neither verdict is right."""
+    chosen = {name for name, study in ALL.items() if any(arm.family for arm in study.arms("cpu").values())}
+    cases = {name: case[0] for name in CASES for case in CASES[name] if case[1] == OPEN and len(case) == 2}
+    return {name: dict(case) for name, case in cases.items() if name not in chosen | {"predictor", "few-shot"}}
 
 
-ONE_SETTING: list[tuple[str, str, str, set[str]]] = [
-    ("positions", "none", "1-D", {"model.posemb"}),
-    ("position-places", "1-D, stem", "1-D, shared", {"model.posemb_at"}),
-    ("stochastic-depth", "neither", "dropout", {"model.dropout"}),
-    ("stochastic-depth", "neither", "stochastic depth", {"model.stochastic_depth"}),
-    ("activation", "ReLU", "GELU", {"model.activation"}),
-    ("axial", "plain", "axial", {"model.axial"}),
-    ("averaging", "last weights", "averaged", {"ema_window"}),
-    ("masked", "masked, before", "supervised, before", {"objective"}),
-    ("regularisation", "decay 0, dropout 0", "decay 0.3, dropout 0.1", {"optim.weight_decay", "model.dropout"}),
-]
+@pytest.mark.parametrize("name", open_cases())
+def test_the_rule_is_wrong_in_at_most_5_percent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)  # intervals are not used
+    study, means = ALL[name], open_cases()[name]
+    if isinstance(next(iter(means.values())), tuple):
+        means = along(study, means)
+    planted, random = plant(study, means, spread=0), np.random.default_rng(0)
+    shape = (5000, study.runs)
+    values = {
+        arm: {metric: random.normal(mean, 0.002 * max(abs(mean), 1), shape) for metric, mean in rows[0].items()}
+        for arm, rows in planted.values.items()
+    }
+    parts = study.parts(Simulated(planted.arms, values, study.metric))  # pyright: ignore[reportArgumentType]
+    tested = [part for part in parts if not np.isnan(part.low).any()]
+    supported, contradicted = rate_verdicts([part.p_for for part in tested], [part.p_against for part in tested])
+    assert supported <= 0.05
+    assert contradicted <= 0.05
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("name", "one", "other", "changed"), ONE_SETTING)
-def test_arms_differ_in_one_setting(name: str, one: str, other: str, changed: set[str], budget: Budget) -> None:
-    arms = ALL[name].arms(budget)
-    assert set(differences(arms[one].config, arms[other].config)) == changed
-
-
-def test_fine_tunings_differ_only_in_their_start_and_rate() -> None:
-    for name in ("masked", "masked-steps", "few-shot", "resnet-optimiser", "averaging"):
-        tuned = [arm.config for arm in ALL[name].arms("gpu").values() if arm.after]
-        for config in tuned:
-            assert set(differences(tuned[0], config)) <= {"optim.lr", "ema_window", "data"}, name
-
-
-def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
-    return {arm.config for arm in ALL[name].arms(budget).values() if arm.trained}
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "count"),
-    [
-        ("positions", "position-places", 2),
-        ("data-size", "overfitting", 6),
-        ("data-size", "model-size", 4),
-        ("data-size", "compute", 2),
-        ("compute", "hybrids", 6),
-        ("compute", "saturation", 3),
-        ("depth-and-width", "predictor", 8),
-        ("patch-size", "predictor", 3),
-        ("regularisation", "stochastic-depth", 2),
-        ("learned-positions", "attention-distance", 1),
-        ("masked", "masked-steps", 2),
-        ("transfer", "resolution", 3),
-    ],
-)
-def test_studies_share_arms(one: str, other: str, count: int) -> None:
-    assert len(trained_configs(one) & trained_configs(other)) == count
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_kinds_are_matched_in_compute(budget: Budget) -> None:
-    """Each size is about twice the one before, and the kinds cost the same at each size."""
-    arms = ALL["compute"].arms(budget)
-    for size in compute.SIZES:
-        places = [arms[f"{kind} {size}"].x for kind in compute.KINDS]
-        assert max(places) / min(places) < 1.12
-    for kind in compute.KINDS:
-        small, medium, large = (arms[f"{kind} {size}"].x for size in compute.SIZES)
-        assert 1.5 < medium / small < 2.3
-        assert 1.8 < large / medium < 2.1
-    config = arms["ViT medium"].config
-    macs = cost.macs(build(complete_model(config)).config)
-    assert arms["ViT medium"].x == pytest.approx(6 * macs * config.steps * config.batch / 1e15)
-    vit, resnet = data_size.plain_vit(budget), data_size.resnet(budget)
-    assert cost.macs(resnet) == pytest.approx(cost.macs(vit), rel=0.12)
-
-
-def test_models_are_compared_at_equal_compute() -> None:
-    """A point on the line between two ViTs is neither above nor below them."""
-    study = ALL["hybrids"]
-    arms = study.arms("cpu")
-    found = plant(study, {name: math.log2(arm.x) / 100 + 1 for name, arm in arms.items()}, spread=0)
-    weights = compute.lead_over_vit(found, "hybrid medium")
-    assert sum(weight * found.mean(arm) for arm, weight in weights.items()) == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_axes_are_scaled_alike(budget: Budget) -> None:
-    for name, arm in scaling.arms(budget).items():
-        assert arm.x == pytest.approx(1 if name == "small" else int(name[-1]), rel=0.35)
-
-
-def test_more_parameters_than_allowed_contradict() -> None:
-    study = ALL["patch-size"]
-    found = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))
-    first, arm = next(iter(found.arms.items()))
-    assert isinstance(arm.config.model, ViTConfig)
-    wide = arm.config.replace(model=arm.config.model.replace(mlp_dim=256))
-    found.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
-    assert study.decide(found).outcome == NO
-
-
-def test_designs_can_answer() -> None:
-    """What each claim needs: enough data, epochs, heads, rates and upstream runs."""
-    assert data_size.COUNTS[0] == 1000
-    assert data_size.COUNTS[-1] >= 2_000_000
-    assert {config.epochs for config in trained_configs("regularisation")} == {60}
-    assert {config.epochs for config in trained_configs("depth-and-width")} == {20}
-    (fine,) = trained_configs("attention-distance")
-    assert isinstance(fine.model, ViTConfig)
-    assert (fine.model.grid, fine.model.heads) == ((16, 16), 12)
-    assert len(masked.upstream("gpu")) >= 10
-    assert {config.objective for config in masked.upstream("gpu").values()} == {"classify"}
-    assert [len(rates) for rates in optimisers.upstream("gpu").values()] == [3, 3]
-    assert {arm.config.model.depth for arm in ALL["norm-place"].arms("gpu").values()} == {12}  # pyright: ignore
-    assert all(study.runs >= 5 for study in ALL.values())
-
-
-def test_sgd_is_bits() -> None:
-    """0.03 for a batch of 256, momentum 0.9, weight decay 1e-4 (BiT)."""
-    sgd = optimisers.upstream("gpu")["SGD"][0.03].optim
-    assert (sgd.name, sgd.momentum, sgd.weight_decay) == ("sgd", 0.9, 1e-4)
-
-
-def test_the_base_is_among_the_arms_of_many_studies() -> None:
-    for name in ("positions", "position-places", "pooling", "activation", "axial", "transfer", "learned-filters"):
-        assert base("gpu") in trained_configs(name), name
-
-
-# Speed ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_largest_batch_is_extrapolated() -> None:
-    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 1000.0) == 90  # 100 and 10 an image
-    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 50.0) == 0
-
-
-def test_speed_is_measured() -> None:
-    model = ViTConfig(width=32, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(16, 16), classes=5)
-    found = speed.measure(Config(model=model, batch=4, device="cpu"), speed.Path())
-    assert found["images_per_second"] > 0
-    assert found["largest_batch"] == speed.estimate_batch(model) > 1000
+@pytest.mark.parametrize("name", ["regularisation", "masked", "transfer"])
+def test_choosing_the_best_arm_does_not_bias_the_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arms are equal, and a run that is better on one half of the images is better on the other."""
+    monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)
+    study, random, outcomes = ALL[name], np.random.default_rng(0), []
+    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
+    for _ in range(400):
+        rows = random.normal(0.5, 0.01, (len(arms), study.runs)).tolist()
+        values = {arm: [{"top1": one, "choice": one} for one in row] for arm, row in zip(arms, rows, strict=True)}
+        outcomes.append(study.decide(Results(arms, values)).outcome)
+    assert outcomes.count(YES) / 400 <= 0.05
+    assert outcomes.count(NO) / 400 <= 0.05

@@ -158,7 +158,7 @@ def test_intervals_are_fields_of_the_verdict(tmp_path: Path) -> None:
     (part,) = record["parts"]
     assert part["effect"] == pytest.approx(0.05)
     assert part["low"] < 0.05 < part["high"]
-    assert (part["runs"], part["holds"], record["seeds"]) == (10, "yes", 5)
+    assert (part["runs"], part["holds"], record["seeds"]) == (16, "yes", 8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

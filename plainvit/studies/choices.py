@@ -76,19 +76,17 @@ def regularise(budget: Budget, decay: float, dropout: float = 0.0, stochastic_de
 
 
 def grid_arms(budget: Budget) -> dict[str, Arm]:
-    return {
-        f"decay {decay:g}, dropout {dropout:g}": Arm(
-            regularise(budget, decay, dropout), x=decay, group=f"dropout {dropout:g}"
-        )
-        for dropout in DROPOUTS
-        for decay in DECAYS
-    }
+    found: dict[str, Arm] = {}
+    for dropout in DROPOUTS:
+        for decay in DECAYS:
+            name, group = f"decay {decay:g}, dropout {dropout:g}", f"dropout {dropout:g}"
+            family = "" if name == NONE else "regularised"
+            found[name] = Arm(regularise(budget, decay, dropout), x=decay, group=group, family=family)
+    return found
 
 
 def grid_parts(found: Results) -> list[Part]:
-    """The best cell, chosen on images that do not decide."""
-    best = max((arm for arm in found.values if arm != NONE), key=lambda arm: found.mean(arm, "choice"))
-    return [found.above(best, NONE)]
+    return [found.above(found.best("regularised"), NONE)]
 
 
 def depth_arms(budget: Budget) -> dict[str, Arm]:
@@ -210,9 +208,10 @@ STUDIES = (
         measure=halves,
         draw=partial(draw_curves, log=False),
         xlabel="weight decay",
+        runs=8,
     ),
     define("stochastic-depth", depth_arms, lambda found: [found.not_worse("stochastic depth", "dropout")]),
-    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate"),
+    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate", runs=8),
     define("axial", axial_arms, axial_parts, runs=8),
     define("norm-place", norm_arms, norm_parts, xlabel="learning rate"),
     define("activation", activation_arms, lambda found: [found.not_worse("GELU", "ReLU")], runs=8),

@@ -27,17 +27,18 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 class Estimate:
     """An effect with its standard error and degrees of freedom."""
 
-    effect: float
-    error: float
-    freedom: float
+    effect: Any  # float, or an array of many simulated studies
+    error: Any
+    freedom: Any
     runs: int  # in all arms
     fewest: int  # runs of the smallest arm
 
-    def tail(self, limit: float) -> float:
+    def tail(self, limit: float) -> Any:
         """One-sided p-value of effect > limit."""
-        if self.error == 0 or self.fewest < 2:
-            return float(self.fewest < 2 or self.effect <= limit)
-        return float(student_tail((self.effect - limit) / self.error, self.freedom))
+        if self.fewest < 2:
+            return 1.0
+        error = np.maximum(self.error, np.finfo(float).tiny)  # runs without any spread are certain
+        return student_tail((self.effect - limit) / error, self.freedom)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -49,16 +50,18 @@ class Estimate:
         return Estimate(-self.effect, self.error, self.freedom, self.runs, self.fewest)
 
 
-def contrast(samples: Sequence[tuple[float, Sequence[float]]]) -> Estimate:
-    """The sum of weight * mean over (weight, values of independent runs)."""
-    counts = [len(values) for _, values in samples]
-    effect = sum(weight * float(np.mean(values)) for weight, values in samples)
+def contrast(samples: Sequence[tuple[float, Any]]) -> Estimate:
+    """The sum of weight * mean over (weight, values [..., runs] of independent runs)."""
+    weights = [weight for weight, _ in samples]
+    values = [np.asarray(one, float) for _, one in samples]
+    counts = [one.shape[-1] for one in values]
+    effect = sum(weight * one.mean(-1) for weight, one in zip(weights, values, strict=True))
     if min(counts) < 2:
         return Estimate(effect, math.inf, 1.0, sum(counts), min(counts))
-    shares = [weight**2 * float(np.var(values, ddof=1)) / len(values) for weight, values in samples]
-    total = sum(shares)
+    shares = [weight**2 * one.var(-1, ddof=1) / one.shape[-1] for weight, one in zip(weights, values, strict=True)]
     below = sum(share**2 / (count - 1) for share, count in zip(shares, counts, strict=True))
-    return Estimate(effect, math.sqrt(total), total**2 / below if below else 1.0, sum(counts), min(counts))
+    freedom = np.where(below > 0, sum(shares) ** 2 / np.maximum(below, np.finfo(float).tiny), 1.0)[()]
+    return Estimate(effect, np.sqrt(sum(shares)), freedom, sum(counts), min(counts))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -74,7 +77,7 @@ def student_tail(t: Any, freedom: Any) -> Any:
     area = (np.cos(places) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
     log_scale = [math.lgamma((one + 1) / 2) - math.lgamma(one / 2) for one in freedom.ravel()]
     within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
-    return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)
+    return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
 
 
 def student_quantile(freedom: float, tail: float = LEVEL / 2) -> float:
@@ -129,8 +132,8 @@ def above(name: str, found: Estimate, limit: float = 0.0, unit: str = "") -> Par
 
 def within(name: str, found: Estimate, margin: float, unit: str = "") -> Part:
     """The effect is between -margin and margin: two one-sided tests at 2.5 %, so that the 95 % interval decides."""
-    p_for = 2 * max(found.tail(-margin), (-found).tail(-margin))
-    p_against = 2 * min(found.tail(margin), (-found).tail(margin))
+    p_for = 2 * np.maximum(found.tail(-margin), (-found).tail(-margin))
+    p_against = 2 * np.minimum(found.tail(margin), (-found).tail(margin))
     need = f"within ±{_with_unit(margin, unit)}"
     return Part(name, need, found.effect, *found.interval, found.runs, p_for, p_against, unit)
 
@@ -154,6 +157,8 @@ def bootstrap(name: str, statistic: Callable[[np.ndarray], np.ndarray], arms: in
 
 
 def _with_unit(value: float, unit: str) -> str:
+    if not value:
+        return "0"
     return f"{100 * value:g} points" if unit == "points" else f"{value:g}{unit and ' ' + unit}"
 
 

@@ -34,7 +34,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, set_epochs, vit
-from plainvit.studies.evidence import Part
+from plainvit.studies.evidence import Part, above, contrast
 from plainvit.studies.measures import load_model, trained_and_untrained
 from plainvit.studies.study import Arm, Budget, Results, define
 
@@ -85,10 +85,10 @@ def chance_nearness(similar: np.ndarray) -> float:
 
 
 def position_parts(found: Results) -> list[Part]:
-    excess = [{"excess": row["nearness"] - row["chance"]} for row in found.values["trained"]]
-    more = Results(found.arms, {"trained": excess}, "excess")
+    trained = zip(found.of("trained", "nearness"), found.of("trained", "chance"), strict=True)
+    excess = contrast([(1.0, [near - chance for near, chance in trained])])
     return [
-        more.contrast("nearness - 95 % quantile of permuted positions", {"trained": 1.0}),
+        above("nearness - 95 % quantile of permuted positions", excess),
         found.above("trained", "untrained", metric="nearness"),
         found.contrast("row and column - elsewhere, trained", {"trained": 1.0}, metric="contrast"),
         found.contrast("row and column, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="contrast"),

@@ -135,7 +135,7 @@ def draw_few_shot(found: Results) -> Figure:
 
 
 STUDIES = (
-    define("masked", arms, parts, measure=halves, draw=draw_best),
+    define("masked", arms, parts, measure=halves, draw=draw_best, runs=8),
     define("masked-steps", step_arms, step_parts, xlabel="pre-training steps"),
     define("few-shot", few_shot_arms, few_shot_parts, measure=with_few_shot, draw=draw_few_shot),
 )

@@ -47,7 +47,7 @@ def arms(budget: Budget) -> dict[str, Arm]:
             found[before] = Arm(config, counts=False)
             for data in DOWNSTREAM[budget]:
                 tuned = finetune_config(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
-                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", after=before)
+                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", family=kind, after=before)
     return found
 
 
@@ -86,6 +86,6 @@ def averaging_parts(found: Results) -> list[Part]:
 
 
 STUDIES = (
-    define("resnet-optimiser", arms, parts, measure=halves, xlabel="learning rate of pre-training"),
+    define("resnet-optimiser", arms, parts, measure=halves, xlabel="learning rate of pre-training", runs=8),
     define("averaging", averaging_arms, averaging_parts, runs=8),
 )

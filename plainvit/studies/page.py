@@ -34,8 +34,8 @@ METHOD = (
     "Each part of a rule is a difference, or another weighted sum, of the means of arms, with Welch's 95 % interval. "
     "All parts must hold. A part is decided at 5 % (two-sided) after Holm's correction over the parts of its claim; "
     "equality by two one-sided tests with a margin fixed before the runs. Supported: every part holds. Contradicted: "
-    "one is ruled out. Inconclusive: anything else, and fewer than three runs of an arm. Learning rates are chosen on "
-    "other held-out images than those that decide."
+    "one is ruled out. Inconclusive: anything else, and fewer than three runs of an arm. Learning rates are chosen by "
+    "other runs and on other held-out images than those that decide."
 )
 INTRODUCTION = (
     "Claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims about the same "

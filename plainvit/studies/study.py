@@ -9,7 +9,7 @@ not used. `plainvit/studies/execute.py` runs a study, `plainvit/studies/evidence
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ from plainvit.studies.evidence import Estimate, Part, Verdict, above, contrast, 
 Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Parts = Callable[["Results"], Sequence[Part]]
+CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
 MARGIN = 0.01  # of equivalence and non-inferiority in accuracy, unless a study says otherwise
 PERCENT = {  # metrics in percent, with their table headings
     "top1": "held-out top-1, %",
@@ -34,6 +35,12 @@ PERCENT = {  # metrics in percent, with their table headings
 }
 
 
+def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
+    """Final metrics on held-out training images."""
+    val = read_results(folder).get("val", {})
+    return {name: val[name] for name in ("top1", "nll", "loss") if name in val}
+
+
 @dataclass(frozen=True)
 class Arm:
     """One kind of run. `x` is its position on the x axis of the figure, `group` its curve."""
@@ -41,7 +48,7 @@ class Arm:
     config: Config
     x: float = math.nan
     group: str = ""
-    family: str = ""  # arms that differ in learning rate only, the best of which is compared
+    family: str = ""  # arms of which only the best is compared, such as those of different learning rates
     after: str = ""  # the arm whose weights it starts from
     counts: bool = True  # False: only a start for other arms, not compared
     trained: bool = True  # False: measured from its config, without a run
@@ -61,7 +68,7 @@ class Study:
     parts: "Parts"  # all must hold
     draw: Callable[["Results"], Figure] | None = None  # default: arms, or curves where arms have groups
     # Metrics of a run from its config and folder
-    measure: Callable[[Config, Path], dict[str, float]] = field(default=lambda config, folder: held_out(config, folder))
+    measure: Callable[[Config, Path], dict[str, float]] = held_out
     number: int = 0  # of the claim in the report of all studies
     paper: str = ""  # the paper's numbers
     metric: str = "top1"  # shown in the table
@@ -70,7 +77,8 @@ class Study:
     given: str = ""  # FILE.py:STUDY of a user's own study
 
     def decide(self, found: "Results") -> Verdict:
-        return judge(self.parts(found), min(map(len, found.values.values())), describe_edges(found))
+        fewest = min(len(found.of(arm)) for arm in found.values)
+        return judge(self.parts(found), fewest, describe_edges(found))
 
 
 def define(name: str, arms: Callable[[Budget], dict[str, Arm]], parts: "Parts", **fields: Any) -> Study:
@@ -87,8 +95,12 @@ class Results:
     metric: str = "top1"
 
     def of(self, arm: str, metric: str = "") -> list[float]:
-        """The metric of each run of an arm."""
-        return [values[metric or self.metric] for values in self.values[arm]]
+        """The metric of each run of an arm; in a family, `choice` of the runs that choose, others of the rest."""
+        rows, metric = self.values[arm], metric or self.metric
+        if self.arms[arm].family and len(rows) > 1:
+            choosing = min(CHOOSING, len(rows) // 2)
+            rows = rows[:choosing] if metric == "choice" else rows[choosing:]
+        return [row[metric] for row in rows]
 
     def mean(self, arm: str, metric: str = "") -> float:
         return statistics.fmean(self.of(arm, metric))
@@ -102,19 +114,16 @@ class Results:
 
     def families(self) -> dict[str, list[str]]:
         """The arms of each family, by learning rate."""
-        names = dict.fromkeys(arm.family for arm in self.arms.values() if arm.family)
-        rate = {name: arm.config.optim.lr for name, arm in self.arms.items()}
-        return {
-            family: sorted((name for name, arm in self.arms.items() if arm.family == family), key=rate.__getitem__)
-            for family in names
-        }
+        found: dict[str, list[str]] = {}
+        for name, arm in sorted(self.arms.items(), key=lambda item: item[1].config.optim.lr):
+            if arm.family:
+                found.setdefault(arm.family, []).append(name)
+        return found
 
     def best(self, family: str) -> str:
-        """The arm with the best rate of a family, chosen on images that do not decide where `choice` is measured."""
-        members = self.families()[family]
-        metric = "choice" if "choice" in self.values[members[0]][0] else self.metric
-        rates = {self.arms[name].config.optim.lr: name for name in members}
-        return rates[choose_best({rate: self.mean(name, metric) for rate, name in rates.items()})]
+        """The best arm of a family, chosen by other runs and on other images than those that decide."""
+        places = dict(enumerate(self.families()[family], 1))
+        return places[int(choose_best({at: self.mean(name, "choice") for at, name in places.items()}))]
 
     # Parts of a claim
 
@@ -152,18 +161,15 @@ def rate_name(family: str, lr: float) -> str:
 
 
 def families_at_edge(found: Results) -> dict[str, str]:
-    """The best arm of each family whose best rate is the lowest or highest one."""
-    rates = {family: [found.arms[name].config.optim.lr for name in names] for family, names in found.families().items()}
-    best = {family: found.best(family) for family in rates}
-    return {family: arm for family, arm in best.items() if is_at_edge(found.arms[arm].config.optim.lr, rates[family])}
+    """The best arm of each family whose best learning rate is the lowest or highest one."""
+    edges: dict[str, str] = {}
+    for family, names in found.families().items():
+        rates, best = {found.arms[name].config.optim.lr for name in names}, found.best(family)
+        if len(rates) > 1 and is_at_edge(found.arms[best].config.optim.lr, rates):
+            edges[family] = best
+    return edges
 
 
 def describe_edges(found: Results) -> str:
     edges = families_at_edge(found)
     return f"A better rate may lie outside the grid of {', '.join(edges)}" if edges else ""
-
-
-def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
-    """Final metrics on held-out training images."""
-    val = read_results(folder).get("val", {})
-    return {name: val[name] for name in ("top1", "nll", "loss") if name in val}

@@ -192,7 +192,7 @@ def head_parts(found: Results) -> list[Part]:
 
 
 STUDIES = (
-    define("transfer", arms, parts, measure=halves, draw=draw_best),
+    define("transfer", arms, parts, measure=halves, draw=draw_best, runs=8),
     define(
         "resolution",
         resolution_arms,
