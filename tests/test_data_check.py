@@ -167,6 +167,7 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
         ("train", "a/short.jpg", "unreadable"),
         ("train", "a/empty.png", "unreadable"),
         ("train", "a/again.png", "duplicate"),
+        ("train", "a/0.png", "two labels"),
         ("train", "b/copy.png", "two labels"),
         ("train", "b/strip.png", "odd shape"),
         ("train", "b/speck.png", "very small"),

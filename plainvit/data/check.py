@@ -143,18 +143,23 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
             sizes[index] = extent
             label = source.classes[source.labels[index]] if source.labels[index] >= 0 else ""
             if digest in seen:
-                findings.append(_make_finding(split, name, *_describe_copy(split, label, *seen[digest])))
+                findings += _compare_copies((split, name, label), seen[digest])
             seen.setdefault(digest, (split, name, label))
         findings += _find_outliers(source, split, sizes)
     return findings
 
 
-def _describe_copy(split: str, label: str, other_split: str, other: str, other_label: str) -> tuple[str, str]:
-    """(problem, detail) of an image that equals another one."""
-    if label != other_label and label and other_label:
-        return "two labels", f"same image as {other} in {other_split}: labelled {label!r} here, {other_label!r} there"
-    kind = "duplicate" if other_split == split else "duplicate across splits"
-    return kind, f"same as {other} in {other_split}"
+def _compare_copies(image: tuple[str, str, str], first: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
+    """Findings for an image (split, name, class) that equals an earlier one: both, if one has a wrong label."""
+    split, name, label = image
+    other_split, other, other_label = first
+    if label == other_label or not label or not other_label:
+        kind = "duplicate" if other_split == split else "duplicate across splits"
+        yield _make_finding(split, name, kind, f"same as {other} in {other_split}")
+        return
+    for (split, name, label), (other_split, other, other_label) in ((first, image), (image, first)):
+        detail = f"same as {other} in {other_split}: {label!r} here, {other_label!r} there"
+        yield _make_finding(split, name, "two labels", detail)
 
 
 def _make_finding(split: str, name: str, problem: str, detail: str) -> dict[str, Any]:
