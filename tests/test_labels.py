@@ -1,7 +1,6 @@
 """Which predictions are correct: class names in any order, and the protocols of ImageNet's variants."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,14 @@ from pictures import encode, jpeg, noise, plant, plant_classes, png, real_data
 from torch import Tensor, nn
 
 import plainvit
+from plainvit.analyse.evaluation import evaluate_model
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
 from plainvit.data.decode import DataError
+from plainvit.data.imagenet import class_names, wordnet_ids
 from plainvit.data.known import SETS, real_labels
 from plainvit.data.sources import Source, open_source
+from plainvit.evaluate.class_names import find_permutation, match_classes, read_class_names
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
@@ -61,7 +63,7 @@ def info(name: str) -> list[str]:
 
 def test_the_classes_of_imagenet_and_its_subsets_equal_timms() -> None:
     lists = imagenet()
-    assert lists["wnids"] == info("imagenet_synsets.txt")
+    assert list(wordnet_ids()) == info("imagenet_synsets.txt")
     assert lists["imagenet-a"] == [int(one) for one in info("imagenet_a_indices.txt")]
     assert lists["imagenet-r"] == [int(one) for one in info("imagenet_r_indices.txt")]
     assert len(lists["imagenet-a"]) == len(lists["imagenet-r"]) == 200
@@ -74,7 +76,7 @@ def test_objectnet_has_113_objects_of_imagenet() -> None:
     assert len(objects) == 113
     assert len(numbers) == len(set(numbers)) == 125
     words = dict(line.split("\t") for line in info("imagenet_synset_to_lemma.txt"))
-    meant = {name: [words[imagenet()["wnids"][one]].split(",")[0] for one in objects[name]] for name in objects}
+    meant = {name: [words[wordnet_ids()[one]].split(",")[0] for one in objects[name]] for name in objects}
     named = [name for name in objects if set(name.replace("_", " ").split()) & set(" ".join(meant[name]).split())]
     assert len(named) > 75  # most share a word with their class; of the others, those with several classes by hand:
     assert meant["alarm_clock"] == ["analog clock", "digital clock"]
@@ -124,7 +126,7 @@ def test_real_equals_a_direct_count_on_all_50_000_lists() -> None:
     order = rng.permutation(50_000)  # the files of class folders are not in the official order
     guesses = np.array([one[0] if one and rng.random() < 0.7 else rng.integers(1000) for one in lists])
     names = [f"n01440764/ILSVRC2012_val_{number + 1:08d}.JPEG" for number in order]
-    source = Pixels(guesses[order], names, rng.integers(0, 1000, 50_000), tuple(imagenet()["wnids"]))
+    source = Pixels(guesses[order], names, rng.integers(0, 1000, 50_000), wordnet_ids())
     labels = align(source, 1000, data_root=root)
     result = classify(
         Predictor(Told(1000), device="cpu"), Prepared(labels.source, (1, 1), Preprocess(), batch=4096), labels
@@ -152,7 +154,7 @@ def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture)
     lists = [[one % 1000] for one in range(50_000)]
     lists[1], lists[2] = [], [5, 6, 7]
     plant(tmp_path, {"imagenet-real/real.json": json.dumps(lists).encode()})
-    folder = empty_folders(tmp_path / "imagenet" / "val", imagenet()["wnids"])
+    folder = empty_folders(tmp_path / "imagenet" / "val", list(wordnet_ids()))
     numbers = {0: "n01440764", 1: "n01440764", 2: "n15075141", 3: "n07860988"}
     images = {number: jpeg(number) for number in numbers}
     plant(folder, {f"{wnid}/ILSVRC2012_val_{at + 1:08d}.JPEG": images[at] for at, wnid in numbers.items()})
@@ -177,7 +179,7 @@ def test_real_needs_the_official_names(tmp_path: Path) -> None:
     plant(tmp_path, {"imagenet-real/real.json": json.dumps([[0]] * 50_000).encode()})
     assert len(real_labels(tmp_path)) == 50_000
     for name in ("val-00.parquet#0", "a/ILSVRC2012_val_00000000.JPEG", "a/ILSVRC2012_val_00050001.JPEG"):
-        source = Pixels(np.zeros(1), [name], np.zeros(1), tuple(imagenet()["wnids"]))
+        source = Pixels(np.zeros(1), [name], np.zeros(1), wordnet_ids())
         with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
             align(source, 1000, data_root=tmp_path)
     source = Pixels(np.zeros(1), ["a/ILSVRC2012_val_00050000.JPEG"], np.zeros(1), source.classes)
@@ -273,59 +275,214 @@ def test_subsets_of_imagenet_need_a_model_of_its_classes(tmp_path: Path, capsys:
 # Classes by name ------------------------------------------------------------------------------------------------------
 
 
-def test_classes_in_another_order_are_matched_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    names = ("ant", "bee", "cat", "dog", "elk")
-    folder = plant_classes(tmp_path / "photos" / "test", dict.fromkeys(names, 5)).parent
-    source = open_source(str(folder), "test")
+class Classes(Pixels):
+    """Data with these classes: `count` images of each."""
+
+    def __init__(self, names: tuple[str, ...], count: int = 1) -> None:
+        labels = np.repeat(np.arange(len(names)), count)
+        super().__init__(labels, list(map(str, range(len(labels)))), labels, names)
+        self.spec = "photos"
+
+
+ANIMALS = ("ant", "bee", "cat", "dog", "elk")
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "expected"),
+    [
+        (ANIMALS, ANIMALS, [0, 1, 2, 3, 4]),
+        (ANIMALS, ("dog", "ant", "elk", "cat", "bee"), [1, 4, 3, 0, 2]),
+        (("Cat", "cat"), ("cat", "Cat"), [1, 0]),  # exact names come first
+        (("Golden_Retriever", "tench"), ("tench, Tinca tinca", "golden retriever"), [1, 0]),
+        (("elk", "bee"), ANIMALS, [4, 1]),  # some of the model's classes
+        (("0", "1", "10", "2"), (), [0, 1, 10, 2]),
+        (("n02099601", "n01440764"), class_names(), [207, 0]),
+        (("n02099601_golden", "tench"), class_names(), [207, 0]),
+        (("golden retriever", "great white shark"), wordnet_ids(), [207, 2]),
+        (("un", "deux"), ("ant", "bee"), [0, 1]),  # no name in common: by order
+        (("ant", "bee"), (), [0, 1]),
+        (("ant", "bees"), ("ant", "bee"), [0, 1]),  # one spelled differently, in its place
+    ],
+)
+def test_classes_are_matched_by_name_else_by_number_else_by_order(
+    data: tuple[str, ...], model: tuple[str, ...], expected: list[int]
+) -> None:
+    classes = len(model) or max(len(data), 11 * (data[0] == "0"))
+    assert match_classes(Classes(data), classes, model).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        (("ant", "bee", "cat"), ("bee", "cat", "dog")),  # moved, and one unknown
+        (("ant", "wasp"), ANIMALS),
+        (("un", "deux"), ANIMALS),  # none known, another number
+        (("Ant", "ant"), ("ant", "bee")),  # two classes of the data are the same one
+        (("7", "8"), ANIMALS),
+        (ANIMALS, ("ant", "bee")),
+    ],
+)
+def test_names_that_do_not_match_are_a_data_error(data: tuple[str, ...], model: tuple[str, ...]) -> None:
+    with pytest.raises(DataError, match="--class-names"):
+        match_classes(Classes(data), len(model), model)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "warned"),
+    [
+        (ANIMALS, ANIMALS, False),
+        (tuple("0123456789"), (), False),  # one order, as numbers and as text
+        (tuple(map(str, range(12))), (), True),
+        (ANIMALS, tuple(reversed(ANIMALS)), True),
+        (("un", "deux"), ("ant", "bee"), True),
+        (("ant", "bee"), (), True),
+        (("207",), class_names(), True),
+    ],
+)
+def test_a_match_that_may_be_wrong_is_reported(
+    data: tuple[str, ...], model: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    match_classes(Classes(data), len(model) or len(data), model)
+    assert len(caplog.records) == warned
+
+
+def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path / "photos" / "test", dict.fromkeys(ANIMALS, 5)).parent), "test")
     shuffled = ("dog", "ant", "elk", "cat", "bee")
     model = Predictor(save_model(tmp_path / "model.safetensors", shuffled, classes=5), device="cpu")
-    with caplog.at_level(logging.WARNING):
-        labels = align(source, 5, model.class_names)
-    assert "another order" in caplog.text
-    result = classify(model, Prepared(source, model.size, model.preprocess), labels)
-    guesses = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
-    said = [source.classes[one] for one in result.guesses[:, 0]]
-    assert said == [shuffled[guess] for guess in guesses]
-    assert len(set(said)) > 1
+    result = classify(model, Prepared(source, model.size, model.preprocess), align(source, 5, model.class_names))
+    predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
+    assert [source.classes[one] for one in result.guesses[:, 0]] == [shuffled[one] for one in predicted]
+    assert len(set(predicted)) > 1
     assert result.right.tolist() == [
-        shuffled[one] == names[label] for one, label in zip(guesses, source.labels, strict=True)
+        shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)
     ]
 
 
-def test_other_names_are_matched_by_order_and_moved_ones_are_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = plant_classes(tmp_path / "photos" / "test", {"ant": 1, "bee": 1, "cat": 1}).parent
-    source = open_source(str(folder), "test")
-    with caplog.at_level(logging.WARNING):
-        assert align(source, 3, ("un", "deux", "trois")).columns is None
-    assert caplog.text.count("class names differ") == 1
-    with pytest.raises(DataError, match="'bee'"):
-        align(source, 3, ("bee", "cat", "dog"))
-    assert align(source, 3, ()).columns is None
+def test_some_of_the_models_classes_are_scored_among_all(tmp_path: Path, capsys: Capture) -> None:
+    photos = plant_classes(tmp_path / "photos", {"n01440764": 3, "n02099601": 4})
+    model = save_model(tmp_path / "model.safetensors", classes=1000)
+    card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", str(photos))
+    predictor = Predictor(model, device="cpu")
+    predicted = [int(predictor.logits(predictor.stack([photos / name])).argmax()) for name in rows["name"]]
+    assert rows["guess"] == predicted
+    assert card["counts"]["top1"] == sum(np.array(predicted) == [0] * 3 + [207] * 4)
 
 
-def test_numbered_folders_are_matched_by_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model without class names goes by number; one with names by name, in whatever order it learned them."""
-    counts = dict.fromkeys(map(str, range(12)), 0) | {"2": 1, "10": 1}
-    for name in counts:
-        (tmp_path / "photos" / name).mkdir(parents=True)
-    plant_classes(tmp_path / "photos", {"2": 1, "10": 1})
-    source = open_source(str(tmp_path / "photos"))
-    assert source.labels.tolist() == [2, 10]
-    with caplog.at_level(logging.WARNING):
-        assert align(source, 12, ()).columns is None
-    assert len(caplog.records) == 1
-    as_text = tuple(sorted(source.classes))  # as torchvision's ImageFolder orders them
-    columns = align(source, 12, as_text).columns
-    assert columns is not None
-    assert [as_text[at] for at in columns] == list(source.classes)
+def test_published_weights_know_the_names_of_real_photos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """48 photos of ImageNet, by its readable names; the weights have no names."""
+    root = real_data()
+    weights = root / "weights" / "vit_ti16_augreg.safetensors"
+    done = evaluate_model(weights, str(root / "imagenet-photos"), out=tmp_path / "out", device="cpu", quiet=True)
+    assert done
+    images = pq.read_table(root / "imagenet-photos")["image"].to_pylist()
+    predictor = Predictor(weights, device="cpu")
+    predicted = predictor.logits(predictor.stack(image["bytes"] for image in images)).argmax(1).tolist()
+    truth = [wordnet_ids().index(image["path"].partition("_")[0]) for image in images]  # n01675722_banded_gecko.JPEG
+    assert done.card.counts["top1"] == sum(a == b for a, b in zip(predicted, truth, strict=True)) > 38
+    assert "ImageNet-1k's are used" in caplog.text
+    assert "permuted" not in caplog.text
 
 
-def test_a_model_without_names_warns_of_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = open_source(str(plant_classes(tmp_path, {"ant": 1, "bee": 1})))
-    with caplog.at_level(logging.WARNING):
-        align(source, 2, ())
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with pytest.raises(DataError):
-        align(source, 1000, ())
+# Names from a file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ant\nbee\n", ("ant", "bee")),
+        ('["ant", "bee"]', ("ant", "bee")),
+        ('{"1": "bee", "0": "ant"}', ("ant", "bee")),
+        ("\u00e4\nbee, or wasp", ("\u00e4", "bee, or wasp")),
+        ("ant\nbee\ncat", None),
+        ('["ant"', None),
+        ('{"ant": 0, "bee": 1}', None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_class_names_are_read_from_lines_or_json(text: str | None, expected: object, tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    if expected is not None:
+        assert read_class_names(path, 2) == expected
+        return
+    with pytest.raises(ValueError, match="--class-names"):
+        read_class_names(path, 2)
+
+
+def test_class_names_of_a_file_replace_the_models(tmp_path: Path, capsys: Capture) -> None:
+    photos = plant_classes(tmp_path / "photos", {"ant": 4, "bee": 4})
+    model = str(save_model(tmp_path / "model.safetensors", ("x", "y"), classes=2))
+    counts = []
+    for order in ("ant\nbee", "bee\nant"):
+        (tmp_path / "names.txt").write_text(order)
+        words = (model, "--data", str(photos), "--class-names", str(tmp_path / "names.txt"))
+        counts.append(evaluate_to(capsys, tmp_path / "out", *words)[0]["counts"]["top1"])
+    assert sum(counts) == 8
+    main(["predict", model, str(photos), "--class-names", str(tmp_path / "names.txt"), "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["label"] for row in rows for one in row["predictions"]} == {"ant", "bee"}
+
+
+# Permuted labels ------------------------------------------------------------------------------------------------------
+
+
+def make_predictions(top1: float, classes: int, count: int, permutation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions that are permuted, `top1` of them in one way and the others at random."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(classes), count)
+    guessed = rng.integers(0, classes, len(labels))
+    return labels, np.where(rng.random(len(labels)) < top1, permutation[labels], guessed)
+
+
+def test_permuted_labels_are_found_with_their_mapping() -> None:
+    permutation = np.roll(np.arange(1000), 1)
+    labels, predicted = make_predictions(0.8, 1000, 6, permutation)
+    found = find_permutation(labels, predicted)
+    assert found is not None
+    assert found.top1 == pytest.approx(0.8, abs=0.05)
+    assert np.mean([permutation[label] == prediction for label, prediction in found.pairs]) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("top1", "classes", "count", "kind"),
+    [
+        (0.8, 1000, 6, "identity"),
+        (0.1, 10, 30, "identity"),
+        (0.0, 1000, 6, "shifted"),  # random predictions
+        (0.4, 10, 30, "shifted"),
+        (1.0, 1000, 1, "shifted"),  # one image of each class proves nothing
+        (1.0, 10, 30, "swapped"),  # two of ten
+        (0.0, 2, 40, "shifted"),
+    ],
+)
+def test_other_errors_are_not_called_permuted(top1: float, classes: int, count: int, kind: str) -> None:
+    permutation = np.arange(classes)
+    if kind == "shifted":
+        permutation = np.roll(permutation, 1)
+    elif kind == "swapped":
+        permutation[:2] = 1, 0
+    assert find_permutation(*make_predictions(top1, classes, count, permutation)) is None
+
+
+def test_evaluate_warns_of_permuted_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that is right about four shades of grey, evaluated on renamed folders."""
+    names, renamed = ("black", "dark", "light", "white"), ("dark", "light", "white", "black")
+    images = {name: np.full((16, 16, 3), 80 * at, np.uint8) for at, name in enumerate(names)}
+    model = save_model(tmp_path / "model.safetensors", names, classes=4)
+    predictor = Predictor(model, device="cpu")
+    features = predictor.features(list(images.values()))  # [4, D]
+    head: Any = predictor.model.head
+    solved = torch.linalg.lstsq(torch.cat((features, torch.ones(4, 1)), 1), 20 * torch.eye(4)).solution
+    head.weight.data, head.bias.data = solved[:-1].T.contiguous(), solved[-1]
+    plainvit.save(predictor.model, model)
+    for folder, classes in (("right", names), ("wrong", renamed)):
+        pairs = list(zip(names, classes, strict=True)) * 6
+        plant(tmp_path / folder, {f"{new}/{at}.png": encode(images[old]) for at, (old, new) in enumerate(pairs)})
+        done = evaluate_model(model, str(tmp_path / folder), out=tmp_path / "out", device="cpu", quiet=True)
+        assert done
+        assert done.card.metrics["top1"] == (folder == "right")
+        assert ("permuted" in caplog.text) == (folder == "wrong")
+    assert "'black' -> 'white'" in caplog.text

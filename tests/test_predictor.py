@@ -17,7 +17,9 @@ from PIL import Image
 from torch import nn
 
 import plainvit
-from plainvit.evaluate.predictor import Predictor
+from plainvit.config import Preprocess
+from plainvit.data.decode import ImageError
+from plainvit.evaluate.predictor import Prediction, Predictor
 from plainvit.evaluate.timm_models import load_timm
 
 # The model stays the caller's -----------------------------------------------------------------------------------------
@@ -35,10 +37,10 @@ def test_a_predictor_restores_the_mode_of_the_model(fails: bool) -> None:
     before = modes(model)
     predictor = Predictor(model)
     assert modes(model) == before
-    images = torch.zeros(2, 3, *(1, 1) if fails else predictor.size)
-    for ask in (predictor.logits, predictor.features):
-        with pytest.raises(ValueError, match="do not fit") if fails else contextlib.nullcontext():
-            assert torch.equal(ask(images), ask(images))  # nothing is random: it was in eval mode
+    images = torch.zeros(2, 1 if fails else 3, *predictor.size)
+    for use in (predictor.logits, predictor.features):
+        with pytest.raises((ValueError, RuntimeError)) if fails else contextlib.nullcontext():
+            assert torch.equal(use(images), use(images))  # nothing is random: it was in eval mode
         assert modes(model) == before
 
 
@@ -97,6 +99,73 @@ def test_pillow_images_equal_their_files(tmp_path: Path) -> None:
         with Image.open(file) as image:
             assert torch.equal(predictor.load_image(image), predictor.load_image(file)), file.name
     assert torch.equal(predictor.load_image(pixels), predictor.load_image(Image.fromarray(pixels)))
+
+
+def test_one_image_gives_one_list_and_several_a_list_of_lists(tmp_path: Path) -> None:
+    model = tiny.vit(torch.float32)
+    predictor = Predictor(model, device="cpu", batch=2)
+    image = Image.fromarray(np.array(photo(30, 50, 0)))
+    image.save(tmp_path / "a.png")
+    array = np.array(image)
+    forms = [str(tmp_path / "a.png"), tmp_path / "a.png", (tmp_path / "a.png").read_bytes(), image, array]
+    forms.append(torch.from_numpy(array).permute(2, 0, 1))
+    expected = predictor(forms[0], k=3)
+    assert [type(one) for one in expected] == [Prediction] * 3
+    assert sum(one.probability for one in predictor(array, k=7)) == pytest.approx(1, abs=1e-5)
+    for one in forms:
+        assert predictor(one, k=3) == expected
+        torch.testing.assert_close(predictor.features(one), predictor.features(forms[0]))
+    labels = [[one.label for one in found] for found in predictor(forms, k=3)]
+    assert labels == [[one.label for one in expected]] * len(forms)
+    assert predictor.features(forms).shape == (6, *predictor.features(image).shape)
+    assert predictor(iter(forms[:1]), k=3) == [expected]
+
+
+def test_a_tensor_of_the_models_size_is_not_resized() -> None:
+    predictor = Predictor(tiny.vit(torch.float32), device="cpu", preprocess=Preprocess(resize="crop", crop=0.5))
+    batch = torch.rand(3, 3, *predictor.size)
+    with torch.no_grad():
+        logits, features = predictor.model(batch), predictor.model.features(batch)
+    torch.testing.assert_close(predictor.features(batch), features)
+    assert [found[0].label for found in predictor(batch)] == [str(at) for at in logits.argmax(1).tolist()]
+    mixed = predictor.stack([batch[0], np.zeros((9, 9, 3), np.uint8)])
+    assert torch.equal(mixed[0], batch[0])
+    larger = torch.rand(3, 60, 60)
+    as_bytes = larger.mul(255).round().byte().permute(1, 2, 0).numpy()
+    assert torch.equal(predictor.load_image(larger), predictor.load_image(as_bytes))
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no image")
+    with pytest.raises(ImageError, match=r"notes\.txt"):
+        Predictor(tiny.vit(torch.float32), device="cpu")(tmp_path / "notes.txt")
+
+
+def test_class_names_are_the_models_the_callers_imagenets_or_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.vit(torch.float32, classes=3)
+    assert Predictor(model).class_names == ("0", "1", "2")
+    assert Predictor(model, class_names=["a", "b", "c"]).class_names == ("a", "b", "c")
+    with pytest.raises(ValueError, match="2 names"):
+        Predictor(model, class_names=["a", "b"])
+    assert not caplog.records
+    assert Predictor(tiny.vit(torch.float32, classes=1000)).class_names[:2] == ("tench", "goldfish")
+    assert len(caplog.records) == 1
+
+
+def test_assumptions_about_a_bare_file_are_one_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=32)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "m.safetensors")
+    Predictor(tmp_path / "m.safetensors", device="cpu")
+    header, *lines = caplog.messages
+    assert header == f"note: {tmp_path / 'm.safetensors'}"
+    assert all(line.startswith("  ") for line in lines)
+    assert sum("--mean" in line for line in lines) == 1
+    caplog.clear()
+    given = {"mean": 0.5, "std": 0.5, "resize": "crop", "crop": 0.9, "interpolation": "bicubic"}
+    predictor = Predictor(tmp_path / "m.safetensors", device="cpu", **given)
+    assert not any("--mean" in line for line in caplog.messages)
+    assert predictor.preprocess.crop == 0.9
 
 
 @pytest.mark.parametrize("pixels", [np.zeros((5, 5), np.uint8), np.zeros((5, 5, 4), np.uint8), np.zeros((5, 5, 3))])

@@ -24,6 +24,7 @@ from plainvit.data.splits import choose_split
 from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
+from plainvit.evaluate.class_names import warn_permuted
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
@@ -57,6 +58,7 @@ def evaluate_model(
     out: Path | None = None,
     preprocess: dict[str, object] | None = None,
     image_size: int | None = None,
+    class_names: str | Path | None = None,
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
@@ -72,10 +74,14 @@ def evaluate_model(
     world = join_processes(device, TIMEOUT)
     try:
         predictor, labels = world.agree(
-            lambda: _open_model_and_data(world, model, data, split, data_root, preprocess or {}, image_size, precision),
+            lambda: _open_model_and_data(
+                world, model, data, split, data_root, preprocess or {}, image_size, precision, class_names
+            ),
             lambda both: both[1].fingerprint() + str(both[0].preprocess),
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
+        if world.is_main and labels.right.shape[1] == 1:
+            warn_permuted(labels.right[result.index, 0], result.guesses[:, 0], labels.guess_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -102,18 +108,20 @@ def _open_model_and_data(
     changes: dict[str, object],
     image_size: int | None,
     precision: Literal["auto", "fp32", "bf16"],
+    class_names: str | Path | None,
 ) -> tuple[Predictor, Labels]:
     """Data first: it opens faster than weights and fails more often."""
     source = choose_split(model, data, split, data_root)
     overrides: Any = {} if str(model).startswith("timm:") else changes
-    predictor = Predictor(model, device=world.device, precision=precision, image_size=image_size, **overrides)
+    options: Any = {"precision": precision, "image_size": image_size, "class_names": class_names}
+    predictor = Predictor(model, device=world.device, **options, **overrides)
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
     if not overrides:  # a timm model normalises by itself; resize and crop can still change
         predictor.preprocess = predictor.preprocess.replace(**changes)
         if "crop" in changes and predictor.preprocess.resize == "squash":
             raise ValueError("--crop needs --resize crop or --resize squash-crop, got --resize squash")
-    return predictor, align(source, predictor.classes, predictor.model.about.class_names, data_root=data_root)
+    return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
 
 def _classify(

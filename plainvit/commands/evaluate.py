@@ -27,6 +27,7 @@ def evaluate(
     data_root: Path | None = None,
     out: Path | None = None,
     image_size: int | None = None,
+    class_names: Path | None = None,
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     antialias: bool = False,
     no_antialias: bool = False,
@@ -44,12 +45,13 @@ def evaluate(
     card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME[@FILE]
+        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
         data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
         data_root: Folder with the known datasets, each in a folder of its name
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
         image_size: Height and width in pixels; the position embedding is resampled; default: the model's own
+        class_names: File with the names of the model's classes: one per line, or a JSON list
         pixels: Preprocessing, in place of the model's own
         antialias: Antialias when an image is made smaller
         no_antialias: Do not antialias
@@ -89,6 +91,7 @@ def evaluate(
         out=out,
         preprocess=changes,
         image_size=image_size,
+        class_names=class_names,
         batch=batch,
         workers=resolve_workers(workers),
         device=device,

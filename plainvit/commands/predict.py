@@ -45,6 +45,7 @@ def predict(
     out: Path | None = None,
     top: int | None = None,
     sheet: Path | None = None,
+    class_names: Path | None = None,
     config: InferenceFlags = InferenceFlags(),  # noqa: B008 - it is frozen
     force: bool = False,
     json: bool = False,
@@ -61,6 +62,7 @@ def predict(
         out: Write the rows to this .jsonl, .csv or .parquet file
         top: Number of classes per image; default: 5, or all if there are fewer
         sheet: Draw up to 96 of the images with their predictions into this PNG file
+        class_names: File with the names of the model's classes: one per line, or a JSON list
         config: How images are read and run through the model
         force: Overwrite an existing file, or the parts of another job
         json: Print JSON: one line per image or, with --out, a summary
@@ -73,11 +75,11 @@ def predict(
         if path:
             outputs.check_out(path, kinds)
     if out:
-        with _set_up(model, inputs, top, config) as job:
+        with _set_up(model, inputs, top, config, class_names) as job:
             summary = _write_rows(model, *job, out, sheet, force, json)
         _print_summary(summary, json, _describe_trust(model, sheet))
     else:
-        _print_predictions(model, _set_up(model, inputs, top, config), sheet, json)
+        _print_predictions(model, _set_up(model, inputs, top, config, class_names), sheet, json)
 
 
 def embed(
@@ -114,13 +116,9 @@ def embed(
 
 @contextlib.contextmanager
 def _set_up(
-    model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags
+    model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags, class_names: Path | None = None
 ) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
     """Find the images, then load the model: the images are the more likely to be missing."""
-    if not inputs:
-        raise ValueError(
-            "no INPUT given: name files, folders, globs or archives, or use - to read names from standard input"
-        )
     if flags.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {flags.batch}")
     workers = resolve_workers(flags.workers)
@@ -140,8 +138,8 @@ def _set_up(
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray prints to stdout, which is for rows
             run = stack.enter_context(cluster.connect_cluster(flags.address, device))
             device, precision = "cpu", run.precision(precision)  # the model is loaded here and runs on the cluster
-        settings: dict[str, Any] = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
-        predictor = Predictor(model, device=device, precision=precision, **settings)
+        settings: dict[str, Any] = {"image_size": flags.image_size, "batch": flags.batch, "class_names": class_names}
+        predictor = Predictor(model, device=device, precision=precision, **settings | given_pixel_flags(flags))
         yield PredictionJob(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
 
 

@@ -154,6 +154,7 @@ class Work:
         one = job.predictor
         precision = "bf16" if one.dtype is torch.bfloat16 else "fp32"
         settings = {"device": device, "precision": precision, "preprocess": one.preprocess, "batch": one.batch}
+        settings["class_names"] = one.class_names if job.top else None
         model = one.model if one.device == "cpu" else copy.deepcopy(one.model).cpu()
         inputs = source.sources if isinstance(source, Inputs) else [source]
         samples = [path for one in inputs for path in itertools.islice(filter(os.path.exists, one.files()), 1)]

@@ -15,7 +15,6 @@ imagenet.json holds the lists and their sources.
 import functools
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from plainvit.data.decode import DataError
+from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.known import real_labels
 from plainvit.data.sources import Source, Subset
-
-log = logging.getLogger("plainvit")
-IMAGENET = 1000
+from plainvit.evaluate.class_names import IMAGENET, match_classes
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,8 @@ class Labels:
 
 @functools.cache
 def imagenet() -> dict[str, Any]:
-    """WordNet ids, and the classes of the sets derived from ImageNet."""
-    stored = json.loads(Path(__file__).with_name("imagenet.json").read_text(encoding="utf-8"))
-    return stored | {"wnids": stored["wnids"].split()}
+    """The classes of the sets derived from ImageNet."""
+    return json.loads(Path(__file__).with_name("imagenet.json").read_text(encoding="utf-8"))
 
 
 def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root: str | Path | None = None) -> Labels:
@@ -91,51 +88,16 @@ def check_labels(source: Source) -> None:
 
 
 def _align_labels(source: Source, classes: int, names: tuple[str, ...]) -> Labels:
-    if classes != len(source.classes):
-        raise DataError(
-            f"the model has {classes:,} classes, but {source.spec or 'the data'} has {len(source.classes):,}: "
-            "use data with the model's classes, or fine-tune the model"
-        )
-    return _use_labels(source, "the label", _match_names(source, names))
+    columns = match_classes(source, classes, names)
+    if len(columns) == classes:
+        return _use_labels(source, "the label", None if (columns == np.arange(classes)).all() else columns)
+    rule = f"the label, predicted among the model's {classes:,} classes"
+    return Labels(source, rule, columns[source.labels][:, None], names, single=False)
 
 
 def _use_labels(source: Source, rule: str, columns: np.ndarray | None) -> Labels:
     """Predictions are the source's own classes, and its labels are correct."""
     return Labels(source, rule, source.labels[:, None].astype(np.int64), source.classes, columns)
-
-
-def _match_names(source: Source, names: tuple[str, ...]) -> np.ndarray | None:
-    """The model's class of each class of the source; None to match by order: same order, or no common names."""
-    theirs = source.classes
-    wnids = tuple(imagenet()["wnids"])
-    if not names and theirs != wnids:
-        _warn_order(source)
-    if not names or names == theirs or (theirs == wnids and not set(names) <= set(wnids)):  # ImageNet's order is fixed
-        return None
-    position = {name: at for at, name in enumerate(names)}
-    shared = [name for name in theirs if name in position]
-    if len(position) == len(set(theirs)) == len(shared) == len(names):
-        log.warning("the model's classes are in another order than those of %s: matched by name", source.spec)
-        return np.array([position[name] for name in theirs])
-    moved = [name for at, name in enumerate(theirs) if name in position and names[at] != name]
-    if moved and len(position) == len(names):
-        raise DataError(
-            f"the model and {source.spec} share {len(shared)} of {len(names)} class names, but {moved[0]!r} has "
-            "another index: rename the classes, or use other data"
-        )
-    at = next(at for at, name in enumerate(theirs) if name != names[at])
-    log.warning("class names differ (%r in the model, %r in %s): matched by order", names[at], theirs[at], source.spec)
-    return None
-
-
-def _warn_order(source: Source) -> None:
-    """A model without class names is matched by the order of the data's classes, which may be wrong."""
-    names, last = source.classes, len(source.classes) - 1
-    numbered = names == tuple(map(str, range(len(names))))
-    if numbered and list(names) == sorted(names):  # 0 to 9 have one order as numbers and as text
-        return
-    order = "number" if numbered else f"order, from 0 = {names[0]!r} to {last} = {names[-1]!r}"
-    log.warning("the model has no class names: the classes of %s are matched by %s", source.spec or "the data", order)
 
 
 # Subsets of ImageNet --------------------------------------------------------------------------------------------------
@@ -149,18 +111,17 @@ def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) ->
     expected = imagenet().get(spec, range(IMAGENET))
     differing = sorted(set(columns.tolist()).symmetric_difference(expected))
     if differing:
-        wnid = imagenet()["wnids"][differing[0]]
+        wnid = wordnet_ids()[differing[0]]
         raise DataError(f"the folders of {spec} are not its {len(expected)} classes: {wnid} is missing or unexpected")
-    among = "" if len(expected) == IMAGENET else f", guessed among the {len(expected)} classes of {spec}"
+    among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
     labels = _use_labels(source, f"the label{among}", columns)
     return replace(labels, guess_names=tuple(names[at] for at in columns)) if names else labels
 
 
 def _parse_class(name: str, spec: str) -> int:
     """The number of an ImageNet class given as a number or WordNet id."""
-    wnids = imagenet()["wnids"]
-    if name in wnids:
-        return wnids.index(name)
+    if name in wordnet_ids():
+        return wordnet_ids().index(name)
     if name.isdecimal() and int(name) < IMAGENET and spec == "imagenet-v2":
         return int(name)
     raise DataError(f"{spec} has the class {name!r}, which is neither a WordNet id of ImageNet nor a number below 1000")
@@ -203,10 +164,9 @@ def _align_objectnet(source: Source, names: tuple[str, ...], spec: str, _: Path)
     if not len(keep):
         raise DataError(f"{spec} has no image of the 113 objects that are classes of ImageNet")
     right = _pad([objects[folders[source.classes[label]]] for label in source.labels[keep]])
-    rule = "any of the object's ImageNet classes, guessed among all 1,000"
-    wnids = tuple(imagenet()["wnids"])
+    rule = "any of the object's ImageNet classes, predicted among all 1,000"
     left_out = len(source) - len(keep)
-    return Labels(Subset(source, keep), rule, right, names or wnids, None, single=False, left_out=left_out)
+    return Labels(Subset(source, keep), rule, right, names or wordnet_ids(), None, single=False, left_out=left_out)
 
 
 def _pad(lists: Sequence[Sequence[int]]) -> np.ndarray:

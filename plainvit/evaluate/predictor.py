@@ -1,17 +1,19 @@
 """Predictor: images -> classes or features. Training, evaluation, prediction and serving share it.
 
 predictor = plainvit.Predictor("runs/photos")       a run, weights of any library, hf:org/name, timm:NAME, a model
-predictor(["a.jpg", "b.jpg"])[0]                    [Guess("cat", 0.93), Guess("dog", 0.05), ...]
-predictor.features(predictor.stack(["a.jpg"]))      [1, D]
+predictor("a.jpg")                                  [Prediction("cat", 0.93), Prediction("dog", 0.05), ...]
+predictor(["a.jpg", image, array])                  a list of such lists
+predictor.features("a.jpg")                         [D]
 """
 
 import contextlib
 import functools
+import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 import torch
@@ -19,16 +21,20 @@ from PIL import Image
 from torch import Tensor, nn
 
 from plainvit.config import Preprocess
-from plainvit.data.decode import to_pixels
-from plainvit.data.transforms import preprocess_image
+from plainvit.data.decode import ImageError, to_pixels
+from plainvit.data.imagenet import class_names as imagenet_names
+from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.device import choose_device, choose_precision
+from plainvit.evaluate.class_names import IMAGENET, read_class_names
 from plainvit.models import has_fast_path
 from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
 from plainvit.weights.pixels import Pixels
 
-Picture = str | Path | bytes | np.ndarray | Image.Image  # path, file contents, or pixels [height, width, 3]
+log = logging.getLogger("plainvit")
+# A path, the contents of a file, an image of Pillow, an array [height, width, 3], or a tensor [3, height, width]
+ImageLike = str | Path | bytes | Image.Image | np.ndarray | Tensor
 
 
 class Prediction(NamedTuple):
@@ -49,12 +55,17 @@ class Predictor:
         preprocess: Replaces the model's own preprocessing.
         image_size: Side of the input images; the positions are resampled.
         batch: Images per forward pass.
+        class_names: Names of the classes, or a file with them. Default: the model's own; for 1,000 classes without
+            names ImageNet-1k's; else numbers.
         **pixels: mean, std, resize, crop and interpolation that a weights file does not contain, as in
             `plainvit.load`.
 
     Example:
-        >>> Predictor("runs/photos")(["a.jpg"], k=1)
-        [[Guess(label='cat', probability=0.93)]]
+        >>> predictor = Predictor("runs/photos")
+        >>> predictor("a.jpg", k=1)
+        [Prediction(label='cat', probability=0.93)]
+        >>> predictor.features(["a.jpg", "b.jpg"]).shape
+        torch.Size([2, 192])
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class Predictor:
         preprocess: Preprocess | None = None,
         image_size: int | None = None,
         batch: int = 64,
+        class_names: str | Path | Sequence[str] | None = None,
         **pixels: Unpack[Pixels],
     ) -> None:
         self.source = model if isinstance(model, str | Path) else ""
@@ -85,37 +97,64 @@ class Predictor:
         self.size: tuple[int, int] = self.model.config.image_size
         self.preprocess = preprocess or self.model.about.preprocess
         self.batch = batch
+        if class_names is not None:
+            self.class_names = _check_names(class_names, self.classes)
 
     @property
     def classes(self) -> int:
         return self.model.config.classes
 
-    @property
+    @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
-        """Class names of the model; numbers if it has none."""
-        return self.model.about.class_names or tuple(map(str, range(self.classes)))
+        """Names of the classes; ImageNet-1k's for 1,000 classes without names, else numbers."""
+        if self.model.about.class_names:
+            return self.model.about.class_names
+        if self.classes == IMAGENET:
+            source = self.source or "the model"
+            log.warning("note: %s has 1,000 classes without names: ImageNet-1k's are used (or --class-names)", source)
+            return imagenet_names()
+        return tuple(map(str, range(self.classes)))
 
     @functools.cached_property
     def weights_hash(self) -> str:
         """Hash of the weights at the first access, which takes half a second for ViT-B."""
         return tensor_hash(self.model.state_dict())[:16]
 
-    def load_image(self, picture: Picture) -> Tensor:
-        """Preprocesses one image to uint8 [3, H, W]. Raises ImageError if it cannot be read."""
-        if isinstance(picture, str | Path):
-            picture = Path(picture).read_bytes()
-        elif isinstance(picture, Image.Image):
-            picture = to_pixels(picture)
-        elif isinstance(picture, np.ndarray) and (
-            picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8
-        ):
-            got = f"{picture.dtype} {picture.shape}"
-            raise ValueError(f"pixels must be uint8 of shape [height, width, 3], got {got}")
-        return preprocess_image(picture, self.preprocess, self.size)
+    def load_image(self, image: ImageLike) -> Tensor:
+        """Preprocesses one image to [3, H, W].
 
-    def stack(self, pictures: Iterable[Picture]) -> Tensor:
+        A tensor that has the model's size already is returned as it is; all else is resized and becomes uint8.
+
+        Raises:
+            ImageError: The image cannot be read.
+            ValueError: Its type or shape is not supported.
+        """
+        if isinstance(image, Tensor):
+            if image.ndim != 3 or image.shape[0] != 3:
+                raise ValueError(f"a tensor must have the shape [3, height, width], got {list(image.shape)}")
+            if tuple(image.shape[1:]) == tuple(self.size):
+                return image
+            pixels = image if image.dtype == torch.uint8 else image.clamp(0, 1).mul(255).round().byte()
+            image = pixels.permute(1, 2, 0).contiguous().cpu().numpy()
+        elif isinstance(image, str | Path):
+            path, image = image, Path(image).read_bytes()
+            try:
+                return preprocess_image(image, self.preprocess, self.size)
+            except ImageError as error:
+                raise ImageError(f"{path}: {error}") from error
+        elif isinstance(image, Image.Image):
+            image = to_pixels(image)
+        elif isinstance(image, np.ndarray) and (image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8):
+            raise ValueError(
+                f"an array must be uint8 of shape [height, width, 3], got {image.dtype} {list(image.shape)}"
+            )
+        return preprocess_image(image, self.preprocess, self.size)
+
+    def stack(self, images: Iterable[ImageLike]) -> Tensor:
         """Preprocesses images of any sizes into one batch [B, 3, H, W]."""
-        return torch.stack([self.load_image(picture) for picture in pictures])
+        loaded = [self.load_image(image) for image in images]
+        mixed = len({image.dtype for image in loaded}) > 1
+        return torch.stack([as_floats(image) if mixed else image for image in loaded])
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
@@ -124,24 +163,60 @@ class Predictor:
             return self.model(images.to(self.device, non_blocking=True)).float()
 
     @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, D] in fp32: the input of the last layer."""
+    def features(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
+        """The input of the model's last layer, in fp32 on the model's device.
+
+        Args:
+            images: One image, a list of images, or a batch [B, 3, H, W] of the model's size.
+
+        Returns:
+            [D] for one image, otherwise [B, D].
+
+        Example:
+            >>> predictor.features("a.jpg").shape
+            torch.Size([192])
+        """
+        if _is_one_image(images):
+            return self.features([images])[0]
+        if not isinstance(images, Tensor) or tuple(images.shape[2:]) != tuple(self.size):
+            parts = [self.features(self.stack(some)) for some in _batches(images, self.batch)]
+            return torch.cat(parts)
         with self._eval_mode(), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
-    def __call__(self, pictures: Iterable[Picture], k: int = 5) -> list[list[Prediction]]:
-        """The k most probable classes of each image, in descending order."""
-        if not 1 <= k <= self.classes:
-            raise ValueError(f"k must be between 1 and the model's {self.classes} classes, got {k}")
+    @overload
+    def __call__(self, images: ImageLike, k: int = 5) -> list[Prediction]: ...
+    @overload
+    def __call__(self, images: Iterable[ImageLike], k: int = 5) -> list[list[Prediction]]: ...
+    def __call__(self, images: Any, k: int = 5) -> list[Prediction] | list[list[Prediction]]:
+        """Predicts the k most probable classes, in descending order; all classes if there are fewer.
+
+        Args:
+            images: One image or several: paths, contents of files, images of Pillow, arrays [height, width, 3] in
+                uint8, or tensors [3, height, width] in uint8 or [0, 1].
+            k: Number of classes per image.
+
+        Returns:
+            A list of predictions for one image, a list of such lists for several.
+
+        Example:
+            >>> predictor("a.jpg", k=2)
+            [Prediction(label='cat', probability=0.93), Prediction(label='dog', probability=0.05)]
+        """
+        if not self.classes:
+            raise ValueError("the model has no head and cannot predict classes: use Predictor.features")
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        if _is_one_image(images):
+            return self([images], k)[0]
         found: list[list[Prediction]] = []
-        for some in _batches(pictures, self.batch):
+        for some in _batches(images, self.batch):
             logits = self.logits(self.stack(some))
             check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
-            best = logits.softmax(-1).topk(k)
+            best = logits.softmax(-1).topk(min(k, self.classes))
             for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                found.append(
-                    [Prediction(self.class_names[at], value) for value, at in zip(values, classes, strict=True)]
-                )
+                pairs = zip(classes, values, strict=True)
+                found.append([Prediction(self.class_names[at], value) for at, value in pairs])
         return found
 
     @contextlib.contextmanager
@@ -186,14 +261,45 @@ def _load_model(source: str | Path, image_size: int | None, pixels: Pixels) -> n
         from plainvit.evaluate.timm_models import load_timm
 
         return load_timm(str(source).removeprefix("timm:"), image_size)
-    return load(source, image_size=image_size, **pixels)
+    with _gather_notes(source):
+        return load(source, image_size=image_size, **pixels)
 
 
-def _name(picture: Picture, number: int) -> str:
-    return str(picture) if isinstance(picture, str | Path) else f"image {number}"
+@contextlib.contextmanager
+def _gather_notes(source: str | Path) -> Iterator[None]:
+    """Prints all that `load` assumes as one block."""
+    notes: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        notes.append(record.getMessage().removeprefix(f"{source}: "))
+        return False
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+        for note in [f"note: {source}", *(f"  {note}" for note in notes)] if notes else []:
+            log.warning("%s", note)
 
 
-def _batches(pictures: Iterable[Picture], size: int) -> Iterator[list[Picture]]:
-    rest = iter(pictures)
+def _check_names(names: str | Path | Sequence[str], classes: int) -> tuple[str, ...]:
+    if isinstance(names, str | Path):
+        return read_class_names(Path(names), classes)
+    if len(names) != classes:
+        raise ValueError(f"class_names has {len(names):,} names, but the model has {classes:,} classes")
+    return tuple(names)
+
+
+def _is_one_image(images: object) -> bool:
+    return isinstance(images, str | Path | bytes | Image.Image) or getattr(images, "ndim", 0) == 3
+
+
+def _name(image: ImageLike, number: int) -> str:
+    return str(image) if isinstance(image, str | Path) else f"image {number}"
+
+
+def _batches(images: Iterable[ImageLike], size: int) -> Iterator[list[ImageLike]]:
+    rest = iter(images)
     while some := list(islice(rest, size)):
         yield some

@@ -1,0 +1,204 @@
+"""Class names of models and data: read them, match them, and detect labels that are permuted.
+
+    plainvit evaluate weights.safetensors --data photos/ --class-names names.txt
+
+Names are matched exactly, else without case and punctuation, else by their first synonym ("tench, Tinca tinca").
+WordNet ids match the names of ImageNet. Classes that are numbers are matched by number.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plainvit.data.decode import DataError
+from plainvit.data.imagenet import class_names as imagenet_names
+from plainvit.data.imagenet import wordnet_ids
+from plainvit.data.sources import Source
+from plainvit.evaluate.statistics import wilson
+
+log = logging.getLogger("plainvit")
+SIZE_LIMIT = 2**24  # bytes of a file of class names
+IMAGENET = 1000
+PAIRS = 5  # of a mapping that are printed
+
+
+def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
+    """Names from a file: one per line, a JSON list, or a JSON object of numbers and names. Raises ValueError."""
+    if not path.is_file() or path.stat().st_size > SIZE_LIMIT:
+        raise ValueError(f"--class-names {path} is not a file of at most {SIZE_LIMIT >> 20} MiB")
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        names = json.loads(text) if text.startswith(("[", "{")) else text.splitlines()
+        names = [names[str(at)] for at in range(len(names))] if isinstance(names, dict) else names
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ValueError(f"--class-names {path} has neither one name per line nor a JSON list: {error}") from error
+    if len(names) != classes:
+        raise ValueError(f"--class-names {path} has {len(names):,} names, but the model has {classes:,} classes")
+    return tuple(str(name).strip() for name in names)
+
+
+# Matching -------------------------------------------------------------------------------------------------------------
+
+
+def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndarray:
+    """The model's class of each class of the data; raises DataError where they cannot be matched.
+
+    Args:
+        source: The data.
+        classes: The number of classes of the model.
+        names: Names of the model's classes, if known; numbers count as unknown.
+    """
+    theirs, data = source.classes, source.spec or "the data"
+    names = () if _are_numbers(names) else names
+    found = _match_names(theirs, names)
+    missing = [name for name, at in zip(theirs, found, strict=True) if at is None]
+    if not missing and len(set(found)) == len(found):
+        _report_match(data, theirs, names, found)
+        return np.array(found, int)
+    in_place = len(theirs) == classes and all(at in (None, place) for place, at in enumerate(found))
+    if len(missing) < len(theirs) and not in_place:
+        wrong = f"{len(missing):,} of the {len(theirs):,} classes" if missing else "two equal classes"
+        raise DataError(
+            f"the model's class names lack {wrong} of {data}{f', such as {missing[0]!r}' if missing else ''}: "
+            "rename the class folders, or give the model's names with --class-names FILE"
+        )
+    if _are_numbers(theirs) and max(map(int, theirs)) < classes:
+        return _match_numbers(data, theirs, classes, names)
+    if len(theirs) != classes:
+        raise DataError(
+            f"the model has {classes:,} classes, but {data} has {len(theirs):,}: use data with the model's classes, "
+            "fine-tune the model, or give the model's names with --class-names FILE"
+        )
+    _warn_order(data, theirs, names)
+    return np.arange(classes)
+
+
+def _match_names(theirs: Sequence[str], names: Sequence[str]) -> list[int | None]:
+    exact = {name: at for at, name in enumerate(names)}
+    loose: dict[str, set[int]] = {}
+    for at, name in enumerate(names):
+        for key in {_simplify(name), _simplify(name.partition(",")[0])}:
+            loose.setdefault(key, set()).add(at)
+    if is_imagenet(names):
+        exact = {**dict(zip(imagenet_names(), range(IMAGENET), strict=True)), **exact}
+        exact |= dict(zip(wordnet_ids(), range(IMAGENET), strict=True))
+        for at, name in enumerate(imagenet_names()):
+            loose.setdefault(_simplify(name), set()).add(at)
+    found: list[int | None] = []
+    for name in theirs:
+        wordnet = re.match(r"n\d{8}(?!\d)", name)  # also of folders such as n01440764_tench
+        near = loose.get(_simplify(name), set()) | loose.get(_simplify(name.partition(",")[0]), set())
+        at = exact.get(name, exact.get(wordnet[0]) if wordnet else None)
+        found.append(at if at is not None or len(near) != 1 else next(iter(near)))
+    return found
+
+
+def is_imagenet(names: Sequence[str]) -> bool:
+    """Whether these are ImageNet-1k's classes in its order: WordNet ids, or most of the readable names."""
+    if len(names) != IMAGENET:
+        return False
+    firsts = [_simplify(name.partition(",")[0]) for name in names]
+    same = sum(first == _simplify(name) for first, name in zip(firsts, imagenet_names(), strict=True))
+    return tuple(names) == wordnet_ids() or same > IMAGENET // 2
+
+
+def _simplify(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name.casefold()).strip()
+
+
+def _are_numbers(names: Sequence[str]) -> bool:
+    return bool(names) and all(name.isdecimal() and name.isascii() for name in names)
+
+
+def _report_match(data: str, theirs: Sequence[str], names: Sequence[str], found: Sequence[int | None]) -> None:
+    if len(theirs) < len(names):
+        log.warning("note: the classes of %s are %d of the model's %d, by name", data, len(theirs), len(names))
+    elif list(found) != sorted(found, key=lambda at: at or 0):
+        log.warning("note: the model's classes are in another order than those of %s: matched by name", data)
+
+
+def _match_numbers(data: str, theirs: Sequence[str], classes: int, names: Sequence[str]) -> np.ndarray:
+    """Data with numbers for names; a note unless the model has no names and the numbers one order, as 0 to 9 do."""
+    if names or len(theirs) != classes or list(theirs) != sorted(theirs):
+        last = int(theirs[-1])
+        meaning = f", from {theirs[0]} = {names[int(theirs[0])]!r} to {last} = {names[last]!r}" if names else ""
+        log.warning("note: the classes of %s are matched by number%s", data, meaning)
+    return np.array([int(name) for name in theirs])
+
+
+def _warn_order(data: str, theirs: Sequence[str], names: Sequence[str]) -> None:
+    last = len(theirs) - 1
+    first = f"{names[0]!r} of the model is {theirs[0]!r}" if names else f"0 is {theirs[0]!r}, {last} is {theirs[-1]!r}"
+    log.warning(
+        "the model has %s: the classes of %s are matched by their order (%s); check it, or use --class-names FILE",
+        "other class names" if names else "no class names",
+        data,
+        first,
+    )
+
+
+# Permuted labels ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Labels that seem permuted: the class that the model predicts in place of each class of the data."""
+
+    pairs: tuple[tuple[int, int], ...]  # (label, prediction)
+    top1: float  # under this mapping, on images that were not used to find it
+    images: int  # of these
+
+
+def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> Permutation | None:
+    """A one-to-one mapping of classes with a much higher accuracy than the labels; None if there is none.
+
+    The mapping is found on every second image of a class and measured on the others, so that chance does not find one.
+    It is reported if it is right for most of these images, and the labels for less than half as many.
+    """
+    order = np.argsort(labels, kind="stable")
+    starts = np.searchsorted(labels[order], labels[order])
+    fitted = np.empty(len(labels), bool)
+    fitted[order] = (np.arange(len(labels)) - starts) % 2 == 0
+    if fitted.all():
+        return None
+    mapping = _assign_greedily(labels[fitted], predicted[fitted])
+    mapped = np.array([mapping.get(int(label), -1) for label in labels[~fitted]])
+    right, tested = predicted[~fitted] == mapped, int((~fitted).sum())
+    own = float((predicted[~fitted] == labels[~fitted]).mean())
+    low, _ = wilson(int(right.sum()), tested)
+    if low < 0.5 or low < 2 * own:
+        return None
+    return Permutation(tuple(sorted(mapping.items())), float(right.mean()), tested)
+
+
+def _assign_greedily(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
+    """{label: prediction}, one to one, by the most frequent pairs first."""
+    pairs, counts = np.unique(np.stack((labels, predicted), 1), axis=0, return_counts=True)
+    mapping: dict[int, int] = {}
+    taken: set[int] = set()
+    for label, prediction in pairs[np.argsort(-counts, kind="stable")].tolist():
+        if label not in mapping and prediction not in taken:
+            mapping[label] = prediction
+            taken.add(prediction)
+    return mapping
+
+
+def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> Permutation | None:
+    """Warns if labels seem permuted, with the first pairs of the mapping."""
+    found = find_permutation(labels, predicted)
+    if found:
+        top1, moved = float((labels == predicted).mean()), [(a, b) for a, b in found.pairs if a != b]
+        pairs = ", ".join(f"{names[label]!r} -> {names[prediction]!r}" for label, prediction in moved[:PAIRS])
+        log.warning(
+            "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
+            "(on %d images that were not used to find it)",
+            *(100 * top1, 100 * found.top1, found.images),
+        )
+        log.warning("  label -> prediction: %s%s", pairs, " ..." if len(moved) > PAIRS else "")
+        log.warning("  check the order of the classes, or give the model's names with --class-names FILE")
+    return found
