@@ -134,6 +134,8 @@ def _facts(run: Run) -> list[Html]:
     steps, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
     if len(steps):
         under = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
+        if (asked := number(run.results.get("steps_asked"))) > steps[-1]:
+            under += f"; {asked:,.0f} were asked for, --hours allowed fewer" if run.config.get("hours") else ""
         facts.append(fact("steps", f"{steps[-1]:,.0f}", under))
     error = number(result.get("ece"))
     if not math.isnan(error):  # last: its note takes a row
@@ -201,6 +203,12 @@ def _notices(run: Run) -> Iterable[tuple[list[object], bool]]:
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
             yield [describe_unscored(unreadable, f"{SPLIT[split]} image")], True
+    first, trained = (number(as_dict(run.results.get(name)).get("top1")) for name in ("first", "trained"))
+    if run.results.get("final") in ("first", "trained") and not math.isnan(first):
+        scores = f"a linear head on frozen features {percent(first, run.images('val'))}"
+        scores += "" if math.isnan(trained) else f", after training {percent(trained, run.images('val'))}"
+        chosen = "trained" if run.results["final"] == "trained" else "first"
+        yield [f"Held-out images: {scores}. The final model is the {chosen} one."], False
     if run.chosen_on_val:
         yield [_describe_selection_bias(run)], False
     better = as_dict(run.results.get("better_before"))

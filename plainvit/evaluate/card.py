@@ -212,8 +212,9 @@ def read_card(path: Path) -> Card:
 
 
 def settings_of(path: Path, card: Card) -> dict[str, Any]:
-    """Settings of the run that the card or its weights belong to; {} if there is none."""
-    return run_settings(path) or run_settings(card.name)
+    """Settings of the run that the card or its weights belong to, with the steps really taken; {} if there is none."""
+    settings = run_settings(path) or run_settings(card.name)
+    return settings | ({"steps": card.model["steps"]} if settings and "steps" in card.model else {})
 
 
 def _find_fault(card: dict[str, Any]) -> str:
