@@ -206,10 +206,12 @@ def _notices(run: Run) -> Iterable[Html]:
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
             yield notice(describe_unreadable(unreadable, f"{name} image"), warning=True)
-    if run.results.get("final") == "first":
-        trained = percent(number(as_dict(run.results.get("trained")).get("top1")), run.images("val"))
-        words = "The final weights are the first result, a linear head on frozen features"
-        yield notice(f"{words}: fine-tuning was not better on the held-out images ({trained}).")
+    first, trained = (number(as_dict(run.results.get(name)).get("top1")) for name in ("first", "trained"))
+    if run.results.get("final") in ("first", "trained") and not math.isnan(first):
+        scores = f"a linear head on frozen features {percent(first, run.images('val'))}"
+        scores += "" if math.isnan(trained) else f", after training {percent(trained, run.images('val'))}"
+        chosen = "trained" if run.results["final"] == "trained" else "first"
+        yield notice(f"Held-out images: {scores}. The final model is the {chosen} one.")
     if run.chosen_on_val:
         yield notice(_describe_selection_bias(run))
     better = as_dict(run.results.get("better_before"))

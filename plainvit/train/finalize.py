@@ -53,7 +53,7 @@ def finalize(
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
     was_best = bool(run.config.patience and run.progress.best_step)
-    numbers |= chosen | {"chosen_on_val": was_best or "final" in chosen, "skipped_steps": run.progress.skipped}
+    numbers |= chosen | {"chosen_on_val": was_best or "trained" in chosen, "skipped_steps": run.progress.skipped}
     numbers |= {"steps": run.progress.step, "steps_asked": run.config.steps}
     numbers |= find_better_step(run, numbers)
     run.folder.write("results.json", numbers)
@@ -125,7 +125,9 @@ def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple
         if run.world.is_main:
             labels = align(prepared.source, predictor.classes, prepared.source.classes)
             samples = choose_samples(labels, result)
-            write_card(make_card(predictor, labels, result, run.world), run.folder.path, labels, result)
+            card = make_card(predictor, labels, result, run.world)
+            card.model["steps"] = run.progress.step, run.config.steps  # status.json is written later
+            write_card(card, run.folder.path, labels, result)
     return numbers, samples
 
 
