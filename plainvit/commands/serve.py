@@ -187,4 +187,4 @@ def serve(
         explain=not no_explain,
         limits=limits,
     )
-    server.run(server.load_app(settings, token=token, hosts=hosts), host, port, limits)
+    server.make_server(server.load_app(settings, token=token, hosts=hosts), host, port, limits).run()

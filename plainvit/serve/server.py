@@ -91,6 +91,12 @@ class DeadlineServer(uvicorn.Server):
         self.limits = limits
         self.seen: dict[Any, tuple[Any, float]] = {}  # connection -> its current request, and since when
 
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            host, port, *_ = server.sockets[0].getsockname()
+            print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
             self._close_late_connections()
@@ -116,8 +122,8 @@ class DeadlineServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def run(app: ASGIApp, host: str, port: int, limits: Limits) -> None:
-    """Serves until a signal comes."""
+def make_server(app: ASGIApp, host: str, port: int, limits: Limits) -> DeadlineServer:
+    """A server whose `run` serves until a signal comes."""
     with contextlib.suppress(ValueError, OSError):  # every connection is an open file
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -134,5 +140,4 @@ def run(app: ASGIApp, host: str, port: int, limits: Limits) -> None:
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=GRACE,
     )
-    print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    DeadlineServer(config, limits).run()
+    return DeadlineServer(config, limits)
