@@ -164,6 +164,8 @@ def serve(
     """
     from plainvit.serve import require
 
+    if not models:
+        raise ValueError("no MODEL given: name a run folder or weights")
     require("serve", "starlette", "uvicorn", "python_multipart")
     from plainvit.serve import server
     from plainvit.serve.service import Limits

@@ -56,8 +56,6 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
     """Loads every model and makes the application."""
     metrics, services, explainers = Metrics(), [], {}
     names = [split_name(word) for word in settings.models]
-    if not names:
-        raise ValueError("no MODEL given: name a run folder or weights")
     if len({name for name, _ in names}) < len(names):
         raise ValueError("two models have the same name: use NAME=MODEL")
     for name, model in names:
