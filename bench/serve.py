@@ -2,8 +2,8 @@
 
     python -m bench.serve --data DIR [--weights FILE] [--clients 64] [--seconds 20] [--json FILE]
 
-DIR is the data root: its imagenet-photos are sent as raw JPEGs. The three servers run one after the other, in rounds, each
-in processes of its own on the loopback interface. The clients run in one process next to them, so they share the cores.
+DIR is the data root: its imagenet-photos are sent as raw JPEGs. The three servers run one after the other, in rounds,
+each in processes of its own on the loopback interface. The clients are one process on the same cores.
 
 plainvit     `plainvit serve`, the backend it chooses by itself (--backend to force one)
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
@@ -15,6 +15,8 @@ LitServe is measured where it is installed (pip install litserve).
 import asyncio
 import contextlib
 import importlib.util
+import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -22,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -116,9 +118,6 @@ def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with contextlib.suppress(ProcessLookupError):
-            import os
-            import signal
-
             os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
 
 
@@ -182,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
     left_out: list[str] = []
     results: dict[str, list[dict[str, float]]] = {}
-    with NamedTemporaryFile() as anchor:
-        systems = commands(weights, options.backend, Path(anchor.name).parent)
+    with TemporaryDirectory() as folder:
+        systems = commands(weights.resolve(), options.backend, Path(folder))
         if importlib.util.find_spec("litserve") is None:
             tell("litserve: it is not installed (pip install litserve)", left_out)
             del systems["litserve"]
