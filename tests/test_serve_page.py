@@ -88,9 +88,9 @@ def test_photos_give_predictions_confidence_and_maps(browser: Any, predictor: Pr
         for name in ("Photo", "Rollout", "One head"):
             page.get_by_text(name, exact=True).click()
             drawn.append(visit.draw())
-        page.get_by_label("Layer").fill("1")
+        page.get_by_role("slider", name="Layer").fill("1")
         drawn.append(visit.draw())
-        page.get_by_label("Head").press("ArrowRight")
+        page.get_by_role("slider", name="Head").press("ArrowRight")
         assert "Layer 1, head 1" in page.inner_text("#map-words")
         drawn.append(visit.draw())
         assert len(set(drawn)) == 6

@@ -7,6 +7,7 @@ replica dies, another one gets the request. https://docs.ray.io/en/latest/serve/
 """
 
 import asyncio
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from plainvit.serve import require
 from plainvit.serve.app import read_body
-from plainvit.serve.server import Settings, load_app
+from plainvit.serve.server import TOKEN, Settings, load_app
 from plainvit.serve.service import Limits
 
 TRIES = 5  # replicas that may die during one request
@@ -27,7 +28,8 @@ class Replica:
     """One copy of the models and the application around them."""
 
     def __init__(self, models: list[str], backend: str, device: str) -> None:
-        self.app = load_app(Settings(models=models, backend=backend, device=device))  # pyright: ignore
+        settings = Settings(models=models, backend=backend, device=device)  # pyright: ignore[reportArgumentType]
+        self.app = load_app(settings, token=os.environ.get(TOKEN, ""))
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> Answer:
         """Runs one HTTP request through the application."""
