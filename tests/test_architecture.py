@@ -180,6 +180,7 @@ def run_python(code: str) -> str:
 
 
 HEAVY = {"torch", "torchvision", "numpy", "PIL", "matplotlib", "pyarrow", "safetensors", "huggingface_hub"}
+HEAVY |= {"starlette", "uvicorn", "onnx", "onnxruntime", "openvino"}
 
 
 def modules_loaded_by(code: str) -> set[str]:

@@ -174,7 +174,8 @@ def test_an_error_of_the_system_is_printed_without_its_number(capsys: Capture, t
 WRONG = {  # command: words that the line must name
     "modls": "'modls' models",
     "--verbose": "'--verbose'",
-    "export": "docs/production.md",
+    "export": "MODEL",
+    "serve": "MODEL",
     "inspect": "MODEL",
     "inspect ViT-X/16": "ViT-S/16",
     "inspect ViT-Ti/16 --image-size 33": "32 48",

@@ -1,17 +1,12 @@
 """Export, measure and serve a model: export, bench, serve."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import Model, PixelFlags, PixelOptions, given_pixel_flags, print_result
 
 if TYPE_CHECKING:
     from plainvit.evaluate.predictor import Predictor
-
-Models = Annotated[tuple[str, ...], Positional, arg(metavar="MODEL ...", help_behavior_hint="(required)")]
-
 
 def export(
     model: Model,
@@ -124,7 +119,7 @@ def bench(
 
 
 def serve(
-    models: Models,
+    models: tuple[str, ...],
     /,
     *,
     host: str = "127.0.0.1",
@@ -164,6 +159,8 @@ def serve(
     """
     from plainvit.serve import require
 
+    if not models:
+        raise ValueError("no MODEL given: name a run folder or weights")
     require("serve", "starlette", "uvicorn", "python_multipart")
     from plainvit.serve import server
     from plainvit.serve.service import Limits
@@ -187,4 +184,4 @@ def serve(
         explain=not no_explain,
         limits=limits,
     )
-    server.run(server.load_app(settings, token=token, hosts=hosts), host, port, limits)
+    server.make_server(server.load_app(settings, token=token, hosts=hosts), host, port, limits).run()

@@ -236,7 +236,10 @@ async def _parse_multipart(request: Request, body: bytes, most: int) -> list[byt
         form = await parser.parse()
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
         raise HTTPException(400, f"invalid multipart/form-data: {str(error)[:100]}") from error
-    return [await part.read() for _, part in form.multi_items() if isinstance(part, UploadFile)]
+    try:
+        return [await part.read() for _, part in form.multi_items() if isinstance(part, UploadFile)]
+    finally:
+        await form.close()
 
 
 def _parse_json(body: bytes, most: int) -> list[bytes]:
@@ -288,6 +291,8 @@ class Guard:
 
     def refuse(self, request: Request) -> Response | None:
         """The response to a request that is not allowed; None for the others."""
+        if {"content-length", "transfer-encoding"} <= set(request.headers):  # two lengths: a proxy may take the other
+            return _error(400, "the request has both content-length and transfer-encoding", {"connection": "close"})
         host = re.sub(r":\d+$", "", request.headers.get("host", "")).strip("[]").lower()
         if self.hosts and host not in self.hosts:  # a web page could reach a local server by a name of its own
             return _error(400, "the host is not served here")

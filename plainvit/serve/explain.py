@@ -64,7 +64,8 @@ class Explainer:
         model, batch = self.predictor.model, image[None].to(self.predictor.device)
         maps = attention_maps(model, batch)[0]  # [L, H, h, w]
         found |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
-        found |= {"attention": pack_maps(maps), "rollout": pack_maps(rollout(model, batch)), "relevance": None}
+        with_mean = torch.cat((maps.mean(1, keepdim=True), maps), 1)  # [L, 1 + H, h, w]
+        found |= {"attention": pack_maps(with_mean), "rollout": pack_maps(rollout(model, batch)), "relevance": None}
         if self.predictor.classes:
             found["relevance"] = pack_maps(relevance(model, batch, None if label is None else torch.tensor([label])))
         return found

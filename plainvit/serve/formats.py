@@ -52,7 +52,8 @@ class ExportModule(nn.Module):
             return (features,) if self.model.head is None else (self.model.head(features), features)
         tokens = self.model.encode(images)  # [B, N, D]
         features = self.model.represent(tokens)  # [B, D]
-        return (features,) if self.model.head is None else (self.model.classify(tokens), features)
+        logits = self.model.classify(tokens)  # [B, K]; in eval mode one tensor
+        return (features,) if self.model.head is None else (logits, features)  # pyright: ignore[reportReturnType]
 
 
 def output_names(model: ViT | ResNet) -> list[str]:

@@ -56,8 +56,6 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
     """Loads every model and makes the application."""
     metrics, services, explainers = Metrics(), [], {}
     names = [split_name(word) for word in settings.models]
-    if not names:
-        raise ValueError("no MODEL given: name a run folder or weights")
     if len({name for name, _ in names}) < len(names):
         raise ValueError("two models have the same name: use NAME=MODEL")
     for name, model in names:
@@ -91,6 +89,12 @@ class DeadlineServer(uvicorn.Server):
         self.limits = limits
         self.seen: dict[Any, tuple[Any, float]] = {}  # connection -> its current request, and since when
 
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            host, port, *_ = server.sockets[0].getsockname()
+            print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
             self._close_late_connections()
@@ -116,8 +120,8 @@ class DeadlineServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def run(app: ASGIApp, host: str, port: int, limits: Limits) -> None:
-    """Serves until a signal comes."""
+def make_server(app: ASGIApp, host: str, port: int, limits: Limits) -> DeadlineServer:
+    """A server whose `run` serves until a signal comes."""
     with contextlib.suppress(ValueError, OSError):  # every connection is an open file
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -134,5 +138,4 @@ def run(app: ASGIApp, host: str, port: int, limits: Limits) -> None:
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=GRACE,
     )
-    print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    DeadlineServer(config, limits).run()
+    return DeadlineServer(config, limits)

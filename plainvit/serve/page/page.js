@@ -10,7 +10,7 @@ const MAPS = {
   attention: () => `Layer ${$("layer").value}, ${headName()}: what the model's output token attends to.`,
 };
 // Colours of a map from its smallest to its largest value (inferno), with how opaque they are
-const RAMP = [[0, 0, 4, 0], [87, 16, 110, 0.45], [188, 55, 84, 0.75], [249, 142, 9, 0.9], [252, 255, 164, 1]];
+const RAMP = [[20, 11, 53, 0], [87, 16, 110, 0.35], [188, 55, 84, 0.75], [249, 142, 9, 0.92], [252, 255, 164, 1]];
 
 function headName() {
   return $("head").value === "0" ? "mean of its heads" : `head ${$("head").value}`;
@@ -235,14 +235,8 @@ function readMap(found, view) {
   if (view !== "attention") return [...bytes(found[view] || found.rollout)];
   const size = found.grid[0] * found.grid[1];
   const all = bytes(found.attention);
-  const start = (Number($("layer").value) - 1) * found.heads;
-  const head = Number($("head").value);
-  const one = (number) => all.subarray((start + number) * size, (start + number + 1) * size);
-  if (head) return [...one(head - 1)];
-  const sum = new Array(size).fill(0);
-  for (let number = 0; number < found.heads; number++) one(number).forEach((value, at) => (sum[at] += value));
-  const most = Math.max(...sum, 1);
-  return sum.map((value) => (255 * value) / most);
+  const at = (Number($("layer").value) - 1) * (found.heads + 1) + Number($("head").value); // head 0 is their mean
+  return [...all.subarray(at * size, (at + 1) * size)];
 }
 
 function drawMap(context, canvas, map, [rows, columns]) {
@@ -252,7 +246,7 @@ function drawMap(context, canvas, map, [rows, columns]) {
   map.forEach((value, at) => pixels.data.set(colour(value / 255), 4 * at));
   small.getContext("2d").putImageData(pixels, 0, 0);
   context.save();
-  context.fillStyle = `rgb(0 0 0 / ${Number($("strength").value) / 150})`; // darker, so that the map stands out
+  context.fillStyle = `rgb(0 0 0 / ${Number($("strength").value) / 240})`; // darker, so that the map stands out
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.globalAlpha = Number($("strength").value) / 100;
   context.drawImage(small, 0, 0, canvas.width, canvas.height);

@@ -1,0 +1,216 @@
+"""The server against LitServe and a plain Starlette script: the same ViT-Ti/16, the same photos, 64 clients.
+
+    python -m bench.serve --data DIR [--weights FILE] [--clients 64] [--seconds 20] [--json FILE]
+
+DIR is the data root: its imagenet-photos are sent as raw JPEGs. The three servers run one after the other, in rounds,
+each in processes of its own on the loopback interface. The clients are one process on the same cores.
+
+plainvit     `plainvit serve`, the backend it chooses by itself (--backend to force one)
+litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
+plain        a Starlette route that decodes by Pillow and calls the model, one image at a time, in a thread pool
+
+LitServe is measured where it is installed (pip install litserve).
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+
+from bench.measure import make_parser, publish, show, tell
+
+# What the two peers do with a photo: Pillow, the preprocessing of the weights, fp32
+MODEL = """
+import io, sys, torch, numpy as np
+from PIL import Image
+import plainvit
+
+class Classifier:
+    def __init__(self, weights):
+        self.model = plainvit.load(weights).eval()
+
+    def decode(self, body):
+        image = Image.open(io.BytesIO(body)).convert("RGB")
+        scale = 248 / min(image.size)
+        image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
+        left, top = (image.width - 224) // 2, (image.height - 224) // 2
+        pixels = np.asarray(image.crop((left, top, left + 224, top + 224)))
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+    @torch.inference_mode()
+    def predict(self, images):
+        values, classes = self.model(images).softmax(-1).topk(5)
+        return [{"classes": c, "probabilities": v} for c, v in zip(classes.tolist(), values.tolist())]
+"""
+LITSERVE = """
+import litserve
+from fastapi import Request
+
+class API(litserve.LitAPI):
+    def setup(self, device):
+        self.classifier = Classifier(WEIGHTS)
+
+    async def decode_request(self, request: Request):
+        return self.classifier.decode(await request.body())
+
+    def batch(self, inputs):
+        return torch.stack(inputs)
+
+    def predict(self, images):
+        return self.classifier.predict(images)
+
+    def unbatch(self, output):
+        return output
+
+    def encode_response(self, output):
+        return output
+
+if __name__ == "__main__":
+    api = API(max_batch_size=32, batch_timeout=0.002)
+    litserve.LitServer(api, accelerator="cpu", timeout=60).run(port=PORT, host="127.0.0.1", generate_client_file=False)
+"""
+PLAIN = """
+import asyncio, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+classifier = Classifier(WEIGHTS)
+
+async def predict(request):
+    body = await request.body()
+    return JSONResponse(await asyncio.to_thread(lambda: classifier.predict(classifier.decode(body)[None])[0]))
+
+uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), port=PORT, log_level="error")
+"""
+
+
+@contextlib.contextmanager
+def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
+    """Runs a server until the block ends; it is ready when it answers a photo."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    address, end = f"http://127.0.0.1:{port}/predict", time.monotonic() + 300
+    try:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.post(address, content=photo, timeout=60, trust_env=False).is_success:
+                    break
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the server did not start: {' '.join(command)}")
+            time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
+
+
+async def load(address: str, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
+    """Each client sends one photo after the other until the time is over."""
+    times: list[float] = []
+    failed = 0
+    end = time.monotonic() + seconds
+
+    async def run(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal failed
+        at = number
+        while time.monotonic() < end:
+            start = time.monotonic()
+            response = await client.post(address, content=photos[at % len(photos)])
+            if response.is_success:
+                times.append(time.monotonic() - start)
+            else:
+                failed += 1
+                await asyncio.sleep(0.05)
+            at += clients
+
+    limits = httpx.Limits(max_connections=clients)
+    begun = time.monotonic()
+    async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
+        await asyncio.gather(*(run(client, number) for number in range(clients)))
+    p50, p99 = (float(np.quantile(times, q)) for q in (0.5, 0.99))
+    return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "failed": failed}
+
+
+def find_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def commands(weights: Path, backend: str, folder: Path) -> dict[str, tuple[list[str], int]]:
+    """system -> its command and its port."""
+    found: dict[str, tuple[list[str], int]] = {}
+    port = find_port()
+    flags = ["--port", str(port), "--backend", backend, "--deadline", "60", "--no-explain"]
+    found["plainvit"] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
+    for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
+        port = find_port()
+        script = folder / f"{name}.py"
+        script.write_text(f"WEIGHTS, PORT = {str(weights)!r}, {port}\n{MODEL}{code}")
+        found[name] = [sys.executable, str(script)], port
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--data", type=Path, required=True, help="the data root, with imagenet-photos and weights")
+    parser.add_argument("--weights", type=Path, help="ViT-Ti/16 weights; default: weights/ of the data root")
+    parser.add_argument("--backend", default="auto", help="of plainvit: auto, torch, onnx or openvino")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    options = parser.parse_args(arguments)
+    table = pq.read_table(options.data / "imagenet-photos" / "photos-00.parquet", columns=["image"])
+    photos = [row["bytes"] for row in table["image"].to_pylist()]
+    weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
+    left_out: list[str] = []
+    results: dict[str, list[dict[str, float]]] = {}
+    with TemporaryDirectory() as folder:
+        systems = commands(weights.resolve(), options.backend, Path(folder))
+        if importlib.util.find_spec("litserve") is None:
+            tell("litserve: it is not installed (pip install litserve)", left_out)
+            del systems["litserve"]
+        for _ in range(options.repeats):
+            for name, (command, port) in systems.items():
+                with start(command, port, photos[0]) as address:
+                    asyncio.run(load(address, photos, options.clients, 2.0))  # warm up
+                    found = asyncio.run(load(address, photos, options.clients, options.seconds))
+                results.setdefault(name, []).append(found)
+    rows = [summarise(name, some, results.get("litserve")) for name, some in results.items()]
+    columns = ("server", "images/s", "p50 ms", "p99 ms", "failed", "times litserve")
+    title = f"ViT-Ti/16, {options.clients} clients, median of {options.repeats} rounds"
+    show(title, columns, [list(row.values()) for row in rows], left=("server",))
+    publish("bench.serve", arguments, options.json, title=title, rows=rows, rounds=results, left_out=left_out)
+
+
+def summarise(name: str, some: list[dict[str, float]], reference: list[dict[str, float]] | None) -> dict[str, Any]:
+    middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
+    ratio = middle["rate"] / statistics.median(one["rate"] for one in reference) if reference else None
+    return {
+        "server": name,
+        "images_per_second": round(middle["rate"], 1),
+        "p50_ms": round(1e3 * middle["p50"]),
+        "p99_ms": round(1e3 * middle["p99"]),
+        "failed": int(middle["failed"]),
+        "ratio": "" if ratio is None else round(ratio, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A server of a tiny model in a thread of the test, on a free port of the loopback interface."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pictures import encode, photo
+
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.app import make_app
+from plainvit.serve.explain import Explainer
+from plainvit.serve.server import LOOPBACK, make_server
+from plainvit.serve.service import Limits, Service
+
+
+class Running:
+    """A started server and a client of it."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service, self.port, self.address = service, port, f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
+
+    def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
+        return self.client.post(path, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def talk(self, data: bytes) -> bytes:
+        """All that the server says to these bytes, until it closes or is silent for a second."""
+        with self.connect() as connection:
+            connection.sendall(data)
+            connection.settimeout(1)
+            said = b""
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                while chunk := connection.recv(65536):
+                    said += chunk
+        return said
+
+
+@contextlib.contextmanager
+def serving(
+    predictor: Predictor, limits: Limits | None = None, backend: Any = None, token: str = "", name: str = "tiny"
+) -> Iterator[Running]:
+    limits = limits or Limits()
+    service = Service(name, predictor, limits, backend)
+    app = make_app([service], {name: Explainer(predictor)}, token=token, hosts=LOOPBACK)
+    server = make_server(app, "127.0.0.1", 0, limits)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    running = Running(service, server.servers[0].sockets[0].getsockname()[1])
+    try:
+        yield running
+    finally:
+        running.client.close()
+        server.should_exit = True
+        thread.join(40)
+        assert not thread.is_alive()
+
+
+def photos(count: int, form: str = "JPEG") -> list[bytes]:
+    return [encode(photo(60, 80, seed), form) for seed in range(count)]
+
+
+def as_files(some: list[bytes]) -> list[tuple[str, tuple[str, bytes]]]:
+    return [("images", (f"{at}.jpg", one)) for at, one in enumerate(some)]
+
+
+def read_memory() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

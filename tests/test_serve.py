@@ -1,0 +1,435 @@
+"""The server: answers equal to offline predictions, limits, overload, faults, hostile clients, access."""
+
+import asyncio
+import base64
+import functools
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from pictures import encode, photo
+from servers import Running, as_files, photos, read_memory, serving
+from tiny import vit
+from torch import Tensor
+
+import plainvit
+from plainvit.cli import main
+from plainvit.config import About
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.app import ROUTES
+from plainvit.serve.batcher import Batcher, DeadlineError
+from plainvit.serve.server import TOKEN, check_access, split_name
+from plainvit.serve.service import Limits
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    model = vit(torch.float32)
+    model.about = About(class_names=(HOSTILE, *(f"class {at}" for at in range(1, 7))))
+    path = tmp_path_factory.mktemp("run") / "model.safetensors"
+    plainvit.save(model, path)
+    return Predictor(path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(predictor: Predictor) -> Iterator[Running]:
+    with serving(predictor) as running:
+        yield running
+
+
+class Gated:
+    """A backend that waits until its gate is open, and fails on images whose first pixel is 13."""
+
+    def __init__(self, predictor: Predictor, *, is_open: bool = False) -> None:
+        self.predictor, self.gate, self.batches = predictor, threading.Event(), []
+        if is_open:
+            self.gate.set()
+
+    def logits(self, images: Tensor) -> Tensor:
+        assert self.gate.wait(60)
+        self.batches.append(len(images))
+        if bool((images[:, 0, 0, 0] == 13).any()):
+            raise RuntimeError("a fault of the model")
+        return self.predictor.logits(images)
+
+    features = logits
+
+
+def probabilities(response: httpx.Response) -> list[list[float]]:
+    assert response.status_code == 200, response.text
+    return [[one["probability"] for one in result["predictions"]] for result in response.json()["results"]]
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_equal_the_predictor_on_the_same_batch(server: Running, predictor: Predictor) -> None:
+    some = photos(6)
+    expected = predictor(some)
+    response = server.post(files=as_files(some))
+    assert probabilities(response) == [[one.probability for one in row] for row in expected]
+    labels = [[one["label"] for one in result["predictions"]] for result in response.json()["results"]]
+    assert labels == [[one.label for one in row] for row in expected]
+
+
+def test_raw_multipart_and_json_requests_give_the_same_answer(server: Running) -> None:
+    (one,) = photos(1)
+    texts = {"images": [base64.b64encode(one).decode()]}
+    answers = [server.post(content=one, headers={"content-type": kind}) for kind in ("image/jpeg", "")]
+    answers += [server.post(files=as_files([one])), server.post(json=texts)]
+    assert len({response.text for response in answers}) == 1
+    assert len(probabilities(server.post("/predict?k=2", content=one))[0]) == 2
+
+
+def test_embed_gives_the_features_of_the_predictor(server: Running, predictor: Predictor) -> None:
+    some = photos(3, "PNG")
+    found = [row["features"] for row in server.post("/embed", files=as_files(some)).json()["results"]]
+    assert torch.equal(torch.tensor(found), predictor.features(predictor.stack(some)))
+
+
+def test_explain_gives_maps_of_every_layer_and_head(server: Running) -> None:
+    found = server.post("/explain?class=2", content=photos(1)[0]).json()
+    assert (found["layers"], found["heads"], found["grid"]) == (3, 4, [3, 5])
+    sizes = [len(base64.b64decode(found[name])) for name in ("attention", "rollout", "relevance")]
+    assert sizes == [3 * (1 + 4) * 15, 15, 15]  # the mean of the heads, then each
+    assert server.post("/explain?class=7", content=photos(1)[0]).status_code == 400
+
+
+def test_a_bad_image_fails_alone(server: Running, predictor: Predictor) -> None:
+    good = photos(2)
+    results = server.post(files=as_files([good[0], b"\xff\xd8\xff not a JPEG", good[1]])).json()["results"]
+    assert results[1]["status"] == 422
+    expected = predictor(good, k=1)
+    assert [results[at]["predictions"][0]["probability"] for at in (0, 2)] == [row[0].probability for row in expected]
+
+
+def test_an_image_that_the_model_fails_on_fails_alone(predictor: Predictor) -> None:
+    bad = np.full((24, 40, 3), 13, np.uint8)
+    with serving(predictor, backend=Gated(predictor, is_open=True)) as running:
+        some = [*photos(3), encode(bad), *photos(3)]
+        results = running.post(files=as_files(some)).json()["results"]
+    assert [result.get("status", 200) for result in results] == [200, 200, 200, 500, 200, 200, 200]
+    assert "fault of the model" not in results[3]["error"]  # internals are not shown to clients
+
+
+def test_sixty_four_clients_each_get_their_own_answer(server: Running, predictor: Predictor) -> None:
+    some = photos(64)
+    expected = [row[0] for row in predictor(some, k=1)]
+
+    def ask(at: int) -> None:
+        with httpx.Client(base_url=server.address, timeout=60, trust_env=False) as client:
+            for turn in range(3):
+                response = client.post("/predict?k=1", content=some[at], headers={"x-request-id": f"{at}-{turn}"})
+                assert response.headers["x-request-id"] == f"{at}-{turn}"
+                assert probabilities(response)[0][0] == pytest.approx(expected[at].probability, rel=1e-4)
+
+    with ThreadPoolExecutor(64) as clients:
+        list(clients.map(ask, range(64)))
+    assert server.service.waiting == 0
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_waiting_images_are_computed_in_batches(predictor: Predictor) -> None:
+    backend = Gated(predictor)
+    with serving(predictor, Limits(max_batch=8, deadline=60), backend) as running, ThreadPoolExecutor(17) as clients:
+        found = [clients.submit(running.post, content=one) for one in photos(17)]
+        wait_until(lambda: len(running.service.batchers["logits"].queue) >= 17 - 8)
+        backend.gate.set()
+        assert all(one.result().is_success for one in found)
+    assert sum(backend.batches) == 17
+    assert len(backend.batches) <= 4
+    assert max(backend.batches) == 8
+
+
+# Overload and shutdown ------------------------------------------------------------------------------------------------
+
+
+def test_an_overloaded_server_rejects_at_once_and_recovers(predictor: Predictor) -> None:
+    backend = Gated(predictor)
+    limits = Limits(max_batch=4, max_queue=8, deadline=60)
+    with serving(predictor, limits, backend) as running, ThreadPoolExecutor(24) as clients:
+        found = [clients.submit(running.post, content=one) for one in photos(24)]
+        wait_until(lambda: sum(one.done() for one in found) == 16)  # while the model still computes
+        backend.gate.set()
+        rejected = [one.result() for one in found if one.result().status_code == 429]
+        assert len(rejected) == 16
+        assert all(int(response.headers["retry-after"]) >= 1 for response in rejected)
+        assert sum(one.result().is_success for one in found) == 8
+        assert running.post(content=photos(1)[0]).is_success
+        assert running.service.waiting == 0
+
+
+def test_an_image_past_its_deadline_is_dropped_without_computing_it() -> None:
+    computed: list[Tensor] = []
+
+    def compute(images: Tensor) -> Tensor:
+        computed.append(images)
+        return images
+
+    async def submit() -> list[list[Any]]:
+        batcher, now = Batcher(compute), time.monotonic()
+        return await asyncio.gather(
+            batcher.submit([torch.ones(1)], now + 60), batcher.submit([torch.zeros(1)], now - 1)
+        )
+
+    (answered,), (late,) = asyncio.run(submit())
+    assert torch.equal(answered, torch.ones(1))
+    assert isinstance(late, DeadlineError)
+    assert [images.tolist() for images in computed] == [[[1.0]]]
+
+
+SLOW_SERVER = """
+import sys, time
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.app import make_app
+from plainvit.serve.server import make_server
+from plainvit.serve.service import Limits, Service
+
+class Slow(Predictor):
+    def logits(self, images):
+        time.sleep(0.2)
+        return super().logits(images)
+
+limits = Limits(max_batch=4, deadline=60)
+make_server(make_app([Service("slow", Slow(sys.argv[1], device="cpu"), limits)]), "127.0.0.1", 0, limits).run()
+"""
+
+
+def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor: Predictor) -> None:
+    command = [sys.executable, "-c", SLOW_SERVER, str(predictor.source)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        ThreadPoolExecutor(32) as clients,
+    ):
+        assert process.stdout
+        address = next(line for line in process.stdout if line.startswith("serving on ")).split()[-1]
+        ask = functools.partial(httpx.post, f"{address}/predict", timeout=60, trust_env=False)
+        found = [clients.submit(ask, content=one) for one in photos(32)]
+        metrics = functools.partial(httpx.get, f"{address}/metrics", trust_env=False)
+        wait_until(lambda: sum(one.done() for one in found) + read_waiting(metrics().text) == 32)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: is_refused(metrics))
+        assert not all(one.done() for one in found)
+        assert [one.result().status_code for one in found] == [200] * 32
+        assert process.wait(40) == -signal.SIGTERM
+
+
+def read_waiting(text: str) -> int:
+    return int(re.findall(r"^plainvit_waiting_images.* (\d+)$", text, re.M)[0])
+
+
+def is_refused(ask: Callable[[], httpx.Response]) -> bool:
+    try:
+        ask()
+    except httpx.TransportError:
+        return True
+    return False
+
+
+# Hostile input --------------------------------------------------------------------------------------------------------
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG of this size whose pixels, all zero, take a few kB."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    pixels = zlib.compress(bytes(1 << 20), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def many_scans() -> bytes:
+    data = encode(photo(64, 64), "JPEG", progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + scan * 1000 + data[-2:]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (png_header(12_000, 12_000), 413),
+        (png_header(30_000, 30_000), 413),
+        (many_scans(), 422),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415),
+        (b"%!PS-Adobe-3.0 EPSF-3.0", 415),
+        (b"%PDF-1.7", 415),
+        (b"\x89PNG\r\n\x1a\n", 422),
+        (b"II*\0" + bytes(100), 415),
+    ],
+    ids=["12000 px", "30000 px", "scans", "svg", "eps", "pdf", "cut", "tiff"],
+)
+def test_bombs_and_other_formats_are_rejected_before_pixels_are_allocated(
+    server: Running, body: bytes, status: int
+) -> None:
+    before = read_memory()
+    assert server.post(content=body).status_code == status
+    assert read_memory() - before < 64e6
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_fuzzed_uploads_never_break_the_server(server: Running, predictor: Predictor, count: int) -> None:
+    random, before = np.random.default_rng(0), read_memory()
+    seeds = [encode(photo(48, 48), form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP")]
+    for at in range(count):
+        data = bytearray(seeds[at % len(seeds)])
+        for place in random.integers(0, len(data), 8):
+            data[place] = random.integers(0, 256)
+        response = server.post(content=bytes(data[: random.integers(1, len(data))]) if at % 3 else bytes(data))
+        assert response.status_code in (200, 413, 415, 422), response.text
+    assert read_memory() - before < 100e6
+    assert probabilities(server.post(content=photos(1)[0]))[0][0] == predictor(photos(1))[0][0].probability
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"content": bytes(1_000_001)}, 413),
+        ({"content": iter([bytes(600_000)] * 2)}, 413),  # chunked, without a content-length
+        ({"content": b"", "headers": {"content-type": "image/png"}}, 422),
+        ({"content": b"x", "headers": {"content-encoding": "gzip"}}, 415),
+        ({"content": b"x", "headers": {"content-type": "text/html"}}, 415),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400),
+        ({"content": b"--a\r\n" * 1000, "headers": {"content-type": "multipart/form-data; boundary=a"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"json": {"images": []}}, 400),
+        ({"json": {"images": ["AAAA"] * 65}}, 413),
+        ({"json": {"images": ["file:///etc/passwd"]}}, 422),
+        ({"json": {"images": ["http://169.254.169.254/"]}}, 422),
+        ({"json": {"images": ["../../etc/passwd"]}}, 422),
+    ],
+)
+def test_invalid_requests_get_their_status(predictor: Predictor, options: dict[str, Any], status: int) -> None:
+    with serving(predictor, Limits(max_megabytes=1)) as running:
+        assert running.post(**options).status_code == status
+
+
+@pytest.mark.parametrize("query", ["model=../../etc/passwd", "model=http://127.0.0.1/", "model=other"])
+def test_a_client_cannot_name_a_model_that_was_not_given_at_start(server: Running, query: str) -> None:
+    assert server.post(f"/predict?{query}", content=photos(1)[0]).status_code == 404
+
+
+def test_requests_on_one_connection_do_not_mix(server: Running) -> None:
+    (one,) = photos(1)
+    head = b"POST /predict?k=1 HTTP/1.1\r\nhost: localhost\r\n"
+    whole = head + b"content-length: %d\r\n\r\n%s" % (len(one), one)
+    assert server.talk(whole + whole).count(b"HTTP/1.1 200") == 2
+    assert server.talk(head + b"\r\n").startswith(b"HTTP/1.1 411")
+    both = head + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n"
+    assert server.talk(both).startswith(b"HTTP/1.1 400")
+    assert server.talk(both).count(b"HTTP/1.1") == 1
+    assert server.talk(head + b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde").startswith(b"HTTP/1.1 400")
+    assert server.talk(head + b"x: " + b"a" * 100_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_slow_and_idle_connections_are_closed(predictor: Predictor, count: int) -> None:
+    beginnings = (b"", b"POST /predict HTTP/1.1\r\nhost: local", b"POST /predict HTTP/1.1\r\nhost: localhost\r\n")
+    beginnings = (*beginnings[:2], beginnings[2] + b"content-length: 1000\r\n\r\nabc")
+    limits = Limits(header_seconds=1, body_seconds=1, idle_seconds=2)
+    with serving(predictor, limits) as running:
+        connections = [running.connect() for _ in range(count) for _ in beginnings]
+        for at, connection in enumerate(connections):
+            connection.sendall(beginnings[at % len(beginnings)])
+        assert running.post(content=photos(1)[0]).is_success
+        for at, connection in enumerate(connections):
+            said = connection.recv(100_000)
+            if at % len(beginnings) == 2:
+                assert said.startswith(b"HTTP/1.1 408")
+            else:
+                assert said == b""
+            connection.close()
+        assert running.post(content=photos(1)[0]).is_success
+
+
+# Access ---------------------------------------------------------------------------------------------------------------
+
+
+def test_other_machines_need_a_token_or_an_explicit_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    for host in ("0.0.0.0", "192.0.2.1", "::", "example.org"):
+        with pytest.raises(ValueError, match="--host"):
+            check_access(host, False)
+    assert check_access("0.0.0.0", True) == ("", ())
+    assert check_access("127.0.0.1", False)[0] == ""
+    monkeypatch.setenv(TOKEN, "secret")
+    assert check_access("0.0.0.0", False) == ("secret", ())
+
+
+def test_a_token_protects_all_but_the_page_and_health(predictor: Predictor) -> None:
+    with serving(predictor, token="secret") as running:
+        for path in ("/metrics", "/models", "/openapi.json"):
+            assert running.client.get(path).status_code == 401
+        for given in ("", "Bearer wrong", "Bearer secret2", "Bearer é".encode()):
+            assert running.post(content=photos(1)[0], headers={"authorization": given}).status_code == 401
+        assert running.post(content=photos(1)[0], headers={"authorization": "Bearer secret"}).is_success
+        assert running.client.get("/").status_code == running.client.get("/readyz").status_code == 200
+
+
+def test_every_answer_has_security_headers_and_no_version(server: Running) -> None:
+    for response in (server.client.get("/"), server.client.get("/nothing"), server.post(content=b"x")):
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert not {"server", "access-control-allow-origin"} & set(response.headers)
+
+
+@pytest.mark.parametrize("headers", [{"host": "attacker.example"}, {"sec-fetch-site": "cross-site"}])
+def test_other_sites_cannot_use_a_local_server(server: Running, headers: dict[str, str]) -> None:
+    assert server.post(content=photos(1)[0], headers=headers).status_code in (400, 403)
+
+
+# Operation ------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_requests_images_and_batches(predictor: Predictor) -> None:
+    with serving(predictor, name='a"b') as running:
+        running.post(files=as_files([*photos(3), b"bad"]))
+        text = running.client.get("/metrics").text
+    assert 'plainvit_images_total{model="a\\"b",outcome="answered"} 3' in text
+    assert 'plainvit_requests_total{path="/predict",status="200"} 1' in text
+    assert 'plainvit_batch_images_bucket{model="a\\"b",le="4"} 1' in text
+    assert all(re.fullmatch(r"[a-z0-9_]+\{.*\} [0-9.e+-]+|# .*", line) for line in text.splitlines())
+
+
+def test_openapi_describes_every_route(server: Running) -> None:
+    described = set(json.loads(server.client.get("/openapi.json").text)["paths"])
+    assert described == set(ROUTES) - {"/", "/page.css", "/page.js", "/openapi.json"}
+
+
+def test_models_have_distinct_names() -> None:
+    assert split_name("cats=runs/a") == ("cats", "runs/a")
+    assert split_name("runs/a") == ("a", "runs/a")
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "runs/a", "other/a"])
+    assert end.value.code == 2
+
+
+def test_a_missing_extra_is_one_line_with_the_command_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "runs/a"])
+    assert end.value.code == 2
+    assert "pip install starlette uvicorn python-multipart" in capsys.readouterr().err

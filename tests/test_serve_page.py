@@ -1,0 +1,160 @@
+"""The page of the server in Chromium: predictions, maps, keyboard, camera, hostile names, no outside request."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pictures import plant
+from servers import photos, serving
+from tiny import vit
+
+import plainvit
+from plainvit.config import About
+from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.explain import Explainer
+
+HOSTILE = "<img src=x onerror=document.title='harmed'>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no browser: neither chromium nor google-chrome is on the PATH")
+    flags = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=flags)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    """A model with hostile class names, and an evaluation of 100 photos next to it."""
+    folder = tmp_path_factory.mktemp("run")
+    model = vit(torch.float32)
+    model.about = About(class_names=tuple(f"{HOSTILE} {at}" for at in range(7)))
+    plainvit.save(model, folder / "model.safetensors")
+    rows = {"probability": np.linspace(0.2, 1, 100), "right": np.arange(100) % 4 > 0}
+    pq.write_table(pa.table(rows), folder / "images.parquet")
+    return Predictor(folder / "model.safetensors", device="cpu")
+
+
+class Visit:
+    """One opened page, and all that it asked for or complained about."""
+
+    def __init__(self, browser: Any, address: str, **settings: Any) -> None:
+        self.context = browser.new_context(**settings)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+
+    def give(self, some: list[bytes]) -> None:
+        files = [{"name": f"{at}.jpg", "mimeType": "image/jpeg", "buffer": one} for at, one in enumerate(some)]
+        self.page.set_input_files("#files", files)
+        self.page.wait_for_selector("#predictions li")
+        self.page.locator("#map-words", has_text="Where attention").wait_for()
+
+    def draw(self) -> str:
+        return self.page.evaluate("document.querySelector('#canvas').toDataURL()")
+
+    def close(self, address: str) -> None:
+        assert self.said == []
+        assert all(url.startswith((address, "data:", "blob:")) for url in self.asked)
+        self.context.close()
+
+
+def test_photos_give_predictions_confidence_and_maps(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address, viewport={"width": 390, "height": 800})
+        visit.give(photos(2))
+        page, (expected,) = visit.page, predictor(photos(1))
+        assert page.locator("#predictions bdi").all_inner_texts() == [one.label for one in expected]
+        shown = page.locator("#predictions span").all_inner_texts()
+        assert shown == [f"{100 * one.probability:.1f} %" for one in expected]
+        assert "of the 25 test photos" in page.inner_text("#confidence").lower()
+        drawn = [visit.draw()]
+        for name in ("Photo", "Rollout", "One head"):
+            page.get_by_text(name, exact=True).click()
+            drawn.append(visit.draw())
+        page.get_by_role("slider", name="Layer").fill("1")
+        drawn.append(visit.draw())
+        page.get_by_role("slider", name="Head").press("ArrowRight")
+        assert "Layer 1, head 1" in page.inner_text("#map-words")
+        drawn.append(visit.draw())
+        assert len(set(drawn)) == 6
+        assert "Strongest in row" in page.get_attribute("#canvas", "aria-label")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.title() == "plainvit"  # the names of the classes were not run
+        visit.close(server.address)
+
+
+def test_everything_works_by_keyboard(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address)
+        visit.give(photos(2))
+        page = visit.page
+        labels = page.evaluate("""() => [...document.querySelectorAll('button, input, select')]
+            .filter((one) => one.offsetParent && one.tabIndex >= 0)
+            .map((one) => one.innerText || one.labels?.[0]?.innerText || one.querySelector('img')?.alt || '')""")
+        assert all(label.strip() for label in labels)
+        page.focus("#strip button:nth-child(2)")
+        page.keyboard.press("Enter")
+        assert page.get_attribute("#strip button:nth-child(2)", "aria-pressed") == "true"
+        first = page.inner_text("#map-words")
+        page.focus("#predictions li:nth-child(2) button")
+        page.keyboard.press("Enter")
+        page.locator("#map-words", has_not_text=first).wait_for()
+        assert page.evaluate(
+            "document.activeElement.parentElement === document.querySelector('#predictions').children[1]"
+        )
+        assert page.inner_text("#status").startswith("1.jpg: ")
+        visit.close(server.address)
+
+
+def test_the_camera_gives_a_photo(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address, permissions=["camera"])
+        visit.page.click("#camera")
+        visit.page.locator("#camera-dialog[open]").wait_for()
+        visit.page.evaluate("document.querySelector('#video').play()")
+        visit.page.click("#shoot")
+        visit.page.wait_for_selector("#predictions li")
+        visit.close(server.address)
+
+
+def test_a_broken_photo_and_a_missing_token_are_explained(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor, token="secret") as server:
+        visit = Visit(browser, server.address)
+        visit.page.fill("#token", "secret")
+        visit.page.click("#token-form button")
+        visit.page.locator("#model-name", has_text="tiny").wait_for()
+        visit.page.set_input_files("#files", [{"name": "a.jpg", "mimeType": "image/jpeg", "buffer": b"nothing"}])
+        visit.page.wait_for_selector("#error:not([hidden])")
+        assert "a.jpg: the format is not supported" in visit.page.inner_text("#error")
+        visit.context.close()
+
+
+def test_the_nearest_training_photos_are_the_most_similar(
+    predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    some = photos(8, "PNG")
+    plant(tmp_path / "data", {f"{'ab'[at % 2]}/{at}.png": one for at, one in enumerate(some)})
+    explainer = Explainer(predictor, str(tmp_path / "data"))
+    features = torch.nn.functional.normalize(predictor.features(predictor.stack(some)), dim=-1)
+    expected = (features @ features[3]).sort(descending=True)
+    found = explainer.find_neighbours(predictor.load_image(some[3]))
+    assert [one["label"] for one in found] == ["ab"[at % 2] for at in expected.indices[:6].tolist()]
+    assert [one["similarity"] for one in found] == pytest.approx(expected.values[:6].tolist(), abs=1e-5)
