@@ -150,7 +150,7 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < LEAST_STEPS:
         yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
-    if not config.init and images < 5000 and config.data.partition(":")[0] != "digits":
+    if not config.init and images < 5000 and config.recipe != "small" and config.data.partition(":")[0] != "digits":
         yield (
             f"{images} images are few to learn from alone",
             f"start from published weights: plainvit finetune --init {_suggest_weights(config)} --data {config.data}",
