@@ -197,9 +197,11 @@ def analyse_occlusion(subject: Subject) -> Findings:
     hidden = robust.measure_occlusion(subject.model, images, labels, subject.grid, SHARES)
     grids = {(h, w) for h, w in ((1, 1), (2, 2), (4, 4), subject.grid) if height % h == 0 and width % w == 0}
     shuffled = robust.measure_shuffling(subject.model, images, labels, sorted(grids))
-    occlusion = drawings.draw_lines([100 * share for share in SHARES], {"": hidden}, "Accuracy, %", "patches hidden, %")
+    occlusion = drawings.draw_lines(
+        [100 * share for share in SHARES], {"": hidden}, "Accuracy with hidden patches, %", "patches hidden, %"
+    )
     pieces = [h * w for h, w in sorted(grids)]
-    shuffling = drawings.draw_lines(pieces, {"": shuffled}, "Accuracy, %", "shuffled pieces")
+    shuffling = drawings.draw_lines(pieces, {"": shuffled}, "Accuracy with shuffled patches, %", "shuffled pieces")
     intervals = [wilson(accuracy * count, count) for accuracy in (*hidden, *shuffled)]
     widest = max(high - low for low, high in intervals)
     yield Finding(
