@@ -24,11 +24,10 @@ def test_similarity_has_a_tile_for_each_position() -> None:
     assert np.isnan(canvas[2]).all()
 
 
-def test_a_small_change_does_not_get_a_full_colour() -> None:
-    figure = drawings.draw_matrix(np.array([[2.0, -1.0]]), "", "head", "layer", "points", diverging=True)
-    (image,) = figure.axes[0].images
-    assert image.get_array().tolist() == [[2, -1]]
-    assert image.get_clim() == (-10, 10)
+def test_matrix_has_a_square_for_each_pair() -> None:
+    (image,) = drawings.draw_matrix(np.array([[1.0, 0.5]]), "", "layer", "layer", "CKA").axes[0].images
+    assert image.get_array().tolist() == [[1, 0.5]]
+    assert image.get_clim() == (0, 1)
 
 
 def test_lines_are_percentages_on_the_given_axis() -> None:

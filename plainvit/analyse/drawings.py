@@ -24,7 +24,6 @@ LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
 RANDOM = "random order"
-WEAKEST = 10.0  # points of a full colour: the change of a single image must not look large
 
 
 @styled()
@@ -94,16 +93,12 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
 
 
 @styled()
-def draw_matrix(
-    values: np.ndarray, title: str, rows: str, columns: str, label: str, *, diverging: bool = False
-) -> Figure:
-    """A coloured square for each pair, numbered from 1."""
+def draw_matrix(values: np.ndarray, title: str, rows: str, columns: str, label: str) -> Figure:
+    """A coloured square for each pair, from 0 to 1, numbered from 1."""
     down, across = values.shape
     side = min(3.1 / across, 4.2 / down, 0.6)  # inches of a square
     figure, axes = new_axes((PANEL[0], side * down + 0.85))
-    limit = max(float(np.nanmax(abs(values))), WEAKEST)
-    colours, low, high = ("RdBu", -limit, limit) if diverging else ("viridis", 0, 1)
-    image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, interpolation="none", aspect="equal")
+    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, interpolation="none", aspect="equal")
     _number_ticks(axes.xaxis, range(across), 1, 1)
     _number_ticks(axes.yaxis, range(down), 1, 1)
     axes.set(xlabel=printable(columns, 48), ylabel=printable(rows, 48), title=title)
