@@ -24,7 +24,7 @@ import plainvit
 from plainvit.analyse import attention
 from plainvit.analyse.analysis import ANALYSES, analyse_model, display_name, find_warnings, run_analyses
 from plainvit.analyse.explorer import explorer, plan
-from plainvit.analyse.findings import analyse_filters, analyse_removal
+from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.maps import compute_gain
 from plainvit.analyse.subject import WORK, Subject, gather, open_images
 from plainvit.cli import main
@@ -124,12 +124,8 @@ def test_number_of_images_follows_the_compute_limit(monkeypatch: pytest.MonkeyPa
     looked = subject(vit(), 20)
     monkeypatch.setitem(WORK, "cpu", 1.0)
     assert looked.affordable_images(100, 64) == 16
-    (finding,) = analyse_removal(looked)
-    assert set(finding.drawings) == {"layers"}
-    assert "--thorough" in finding.text
     looked.thorough = True
     assert looked.affordable_images(100, 64) == 20
-    assert set(next(analyse_removal(looked)).drawings) == {"", "layers"}
 
 
 def test_a_map_is_better_only_if_significant() -> None:

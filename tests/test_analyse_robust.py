@@ -82,53 +82,37 @@ def test_a_planted_outlier_is_found() -> None:
 # Removal --------------------------------------------------------------------------------------------------------------
 
 
-def test_skipped_layers_and_zeroed_heads_have_no_effect() -> None:
-    """Against the same model with the part's weights set to zero, or the block left out of the list."""
+def test_a_skipped_layer_has_no_effect() -> None:
+    """Compared with the same model without the block."""
     model, shown = vit(), images()
-    head = vit()
-    head.load_state_dict(model.state_dict())
-    head.blocks[1].attention.out.weight.data[:, 24:36] = 0  # the third of four heads
-    with robust.zero_head(model, 1, 2):
-        torch.testing.assert_close(robust.logits(model, shown), robust.logits(head, shown))
     shorter = vit()
     shorter.load_state_dict(model.state_dict())
     shorter.blocks = nn.ModuleList([shorter.blocks[0], shorter.blocks[2]])
     with robust.skip_layer(model, 1):
         torch.testing.assert_close(robust.logits(model, shown), robust.logits(shorter, shown))
     with torch.no_grad():
-        torch.testing.assert_close(robust.logits(model, shown), model(shown).float())  # all is back
+        torch.testing.assert_close(robust.logits(model, shown), model(shown).float())  # restored
 
 
-def test_removal_finds_the_only_active_head() -> None:
-    """Only one head of one layer does anything, and the labels are what the model says with it."""
+def test_removal_finds_the_only_active_layer() -> None:
+    """Only the last layer changes the tokens, and the labels are the model's predictions."""
     model, shown = vit(), images(24)
     for layer, block in enumerate(model.blocks):
-        nn.init.zeros_(block.mlp.fc2.weight), nn.init.zeros_(block.mlp.fc2.bias)
-        nn.init.zeros_(block.attention.out.bias)
-        keep = block.attention.out.weight.data[:, 12:24].clone() * 30
-        block.attention.out.weight.data.zero_()
-        if layer == 2:
-            block.attention.out.weight.data[:, 12:24] = keep
-    labels = robust.logits(model, shown).argmax(-1)
-    found = robust.measure_removal(model, shown, labels)
-    assert found.full == 1
-    assert found.layers[:2].tolist() == [1, 1]
+        for linear in (block.mlp.fc2, block.attention.out):
+            linear.weight.data *= 30 if layer == 2 else 0
+            linear.bias.data *= 0
+    found = robust.measure_removal(model, shown, robust.logits(model, shown).argmax(-1))
+    assert (found.full, found.layers[:2]) == (1, [1, 1])
     assert found.layers[2] < 1
-    others = [found.heads[layer, head] for layer in range(3) for head in range(4) if (layer, head) != (2, 1)]
-    assert all(value == 1 for value in others)
-    assert found.heads[2, 1] == found.layers[2]
-    lost = round(24 * (1 - float(found.layers[2])))
-    assert found.layer_p_values.tolist() == pytest.approx([1, 1, min(1, 2 * 0.5**lost)])  # all lost, none won
+    lost = round(24 * (1 - found.layers[2]))
+    assert found.p_values == pytest.approx([1, 1, min(1, 2 * 0.5**lost)])  # McNemar: all lost, none gained
 
 
-def test_layers_and_heads_out_of_range_raise() -> None:
-    model = vit()
-    with pytest.raises(ValueError, match="layer 3"), robust.skip_layer(model, 3):
+def test_layers_out_of_range_raise() -> None:
+    with pytest.raises(ValueError, match="layer 3"), robust.skip_layer(vit(), 3):
         pass
-    with pytest.raises(ValueError, match="head -1"), robust.zero_head(model, 0, -1):
-        pass
-    with pytest.raises(ValueError, match="layer 7"):
-        patch_distances(model, 7)
+    with pytest.raises(ValueError, match="layer -1"):
+        patch_distances(vit(), -1)
 
 
 # Patches --------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ ANALYSES: dict[str, Callable[[Subject], Findings]] = {
     "attention maps": analyse_maps,
     "token norms": findings.analyse_token_norms,
     "similarity of layers": findings.analyse_layer_similarity,
-    "removal of heads and layers": findings.analyse_removal,
+    "removal of layers": findings.analyse_removal,
     "hidden and shuffled patches": findings.analyse_occlusion,
 }
 

@@ -44,10 +44,9 @@ def require_global_attention(model: object) -> ViT:
     return model
 
 
-def check_layer_and_head(model: ViT, layer: int, head: int = 0) -> None:
-    for name, index, count in (("layer", layer, len(model.blocks)), ("head", head, model.config.heads)):
-        if not 0 <= index < count:
-            raise ValueError(f"{name} {index} is out of range: this model has {name}s 0 to {count - 1}")
+def check_layer(model: ViT, layer: int) -> None:
+    if not 0 <= layer < len(model.blocks):
+        raise ValueError(f"layer {layer} is out of range: this model has layers 0 to {len(model.blocks) - 1}")
 
 
 def split_batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tensor]:
@@ -102,7 +101,7 @@ def head_statistics(model: ViT, layer: int, attention: Tensor) -> tuple[Tensor, 
 
 def patch_distances(model: ViT, layer: int) -> Tensor:
     """[n, n] pixels between the centres of the patches that a layer attends over."""
-    check_layer_and_head(model, layer)
+    check_layer(model, layer)
     (h, w), (height, width) = model.config.grid, model.config.image_size
     y, x = torch.arange(h) * (height / h), torch.arange(w) * (width / w)
     axis = model.blocks[layer].axis

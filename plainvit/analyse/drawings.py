@@ -24,7 +24,6 @@ LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
 PANEL = (4.2, 2.6)  # inches
 RANDOM = "random order"
-WEAKEST = 10.0  # points of a full colour: the change of a single image must not look large
 
 
 @styled()
@@ -33,11 +32,11 @@ def draw_filters(found: Filters) -> Figure:
     images = filters_to_rgb(found.tiles)
     columns = min(7, len(images))
     rows = math.ceil(len(images) / columns)
-    figure, axes = new_axes((0.95 * columns, 1.12 * rows + 0.3))
+    figure, axes = new_axes((0.7 * columns, 0.83 * rows + 0.3))
     for at, (image, share) in enumerate(zip(images, found.variance, strict=True)):
         x, y = at % columns, 1.25 * (at // columns)
         axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
-        axes.text(x + 0.45, y + 1, f"{100 * share:.1f} %", fontsize=7, color=COLOURS["muted"], ha="center", va="center")
+        axes.text(x + 0.45, y + 1, f"{100 * share:.1f} %", fontsize=6, color=COLOURS["muted"], ha="center", va="center")
     axes.set(xlim=(-0.02, columns), ylim=(1.25 * rows, -0.02))
     axes.set_title("Principal components of the first layer, explained variance")
     axes.set_axis_off()
@@ -72,8 +71,8 @@ def _tile_grid(tiles: np.ndarray, gap: int) -> np.ndarray:
 
 
 def _number_ticks(axis: Axis, numbers: Sequence[int] | np.ndarray, step: int, width: int) -> None:
-    """At most 12 labels, counted from 1, centred on their tiles."""
-    chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 12)).round().astype(int))
+    """At most 14 labels, counted from 1, centred on their tiles."""
+    chosen = range(0, len(numbers), math.ceil(len(numbers) / 14))
     axis.set_ticks([at * step + (width - 1) / 2 for at in chosen], [str(numbers[at] + 1) for at in chosen])
 
 
@@ -94,16 +93,12 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
 
 
 @styled()
-def draw_matrix(
-    values: np.ndarray, title: str, rows: str, columns: str, label: str, *, diverging: bool = False
-) -> Figure:
-    """A coloured square for each pair, numbered from 1."""
+def draw_matrix(values: np.ndarray, title: str, rows: str, columns: str, label: str) -> Figure:
+    """A coloured square for each pair, from 0 to 1, numbered from 1."""
     down, across = values.shape
     side = min(3.1 / across, 4.2 / down, 0.6)  # inches of a square
     figure, axes = new_axes((PANEL[0], side * down + 0.85))
-    limit = max(float(np.nanmax(abs(values))), WEAKEST)
-    colours, low, high = ("RdBu", -limit, limit) if diverging else ("viridis", 0, 1)
-    image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, interpolation="none", aspect="equal")
+    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, interpolation="none", aspect="equal")
     _number_ticks(axes.xaxis, range(across), 1, 1)
     _number_ticks(axes.yaxis, range(down), 1, 1)
     axes.set(xlabel=printable(columns, 48), ylabel=printable(rows, 48), title=title)
@@ -113,19 +108,18 @@ def draw_matrix(
 
 
 @styled()
-def draw_lines(
-    x: Sequence[float], lines: Mapping[str, Sequence[float]], title: str, xlabel: str, *, share: bool = True
-) -> Figure:
-    """Lines over one axis; with `share`, values are fractions drawn as percentages from 0."""
+def draw_lines(x: Sequence[float], lines: Mapping[str, Sequence[float]], title: str, xlabel: str) -> Figure:
+    """Fractions as percentages over x, whose axis is logarithmic if all x are positive."""
     figure, axes = new_axes(PANEL)
     for colour, (name, values) in zip(LINES * 4, lines.items(), strict=False):
         style, colour = ("--", "grey") if name == RANDOM else ("-", colour)
-        shown = np.asarray(values) * (100 if share else 1)
-        axes.plot(x, shown, style, marker="o", color=COLOURS[colour], label=printable(name, 36))
-    axes.set(xlabel=xlabel, title=title)
-    if share:
-        axes.set_ylim(0, max(axes.get_ylim()[1], 1e-6))
-    axes.set_xticks(x)
+        label = printable(name, 36)
+        axes.plot(x, 100 * np.asarray(values), style, marker="o", color=COLOURS[colour], label=label)
+    axes.set(xlabel=xlabel, title=title, ylim=(0, max(axes.get_ylim()[1], 1e-6)))
+    if min(x) > 0:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(x, [f"{value:g}" for value in x])
     if len(lines) > 1:
         _add_legend(figure, axes)
     return figure

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.analyse.attention import check_layer_and_head
+from plainvit.analyse.attention import check_layer
 from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
-from plainvit.models.resample import resample_table
 from plainvit.models.vit import Block
 
 TILES = 28  # as in the paper
@@ -57,27 +56,22 @@ def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def position_vectors(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> Tensor:
-    """[h, w, D]: position embeddings of the patches in a layer's table, resampled to `grid` if given."""
+def position_vectors(model: ViT, layer: int = 0) -> Tensor:
+    """[h, w, D]: position embeddings of the patches in a layer's table."""
     if not model.positions:
         kind = model.config.posemb
         raise ValueError(f"posemb {kind!r} has no position embeddings that are added to the patches")
     if not 0 <= layer < len(model.positions):
         raise ValueError(f"layer {layer} has no position table: this model has tables 0 to {len(model.positions) - 1}")
-    old = model.config.grid
-    table = cast(Positions, model.positions[layer]).grid_table()
-    if grid and grid != old:
-        table = resample_table(table, old, grid)
-    return table.view(*(grid or old), -1)
+    return cast(Positions, model.positions[layer]).grid_table().view(*model.config.grid, -1)
 
 
-def similarity(model: ViT, layer: int = 0, grid: tuple[int, int] | None = None) -> np.ndarray:
+def similarity(model: ViT, layer: int = 0) -> np.ndarray:
     """[h, w, h, w] cosines of each position with all others; for relative positions, of each offset with offset 0."""
     if model.config.posemb == "relative":
         return _offset_similarity(model, layer)
-    vectors = position_vectors(model, layer, grid)
-    h, w, _ = vectors.shape
-    return cosines(vectors.flatten(0, 1)).reshape(h, w, h, w)
+    vectors = position_vectors(model, layer)
+    return cosines(vectors.flatten(0, 1)).reshape(*model.config.grid, *model.config.grid)
 
 
 def cosines(vectors: Tensor) -> np.ndarray:
@@ -87,7 +81,7 @@ def cosines(vectors: Tensor) -> np.ndarray:
 
 
 def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
-    check_layer_and_head(model, layer)
+    check_layer(model, layer)
     (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
     relative = block.attention.relative
     assert relative is not None

@@ -75,7 +75,7 @@
   }
 
   // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest: shade, or a colour
-  const dimmed = (fraction) => [0, 0, 0, 215 * (1 - fraction)];
+  const dimmed = (fraction) => [0, 0, 0, 165 * (1 - fraction)];
   const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
   function hot(fraction) {
     const at = fraction * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);

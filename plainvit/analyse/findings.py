@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from plainvit.analyse import attention, drawings, embeddings, robust, tokens
-from plainvit.analyse.subject import LEAST, Drawing, Finding, Findings, Subject
+from plainvit.analyse.subject import Drawing, Finding, Findings, Subject
 from plainvit.evaluate.statistics import wilson
 from plainvit.models import ViT
 
@@ -160,35 +159,19 @@ def _stage_name(model: Any) -> str:
 
 def analyse_removal(subject: Subject) -> Findings:
     model = attention.require_vit(subject.model)
-    depth, heads = len(model.blocks), model.config.heads
-    single = subject.affordable_images(depth * (1 + heads), 48, 0) >= min(LEAST, len(subject.images))
-    count = subject.affordable_images(depth * (1 + heads) if single else depth, 48)
-    found = robust.measure_removal(model, *subject.labelled_images(count), heads=single)
-    drawn = drawings.draw_removed_layers(found.full, found.layers.tolist())
-    figures = {"layers": Drawing(drawn, _removal_numbers(found, count, found.layers, found.layer_p_values))}
-    text = "Single heads were not measured, to save time: use --thorough or a GPU."
-    if found.heads is not None and found.head_p_values is not None:
-        change, title = 100 * (found.heads - found.full).numpy(), "Change of accuracy without each head, points"
-        drawn = drawings.draw_matrix(change.T, title, "head", "layer", "points", diverging=True)
-        figures = {"": Drawing(drawn, _removal_numbers(found, count, found.heads, found.head_p_values))} | figures
-        significant = int((found.head_p_values < SIGNIFICANT / found.heads.numel()).sum())
-        text = (
-            f"Red: accuracy falls without the head. One image is {100 / count:.1f} points. Heads with a significant "
-            f"effect: {significant} of {found.heads.numel()}."
-        )
-    layers = [str(layer + 1) for layer, p in enumerate(found.layer_p_values.tolist()) if p < SIGNIFICANT / depth]
+    depth = len(model.blocks)
+    images, labels = subject.labelled_images(subject.affordable_images(depth + 1, 128))
+    found, count = robust.measure_removal(model, images, labels), len(images)
+    significant = [str(layer) for layer, p in enumerate(found.p_values, 1) if p < SIGNIFICANT / depth]
+    drawn = drawings.draw_removed_layers(found.full, found.layers)
     yield Finding(
         "removal",
-        "Importance of heads and layers",
-        "Accuracy when the output of one head is set to zero, or one layer is skipped, without retraining; "
-        f"{count} images, {100 * found.full:.1f} % with the full model. {text} Layers with a significant "
-        f"effect: {', '.join(layers) or 'none'} (McNemar's test, p < {SIGNIFICANT:g}, Bonferroni-corrected).",
-        figures,
+        "Importance of layers",
+        f"Accuracy when one layer is skipped, without retraining; {count} images, {100 * found.full:.1f} % with the "
+        f"full model. Layers with a significant effect: {', '.join(significant) or 'none'} (McNemar's test, "
+        f"p < {SIGNIFICANT:g}, Bonferroni-corrected).",
+        {"": Drawing(drawn, {"images": count, **asdict(found)})},
     )
-
-
-def _removal_numbers(found: robust.Removal, images: int, without: Tensor, p_values: Tensor) -> dict[str, Any]:
-    return {"images": images, "full": found.full, "without": without.tolist(), "p_values": p_values.tolist()}
 
 
 def analyse_occlusion(subject: Subject) -> Findings:
@@ -197,9 +180,11 @@ def analyse_occlusion(subject: Subject) -> Findings:
     hidden = robust.measure_occlusion(subject.model, images, labels, subject.grid, SHARES)
     grids = {(h, w) for h, w in ((1, 1), (2, 2), (4, 4), subject.grid) if height % h == 0 and width % w == 0}
     shuffled = robust.measure_shuffling(subject.model, images, labels, sorted(grids))
-    occlusion = drawings.draw_lines([100 * share for share in SHARES], {"": hidden}, "Accuracy, %", "patches hidden, %")
+    occlusion = drawings.draw_lines(
+        [100 * share for share in SHARES], {"": hidden}, "Accuracy with hidden patches, %", "patches hidden, %"
+    )
     pieces = [h * w for h, w in sorted(grids)]
-    shuffling = drawings.draw_lines(pieces, {"": shuffled}, "Accuracy, %", "shuffled pieces")
+    shuffling = drawings.draw_lines(pieces, {"": shuffled}, "Accuracy with shuffled patches, %", "shuffled pieces")
     intervals = [wilson(accuracy * count, count) for accuracy in (*hidden, *shuffled)]
     widest = max(high - low for low, high in intervals)
     yield Finding(

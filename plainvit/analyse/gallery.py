@@ -144,7 +144,7 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     label_colour = COLOURS["ink"] if cell.colour == COLOURS["blue"] else cell.colour
     axes.text(left, top + SIDE + 0.07, shorten(cell.label, 15), fontsize=6.5, color=label_colour, **below)
-    axes.text(left, top + SIDE + 0.21, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
+    axes.text(left, top + SIDE + 0.19, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
     for share, colour in ((1.0, COLOURS["line"]), (cell.probability, cell.colour)):

@@ -1,6 +1,6 @@
-"""What predictions depend on: heads, layers, patches and their order; and whether a map is faithful.
+"""What predictions depend on: layers, patches and their order; and whether a map is faithful.
 
-    measure_removal(model, images, labels)                    accuracy without each head and without each layer
+    measure_removal(model, images, labels)                    accuracy without each layer
     measure_occlusion(model, images, labels, grid, shares)    accuracy with a fraction of the patches hidden
     measure_shuffling(model, images, labels, grids)           accuracy with the patches in random order
     faithfulness(model, images, maps)                         how fast hiding a map's patches lowers the probability
@@ -11,16 +11,14 @@ Images are uint8 [n, 3, H, W] in the model's size. Random choices have a fixed s
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from plainvit.analyse.attention import check_layer_and_head, require_vit
+from plainvit.analyse.attention import check_layer, require_vit
 from plainvit.evaluate.statistics import mcnemar
 from plainvit.models import ResNet, ViT
 from plainvit.models.inference import check_finite, in_eval_mode
-from plainvit.models.vit import Block
 
 BATCH = 64
 NO_HEAD = "this model has no classification head, so there is no accuracy to measure"
@@ -45,64 +43,37 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float(is_correct(model, images, labels).double().mean())
 
 
-# Removed heads and layers ---------------------------------------------------------------------------------------------
+# Removed layers -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Removal:
-    """Accuracy of the full model, without each layer [L], and without each head [L, H] if measured.
-
-    The p-values are those of McNemar's exact test on the same images.
-    """
+    """Accuracy of the full model and without each layer [L], with p-values of McNemar's exact test [L]."""
 
     full: float
-    layers: Tensor
-    layer_p_values: Tensor
-    heads: Tensor | None = None
-    head_p_values: Tensor | None = None
+    layers: list[float]
+    p_values: list[float]
 
 
-def measure_removal(model: ViT, images: Tensor, labels: Tensor, *, heads: bool = True) -> Removal:
-    """A removed layer returns its input; a removed head returns zeros."""
+def measure_removal(model: ViT, images: Tensor, labels: Tensor) -> Removal:
+    """A removed layer returns its input."""
     model = require_vit(model)
     if model.head is None:
         raise ValueError(NO_HEAD)
-    full, layers, single = is_correct(model, images, labels), [], []
+    full = is_correct(model, images, labels)
+    found = Removal(float(full.double().mean()), [], [])
     for layer in range(len(model.blocks)):
         with skip_layer(model, layer):
-            layers.append(is_correct(model, images, labels))
-        for head in range(model.config.heads if heads else 0):
-            with zero_head(model, layer, head):
-                single.append(is_correct(model, images, labels))
-    without = torch.stack(layers)  # [L, n]
-    found = Removal(full.double().mean().item(), without.double().mean(-1), _p_values(full, without))
-    if heads:
-        without = torch.stack(single).view(len(layers), model.config.heads, -1)  # [L, H, n]
-        found.heads, found.head_p_values = without.double().mean(-1), _p_values(full, without)
+            without = is_correct(model, images, labels)
+        found.layers.append(float(without.double().mean()))
+        found.p_values.append(mcnemar(int((full & ~without).sum()), int((~full & without).sum())))
     return found
-
-
-def _p_values(full: Tensor, without: Tensor) -> Tensor:
-    lost, gained = (full & ~without).sum(-1), (~full & without).sum(-1)
-    counts = zip(lost.flatten().tolist(), gained.flatten().tolist(), strict=True)
-    return torch.tensor([mcnemar(a, b) for a, b in counts], dtype=torch.float64).view(lost.shape)
 
 
 @contextlib.contextmanager
 def skip_layer(model: ViT, layer: int) -> Iterator[None]:
-    check_layer_and_head(model, layer)
+    check_layer(model, layer)
     with model.blocks[layer].register_forward_hook(lambda _, inputs, __: inputs[0]):
-        yield
-
-
-@contextlib.contextmanager
-def zero_head(model: ViT, layer: int, head: int) -> Iterator[None]:
-    check_layer_and_head(model, layer, head)
-    width = model.config.width // model.config.heads
-    kept = torch.ones(model.config.width, device=model.embedding.weight.device)
-    kept[head * width : (head + 1) * width] = 0
-    attention = cast(Block, model.blocks[layer]).attention
-    with attention.out.register_forward_pre_hook(lambda _, inputs: (inputs[0] * kept.to(inputs[0].dtype),)):
         yield
 
 

@@ -33,7 +33,7 @@ def analyse(
         data_root: Folder with the known datasets, each in a folder of its name
         count: Number of images to analyse, spread over the dataset
         against: Another model to compare layer by layer
-        thorough: Use more images for maps and analyse single heads of any model, also on a CPU
+        thorough: Use all images for every section, however long it takes
         pixels: Preprocessing, if the file does not say it
         device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
         json: Print the written paths and the notes as JSON
