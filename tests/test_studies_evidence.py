@@ -120,7 +120,7 @@ def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
     assert part["effect"] == pytest.approx(0.3)
     assert part["low"] < 0.3 < part["high"]
     assert (part["runs"], part["holds"]) == (6, "yes")
-    assert verdict.why.startswith("b - a +30.00 points [95 % ")
+    assert verdict.why.startswith("b - a +30.00 points [+7.33, ")
 
 
 # Rates of wrong verdicts ----------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def plant(out: Path, name: str, number: int, outcome: str = "supported", **chang
         "claim": f"The claim of {name}.",
         "source": "ViT, Table 8",
         "paper": "There it is so.",
-        "rule": "a > b",
-        "statistics": page.STATISTICS,
+        "rule": read_claims().get(name, {"rule": "a > b"})["rule"],
         "budget": "cpu",
         "outcome": outcome,
         "why": "a - b +1.00 points [95 % +0.50 to +1.50]",
@@ -66,7 +65,6 @@ def plant(out: Path, name: str, number: int, outcome: str = "supported", **chang
         "environment": {"commit": "later", "device": "A CPU"},
     }
     (folder / "verdict.json").write_text(json.dumps(record | changes))
-    (folder / "table.md").write_text("# title\n\n| arm | top-1 |\n|---|---|\n| a | 50.00 |\n\nRule: a > b\n")
     (folder / "figure.png").write_bytes(b"png")
     return folder
 
@@ -106,7 +104,7 @@ def test_list_as_a_table(tmp_path: Path, capsys: Capture) -> None:
 def test_the_report_has_every_verdict_and_every_study_without_one(tmp_path: Path) -> None:
     out = tmp_path / "docs" / "studies"
     plant(out, "positions", 1)
-    plant(out, "activation", 32, "contradicted", budget="gpu", claim="A | B.")
+    plant(out, "activation", 32, "contradicted", budget="gpu")
     text = page.write_page(out).read_text()
     assert page.page_of(out) == tmp_path / "docs" / "studies.md"
     assert f"**2 of {len(read_claims())} studies have a verdict by the present rules" in text
@@ -127,10 +125,10 @@ def test_a_section_has_parts_arms_and_runs(tmp_path: Path) -> None:
     plant(tmp_path, "positions", 1)
     section = page.page(tmp_path).split("## 1. positions")[1].split("## Not run")[0]
     for words in (
-        "The claim of positions. *ViT, Table 8.* There it is so.",
+        f"{read_claims()['positions']['claim']} *ViT, Table 8 (D.4).* There, ",
         "**supported**, 5 runs an arm: a - b +1.00 points",
         "| a - b | +1.00 points [+0.50, +1.50] | > 0 | 10 | 0.01 | yes |",
-        "| a | 50.00 |",
+        "| a | 50.00 ± 0.00 | 5 |",
         "`plainvit study positions --budget cpu`: 6 runs, 2m30s in total; A GPU; commit c0ffee; [",
     ):
         assert words in section
@@ -138,7 +136,7 @@ def test_a_section_has_parts_arms_and_runs(tmp_path: Path) -> None:
 
 
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
-    old = {"statistics": None, "before": {"rule": "a first rule", "outcome": "reproduced"}}
+    old = {"rule": "a rule", "before": {"rule": "a first rule", "outcome": "reproduced"}}
     plant(tmp_path, "positions", 1, "not decided", **old)
     text = page.page(tmp_path)
     section = text.split("## 1. positions")[1].split("## Not run")[0]

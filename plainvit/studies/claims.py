@@ -1,9 +1,15 @@
-"""Claims and rules of the studies, from claims.toml; loads no torch."""
+"""Claims and rules of the studies, from claims.toml, and names of metrics; loads no torch."""
 
 import functools
 import tomllib
 from pathlib import Path
 from typing import Any
+
+PERCENT = {  # metrics in percent, with their table headings
+    "top1": "held-out top-1, %",
+    "few_shot": "5-shot top-1, %",
+    "overfitting": "training - held-out top-1, points",
+}
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
-from plainvit.studies.study import PERCENT, Results, Study
+from plainvit.studies.claims import PERCENT
+from plainvit.studies.study import Results, Study
 
 SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
 

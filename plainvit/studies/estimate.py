@@ -1,7 +1,8 @@
 """How long the missing runs of studies take on a GPU, before they start.
 
 An H200 takes 2.9 ms for a step of the base (batches of 256), in proportion to the multiply-adds for other models and at
-least 1 ms. Images that are drawn (`shapes`) take 25 us each on 16 cores, whatever the GPU does.
+least 1 ms. Images that are drawn (`shapes`) take 25 us each on 16 cores, whatever the GPU does. With four runs at once,
+start, compilation and evaluation add 5 s to each run (18 runs of `pooling` took 204 s).
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from plainvit.studies.runs import is_done, run_hash
 from plainvit.studies.study import Arm, Budget, Study
 from plainvit.studies.transfer import published_model
 
-STEP, LEAST_STEP, DRAWN = 2.9e-3, 1e-3, 25e-6  # seconds
+STEP, LEAST_STEP, DRAWN, START = 2.9e-3, 1e-3, 25e-6, 5.0  # seconds
 
 
 def estimate_seconds(studies: Iterable[Study], budget: Budget, folder: Path, runs: int = 0) -> tuple[int, float]:
@@ -47,7 +48,7 @@ def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
     small = base("gpu")
     share = macs(find_model(arms, name)) * config.batch / (macs(complete_model(small)) * small.batch)
     drawn = DRAWN * config.batch if config.data.startswith("shapes") else 0.0
-    return steps * max(STEP * share, LEAST_STEP, drawn)
+    return START + steps * max(STEP * share, LEAST_STEP, drawn)
 
 
 def find_model(arms: Mapping[str, Arm], name: str) -> Model:

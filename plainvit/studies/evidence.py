@@ -111,17 +111,18 @@ class Part:
         """Whether it is known without uncertainty."""
         return math.isnan(self.low)
 
-    def describe(self) -> str:
-        if self.is_fact:
-            return f"{self.name} {self.effect:.3g} (needed: {self.need})"
-        scale, digits = (100, 2) if self.unit == "points" else (1, 3)
-        effect, low, high = (f"{scale * value:+.{digits}f}" for value in (self.effect, self.low, self.high))
-        return f"{self.name} {effect}{self.unit and ' ' + self.unit} [95 % {low} to {high}]"
-
     def to_json(self, adjusted: float, sign: int) -> dict[str, Any]:
-        holds = {1: "yes", 0: "open", -1: "no"}[sign]
         shown = {name: getattr(self, name) for name in ("name", "need", "effect", "low", "high", "runs", "unit")}
-        return shown | {"p": adjusted, "holds": holds}
+        return shown | {"p": adjusted, "holds": {1: "yes", 0: "open", -1: "no"}[sign]}
+
+
+def describe_effect(part: Mapping[str, Any]) -> str:
+    """Effect and 95 % interval of a part as stored; numbers that are not finite may be null."""
+    if not part["runs"]:
+        return f"{part['effect']:.3g}"
+    scale, digits = (100, 2) if part["unit"] == "points" else (1, 3)
+    numbers = ["?" if part[name] is None else f"{scale * part[name]:+.{digits}f}" for name in ("effect", "low", "high")]
+    return f"{numbers[0]} {part['unit']} [{numbers[1]}, {numbers[2]}]".replace("  ", " ")
 
 
 def above(name: str, found: Estimate, limit: float = 0.0, unit: str = "") -> Part:
@@ -198,9 +199,9 @@ def judge(parts: Sequence[Part], fewest: int = FEWEST, note: str = "") -> Verdic
         outcome = "contradicted"
     elif all(sign > 0 for sign in signs):
         outcome = "supported"
-    why = "; ".join(part.describe() for part in parts) + (f". {note}" if note else "")
     records = tuple(part.to_json(p, sign) for part, p, sign in zip(parts, smaller, signs, strict=True))
-    return Verdict(outcome, why, records)
+    why = "; ".join(f"{record['name']} {describe_effect(record)}" for record in records)
+    return Verdict(outcome, f"{why}. {note}" if note else why, records)
 
 
 def slope_weights(positions: Sequence[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
     plainvit study positions --budget cpu          supported, contradicted or inconclusive
 
-Results are OUT/NAME/{table.md, figure.png, verdict.json}. Runs are stored in OUT/runs by the hashes of config and code:
+Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by the hashes of config and code:
 studies share them, and a finished run is repeated only if the code changed. The seeds of an arm follow from its config,
 so that arms are independent of each other and equal arms of two studies are the same runs. Fine-tunings of the same
 pre-training share it run by run; such arms are positively correlated, which makes Welch's intervals too wide, never too
@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import json
 import logging
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +29,9 @@ from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite, run_seconds
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.evidence import Verdict
-from plainvit.studies.page import STATISTICS, markdown_table
+from plainvit.studies.page import is_present
 from plainvit.studies.runs import Workers, run_all, run_hash, run_name
-from plainvit.studies.study import BUDGETS, PERCENT, Arm, Budget, Results, Study, families_at_edge, rate_name
+from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge, rate_name
 from plainvit.weights import save as save_weights
 
 log = logging.getLogger("plainvit")
@@ -87,7 +86,7 @@ def check_budget(study: Study, budget: Budget, folder: Path) -> None:
     if budget != "cpu" and not torch.cuda.is_available():
         raise NoDeviceError(f"--budget {budget} needs a CUDA GPU and none was found: use --budget cpu")
     stored = read_verdict_file(folder)
-    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and stored.get("statistics") == STATISTICS:
+    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_present(stored):
         larger = stored["budget"]
         raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
 
@@ -231,7 +230,6 @@ def _write(
     record = {
         **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "rule", "metric")},
         "study": study.name,
-        "statistics": STATISTICS,
         "budget": budget,
         "outcome": verdict.outcome,
         "why": verdict.why,
@@ -244,20 +242,4 @@ def _write(
     }
     make_folder(folder)
     write_text(folder / "verdict.json", json.dumps(finite(record), indent=1) + "\n")
-    write_text(folder / "table.md", write_table(study, found, verdict))
     save(draw_study(study, found), folder / "figure.png")
-
-
-def write_table(study: Study, found: Results, verdict: Verdict) -> str:
-    """Markdown: the claim, a row for each arm, the rule and the verdict."""
-    rows = [(arm, _cell(found, arm), len(found.values[arm])) for arm in found.values]
-    table = markdown_table(("arm", PERCENT.get(study.metric, study.metric), "runs"), rows)
-    paragraphs = (f"# {study.claim}", f"{study.source}. {study.paper}".strip(), "\n".join(table))
-    return "\n\n".join((*paragraphs, f"Rule: {study.rule}", f"**{verdict.outcome}**: {verdict.why}")) + "\n"
-
-
-def _cell(found: Results, arm: str) -> str:
-    scale = 100 if found.metric in PERCENT else 1
-    values = [scale * value for value in found.of(arm)]
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"

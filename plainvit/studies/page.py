@@ -3,11 +3,11 @@
     plainvit study list --out docs/studies
     write_page(Path("docs/studies"))          docs/studies.md, from every docs/studies/NAME/verdict.json
 
-Listing does not load torch. A verdict whose `statistics` is not the present one was made under an earlier rule, and is
-shown as history.
+Listing does not load torch. A verdict that was made under another rule than the present one is shown as history.
 """
 
 import math
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,14 @@ from rich.text import Text
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
-from plainvit.studies.claims import read_claims
+from plainvit.studies.claims import PERCENT, read_claims
+from plainvit.studies.evidence import describe_effect
 
-STATISTICS = "welch-holm"  # of the present verdicts
 EARLIER = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
 COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
 BUDGETS = ("cpu", "gpu")  # from the smallest
-NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "command", "seconds", "environment")
+NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "metric", "values", "command")
+NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
 
 METHOD = (
@@ -73,13 +74,13 @@ def read_verdict(file: Path) -> dict[str, Any]:
 
 
 def is_present(record: Mapping[str, Any]) -> bool:
-    """Whether the verdict was made by the present statistics."""
-    return record.get("statistics") == STATISTICS
+    """Whether the verdict was made under the present rule."""
+    return "parts" in record and record["rule"] == read_claims().get(record["study"], record)["rule"]
 
 
 def count_runs(record: Mapping[str, Any]) -> int:
     """The largest number of runs of an arm."""
-    return max((len(rows) for rows in record.get("values", {}).values()), default=0)
+    return max((len(rows) for rows in record["values"].values()), default=0)
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
@@ -116,9 +117,7 @@ def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
     for record in found:
         head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
         lines.append(Text.assemble(*head, f", {count_runs(record)} runs an arm"))
-        lines += [
-            Text(f"  {cells[0]} {cells[1]} ({cells[2]}), {cells[5]}") for cells in map(_part_cells, _parts(record))
-        ]
+        lines += [Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _part_rows(record)]
     legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the parts", style="dim")
     return Group(*lines, legend, Text(f"report: {page_of(out)}"))
 
@@ -148,7 +147,7 @@ def page(out: Path) -> str:
         paragraphs += _section(record, out)
     if rest:
         rows = [(read_claims()[name]["number"], read_claims()[name]["claim"], name) for name in rest]
-        paragraphs += ["## Not run", "\n".join(markdown_table(("no.", "claim", "study"), rows))]
+        paragraphs += ["## Not run", markdown_table(("no.", "claim", "study"), rows)]
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -179,24 +178,26 @@ def _overview(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = []
     for record in found.values():
         link = f"[{record['study']}](#{_heading(record).lower().replace('. ', '-')})"
-        rows.append((record["number"] or "", record["claim"], _outcome(record), record["budget"], link))
-    return ["\n".join(markdown_table(("no.", "claim", "outcome", "budget", "study"), rows))] if rows else []
+        claim = read_claims().get(record["study"], record)["claim"]
+        rows.append((record["number"] or "", claim, _outcome(record), record["budget"], link))
+    return [markdown_table(("no.", "claim", "outcome", "budget", "study"), rows)] if rows else []
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
     """Claim, rule, verdict, parts, arms, figure and command of a study."""
     name, folder = record["study"], out / record["study"]
     yield f"## {_heading(record)}"
-    yield f"{record['claim']} *{record['source']}.* {record.get('paper', '')}".rstrip()
-    yield f"Rule: {read_claims().get(name, record)['rule'].rstrip('.')}."
+    claim = read_claims().get(name, record)
+    yield f"{claim['claim']} *{claim['source']}.* {claim.get('paper', '')}".rstrip()
+    yield f"Rule: {claim['rule'].rstrip('.')}."
     if is_present(record):
         yield f"**{record['outcome']}**, {count_runs(record)} runs an arm: {record['why'].rstrip('.')}."
         heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
-        yield "\n".join(markdown_table(heads, map(_part_cells, _parts(record))))
+        yield markdown_table(heads, _part_rows(record))
     else:
         yield "Not run yet under this rule."
         yield from _history(record)
-    yield "\n".join(_read_table(folder / "table.md"))
+    yield markdown_table(("arm", PERCENT.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
     if (folder / "figure.png").is_file():
         yield f"![{name}: {_cell(record['claim'])}]({out.resolve().name}/{name}/figure.png)"
     yield _describe_runs(record, out)
@@ -215,26 +216,21 @@ def _history(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"It was written after the runs. The one before them, with the outcome {before['outcome']}: {rule}."
 
 
-def _parts(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return record.get("parts", ())
+def _part_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (part["name"], describe_effect(part), part["need"], str(part["runs"] or ""), f"{part['p']:.2g}", part["holds"])
+        for part in record["parts"]
+    ]
 
 
-def _part_cells(part: Mapping[str, Any]) -> tuple[str, ...]:
-    """A part as stored in verdict.json; numbers that are not finite are null there."""
-    scale, digits = (100, 2) if part["unit"] == "points" else (1, 3)
-    effect, low, high = (
-        "?" if part[name] is None else f"{scale * part[name]:+.{digits}f}" for name in ("effect", "low", "high")
-    )
-    if not part["runs"]:
-        return part["name"], f"{part['effect']:.3g}", part["need"], "", "", part["holds"]
-    interval = f"{effect} {part['unit']} [{low}, {high}]".replace("  ", " ")
-    return part["name"], interval, part["need"], str(part["runs"]), f"{part['p']:.2g}", part["holds"]
-
-
-def _read_table(file: Path) -> list[str]:
-    """The rows of table.md."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [line for line in lines if line.startswith("|")]
+def _arm_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Mean and standard deviation of each arm."""
+    scale, rows = 100 if record["metric"] in PERCENT else 1, []
+    for arm, runs in record["values"].items():
+        values = [math.nan if run[record["metric"]] is None else scale * run[record["metric"]] for run in runs]
+        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        rows.append((arm, f"{statistics.fmean(values):.2f}{spread}", str(len(values))))
+    return rows
 
 
 def _commits(record: Mapping[str, Any]) -> list[str]:
@@ -261,9 +257,9 @@ def _heading(record: Mapping[str, Any]) -> str:
     return f"{record['number']}. {record['study']}" if record["number"] else record["study"]
 
 
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines]
+    return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
 
 
 def _cell(words: str) -> str:

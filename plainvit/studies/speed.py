@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig
@@ -76,6 +75,8 @@ def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
 
 def images_per_second(model: nn.Module, config: Config, size: int) -> float:
     """The best of several forward passes, after a warm-up."""
+    from torch.utils.benchmark import Timer  # here, since it warns where there is no GPU
+
     scope = {"model": model.eval(), "images": random_images(config, size)}
     with torch.inference_mode(), autocast(config.device):
         timer = Timer("model(images)", globals=scope, num_threads=1)

@@ -19,7 +19,7 @@ from plainvit.config import Config
 from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
-from plainvit.studies.claims import read_claims
+from plainvit.studies.claims import PERCENT, read_claims
 from plainvit.studies.evidence import Estimate, Part, Verdict, above, contrast, judge, within
 
 Budget = Literal["cpu", "gpu"]
@@ -27,12 +27,6 @@ BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Parts = Callable[["Results"], Sequence[Part]]
 CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
 MARGIN = 0.01  # of equivalence and non-inferiority in accuracy, unless a study says otherwise
-PERCENT = {  # metrics in percent, with their table headings
-    "top1": "held-out top-1, %",
-    "choice": "top-1 for the choice of rates, %",
-    "few_shot": "5-shot top-1, %",
-    "overfitting": "training - held-out top-1, points",
-}
 
 
 def held_out(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
