@@ -23,13 +23,13 @@ def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = N
     """
     from plainvit.data import check as checks
 
-    parts = checks.splits(data, data_root)
-    report = checks.info(data, parts)
+    sources = checks.splits(data, data_root)
+    report = checks.info(data, sources)
     if sheet:
         from plainvit.analyse.figures import save
         from plainvit.analyse.gallery import BYTES, class_sheet
 
-        save(class_sheet(next(iter(parts.values()))), sheet, BYTES)
+        save(class_sheet(next(iter(sources.values()))), sheet, BYTES)
         report["sheet"] = str(sheet)
     print_result(report, None if json else checks.info_table(report))
 
