@@ -42,7 +42,7 @@ def check(
     data_root: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Find corrupt files, duplicates within and across splits, empty classes and odd sizes.
+    """Find corrupt files, duplicates, photos under two labels, empty classes and odd sizes.
 
     Exit code 3 if an image is unreadable.
 
