@@ -29,11 +29,10 @@ from plainvit.data import tables
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Pixels
 from plainvit.data.loader import Batch, Loader, evaluation_batches
-from plainvit.data.order import permutation, uniforms
+from plainvit.data.order import permutation
 from plainvit.data.pack import pack
 from plainvit.data.resident import decode_all, resize_boxes
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.transforms import DRAWS
 from plainvit.data.workers import default_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
@@ -89,10 +88,10 @@ def stream(
         )
         for rank in range(world)
     ]
-    return [joined(shares) for shares in zip(*ranks, strict=True)]
+    return [concatenate(shares) for shares in zip(*ranks, strict=True)]
 
 
-def joined(shares: tuple[Batch, ...]) -> Batch:
+def concatenate(shares: tuple[Batch, ...]) -> Batch:
     return Batch(
         torch.cat([share.images for share in shares]),
         torch.cat([share.labels for share in shares]),
@@ -102,7 +101,7 @@ def joined(shares: tuple[Batch, ...]) -> Batch:
 
 
 def samples(batches: Stream) -> tuple[Tensor, Tensor, list[int]]:
-    whole = joined(tuple(batches))
+    whole = concatenate(tuple(batches))
     return whole.images, whole.labels, whole.index.tolist()
 
 
@@ -115,7 +114,7 @@ def assert_same(found: Stream, expected: Stream) -> None:
         assert np.array_equal(one.index, other.index)
 
 
-def refused(call: Callable[[], object]) -> str:
+def catch_error(call: Callable[[], object]) -> str:
     """The one line of a DataError."""
     with pytest.raises(DataError) as caught:
         call()
@@ -294,7 +293,7 @@ def kill_workers(count: int) -> None:
         os.kill(child.pid or 0, signal.SIGKILL)
 
 
-def struck(batches: Iterator[Batch], at: tuple[int, ...], count: int, pause: float) -> str:
+def digest_killed(batches: Iterator[Batch], at: tuple[int, ...], count: int, pause: float) -> str:
     """The digest of a stream of which workers are killed after some of its batches."""
     found = []
     for number in itertools.count():
@@ -311,7 +310,7 @@ def struck(batches: Iterator[Batch], at: tuple[int, ...], count: int, pause: flo
 def killed_stream(source: Source, workers: int, at: tuple[int, ...], count: int, pause: float) -> str:
     options = {"augment": EVERYTHING, "seed": 11, "workers": workers, "mode": "streamed"}
     loader = Loader(source, batch=12, size=(32, 32), **options)
-    return in_a_child(lambda: struck(loader.batches(0, 30), at, count, pause))
+    return in_a_child(lambda: digest_killed(loader.batches(0, 30), at, count, pause))
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.0], ids=["waiting", "computing"])
@@ -463,29 +462,6 @@ class Sizes(Source):
 
     def name(self, index: int) -> str:
         return str(index)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "crop", "side"),
-    [
-        ([(24, 24)] * 40, "pad", 32),
-        ([(24, 24)] * 40, "none", 48),
-        ([(24, 24), (16, 32), (32, 20), (9, 30)] * 10, "pad", 48),
-        ([(24, 24), (16, 32), (32, 20), (9, 30)] * 10, "none", 32),
-    ],
-)
-def test_images_of_other_sizes_equal_torchvision(shapes: list[tuple[int, int]], crop: str, side: int) -> None:
-    """Pad by `pad` pixels of the image, crop its own size, resize to the model's."""
-    source, augment = Sizes(shapes), Augment(crop=crop, pad=4, flip=0.0)
-    assert difference(source, augment, side).max() <= LEVEL
-    one = stream(source, stop=1, batch=40, side=side, augment=augment)[0]
-    u = uniforms(11, torch.zeros(40, dtype=torch.long), torch.arange(40), DRAWS)
-    for image, index, (first, second) in zip(one.images, one.index, u[:, :2].tolist(), strict=True):
-        whole = torch.from_numpy(source.read(int(index))).permute(2, 0, 1).double()
-        if crop == "pad":
-            height, width = shapes[index]
-            whole = VF.crop(VF.pad(whole, [4, 4, 4, 4]), int(first * 9), int(second * 9), height, width)
-        assert (image - VF.resize(whole, [side, side], antialias=True)).abs().max() <= 1.001
 
 
 def test_padding_of_resident_images_is_never_visible() -> None:
@@ -655,7 +631,7 @@ def test_over_one_percent_of_bad_images_end_training(tmp_path: Path, workers: in
     source = flawed_set(tmp_path, 300, {10 * i: flaw for i in range(3)})
     assert len(stream(source, **options)) == 6
     (tmp_path / source.name(30)).write_bytes(flaw or b"")
-    assert "4 of 300" in refused(lambda: stream(source, **options))
+    assert "4 of 300" in catch_error(lambda: stream(source, **options))
 
 
 @pytest.mark.parametrize(
@@ -664,7 +640,7 @@ def test_over_one_percent_of_bad_images_end_training(tmp_path: Path, workers: in
 )
 def test_a_set_without_readable_images_is_a_data_error(tmp_path: Path, flaw: str, mode: str, workers: int) -> None:
     source = flawed_set(tmp_path, 60, dict.fromkeys(range(60), FLAWS[flaw]))
-    refused(lambda: stream(source, batch=4, side=8, augment=Augment(), mode=mode, workers=workers))
+    catch_error(lambda: stream(source, batch=4, side=8, augment=Augment(), mode=mode, workers=workers))
 
 
 @pytest.mark.parametrize("crop", ["inception", "inception-tf", "random", "pad", "none"])

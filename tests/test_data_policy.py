@@ -223,21 +223,6 @@ def test_an_image_too_small_to_blur_is_rejected() -> None:
 # Samples and batches --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(64, 16, 16), (28, 300, 280)])
-def test_a_policy_does_not_depend_on_the_batch(shape: tuple[int, int, int]) -> None:
-    """Alone, in another order, in parts. Above 256 x 256 no fp32 holds the sum of all levels: no mean may tell."""
-    count, height, width = shape
-    images, u = stacked([noise(height, width, i) for i in range(count)]), draws(count)
-    made = Policy(BOTH, (height, width), "cpu")
-    whole = made(images, u)
-    for extreme in (0.0, 1 - 2.0**-24):
-        assert made(images[:2], torch.full((2, 6), extreme)).shape == images[:2].shape
-    assert torch.equal(made(images.flip(0), u.flip(0)).flip(0), whole)
-    assert torch.equal(torch.cat([made(x, y) for x, y in zip(images.split(11), u.split(11), strict=True)]), whole)
-    for i in range(0, count, 3):
-        assert torch.equal(made(images[i : i + 1], u[i : i + 1])[0], whole[i])
-
-
 # In the loader --------------------------------------------------------------------------------------------------------
 
 CHAINS = {"randaugment": Augment(randaugment=(2, 15)), "three": Augment(three_augment=True), "both": BOTH}
@@ -253,25 +238,6 @@ def loaded(source: Source, augment: Augment, batch: int = 12, stop: int = 48, wo
 @pytest.fixture
 def shapes() -> Source:
     return open_source("shapes:size=32,count=48")
-
-
-@pytest.mark.parametrize(
-    ("chain", "mode"), [("randaugment", "streamed"), ("three", "resident"), ("both", "streamed"), ("both", "resident")]
-)
-def test_policies_do_not_depend_on_batches_processes_workers_or_the_global_seed(
-    shapes: Source, chain: str, mode: str
-) -> None:
-    augment = CHAINS[chain]
-    expected = loaded(shapes, augment, mode=mode)
-    assert expected.dtype is torch.uint8
-    assert not torch.equal(expected, loaded(shapes, Augment(), mode=mode))
-    assert torch.equal(loaded(shapes, augment, batch=4, mode=mode), expected)
-    assert torch.equal(loaded(shapes, augment, world=3, mode=mode, workers=2), expected)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(99)
-        before = torch.get_rng_state()
-        assert torch.equal(loaded(shapes, augment, mode=mode), expected)
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])

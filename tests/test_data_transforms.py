@@ -274,16 +274,6 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     assert share_within(found, expected, 0) > 0.99
 
 
-@pytest.mark.parametrize(("shape", "out"), zip(SHAPES, [(96, 96), (64, 128), (96, 96)] * 3, strict=True))
-@pytest.mark.parametrize("interpolation", KINDS)
-def test_squash_equals_torchvision(shape: tuple[int, int], out: tuple[int, int], interpolation: str) -> None:
-    image = as_tensor(np.array(photo(*shape, seed=4)))
-    expected = v2.Resize(list(out), KINDS[interpolation], antialias=True)(image)
-    found = preprocess_image(image.permute(1, 2, 0).numpy(), Preprocess(interpolation=interpolation), out)
-    assert share_within(found, expected, 1) == 1
-    assert share_within(found, expected, 0) > 0.99
-
-
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_crop_equals_timm(shape: tuple[int, int], interpolation: str) -> None:

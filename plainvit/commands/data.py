@@ -18,13 +18,13 @@ def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = N
     """
     from plainvit.data import check as checks
 
-    parts = checks.splits(data, data_root)
-    report = checks.info(data, parts)
+    sources = checks.splits(data, data_root)
+    report = checks.info(data, sources)
     if sheet:
         from plainvit.analyse.figures import save
         from plainvit.analyse.gallery import BYTES, class_sheet
 
-        save(class_sheet(next(iter(parts.values()))), sheet, BYTES)
+        save(class_sheet(next(iter(sources.values()))), sheet, BYTES)
         report["sheet"] = str(sheet)
     print_result(report, None if json else checks.info_table(report))
 
@@ -37,7 +37,7 @@ def check(
     data_root: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Find corrupt files, duplicates within and across splits, empty classes and odd sizes.
+    """Find corrupt files, duplicates, photos under two labels, empty classes and odd sizes.
 
     Exit code 3 if an image is unreadable.
 

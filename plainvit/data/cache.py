@@ -58,7 +58,7 @@ class Decoded(Subset):
             return self._pixels[start : start + 3 * height * width].reshape(height, width, 3), (extent[0], extent[1])
         data = self.source.read(index)
         pixels, extent = shrink(data, self.least), size(data)
-        if pixels.nbytes <= self.slot and self._write(memoryview(pixels).cast("B"), start):
+        if pixels.nbytes <= self.slot and self._write(np.ascontiguousarray(pixels).data.cast("B"), start):
             self._sizes[index] = *pixels.shape[:2], *extent  # two workers may store an image twice: the bytes are equal
         return pixels, extent
 

@@ -44,10 +44,10 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     return found
 
 
-def merge_classes(spec: str, parts: dict[str, Source]) -> tuple[str, ...]:
+def merge_classes(spec: str, sources: dict[str, Source]) -> tuple[str, ...]:
     """The classes of all splits. Where classes are only numbers, a split may lack the highest ones."""
-    classes = max((source.classes for source in parts.values()), key=len)
-    for split, source in parts.items():
+    classes = max((source.classes for source in sources.values()), key=len)
+    for split, source in sources.items():
         if source.classes != classes[: len(source.classes)]:
             raise DataError(f"{spec}: the {split} split has other classes than the rest: make them equal")
     return classes
@@ -64,13 +64,13 @@ def map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T]
             yield first.result()
 
 
-def info(spec: str, parts: dict[str, Source]) -> dict[str, Any]:
+def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
     """Counts, classes and sizes of each split."""
-    classes = merge_classes(spec, parts)
+    classes = merge_classes(spec, sources)
     by_number = list(classes) != sorted(classes) and list(classes) == order_classes(classes)
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
     report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
-    for split, source in parts.items():
+    for split, source in sources.items():
         sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
         extents = np.array([extent for index in sample if (extent := _read_size(source, int(index))) is not None])
         counts = _count_classes(source)

@@ -34,13 +34,13 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
         raise ValueError(f"--side must be at least 1 and --quality 1 to 100, got --side {side} --quality {quality}")
     if target.exists() and any(target.iterdir()):
         raise DataError(f"{target} is not empty: give an empty or new folder")
-    parts = splits(spec, data_root)
-    classes = merge_classes(spec, parts)
+    sources = splits(spec, data_root)
+    classes = merge_classes(spec, sources)
     make_folder(target)
     write_text(target / UNFINISHED, "plainvit data pack has not finished here\n")
     rows: list[dict[str, Any]] = []
     unreadable: list[dict[str, str]] = []
-    for split, source in parts.items():
+    for split, source in sources.items():
         images = map_threads(lambda i, s=source: _encode_small(s, i, side, quality), len(source), f"{split}: packing")
         count = len(rows)
         unreadable += _write_shards(split, source, target, enumerate(images), rows)
