@@ -29,8 +29,10 @@ PAIRS = 5  # of a mapping that are printed
 
 def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     """Names from a file: one per line, a JSON list, or a JSON object of numbers and names. Raises ValueError."""
-    if not path.is_file() or path.stat().st_size > SIZE_LIMIT:
-        raise ValueError(f"--class-names {path} is not a file of at most {SIZE_LIMIT >> 20} MiB")
+    if not path.is_file():
+        raise ValueError(f"--class-names {path}: there is no such file")
+    if path.stat().st_size > SIZE_LIMIT:
+        raise ValueError(f"--class-names {path} is above the limit of {SIZE_LIMIT >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8").strip()
         names = json.loads(text) if text.startswith(("[", "{")) else text.splitlines()
@@ -166,7 +168,7 @@ def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> Permutation |
     fitted[order] = (np.arange(len(labels)) - starts) % 2 == 0
     if fitted.all():
         return None
-    mapping = _assign_greedily(labels[fitted], predicted[fitted])
+    mapping = assign_classes(labels[fitted], predicted[fitted])
     mapped = np.array([mapping.get(int(label), -1) for label in labels[~fitted]])
     right, tested = predicted[~fitted] == mapped, int((~fitted).sum())
     own = float((predicted[~fitted] == labels[~fitted]).mean())
@@ -176,7 +178,7 @@ def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> Permutation |
     return Permutation(tuple(sorted(mapping.items())), float(right.mean()), tested)
 
 
-def _assign_greedily(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
+def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
     """{label: prediction}, one to one, by the most frequent pairs first."""
     pairs, counts = np.unique(np.stack((labels, predicted), 1), axis=0, return_counts=True)
     mapping: dict[int, int] = {}

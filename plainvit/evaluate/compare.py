@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,11 +21,14 @@ from rich.text import Text
 from plainvit.config import Config
 from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, Rows, find_steps, match_images, read_card, read_rows, settings_of
+from plainvit.evaluate.class_names import assign_classes
 from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
 TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
+HEADINGS = {name: f"{title} %" if UNITS.get(name) == "%" else title for name, title in TITLES.items()}
+HEADINGS |= {"ece": "ECE %", "precision": "prec. %"}  # eight columns fit a terminal
 LEAST_SHARED = 10  # images; all of them if a card has fewer
 IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
 MAX_SETTINGS = 12  # printed; --json has all
@@ -117,9 +121,11 @@ def list_remarks(a: Card, b: Card) -> list[str]:
 
 
 def _compare_truth(a: Rows, b: Rows) -> list[str]:
-    """A remark if shared images have different labels."""
+    """A remark if shared images have different labels; classes may have other names."""
     at_a, at_b = match_images(a, b)
-    differing = int((a.truth[at_a] != b.truth[at_b]).sum())
+    ours, theirs = (np.unique(truth.astype(str), return_inverse=True)[1] for truth in (a.truth[at_a], b.truth[at_b]))
+    names = assign_classes(ours, theirs)
+    differing = sum(names.get(int(one)) != other for one, other in zip(ours, theirs, strict=True))
     return [f"{differing:,} of the {len(at_a):,} shared images have different labels"] if differing else []
 
 
@@ -211,8 +217,7 @@ def table(found: dict[str, Any]) -> Group:
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if found["groups"]:
         lines += [seeds.table(found["groups"]), *map(Text, seeds.describe(found["groups"])), Text("")]
-    for shown in _make_tables(rows):
-        lines += [shown, Text("")]
+    lines += [_make_table(rows), Text("")]
     pairs = _select_pairs(rows, found["groups"])
     for row in pairs:
         lines += _describe_difference(row, rows[0])
@@ -238,24 +243,16 @@ def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
     return [row for row in rows if any(row is one for one in chosen.values())]
 
 
-def _make_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """Tables with as many columns as fit in 80 characters."""
-    titles = {name: f"{title}, {UNITS[name]}" if name in UNITS else title for name, title in TITLES.items()}
-    width = min(max(6, *(len(row["name"]) for row in rows)), 24)
-    most = max((80 - max(map(len, titles.values()))) // (width + 2), 1)
-    columns = math.ceil(len(rows) / math.ceil(len(rows) / most))
-    named = {titles[name]: name for name in TITLES if any(name in row["metrics"] for row in rows)}
-    return [_make_table(rows[at : at + columns], named) for at in range(0, len(rows), columns)]
-
-
-def _make_table(rows: Sequence[dict[str, Any]], named: dict[str, str]) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("", style="dim", no_wrap=True)
+def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A row per card, a column per metric."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    shown.add_column("", overflow="fold", min_width=8)
+    metrics = [name for name in TITLES if any(name in row["metrics"] for row in rows)]
+    for title in (*(HEADINGS[name] for name in metrics), "images"):
+        shown.add_column(title, justify="right")
     for row in rows:
-        shown.add_column(Text(row["name"]), justify="right", overflow="fold", min_width=6)
-    for title, name in named.items():
-        shown.add_row(title, *(_format(name, row["metrics"].get(name)) for row in rows))
-    shown.add_row("images", *(f"{row['images']:,}" for row in rows))
+        cells = (_format(name, row["metrics"].get(name)) for name in metrics)
+        shown.add_row(Text(row["name"]), *cells, f"{row['images']:,}")
     return shown
 
 

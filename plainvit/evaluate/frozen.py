@@ -187,6 +187,8 @@ def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Set
         with contextlib.suppress(MissingSplitError):
             test = test or open_source(spec, name, data_root=data_root)
     if test is None:
+        if np.bincount(train.labels[train.labels >= 0], minlength=1).max() < 2:
+            raise DataError(f"{spec} has no {split} images, and no class with two images to hold one out: add images")
         train, test = hold_out(train, HOLDOUT)
         counts = f"{len(test):,} of {len(train) + len(test):,} images"
         log.warning("%s has no %s images: %s are held out to test on", spec, split, counts)

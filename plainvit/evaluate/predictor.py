@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import numpy as np
 import torch
@@ -129,26 +129,12 @@ class Predictor:
             ImageError: The image cannot be read.
             ValueError: Its type or shape is not supported.
         """
-        if isinstance(image, Tensor):
-            if image.ndim != 3 or image.shape[0] != 3:
-                raise ValueError(f"a tensor must have the shape [3, height, width], got {list(image.shape)}")
-            if tuple(image.shape[1:]) == tuple(self.size):
-                return image
-            pixels = image if image.dtype == torch.uint8 else image.clamp(0, 1).mul(255).round().byte()
-            image = pixels.permute(1, 2, 0).contiguous().cpu().numpy()
-        elif isinstance(image, str | Path):
-            path, image = image, Path(image).read_bytes()
-            try:
-                return preprocess_image(image, self.preprocess, self.size)
-            except ImageError as error:
-                raise ImageError(f"{path}: {error}") from error
-        elif isinstance(image, Image.Image):
-            image = to_pixels(image)
-        elif isinstance(image, np.ndarray) and (image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8):
-            raise ValueError(
-                f"an array must be uint8 of shape [height, width, 3], got {image.dtype} {list(image.shape)}"
-            )
-        return preprocess_image(image, self.preprocess, self.size)
+        if isinstance(image, Tensor) and tuple(image.shape) == (3, *self.size):
+            return image
+        try:
+            return preprocess_image(_to_array(image), self.preprocess, self.size)
+        except ImageError as error:
+            raise ImageError(f"{image}: {error}" if isinstance(image, str | Path) else str(error)) from error
 
     def stack(self, images: Iterable[ImageLike]) -> Tensor:
         """Preprocesses images of any sizes into one batch [B, 3, H, W]."""
@@ -177,18 +163,17 @@ class Predictor:
             torch.Size([192])
         """
         if _is_one_image(images):
-            return self.features([images])[0]
-        if not isinstance(images, Tensor) or tuple(images.shape[2:]) != tuple(self.size):
-            parts = [self.features(self.stack(some)) for some in _batches(images, self.batch)]
-            return torch.cat(parts)
+            return self.features([cast(ImageLike, images)])[0]
+        if isinstance(images, Tensor) and tuple(images.shape[2:]) == tuple(self.size):
+            return self._features(images)
+        several = cast(Iterable[ImageLike], images)
+        return torch.cat([self._features(self.stack(some)) for some in _batches(several, self.batch)])
+
+    def _features(self, images: Tensor) -> Tensor:
         with self._eval_mode(), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
-    @overload
-    def __call__(self, images: ImageLike, k: int = 5) -> list[Prediction]: ...
-    @overload
-    def __call__(self, images: Iterable[ImageLike], k: int = 5) -> list[list[Prediction]]: ...
-    def __call__(self, images: Any, k: int = 5) -> list[Prediction] | list[list[Prediction]]:
+    def __call__(self, images: ImageLike | Iterable[ImageLike], k: int = 5) -> Any:
         """Predicts the k most probable classes, in descending order; all classes if there are fewer.
 
         Args:
@@ -208,9 +193,9 @@ class Predictor:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         if _is_one_image(images):
-            return self([images], k)[0]
+            return self([cast(ImageLike, images)], k)[0]
         found: list[list[Prediction]] = []
-        for some in _batches(images, self.batch):
+        for some in _batches(cast(Iterable[ImageLike], images), self.batch):
             logits = self.logits(self.stack(some))
             check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
             best = logits.softmax(-1).topk(min(k, self.classes))
@@ -289,6 +274,21 @@ def _check_names(names: str | Path | Sequence[str], classes: int) -> tuple[str, 
     if len(names) != classes:
         raise ValueError(f"class_names has {len(names):,} names, but the model has {classes:,} classes")
     return tuple(names)
+
+
+def _to_array(image: ImageLike) -> bytes | np.ndarray:
+    """The contents of a file, or uint8 pixels [height, width, 3]."""
+    if isinstance(image, str | Path):
+        return Path(image).read_bytes()
+    if isinstance(image, Image.Image):
+        return to_pixels(image)
+    if isinstance(image, Tensor):
+        pixels = image if image.dtype == torch.uint8 else image.clamp(0, 1).mul(255).round().byte()
+        image = pixels.movedim(0, -1).contiguous().cpu().numpy()
+    if isinstance(image, np.ndarray) and (image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8):
+        kind = f"{image.dtype} {list(image.shape)}"
+        raise ValueError(f"pixels must be uint8 [height, width, 3], or a tensor [3, height, width], got {kind}")
+    return image
 
 
 def _is_one_image(images: object) -> bool:

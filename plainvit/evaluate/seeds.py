@@ -90,19 +90,18 @@ def difference(a: Mapping[Any, Run], b: Mapping[Any, Run]) -> dict[str, Any] | N
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A column per group: mean and standard deviation over its seeds."""
+    """A row per group: mean and standard deviation over its seeds."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("mean ± standard deviation over seeds", style="dim", no_wrap=True)
+    shown.add_column("mean ± sd over seeds", overflow="fold")
+    for title in (*(title for title, _, _ in METRICS.values()), "seeds"):
+        shown.add_column(title, justify="right")
     for row in rows:
-        shown.add_column(Text(row["name"]), justify="right")
-    for metric, (title, scale, digits) in METRICS.items():
         cells = []
-        for row in rows:
+        for metric, (_, scale, digits) in METRICS.items():
             spread = row["std"][metric]
             deviation = "" if spread is None else f" ± {scale * spread:.{digits}f}"
             cells.append(f"{scale * row['mean'][metric]:.{digits}f}{deviation}")
-        shown.add_row(title, *cells)
-    shown.add_row("seeds", *(str(len(row["seeds"])) for row in rows))
+        shown.add_row(Text(row["name"]), *cells, str(len(row["seeds"])))
     return shown
 
 
