@@ -24,7 +24,7 @@ from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
 from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
-from plainvit.data.splits import _draw_fraction, find_data_problems, hold_out, open_splits
+from plainvit.data.splits import find_data_problems, hold_out, open_splits
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
@@ -251,18 +251,6 @@ def test_results_are_those_of_the_delivered_weights(tmp_path: Path) -> None:
     assert np.sum(done.numbers["test"]["confusion"]) == len(source)
 
 
-def test_the_same_call_again_does_nothing(tmp_path: Path) -> None:
-    fit(tiny(), tmp_path, quiet=True)
-    before = {
-        path: path.stat().st_mtime_ns
-        for path in tmp_path.rglob("*")
-        if path.name not in (".lock", "config.json", "data.json")
-    }
-    again = fit(tiny(workers=1), tmp_path, quiet=True)
-    assert again.numbers["test"]["images"] == len(open_source(SHAPES, "test"))
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-
-
 def test_without_out_a_config_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = fit(tiny(steps=1), quiet=True).folder
@@ -463,15 +451,6 @@ def test_holding_out_is_fair_and_stable() -> None:
     for label in range(10):
         assert abs((held.labels == label).sum() - 0.1 * (source.labels == label).sum()) <= 0.5
     assert names == {hold_out(source, 0.1)[1].name(i) for i in range(len(held))}
-
-
-def test_held_out_images_are_spread_evenly_over_a_sorted_class() -> None:
-    labels = np.repeat(np.arange(100), 60)  # by hash, not by place: files lie sorted by writer, date or camera
-    source: Any = SimpleNamespace(labels=labels, classes=tuple(map(str, range(100))))
-    places = _draw_fraction(source, 0.2, 0, lambda count: count) % 60 / 59
-    assert len(places) == 1200
-    assert abs(places.mean() - 0.5) < 3 * places.std() / math.sqrt(len(places))
-    assert np.histogram(places, 4)[0] == pytest.approx(300, abs=45)
 
 
 @pytest.mark.parametrize("changes", [{}, {"patience": 2}, {"ema": 0.0}], ids=str)

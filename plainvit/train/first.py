@@ -86,16 +86,17 @@ def describe_first(results: dict) -> str:
 
 def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:
     """All training images, or as many of each class as fit into MOST_TIME; says how long it will take."""
-    seconds, width = time_forward(predictor)
-    count, config = len(train), run.config
-    most = MOST_WORK / (width * len(train.classes))
-    if config.hours:
-        most = min(most, config.hours * 3600 * MOST_TIME * run.world.size / seconds)
-    source = take_fraction(train, most / count) if most < count else train
-    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0)) / run.world.size
-    steps = 3 * seconds * config.steps * config.batch / run.world.size  # a backward pass costs two forward passes
+    config, (seconds, width) = run.config, time_forward(predictor)
+    seconds /= run.world.size
+    most, limit = MOST_WORK / (width * len(train.classes)), config.hours * 3600
+    if limit:
+        most = min(most, limit * MOST_TIME / seconds)
+    source = take_fraction(train, most / len(train)) if most < len(train) else train
+    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0))
+    step = 3 * seconds * config.batch  # a backward pass costs about two forward passes
+    steps = min(config.steps, int(max(limit - features, 0) / step)) if limit else config.steps
     words = f"features of {len(source):,} images take about {readable(features)}"
-    tell(f"{words}, then {config.steps} steps of {config.batch} about {readable(steps)}", quiet=run.quiet)
+    tell(f"{words}, then about {steps:,} steps {readable(steps * step)}", quiet=run.quiet)
     return source
 
 
