@@ -147,7 +147,7 @@ def test_a_bad_gradient_changes_nothing(
     assert json.loads((tmp_path / "results.json").read_text())["skipped_steps"] == 1
 
 
-def test_what_is_not_finite_is_no_best_validation() -> None:
+def test_what_is_not_finite_is_never_the_best_validation() -> None:
     assert score({"top1": 0.1, "nll": 2.0}) == 0.1
     assert score({"top1": 0.1, "nll": float("nan")}) == score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
     assert score({"loss": 0.5}) == -0.5
@@ -173,9 +173,7 @@ def test_the_capture_names_what_was_bad(tmp_path: Path, monkeypatch: pytest.Monk
     assert tensor_hash(tensors) == seen[BAD][0]["model."]
 
 
-def test_a_run_with_a_bad_step_goes_on_after_a_stop_to_the_same_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_a_bad_step_resumes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_gradients(monkeypatch, float("nan"), {3, 8})
     fit(runs.config(), tmp_path / "whole", quiet=True)
     step = loop.take_step
@@ -264,7 +262,7 @@ def test_replay_prints_json_that_others_can_read(diverged: tuple[Path, str], cap
 @pytest.mark.parametrize(
     "changes", mostly_slow([{"micro_batch": 4}, {}, {"optim": Optim(lr=1e-2, lora=2)}, {"class_weights": True}], 2)
 )
-def test_replay_makes_a_sound_step_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_replay_repeats_a_sound_step(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The step after a checkpoint, with the loss and the norm that the metrics have of it, bit for bit."""
     out = tmp_path / "run"
     fit(runs.config(keep=9, **changes), out, quiet=True)
@@ -275,7 +273,7 @@ def test_replay_makes_a_sound_step_again(tmp_path: Path, changes: dict[str, Any]
         assert found["modules_not_finite"] == found["gradients_not_finite"] == []
 
 
-def test_replay_of_what_is_not_kept_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_replay_of_missing_steps_is_an_error(tmp_path: Path, capsys: Capture) -> None:
     fit(runs.config(), tmp_path / "run", quiet=True)
     assert "captured" in failed("replay", tmp_path / "run", code=2, capsys=capsys)
     line = failed("replay", tmp_path / "run", "--step", 2, code=2, capsys=capsys)
@@ -285,7 +283,7 @@ def test_replay_of_what_is_not_kept_is_refused(tmp_path: Path, capsys: Capture) 
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_captured_step_can_be_looked_into_while_the_run_goes_on(tmp_path: Path, capsys: Capture) -> None:
+def test_a_captured_step_can_be_replayed_while_the_run_trains(tmp_path: Path, capsys: Capture) -> None:
     """As the run itself proposes when it skips a step."""
     out = tmp_path / "run"
     child = Child(runs.train, runs.config(), out, "recorded:6", log=tmp_path / "log")
@@ -315,7 +313,7 @@ def stopped_in_its_course(child: Child, out: Path, send: Callable[[int], None], 
 
 
 @signals
-def test_a_signal_saves_and_stops_and_the_run_goes_on(
+def test_a_signal_saves_and_stops_and_the_run_resumes(
     tmp_path: Path, whole: dict[str, Any], number: int, code: int
 ) -> None:
     out = tmp_path / "run"
@@ -409,7 +407,7 @@ def unheard(out: Path, terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path, terminal: bool) -> None:
+def test_a_run_continues_when_nobody_reads_its_output(tmp_path: Path, terminal: bool) -> None:
     child = Child(unheard, tmp_path / "run", terminal, log=tmp_path / "log")
     assert child.wait() == 0, child.said
     assert status(tmp_path / "run")["state"] == "done"
@@ -439,7 +437,7 @@ def test_the_reason_is_never_a_bare_number(
 # Two processes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
+def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, whole: dict[str, Any], capsys: Capture) -> None:
     out = tmp_path / "run"
     child = command(tmp_path, runs.config(), pace=0.05)
     child.wait_for(lambda: any(metrics(out)))
@@ -514,7 +512,7 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.parametrize("step", mostly_slow([1, 5, 12, 7], 2))
-def test_a_full_disk_ends_the_run_with_5_and_it_goes_on_later(
+def test_a_full_disk_ends_the_run_with_5_and_it_resumes_later(
     small_disk: Path, tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: int, capsys: Capture
 ) -> None:
     out, recipe = small_disk / "run", runs.recipe_file(tmp_path, runs.config())
@@ -616,7 +614,7 @@ def offered(line: str) -> int:
 
 
 @pytest.mark.parametrize(("micro_batch", "most"), mostly_slow([(8, 4), (16, 8), (8, 2), (16, 1)], 3))
-def test_too_large_a_micro_batch_is_refused_with_one_that_fits(
+def test_too_large_a_micro_batch_is_an_error_with_one_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, micro_batch: int, most: int
 ) -> None:
     little_memory(monkeypatch, most)
@@ -641,7 +639,7 @@ def test_memory_that_runs_out_later_leaves_the_checkpoint(
     assert outcome(tmp_path / "run") == whole
 
 
-def test_a_smaller_micro_batch_counts_for_a_run_that_goes_on(
+def test_a_smaller_micro_batch_counts_for_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """On a machine with less memory: what was found to fit the old one is not held on to."""
@@ -657,7 +655,7 @@ def raise_out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
 
 
-def test_memory_that_runs_out_in_the_optimiser(
+def test_memory_that_runs_out_in_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Adam's two moments are made at the first update."""
@@ -733,7 +731,7 @@ def test_the_largest_micro_batch_is_found_by_halving(batch: int, most: int, foun
     assert tried == sorted(tried, reverse=True)
 
 
-def test_a_device_too_small_for_one_image_is_told_of() -> None:
+def test_a_device_too_small_for_one_image_is_reported() -> None:
     assert largest_micro_batch(device_run(0, []), (OnDevice(8),), 8) == 0  # pyright: ignore
     error = out_of_memory_error(device_run(0, []), (OnDevice(8),), 8)  # pyright: ignore
     assert "not even one image" in str(error)

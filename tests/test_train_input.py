@@ -120,7 +120,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table has a line about machines without a GPU")
 @pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(WRONG, 3), ids=[flags for flags, _, _ in WRONG])
-def test_wrong_words_are_refused_before_anything_is_made(
+def test_wrong_flags_are_errors_before_anything_is_made(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
     assert part in refused(capsys, "train", recipe, "--out", "run", *flags.split(), code=code)
@@ -151,7 +151,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
     ),
 )
 @pytest.mark.usefixtures("recipe")
-def test_a_command_without_a_run_in_it_is_refused(capsys: Capture, words: str, part: str) -> None:
+def test_a_command_without_a_run_in_it_is_an_error(capsys: Capture, words: str, part: str) -> None:
     assert part in refused(capsys, *words.split())
     assert here() == []
 
@@ -175,7 +175,7 @@ LATE: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(LATE, 2), ids=[flags for flags, _, _ in LATE])
-def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
+def test_a_refused_run_does_not_stand_in_the_way_of_the_fixed_one(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
     """Nothing was trained: the same folder takes the command with the mistake left out."""
@@ -185,7 +185,7 @@ def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_refused(
+def test_a_tracker_that_is_not_installed_is_an_error(
     recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for module in ("wandb", "torch.utils.tensorboard"):
@@ -246,7 +246,7 @@ def test_frozen_weights_stay_under_low_rank_updates(tmp_path: Path) -> None:
     assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
 
 
-def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
+def test_a_run_begun_from_weights_notices_that_they_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it has no checkpoint yet."""
@@ -268,7 +268,7 @@ def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
 # Search ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_search_without_images_to_judge_by_is_refused(recipe: str, capsys: Capture) -> None:
+def test_a_search_without_images_to_judge_by_is_an_error(recipe: str, capsys: Capture) -> None:
     flags = ("--search", "--optim.grid", 0.01, 0.1, "--search-holdout", 0, "--holdout", 0)
     assert "--search-holdout" in refused(capsys, "train", recipe, "--out", "run", *flags)
 
@@ -337,7 +337,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_changed_config_is_refused_with_what_changed(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+def test_a_changed_config_is_an_error_with_what_changed(tmp_path: Path, recipe: str, capsys: Capture) -> None:
     before = contents(begun(tmp_path / "run"))
     words = ("train", recipe, "--out", "run", "--optim.lr", 0.1, "--batch", 32, "--workers", 1)
     line = refused(capsys, *words)
@@ -348,7 +348,7 @@ def test_a_changed_config_is_refused_with_what_changed(tmp_path: Path, recipe: s
     assert contents(tmp_path / "run") == before
 
 
-def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+def test_a_changed_config_is_resumed_when_forced(tmp_path: Path, recipe: str, capsys: Capture) -> None:
     begun(tmp_path / "run")
     printed(capsys, "train", recipe, "--out", "run", "--optim.lr", 0.1, "--force")
     lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
@@ -372,7 +372,7 @@ def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsy
         2,
     ),
 )
-def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
+def test_what_a_checkpoint_cannot_become_is_an_error_even_when_forced(
     tmp_path: Path, recipe: str, capsys: Capture, flags: str, first: dict[str, Any]
 ) -> None:
     """A clear word, or a run that goes on: no traceback."""
@@ -387,7 +387,7 @@ def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
         assert status(tmp_path / "run")["state"] == "done"
 
 
-def test_forcing_a_finished_run_does_not_belie_it(tmp_path: Path, recipe: str) -> None:
+def test_forcing_a_finished_run_keeps_weights_and_config_together(tmp_path: Path, recipe: str) -> None:
     """Either it trains by the new config, or it keeps the old one: the weights and config.json belong together."""
     assert ended("train", recipe, "--out", "run") == 0
     before = outcome(tmp_path / "run")
@@ -405,7 +405,7 @@ def test_a_finished_run_can_be_made_longer_by_force(tmp_path: Path, recipe: str,
 @pytest.mark.parametrize(
     "text", mostly_slow(["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'], 3)
 )
-def test_a_broken_config_file_is_told_of(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
+def test_a_broken_config_file_is_reported(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
     (begun(tmp_path / "run") / "config.json").write_text(text)
     refused(capsys, "train", recipe, "--out", "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints", 1).steps() == [3]
@@ -484,7 +484,7 @@ def begun_on_photos(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: Captur
 
 
 @pytest.mark.parametrize("what", ["images", "classes"])
-def test_changed_data_is_refused_unless_forced(begun_on_photos: str, capsys: Capture, what: str) -> None:
+def test_changed_data_is_an_error_unless_forced(begun_on_photos: str, capsys: Capture, what: str) -> None:
     if what == "images":
         shutil.copy("photos/cat/0.png", "photos/cat/9.png")
     else:
@@ -521,7 +521,7 @@ def test_classes_of_one_image_cannot_be_held_out(recipe: str, capsys: Capture) -
 
 
 @pytest.mark.parametrize("broken", ["empty", "no classes", "unreadable", "no images"])
-def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture, broken: str) -> None:
+def test_data_that_cannot_be_trained_on_is_an_error(recipe: str, capsys: Capture, broken: str) -> None:
     folder = photos(count=3)
     if broken == "empty":
         shutil.rmtree(folder)
@@ -537,7 +537,7 @@ def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture,
     assert status(Path("run"))["exit_code"] == 3 if Path("run").exists() else True
 
 
-def test_a_class_whose_name_is_not_utf8_is_refused_by_name(recipe: str, capsys: Capture) -> None:
+def test_a_class_whose_name_is_not_utf8_is_an_error_by_name(recipe: str, capsys: Capture) -> None:
     """Not by the file that could not be written, as if the disk had failed."""
     folder = photos(count=3)
     next(folder.iterdir()).rename(os.fsdecode(os.fsencode(folder) + b"/caf\xe9"))
@@ -578,7 +578,7 @@ FINETUNE = (
     ),
 )
 @pytest.mark.usefixtures("first")
-def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code: int, part: str) -> None:
+def test_weights_of_another_model_are_errors(capsys: Capture, flags: str, code: int, part: str) -> None:
     photos()
     assert part in refused(capsys, *FINETUNE, *flags.split(), code=code)
     printed(capsys, *FINETUNE)  # in the same folder
@@ -587,7 +587,7 @@ def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code:
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R50x1"])
 @pytest.mark.usefixtures("first")
-def test_weights_of_another_family_are_refused(capsys: Capture, name: str) -> None:
+def test_weights_of_another_family_are_errors(capsys: Capture, name: str) -> None:
     photos()
     with pytest.raises(SystemExit) as caught:
         main([*FINETUNE, "--model", name])
@@ -692,7 +692,7 @@ PLANTED: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize("planted", mostly_slow(range(len(PLANTED)), 3), ids=[flags for flags, _ in PLANTED])
-def test_doctor_finds_a_planted_risk_and_its_mending_removes_it(capsys: Capture, planted: int) -> None:
+def test_doctor_finds_a_planted_problem_and_its_fix_removes_it(capsys: Capture, planted: int) -> None:
     flags, part = PLANTED[planted]
     found = risks(capsys, "digits", *flags.split())
     (risk,) = [risk for risk in found if part in risk]

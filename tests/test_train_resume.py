@@ -203,7 +203,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", tiny.mostly_slow(VARIANTS.values(), 4), ids=VARIANTS)
-def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_stopped_by_an_error_resumes_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
     made = runs.config(**changes)
     fit(made, tmp_path / "whole", quiet=True)
     stopped_run(made, tmp_path / "run", 2)
@@ -239,7 +239,7 @@ def test_a_run_shortened_by_hours_keeps_its_length_when_resumed(
     assert outcome(tmp_path / "run")["step"] == 10
 
 
-def test_a_run_that_was_shortened_on_the_way_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_shortened_on_the_way_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 6 a look at the clock leaves 8 steps of 12; what looks no more, or is stopped before, ends the same."""
 
     def replan(budget: TimeBudget, _: object) -> None:
@@ -276,7 +276,7 @@ def test_a_run_that_was_shortened_and_is_made_longer_has_the_length_asked_for(
     assert outcome(tmp_path)["step"] == 16
 
 
-def test_a_search_goes_on(tmp_path: Path) -> None:
+def test_a_search_resumes(tmp_path: Path) -> None:
     made = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
     fit(made, tmp_path / "whole", search=True, quiet=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -301,7 +301,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [("report.html", "model.safetensors"), ("model.safetensors",), ("results.json",)])
-def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[str, Any], lost: tuple[str, ...]) -> None:
+def test_a_finished_run_writes_lost_files_again(tmp_path: Path, whole: dict[str, Any], lost: tuple[str, ...]) -> None:
     fit(runs.config(), tmp_path, quiet=True)
     for name in lost:
         (tmp_path / name).unlink()
@@ -311,7 +311,7 @@ def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[st
 
 
 @pytest.mark.parametrize("checkpoints", ["sound", "damaged"])
-def test_a_finished_run_makes_damaged_weights_again(tmp_path: Path, whole: dict[str, Any], checkpoints: str) -> None:
+def test_a_finished_run_writes_damaged_weights_again(tmp_path: Path, whole: dict[str, Any], checkpoints: str) -> None:
     """From its newest sound checkpoint; without one it is an error of the data, and the file stays as it is."""
     fit(runs.config(), tmp_path, quiet=True)
     weights = tmp_path / "model.safetensors"
@@ -428,7 +428,7 @@ def test_metrics_have_times_and_tell_when_a_run_went_on(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("name", "value"), tiny.mostly_slow([("torch", "1.13"), ("device", "abacus, 3 threads"), ("processes", 8)], 3)
 )
-def test_another_machine_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
+def test_another_machine_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
     out = tmp_path / "run"
     stopped_run(runs.config(), out, 8)
     known = json.loads((out / "environment.json").read_text())
@@ -526,7 +526,7 @@ def means(text: bytes) -> Any:
         return None
 
 
-def test_an_edited_checkpoint_is_passed_over(copy: Path) -> None:
+def test_an_edited_checkpoint_is_skipped(copy: Path) -> None:
     assert kept_steps(copy) >= {8, 9}
     check_edits(copy, 30, seed=0)
 
@@ -579,7 +579,7 @@ def damage_all(out: Path) -> None:
         one_bit(path)
 
 
-def test_with_all_checkpoints_damaged_the_run_begins_anew(copy: Path, whole: dict[str, Any]) -> None:
+def test_with_all_checkpoints_damaged_the_run_starts_over(copy: Path, whole: dict[str, Any]) -> None:
     damage_all(copy)
     fit(runs.config(), copy, quiet=True)
     assert outcome(copy) == whole
@@ -631,7 +631,7 @@ def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_what_is_no_checkpoint_is_passed_over(copy: Path, whole: dict[str, Any]) -> None:
+def test_what_is_no_checkpoint_is_skipped(copy: Path, whole: dict[str, Any]) -> None:
     for name in ("step-00000999", "step-0000001x", "step-11", ".tmp-00000011", "backup"):
         (copy / "checkpoints" / name).mkdir()
     (copy / "checkpoints" / "step-00000777").write_text("a file")
@@ -650,7 +650,7 @@ def outcome_at(out: Path, step: int) -> dict[str, Any]:
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_leftovers_of_killed_processes_are_swept(copy: Path) -> None:
+def test_leftovers_of_killed_processes_are_deleted(copy: Path) -> None:
     for name in ("checkpoints/.tmp-00000007", "checkpoints/.tmp-00000010", "captures/.tmp-00000003"):
         (copy / name).mkdir(parents=True)
         (copy / name / TENSORS).write_bytes(b"half")
@@ -692,9 +692,7 @@ def test_the_best_is_no_longer_kept_once_there_is_a_better(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_with_patience_the_best_weights_are_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float
-) -> None:
+def test_with_patience_the_best_weights_are_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float) -> None:
     """Of step 4, three evaluations before the run gave up; averaged where it averages."""
     forced_accuracies(monkeypatch, 0.1, 0.9, 0.2, 0.3, 0.4, 0.5)
     made = runs.config(evaluations=6, keep=1, patience=3, ema=ema)

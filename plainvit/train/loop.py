@@ -38,6 +38,8 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     ):
         if progress.step:
             display.tell(f"resumed from step {progress.step}")
+        if run.is_compiled:
+            display.tell("compiling the model in the first step, which may take minutes")
         prefetcher = Prefetcher(run, batches)
         while progress.step < run.steps and not is_out_of_patience(run):
             watchdog.at(progress.step)

@@ -96,6 +96,10 @@ class Training:
         return uses_fsdp(self.config, self.world)
 
     @property
+    def is_compiled(self) -> bool:
+        return uses_compiler(self.config, self.world.device)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The precision of the arithmetic; weights are fp32."""
         return choose_precision(self.config.precision, self.loader.device.type)
@@ -163,6 +167,10 @@ def resume(run: Training) -> None:
 
 def uses_fsdp(config: Config, world: "World") -> bool:
     return world.size > 1 and config.parallel == "fsdp"
+
+
+def uses_compiler(config: Config, device: str) -> bool:
+    return config.compile == "on" or (config.compile == "auto" and device.startswith("cuda"))
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
