@@ -166,14 +166,15 @@ def read_results(path: Path) -> dict[str, Any]:
     """results.json of a finished run. Raises ValueError if its numbers are invalid."""
     file = path / "results.json"
     results = read_json(file)
-    for split in ("val", "test"):
-        fault = _find_fault(results.get(split, {}))
+    for split in ("val", "test", "first", "trained"):
+        fault = find_fault(results.get(split, {}))
         if fault:
             raise ValueError(f"{file}: {split}{fault}: delete the file and run the run's command again")
     return results
 
 
-def _find_fault(numbers: Any) -> str:
+def find_fault(numbers: Any) -> str:
+    """Describes the first invalid number of an entry of results.json; "" if all are valid."""
     if not isinstance(numbers, dict):
         return f" is {shorten_repr(numbers)}, not an object"
     if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):
