@@ -225,6 +225,7 @@ def budget(
         quiet=True,
         world=SimpleNamespace(sum=lambda tensor: tensor, size=1, device="cpu"),
         folder=SimpleNamespace(write_status=lambda *_: None),
+        is_compiled=False,
     )
     run.average = None
     return TimeBudget(run, 0.0), clock
@@ -260,8 +261,8 @@ def test_a_run_is_shortened_and_lengthened_up_to_the_length_asked_for(monkeypatc
         progress.step, clock[0] = step, seconds
         watch.replan(said)  # pyright: ignore
         lengths.append(progress.length)
-    # at 4 s per step 77 more fit, at 0.5 s 610 more, but 500 were asked for
-    assert lengths == [380, 97, 500, 500, 500]
+    # 350 more fit at 1 s per step, 77 at 4 s, 610 at 0.5 s, but 500 were asked for
+    assert lengths == [360, 97, 500, 500, 500]
     assert said.total == 500
 
 

@@ -1,7 +1,7 @@
 """The run folder, the only interface between commands: config, data, metrics, status and environment of one run.
 
-    runs/NAME/{config.json, data.json, metrics.jsonl, checkpoints/, captures/, model.safetensors, results.json,
-               environment.json, status.json, figures/, report.html}
+    runs/NAME/{config.json, data.json, metrics.jsonl, first/, first.json, checkpoints/, captures/, model.safetensors,
+               results.json, environment.json, status.json, figures/, report.html}
 
 One process owns it at a time. Files are replaced atomically. metrics.jsonl grows by one line per step; a resumed run
 drops the lines after its checkpoint, so that no step is missing or repeated.

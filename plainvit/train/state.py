@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from plainvit.runtime.folder import Folder
     from plainvit.train.optim import Average, Optimizers
 
+LEAST_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
+
 
 class Objective(Protocol):
     """An nn.Module that turns a batch into a loss; `model` is the part of it that a run keeps."""
@@ -90,6 +92,12 @@ class Training:
     def steps(self) -> int:
         """The length of the run."""
         return self.config.steps if self.progress.length is None else self.progress.length
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations, which should take little of a run that --hours shortened."""
+        least = 1 if self.progress.length is None else LEAST_INTERVAL
+        return max(math.ceil(self.steps / self.config.evaluations), least)
 
     @property
     def fsdp(self) -> bool:
