@@ -16,7 +16,8 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from sklearn.linear_model import LogisticRegressionCV
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_model_data_config
@@ -34,9 +35,8 @@ def main() -> None:
     model.load_state_dict(load_file(options.weights))
     model.reset_classifier(0)
     features, labels = extract(model.eval(), options.data)
-    classifier = make_pipeline(
-        StandardScaler(), LogisticRegressionCV(Cs=8, cv=5, max_iter=2000, use_legacy_attributes=False)
-    )
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+    classifier = GridSearchCV(pipeline, {"logisticregression__C": [0.01, 0.03, 0.1, 0.3, 1.0]}, cv=5)
     classifier.fit(features, labels)
     seconds = time.perf_counter() - started
     new, truth = extract(model, options.new)

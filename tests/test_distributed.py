@@ -124,6 +124,23 @@ def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_fit_the_linear_head_of_one(tmp_path: Path, parallel: str) -> None:
+    model = plainvit.create("ViT-Ti/4", 0, 8, width=16, depth=2, heads=2, mlp_dim=32)
+    plainvit.save(model, tmp_path / "w.safetensors")
+    flags = ("--init", str(tmp_path / "w.safetensors"), "--head", "linear", "--device", "cpu")
+    for name, more in (("one", ()), ("two", ("--devices", "2", "--parallel", parallel))):
+        done = train(tmp_path / name, *flags, *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("first result on held-out images") == 1
+    heads = [plainvit.load(tmp_path / name / "first").head for name in ("one", "two")]
+    assert heads[0] is not None
+    assert heads[1] is not None
+    torch.testing.assert_close(heads[0].weight, heads[1].weight, rtol=1e-3, atol=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
+@pytest.mark.slow
 def test_two_processes_agree_on_the_number_of_steps_for_hours(tmp_path: Path) -> None:
     """Each measures its own step time; runs of different lengths would deadlock."""
     done = train(tmp_path / "run", "--devices", "2", "--hours", "0.001", "--timeout", "15", steps=100_000)
@@ -399,14 +416,6 @@ def test_launched_processes_get_the_arguments_of_main_not_of_the_program(
         main(words)
     assert ended.value.code == 7
     assert launched == [(words, 2, 0, "cpu")]
-
-
-@pytest.mark.slow
-def test_muon_with_fsdp_is_an_error(tmp_path: Path) -> None:
-    done = train(tmp_path / "run", "--devices", "2", "--parallel", "fsdp", "--optim.name", "muon")
-    assert done.returncode == 2
-    assert len(lines(done.stderr)) == 1
-    assert "--parallel ddp" in done.stderr
 
 
 def start_rank(folder: Path, rank: int, port: int, *flags: str) -> subprocess.Popen[str]:

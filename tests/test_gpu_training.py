@@ -88,7 +88,7 @@ def test_the_steps_that_hours_time_are_captured_in_training_mode(
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)
     step = loop.take_step
 
@@ -107,7 +107,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
-def test_a_restored_optimiser_has_the_layout_of_a_new_one(name: Any) -> None:
+def test_a_restored_optimizer_has_the_layout_of_a_new_one(name: Any) -> None:
     model = tiny.vit(torch.float32).cuda()
 
     def stepped(state: dict[str, torch.Tensor] | None) -> tuple[Optimizers, dict[str, Any]]:

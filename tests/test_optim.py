@@ -324,7 +324,7 @@ def test_nothing_left_to_train_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
-def test_a_restored_optimiser_goes_on_to_the_bit(name: str) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     optim = Optim(name=name, lr=1e-2, weight_decay=0.1)  # pyright: ignore[reportArgumentType]
     model = vit()
     ours = Optimizers(model, model.named_parameters(), optim)

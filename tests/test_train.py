@@ -236,7 +236,7 @@ def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
     assert all(0 <= line["waiting"] <= 1 for line in lines if "loss" in line)
 
 
-def test_results_are_those_of_the_delivered_weights(tmp_path: Path) -> None:
+def test_results_are_those_of_the_final_weights(tmp_path: Path) -> None:
     done = fit(tiny(), tmp_path, quiet=True)
     model = plainvit.load(tmp_path)
     source = open_source(SHAPES, "test")
@@ -251,18 +251,6 @@ def test_results_are_those_of_the_delivered_weights(tmp_path: Path) -> None:
     assert np.sum(done.numbers["test"]["confusion"]) == len(source)
 
 
-def test_the_same_call_again_does_nothing(tmp_path: Path) -> None:
-    fit(tiny(), tmp_path, quiet=True)
-    before = {
-        path: path.stat().st_mtime_ns
-        for path in tmp_path.rglob("*")
-        if path.name not in (".lock", "config.json", "data.json")
-    }
-    again = fit(tiny(workers=1), tmp_path, quiet=True)
-    assert again.numbers["test"]["images"] == len(open_source(SHAPES, "test"))
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-
-
 def test_without_out_a_config_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = fit(tiny(steps=1), quiet=True).folder
@@ -270,7 +258,7 @@ def test_without_out_a_config_has_its_own_folder(tmp_path: Path, monkeypatch: py
     assert fit(tiny(steps=1, seed=1), quiet=True).folder != first
 
 
-def test_patience_stops_and_delivers_the_best(tmp_path: Path) -> None:
+def test_patience_stops_and_keeps_the_best(tmp_path: Path) -> None:
     """A rate that only does harm: the best is the first evaluation."""
     config = tiny(steps=40, evaluations=20, patience=3, optim=Optim(lr=1.0, schedule="constant", clip=0), holdout=0.3)
     done = fit(config, tmp_path, quiet=True)
@@ -365,7 +353,7 @@ def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_models_and_ways_that_do_not_go_together_are_refused(size: int, changes: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_are_errors(size: int, changes: dict[str, Any], words: str) -> None:
     made = tiny(parallel="fsdp", **changes)
     splits = open_splits(made)
     with pytest.raises(ValueError, match=words):
@@ -384,7 +372,7 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
         assert torch.equal(done.model.state_dict()[name], tensor) == (not name.startswith("head")), name
 
 
-def test_lora_leaves_the_weights_and_delivers_a_plain_model(tmp_path: Path) -> None:
+def test_lora_leaves_the_weights_and_gives_a_plain_model(tmp_path: Path) -> None:
     source = build(TINY.replace(classes=3))
     plainvit.save(source, tmp_path / "w.safetensors")
     config = tiny(model=None, init=str(tmp_path / "w.safetensors"), optim=Optim(lr=1e-2, lora=2), ema=0.5)
@@ -415,7 +403,7 @@ def test_a_run_too_short_for_its_window_can_be_made_longer(tmp_path: Path) -> No
     assert len(losses(tmp_path / "run")) == 30
 
 
-def test_a_binary_loss_refuses_smoothed_labels() -> None:
+def test_a_binary_loss_rejects_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))
     with pytest.raises(ValueError, match=r"--augment.smoothing 0"):
@@ -435,7 +423,7 @@ def test_a_teacher_teaches(tmp_path: Path) -> None:
     assert losses(tmp_path / "run")[0] == pytest.approx(math.log(3), rel=1e-5)  # two heads of zeros
 
 
-def test_a_teacher_of_classes_in_another_order_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_of_classes_in_another_order_is_an_error(tmp_path: Path) -> None:
     """What it says of its first class would be taught of another."""
     teacher = build(TINY.replace(classes=3))
     teacher.about = About(class_names=("triangle", "square", "circle"))
@@ -444,7 +432,7 @@ def test_a_teacher_of_classes_in_another_order_is_refused(tmp_path: Path) -> Non
         fit(tiny(teacher=str(tmp_path / "t.safetensors")), tmp_path / "run", quiet=True)
 
 
-def test_a_teacher_with_other_words_for_the_classes_is_taken_with_a_warning(
+def test_a_teacher_with_other_words_for_the_classes_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     teacher = build(TINY.replace(classes=3))
@@ -536,7 +524,7 @@ def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:
     assert count_steps(config, 1437) == 20 * 1437 // 2
 
 
-def test_what_the_images_say_of_a_run(tmp_path: Path) -> None:
+def test_problems_with_the_number_of_images_are_found(tmp_path: Path) -> None:
     plant_classes(tmp_path, {"cat": 6, "dog": 6})
     (tmp_path / "unicorn").mkdir()
     config = Config(data=str(tmp_path), batch=64, steps=20, init="weights", holdout=0.2)

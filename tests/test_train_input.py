@@ -89,58 +89,30 @@ def here() -> list[str]:
 # flags after `plainvit train mine.py:recipe`, exit code, part of the message
 WRONG: list[tuple[str, int, str]] = [
     ("--optim.lrr 1", 2, "nearest: --optim.lr"),
-    ("--optim.lrr=1", 2, "nearest: --optim.lr"),
     ("--btach 3", 2, "nearest: --batch"),
     ("stray", 2, "'stray'"),
-    ("--model ViT-Q/16", 2, "nearest: ViT-"),
-    ("--model.widht 3", 2, "nearest: --model.width"),
     ("--data nosuch", 2, "'nosuch'"),
-    ("--data no/such", 3, "no/such"),
-    ("--data cifar10", 3, "--data-root"),
     ("--data cifar10 --data-root /no/such", 3, "/no/such/cifar10"),
     ("--data shapes:size=4", 2, "shapes takes size"),
-    ("--exclude no.txt", 2, "no.txt"),
     ("--batch many", 2, "batch"),
-    ("--batch 1.5", 2, "batch"),
     ("--batch 0", 2, "batch"),
-    ("--batch", 2, "--batch"),
-    ("--steps -3", 2, "steps"),
-    ("--optim.lr fast", 2, "lr"),
     ("--optim.lr -1", 2, "lr must be above 0"),
     ("--optim.lr nan", 2, "lr must be a number"),
-    ("--optim.name adamm", 2, "adamw"),
-    ("--optim.betas 0.9", 2, "betas"),
     ("--optim.betas 0.9 1", 2, "betas"),
-    ("--optim.layer-decay 0", 2, "layer_decay"),
     ("--loss mse", 2, "softmax"),
     ("--augment.crop random", 2, "resize"),
-    ("--augment.mixup -1", 2, "mixup"),
     ("--model.patch 3 3", 2, "patch size 3"),
-    ("--model.heads 3", 2, "heads 3"),
-    ("--model.dropout 1", 2, "dropout"),
-    ("--image-size big", 2, "image-size"),
     ("--micro-batch 5", 2, "try 4"),
-    ("--micro-batch 32", 2, "micro_batch 32"),
     ("--ema-window 0.1", 2, "ema"),
-    ("--holdout 1", 2, "holdout"),
     ("--optim.warmup 40", 2, "--optim.warmup 40"),
-    ("--optim.warmup 4", 2, "optim.warmup"),
-    ("--optim.cooldown 9", 2, "optim.cooldown"),
     ("--steps 0", 2, "--epochs or --steps"),
     ("--steps 0 --epochs 0.001", 2, "less than one batch"),
     ("--model.classes 7", 3, "7 classes, but digits has 10"),
     ("--device cuda", 2, "no GPU"),
-    ("--device cuda:3", 2, "no GPU"),
-    ("--device tpu", 2, "tpu"),
-    ("--seed -1", 2, "seed"),
-    ("--workers -2", 2, "workers"),
-    ("--devices 0", 2, "devices"),
     ("--hours -1", 2, "hours"),
-    ("--track mlflow", 2, "tensorboard"),
     ("--head zeros", 2, "nearest: zero"),
     ("--init no/such.npz", 2, "no/such.npz"),
     ("--init vit_b16_augreg_i21k_225", 2, "nearest: vit_b16_augreg_i21k_224"),
-    ("--init qqq", 2, "`plainvit weights` lists them all"),
     ("--init ViT-B/16", 2, "names a model, not weights"),
     ("--search", 2, "--optim.grid"),
 ]
@@ -148,7 +120,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table has a line about machines without a GPU")
 @pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(WRONG, 3), ids=[flags for flags, _, _ in WRONG])
-def test_wrong_words_are_refused_before_anything_is_made(
+def test_wrong_flags_are_errors_before_anything_is_made(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
     assert part in refused(capsys, "train", recipe, "--out", "run", *flags.split(), code=code)
@@ -179,7 +151,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
     ),
 )
 @pytest.mark.usefixtures("recipe")
-def test_a_command_without_a_run_in_it_is_refused(capsys: Capture, words: str, part: str) -> None:
+def test_a_command_without_a_run_in_it_is_an_error(capsys: Capture, words: str, part: str) -> None:
     assert part in refused(capsys, *words.split())
     assert here() == []
 
@@ -203,7 +175,7 @@ LATE: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "code", "part"), mostly_slow(LATE, 2), ids=[flags for flags, _, _ in LATE])
-def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
+def test_a_refused_run_does_not_stand_in_the_way_of_the_fixed_one(
     recipe: str, capsys: Capture, flags: str, code: int, part: str
 ) -> None:
     """Nothing was trained: the same folder takes the command with the mistake left out."""
@@ -213,7 +185,7 @@ def test_a_refused_run_does_not_stand_in_the_way_of_the_mended_one(
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_refused(
+def test_a_tracker_that_is_not_installed_is_an_error(
     recipe: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for module in ("wandb", "torch.utils.tensorboard"):
@@ -239,19 +211,6 @@ def test_a_tracker_is_sent_every_number(tmp_path: Path, monkeypatch: pytest.Monk
     send({"step": 3, "loss": 0.5, "time": "noon"})
     send({"step": 3, "val": {"top1": 0.25, "images": 8, "names": []}})
     assert sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
-
-
-@pytest.mark.parametrize("seed", mostly_slow([2**32 - 1, 2**24, 20_240_131, 2**63 - 1], 3))
-def test_a_large_seed_trains_or_is_refused_at_once(capsys: Capture, recipe: str, seed: int) -> None:
-    """A date is a likely seed."""
-    code = ended("train", recipe, "--out", "run", "--seed", seed)
-    line = capsys.readouterr().err
-    if code:
-        assert seed >= 2**32, line
-        assert "seed" in line
-        assert not Path("run").exists()
-    else:
-        assert status(Path("run"))["state"] == "done"
 
 
 def test_large_seeds_differ_from_each_other(tmp_path: Path) -> None:
@@ -287,7 +246,7 @@ def test_frozen_weights_stay_under_low_rank_updates(tmp_path: Path) -> None:
     assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
 
 
-def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
+def test_a_run_begun_from_weights_notices_that_they_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it has no checkpoint yet."""
@@ -309,7 +268,7 @@ def test_a_run_begun_from_weights_notices_that_they_were_written_anew(
 # Search ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_search_without_images_to_judge_by_is_refused(recipe: str, capsys: Capture) -> None:
+def test_a_search_without_images_to_judge_by_is_an_error(recipe: str, capsys: Capture) -> None:
     flags = ("--search", "--optim.grid", 0.01, 0.1, "--search-holdout", 0, "--holdout", 0)
     assert "--search-holdout" in refused(capsys, "train", recipe, "--out", "run", *flags)
 
@@ -378,7 +337,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_changed_config_is_refused_with_what_changed(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+def test_a_changed_config_is_an_error_with_what_changed(tmp_path: Path, recipe: str, capsys: Capture) -> None:
     before = contents(begun(tmp_path / "run"))
     words = ("train", recipe, "--out", "run", "--optim.lr", 0.1, "--batch", 32, "--workers", 1)
     line = refused(capsys, *words)
@@ -389,7 +348,7 @@ def test_a_changed_config_is_refused_with_what_changed(tmp_path: Path, recipe: s
     assert contents(tmp_path / "run") == before
 
 
-def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsys: Capture) -> None:
+def test_a_changed_config_is_resumed_when_forced(tmp_path: Path, recipe: str, capsys: Capture) -> None:
     begun(tmp_path / "run")
     printed(capsys, "train", recipe, "--out", "run", "--optim.lr", 0.1, "--force")
     lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
@@ -413,7 +372,7 @@ def test_a_changed_config_goes_on_when_forced(tmp_path: Path, recipe: str, capsy
         2,
     ),
 )
-def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
+def test_what_a_checkpoint_cannot_become_is_an_error_even_when_forced(
     tmp_path: Path, recipe: str, capsys: Capture, flags: str, first: dict[str, Any]
 ) -> None:
     """A clear word, or a run that goes on: no traceback."""
@@ -428,7 +387,7 @@ def test_what_a_checkpoint_cannot_become_is_refused_even_when_forced(
         assert status(tmp_path / "run")["state"] == "done"
 
 
-def test_forcing_a_finished_run_does_not_belie_it(tmp_path: Path, recipe: str) -> None:
+def test_forcing_a_finished_run_keeps_weights_and_config_together(tmp_path: Path, recipe: str) -> None:
     """Either it trains by the new config, or it keeps the old one: the weights and config.json belong together."""
     assert ended("train", recipe, "--out", "run") == 0
     before = outcome(tmp_path / "run")
@@ -446,7 +405,7 @@ def test_a_finished_run_can_be_made_longer_by_force(tmp_path: Path, recipe: str,
 @pytest.mark.parametrize(
     "text", mostly_slow(["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'], 3)
 )
-def test_a_broken_config_file_is_told_of(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
+def test_a_broken_config_file_is_reported(tmp_path: Path, recipe: str, capsys: Capture, text: str) -> None:
     (begun(tmp_path / "run") / "config.json").write_text(text)
     refused(capsys, "train", recipe, "--out", "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints", 1).steps() == [3]
@@ -457,13 +416,6 @@ def test_a_budget_of_time_may_be_dropped_later(tmp_path: Path, recipe: str, caps
     begun(tmp_path / "run", hours=5.0)
     printed(capsys, "train", recipe, "--out", "run")
     assert status(tmp_path / "run")["state"] == "done"
-
-
-def test_without_out_the_folder_is_named_after_the_recipe(recipe: str, capsys: Capture) -> None:
-    said = printed(capsys, "train", recipe)
-    (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("mine.py-recipe-")
-    assert f"report: {folder}" in said
 
 
 def test_results_as_json_and_nothing_else(recipe: str, capsys: Capture) -> None:
@@ -532,7 +484,7 @@ def begun_on_photos(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: Captur
 
 
 @pytest.mark.parametrize("what", ["images", "classes"])
-def test_changed_data_is_refused_unless_forced(begun_on_photos: str, capsys: Capture, what: str) -> None:
+def test_changed_data_is_an_error_unless_forced(begun_on_photos: str, capsys: Capture, what: str) -> None:
     if what == "images":
         shutil.copy("photos/cat/0.png", "photos/cat/9.png")
     else:
@@ -569,7 +521,7 @@ def test_classes_of_one_image_cannot_be_held_out(recipe: str, capsys: Capture) -
 
 
 @pytest.mark.parametrize("broken", ["empty", "no classes", "unreadable", "no images"])
-def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture, broken: str) -> None:
+def test_data_that_cannot_be_trained_on_is_an_error(recipe: str, capsys: Capture, broken: str) -> None:
     folder = photos(count=3)
     if broken == "empty":
         shutil.rmtree(folder)
@@ -585,7 +537,7 @@ def test_data_that_cannot_be_trained_on_is_refused(recipe: str, capsys: Capture,
     assert status(Path("run"))["exit_code"] == 3 if Path("run").exists() else True
 
 
-def test_a_class_whose_name_is_not_utf8_is_refused_by_name(recipe: str, capsys: Capture) -> None:
+def test_a_class_whose_name_is_not_utf8_is_an_error_by_name(recipe: str, capsys: Capture) -> None:
     """Not by the file that could not be written, as if the disk had failed."""
     folder = photos(count=3)
     next(folder.iterdir()).rename(os.fsdecode(os.fsencode(folder) + b"/caf\xe9"))
@@ -626,7 +578,7 @@ FINETUNE = (
     ),
 )
 @pytest.mark.usefixtures("first")
-def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code: int, part: str) -> None:
+def test_weights_of_another_model_are_errors(capsys: Capture, flags: str, code: int, part: str) -> None:
     photos()
     assert part in refused(capsys, *FINETUNE, *flags.split(), code=code)
     printed(capsys, *FINETUNE)  # in the same folder
@@ -635,7 +587,7 @@ def test_weights_of_another_model_are_refused(capsys: Capture, flags: str, code:
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R50x1"])
 @pytest.mark.usefixtures("first")
-def test_weights_of_another_family_are_refused(capsys: Capture, name: str) -> None:
+def test_weights_of_another_family_are_errors(capsys: Capture, name: str) -> None:
     photos()
     with pytest.raises(SystemExit) as caught:
         main([*FINETUNE, "--model", name])
@@ -723,39 +675,24 @@ def alternatives(mend: str) -> list[list[str]]:
     return [found.split() for found in re.findall(rf"{flag}(?: {flag})*", mend)]
 
 
-def test_offered_flags_are_read_as_meant() -> None:
-    assert alternatives("--model.patch 1 1, or larger: --model.image-size 32 32") == [
-        ["--model.patch", "1", "1"],
-        ["--model.image-size", "32", "32"],
-    ]
-    assert alternatives("--optim.name adamw --optim.lr 1e-3") == [["--optim.name", "adamw", "--optim.lr", "1e-3"]]
-    assert alternatives("--holdout 0.1 keeps a tenth apart") == [["--holdout", "0.1"]]
-
-
 # a planted risk, and words of it
 PLANTED: list[tuple[str, str]] = [
     ("--model.patch 8 8", "8-pixel patches on 8-pixel images"),
-    ("--model.patch 4 4", "only 4 tokens"),
     ("--model.image-size 32 32 --model.patch 16 16", "16-pixel patches on 32-pixel images"),
-    ("--model.image-size 28 28 --model.patch 14 14", "14-pixel patches on 28-pixel images"),
-    ("--model.image-size 44 44 --model.patch 22 22", "22-pixel patches on 44-pixel images"),
     ("--model.image-size 16 32 --model.patch 8 16", "only 4 tokens"),
     ("--optim.warmup 0", "without warm-up"),
     ("--optim.name sgd --optim.lr 0.01", "L2 in the gradient"),
-    ("--optim.name sgd --optim.weight-decay 0", "from scratch far worse"),
     ("--optim.weight-decay 1e-4", "has little effect"),
     ("--optim.clip 0", "not clipped"),
-    ("--optim.lr 0.1", "high for AdamW"),
     ("--augment.flip 0.5", "mirrored"),
     ("--batch 4096", "more than the 1363"),
     ("--devices 3", "not divisible by the 3 processes"),
     ("--holdout 0", "no images are held out"),
-    ("--model.norm post --model.depth 8", "post-norm"),
 ]
 
 
 @pytest.mark.parametrize("planted", mostly_slow(range(len(PLANTED)), 3), ids=[flags for flags, _ in PLANTED])
-def test_doctor_finds_a_planted_risk_and_its_mending_removes_it(capsys: Capture, planted: int) -> None:
+def test_doctor_finds_a_planted_problem_and_its_fix_removes_it(capsys: Capture, planted: int) -> None:
     flags, part = PLANTED[planted]
     found = risks(capsys, "digits", *flags.split())
     (risk,) = [risk for risk in found if part in risk]
@@ -783,20 +720,9 @@ def test_doctor_finds_what_train_would_refuse(capsys: Capture, flags: str, part:
     assert any(part in risk for risk in risks(capsys, "digits", *words))
 
 
-def test_doctor_prints_a_risk_with_its_mending(capsys: Capture) -> None:
-    words = ("digits", "--batch", "63", "--augment.mixup", "0.2")
-    ((risk, mend),) = risks(capsys, *words).items()
-    assert set(f"{risk} {mend}".split()) <= set(printed(capsys, "doctor", *words).split())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_doctor_finds_a_device_that_is_not_there(capsys: Capture) -> None:
     assert any("GPU" in risk for risk in risks(capsys, "digits", "--device", "cuda"))
-
-
-def test_doctor_says_what_a_recipe_means_to_risk(capsys: Capture) -> None:
-    found = risks(capsys, "vit-b16-i21k", "--data", "digits")
-    assert found["gradients are not clipped, as in the recipe"] == "--optim.clip 1 if it diverges"
 
 
 def test_doctor_counts_the_gpus_for_the_processes(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -825,12 +751,6 @@ def test_doctor_finds_the_wrong_normalisation_for_weights(tmp_path: Path, capsys
 
 
 @pytest.mark.usefixtures("first")
-def test_doctor_takes_the_flags_that_finetune_takes(capsys: Capture) -> None:
-    found = risks(capsys, "finetune", "--init", "first", "--data", "digits", "--model.mean", 0.1)
-    assert any("mean" in risk for risk in found)
-
-
-@pytest.mark.usefixtures("first")
 def test_doctor_offers_weights_larger_images_not_other_patches(capsys: Capture) -> None:
     """Weights have the patch that they have."""
     words = ("finetune", "--init", "first", "--data", "digits")
@@ -843,11 +763,6 @@ def test_doctor_offers_weights_larger_images_not_other_patches(capsys: Capture) 
 def test_doctor_tells_of_unreadable_weights_once(capsys: Capture) -> None:
     found = risks(capsys, "finetune", "--init", "no/such.npz", "--data", "digits")
     assert sum("no/such.npz" in risk for risk in found) == 1
-
-
-def test_doctor_leaves_no_trace(recipe: str, capsys: Capture) -> None:
-    printed(capsys, "doctor", recipe)
-    assert here() == []
 
 
 def test_a_share_of_the_images_is_nested_and_even() -> None:

@@ -19,7 +19,7 @@ import small_runs as runs
 import tiny
 import torch
 from safetensors.torch import load_file
-from small_runs import Child, litter, marker, outcome, stalled, status
+from small_runs import Child, litter, outcome, stalled, status
 
 from plainvit.analyse.curves import read_metrics
 from plainvit.config import Augment, Config, Optim
@@ -33,7 +33,7 @@ from plainvit.train import finalize, loop
 from plainvit.train.run import fit
 from plainvit.train.state import Training
 from plainvit.train.time_budget import TimeBudget
-from plainvit.weights import load, save
+from plainvit.weights import load
 
 
 @pytest.fixture(autouse=True)
@@ -139,33 +139,9 @@ def test_a_run_killed_before_it_began_can_begin(tmp_path: Path, whole_streamed: 
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_ends_the_same(tmp_path: Path) -> None:
-    made = runs.streamed(steps=36, evaluations=4)
-    kill_at_random(3, made, tmp_path / "run", seed=1)
+    made = runs.streamed(steps=60, evaluations=4)
+    kill_at_random(8, made, tmp_path / "run", seed=1)
     assert outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
-def test_a_run_killed_twenty_times_ends_the_same(tmp_path: Path, name: Any) -> None:
-    made = runs.streamed(steps=200, evaluations=4, optim=Optim(name=name, lr=3e-3, warmup=0.1, weight_decay=0.1))
-    kill_at_random(20, made, tmp_path / "run", seed=2)
-    assert outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", range(3))
-@pytest.mark.parametrize("stall", ["begun", *EVERYWHERE])
-def test_killed_at_each_point_by_itself(tmp_path: Path, whole_streamed: dict[str, Any], stall: str, place: int) -> None:
-    """At its first, second or third time, where the run has as many."""
-    point = stall.partition(":")[0]
-    out = tmp_path / "run"
-    child = Child(runs.train, runs.streamed(workers=place), out, f"{point}:{place + 1}", log=tmp_path / "log")
-    child.wait_for(marker(out).exists)
-    child.kill()
-    child = Child(runs.train, runs.streamed(workers=1), out, log=tmp_path / "log")
-    assert child.wait() == 0, child.said
-    assert outcome(out) == whole_streamed
-    assert litter(out) == []
 
 
 @pytest.mark.parametrize("workers", tiny.mostly_slow([2, 0], 2))
@@ -227,7 +203,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", tiny.mostly_slow(VARIANTS.values(), 4), ids=VARIANTS)
-def test_a_run_stopped_by_an_error_goes_on_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_stopped_by_an_error_resumes_in_the_same_process(tmp_path: Path, changes: dict[str, Any]) -> None:
     made = runs.config(**changes)
     fit(made, tmp_path / "whole", quiet=True)
     stopped_run(made, tmp_path / "run", 2)
@@ -263,7 +239,7 @@ def test_a_run_shortened_by_hours_keeps_its_length_when_resumed(
     assert outcome(tmp_path / "run")["step"] == 10
 
 
-def test_a_run_that_was_shortened_on_the_way_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_shortened_on_the_way_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 6 a look at the clock leaves 8 steps of 12; what looks no more, or is stopped before, ends the same."""
 
     def replan(budget: TimeBudget, _: object) -> None:
@@ -300,7 +276,7 @@ def test_a_run_that_was_shortened_and_is_made_longer_has_the_length_asked_for(
     assert outcome(tmp_path)["step"] == 16
 
 
-def test_a_search_goes_on(tmp_path: Path) -> None:
+def test_a_search_resumes(tmp_path: Path) -> None:
     made = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
     fit(made, tmp_path / "whole", search=True, quiet=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -325,7 +301,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [("report.html", "model.safetensors"), ("model.safetensors",), ("results.json",)])
-def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[str, Any], lost: tuple[str, ...]) -> None:
+def test_a_finished_run_writes_lost_files_again(tmp_path: Path, whole: dict[str, Any], lost: tuple[str, ...]) -> None:
     fit(runs.config(), tmp_path, quiet=True)
     for name in lost:
         (tmp_path / name).unlink()
@@ -335,7 +311,7 @@ def test_a_finished_run_makes_again_what_was_lost(tmp_path: Path, whole: dict[st
 
 
 @pytest.mark.parametrize("checkpoints", ["sound", "damaged"])
-def test_a_finished_run_makes_damaged_weights_again(tmp_path: Path, whole: dict[str, Any], checkpoints: str) -> None:
+def test_a_finished_run_writes_damaged_weights_again(tmp_path: Path, whole: dict[str, Any], checkpoints: str) -> None:
     """From its newest sound checkpoint; without one it is an error of the data, and the file stays as it is."""
     fit(runs.config(), tmp_path, quiet=True)
     weights = tmp_path / "model.safetensors"
@@ -393,24 +369,7 @@ def test_no_checkpoint_is_still_being_written_after_an_error(tmp_path: Path, mon
     assert kept_steps(tmp_path / "run") == {3}
 
 
-def test_the_same_weights_are_the_same_file(tmp_path: Path) -> None:
-    """So that a hash of the file says whether two runs came to the same end."""
-    fit(runs.config(steps=1, evaluations=1), tmp_path / "run", quiet=True)
-    model = load(tmp_path / "run" / "model.safetensors")
-    for number in range(8):
-        save(model, tmp_path / f"{number}.safetensors")
-    assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(8)}) == 1
-
-
 # Metrics --------------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_have_each_step_and_each_validation_once_in_order(whole: dict[str, Any]) -> None:
-    steps = [line["step"] for line in whole["lines"] if "loss" in line]
-    assert steps == list(range(1, 13))
-    assert [line["step"] for line in whole["lines"] if "val" in line] == [4, 8, 12]
-    places = [line["step"] for line in whole["lines"]]
-    assert places == sorted(places)
 
 
 @pytest.mark.parametrize(
@@ -419,30 +378,20 @@ def test_metrics_have_each_step_and_each_validation_once_in_order(whole: dict[st
         [
             '{"step": 10, "loss": 1.0}\n{"step": 11, "loss": 1.0}\n{"step": 12, "val": {"top1": 1.0}}\n',
             '{"step": 10, "loss": 2.3',
-            '{"step": 9, "lo',
             "\n\n[1]\n7\nnull\n{}\n",
-            "\0" * 100,
             '{"step": 13, "loss": 1.0}\n\0\0\0\n{"step": 14}',
+            '{"step": 11, "loss\xff\xfe\x80',
         ],
         2,
     ),
 )
 def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(tmp_path: Path, whole: dict[str, Any], end: str) -> None:
     stopped_run(runs.config(), tmp_path / "run", 11)  # the newest checkpoint is that of step 9
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="latin-1") as file:
         file.write(end)
     fit(runs.config(), tmp_path / "run", quiet=True)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 16  # 12 steps, 3 validations, and that the run went on
-    assert outcome(tmp_path / "run") == whole
-
-
-def test_bytes_that_are_no_text_in_the_metrics_are_dropped(tmp_path: Path, whole: dict[str, Any]) -> None:
-    """As a file system that lost power may leave them."""
-    stopped_run(runs.config(), tmp_path / "run", 11)
-    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 11, "loss\xff\xfe\x80')
-    fit(runs.config(), tmp_path / "run", quiet=True)
     assert outcome(tmp_path / "run") == whole
 
 
@@ -479,7 +428,7 @@ def test_metrics_have_times_and_tell_when_a_run_went_on(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("name", "value"), tiny.mostly_slow([("torch", "1.13"), ("device", "abacus, 3 threads"), ("processes", 8)], 3)
 )
-def test_another_machine_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
+def test_another_machine_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any) -> None:
     out = tmp_path / "run"
     stopped_run(runs.config(), out, 8)
     known = json.loads((out / "environment.json").read_text())
@@ -490,13 +439,7 @@ def test_another_machine_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert json.loads((out / "environment.json").read_text())[name] == value, "of the beginning"
 
 
-def test_the_same_machine_is_not_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stopped_run(runs.config(), tmp_path / "run", 8)
-    fit(runs.config(), tmp_path / "run")
-    assert not any("bits" in line for line in caplog.messages)
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+@pytest.mark.parametrize(("mask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
 def test_checkpoints_are_as_open_to_others_as_the_umask_leaves_them(tmp_path: Path, mask: int, mode: int) -> None:
     before = os.umask(mask)
     try:
@@ -583,14 +526,9 @@ def means(text: bytes) -> Any:
         return None
 
 
-def test_an_edited_checkpoint_is_passed_over(copy: Path) -> None:
+def test_an_edited_checkpoint_is_skipped(copy: Path) -> None:
     assert kept_steps(copy) >= {8, 9}
     check_edits(copy, 30, seed=0)
-
-
-@pytest.mark.slow
-def test_three_hundred_edited_checkpoints_are_passed_over(copy: Path) -> None:
-    check_edits(copy, 300, seed=1)
 
 
 def absent(path: Path) -> None:
@@ -641,7 +579,7 @@ def damage_all(out: Path) -> None:
         one_bit(path)
 
 
-def test_with_all_checkpoints_damaged_the_run_begins_anew(copy: Path, whole: dict[str, Any]) -> None:
+def test_with_all_checkpoints_damaged_the_run_starts_over(copy: Path, whole: dict[str, Any]) -> None:
     damage_all(copy)
     fit(runs.config(), copy, quiet=True)
     assert outcome(copy) == whole
@@ -693,7 +631,7 @@ def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_what_is_no_checkpoint_is_passed_over(copy: Path, whole: dict[str, Any]) -> None:
+def test_what_is_no_checkpoint_is_skipped(copy: Path, whole: dict[str, Any]) -> None:
     for name in ("step-00000999", "step-0000001x", "step-11", ".tmp-00000011", "backup"):
         (copy / "checkpoints" / name).mkdir()
     (copy / "checkpoints" / "step-00000777").write_text("a file")
@@ -712,7 +650,7 @@ def outcome_at(out: Path, step: int) -> dict[str, Any]:
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
-def test_leftovers_of_killed_processes_are_swept(copy: Path) -> None:
+def test_leftovers_of_killed_processes_are_deleted(copy: Path) -> None:
     for name in ("checkpoints/.tmp-00000007", "checkpoints/.tmp-00000010", "captures/.tmp-00000003"):
         (copy / name).mkdir(parents=True)
         (copy / name / TENSORS).write_bytes(b"half")
@@ -754,9 +692,7 @@ def test_the_best_is_no_longer_kept_once_there_is_a_better(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_with_patience_the_best_weights_are_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float
-) -> None:
+def test_with_patience_the_best_weights_are_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float) -> None:
     """Of step 4, three evaluations before the run gave up; averaged where it averages."""
     forced_accuracies(monkeypatch, 0.1, 0.9, 0.2, 0.3, 0.4, 0.5)
     made = runs.config(evaluations=6, keep=1, patience=3, ema=ema)
@@ -788,23 +724,6 @@ def test_patience_that_ran_out_before_a_kill_is_not_forgotten(tmp_path: Path) ->
 
 
 # A step's randomness --------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_step_draws_its_own_dropout(tmp_path: Path, whole: dict[str, Any]) -> None:
-    """What the process drew before, from torch's own generator, does not matter."""
-    stopped_run(runs.config(), tmp_path / "run", 8)
-    torch.manual_seed(12345)
-    torch.rand(7)
-    fit(runs.config(), tmp_path / "run", quiet=True)
-    assert outcome(tmp_path / "run") == whole
-
-
-def test_another_seed_is_another_run(tmp_path: Path, whole: dict[str, Any]) -> None:
-    """The hashes can tell runs apart."""
-    fit(runs.config(seed=1), tmp_path / "run", quiet=True)
-    other = outcome(tmp_path / "run")
-    for part in ("model.", "average.", "optimizer.", "lines", "weights"):
-        assert other[part] != whole[part]
 
 
 # Images in memory or from disk ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The run folder, the only interface between commands: config, data, metrics, status and environment of one run.
 
-    runs/NAME/{config.json, data.json, metrics.jsonl, checkpoints/, captures/, model.safetensors, results.json,
-               environment.json, status.json, figures/, report.html}
+    runs/NAME/{config.json, data.json, metrics.jsonl, first/, first.json, checkpoints/, captures/, model.safetensors,
+               results.json, environment.json, status.json, figures/, report.html}
 
 One process owns it at a time. Files are replaced atomically. metrics.jsonl grows by one line per step; a resumed run
 drops the lines after its checkpoint, so that no step is missing or repeated.
@@ -166,14 +166,15 @@ def read_results(path: Path) -> dict[str, Any]:
     """results.json of a finished run. Raises ValueError if its numbers are invalid."""
     file = path / "results.json"
     results = read_json(file)
-    for split in ("val", "test"):
-        fault = _find_fault(results.get(split, {}))
+    for split in ("val", "test", "first", "trained"):
+        fault = find_fault(results.get(split, {}))
         if fault:
             raise ValueError(f"{file}: {split}{fault}: delete the file and run the run's command again")
     return results
 
 
-def _find_fault(numbers: Any) -> str:
+def find_fault(numbers: Any) -> str:
+    """Describes the first invalid number of an entry of results.json; "" if all are valid."""
     if not isinstance(numbers, dict):
         return f" is {shorten_repr(numbers)}, not an object"
     if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):

@@ -70,30 +70,33 @@ def choose_model(run: Training, first: First | None) -> tuple[ViT | ResNet, dict
     trained = choose_final_model(run)
     if first is None:
         return trained, {}
-    has_steps, top1 = run.progress.step > 0, first.results.get("top1")
-    compared: dict[str, Any] = {"first": {key: first.results.get(key) for key in ("top1", "images", "seconds")}}
-    if has_steps and run.validation:
+    top1, compared = first.results.get("top1"), {}
+    if top1 is not None:
+        compared["first"] = {key: first.results.get(key) for key in ("top1", "images", "seconds")}
+    if run.progress.step:
+        if top1 is None or not run.validation:
+            return trained, compared
         with contextlib.suppress(NonFiniteError):
             predictor = make_predictor(run.config, trained, run.world.device, run.folder.path)
-            compared["trained"] = {"top1": classify(predictor, run.validation).top1}
-            if top1 is None or compared["trained"]["top1"] > top1:
+            result = classify(predictor, run.validation)
+            compared["trained"] = {"top1": result.top1, "images": len(result.labels)}
+            if result.top1 > top1:
                 return trained, compared | {"final": "trained"}
-    elif has_steps:
-        return trained, compared
     return load(first.folder).to(run.loader.device), compared | {"final": "first"}
 
 
 def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
     """A line on which of the first and the trained model is the final one; nothing for other runs."""
-    first, trained = (numbers.get(name, {}).get("top1") for name in ("first", "trained"))
-    steps = f"{numbers.get('steps', 0):,} steps"
-    if "first" in numbers and "final" in numbers and not numbers["steps"]:
-        yield "final model: the first result, a linear head; there was no time to train further"
-    elif numbers.get("final") == "trained":
-        yield f"final model: trained for {steps}, {trained:.2%} of held-out images right; first result {first:.2%}"
-    elif "final" in numbers:
-        words = f"{trained:.2%}" if trained is not None else "a non-finite result"
-        yield f"final model: the first result, {first:.2%} of held-out images right; {steps} of training gave {words}"
+    scores = {name: numbers[name]["top1"] for name in ("first", "trained") if name in numbers}
+    steps, final = numbers.get("steps"), numbers.get("final")
+    if final == "first" and not steps:
+        yield "final model: the first result, a linear head; --hours left no time to train further"
+    elif final == "first":
+        trained = f"{scores['trained']:.2%}" if "trained" in scores else "non-finite values"
+        yield f"final model: the first result, {scores['first']:.2%} of held-out images; {steps} steps gave {trained}"
+    elif final == "trained":
+        words = f"trained for {steps} steps, {scores['trained']:.2%} of held-out images"
+        yield f"final model: {words}; the first result was {scores['first']:.2%}"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -138,12 +141,13 @@ def make_predictor(config: Config, model: ViT | ResNet, device: str, folder: Pat
     return predictor
 
 
-def open_evaluation_set(config: Config, source: Source, world: World) -> Prepared:
+def open_evaluation_set(config: Config, source: Source, world: World, *, keep: bool = True) -> Prepared:
     """A split, preprocessed as the run's model needs it."""
     assert config.model
     assert config.preprocess
     batch, workers = min(config.batch, 512), None if config.workers < 0 else config.workers
-    return Prepared(source, config.model.image_size, config.preprocess, batch=batch, workers=workers, world=world)
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": keep}
+    return Prepared(source, config.model.image_size, config.preprocess, **options)
 
 
 def choose_final_model(run: Training) -> ViT | ResNet:

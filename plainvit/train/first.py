@@ -24,9 +24,11 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, readable, show_activity, tell
+from plainvit.runtime.folder import find_fault
 from plainvit.runtime.sharding import shard_like
 from plainvit.train.finalize import First, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
+from plainvit.train.time_budget import average_over_processes
 from plainvit.weights import load, save
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def find_first(run: "Training", train: Source, started: float) -> First | None:
     """The first model: made before the first step, read again in a run that is resumed or starts over."""
     folder = run.folder.path / First.FOLDER
     stored = run.folder.read(First.RESULTS)
+    if fault := find_fault(stored) if "top1" in stored else "":
+        raise ValueError(f"{run.folder.path / First.RESULTS}: the value{fault}: delete the file to fit the head again")
     if not stored or not has_valid_checksum(folder / "model.safetensors"):
         return make_first(run, train, started) if not run.progress.step else None
     if not run.progress.step:  # killed before its first checkpoint: it continues with the same bits
@@ -65,13 +69,13 @@ def make_first(run: "Training", train: Source, started: float) -> First:
         run.folder.rewind(-1)  # of a run that was killed here
         run.record({"step": 0, "val": found.numbers()})
     results["seconds"] = round(time.monotonic() - started, 1)
-    if run.folder.writes:
-        make_folder(folder)
     model = copy_model(run)  # all processes gather its shards
     if run.folder.writes:
+        make_folder(folder)
         for path in (folder, run.folder.path):
             save(model, path / "model.safetensors")
     run.folder.write(First.RESULTS, results)
+    run.world.barrier()  # nobody reads the files before they are written
     tell(describe_first(results), quiet=run.quiet)
     return First(folder, results)
 
@@ -86,16 +90,17 @@ def describe_first(results: dict) -> str:
 
 def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:
     """All training images, or as many of each class as fit into MOST_TIME; says how long it will take."""
-    seconds, width = time_forward(predictor)
-    count, config = len(train), run.config
-    most = MOST_WORK / (width * len(train.classes))
-    if config.hours:
-        most = min(most, config.hours * 3600 * MOST_TIME * run.world.size / seconds)
-    source = take_fraction(train, most / count) if most < count else train
-    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0)) / run.world.size
-    steps = 3 * seconds * config.steps * config.batch / run.world.size  # a backward pass costs two forward passes
+    config, (seconds, width) = run.config, time_forward(predictor)
+    seconds = average_over_processes(run, (seconds,))[0] / run.world.size
+    most, limit = MOST_WORK / (width * len(train.classes)), config.hours * 3600
+    if limit:
+        most = min(most, limit * MOST_TIME / seconds)
+    source = take_fraction(train, most / len(train)) if most < len(train) else train
+    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0))
+    step = 3 * seconds * config.batch  # a backward pass costs about two forward passes
+    steps = min(config.steps, int(max(limit - features, 0) / step)) if limit else config.steps
     words = f"features of {len(source):,} images take about {readable(features)}"
-    tell(f"{words}, then {config.steps} steps of {config.batch} about {readable(steps)}", quiet=run.quiet)
+    tell(f"{words}, then about {steps:,} steps {readable(steps * step)}", quiet=run.quiet)
     return source
 
 
@@ -110,7 +115,7 @@ def time_forward(predictor: Predictor, images: int = 8) -> tuple[float, int]:
 
 def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:
     """Features [N, D] and labels [N] of all readable images, in the same order for any number of processes."""
-    world, prepared = run.world, open_evaluation_set(run.config, source, run.world)
+    world, prepared = run.world, open_evaluation_set(run.config, source, run.world, keep=False)
     rows: list[Tensor] = []
     index: list[Tensor] = []
     with Display("features", len(source), quiet=run.quiet) as display:

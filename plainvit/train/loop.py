@@ -38,6 +38,8 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     ):
         if progress.step:
             display.tell(f"resumed from step {progress.step}")
+        if run.is_compiled:
+            display.tell("compiling the model in the first step, which may take minutes")
         prefetcher = Prefetcher(run, batches)
         while progress.step < run.steps and not is_out_of_patience(run):
             watchdog.at(progress.step)
@@ -47,7 +49,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
             display.advance(progress.step, describe_step(line))
             if progress.skipped > config.max_skipped_steps:
                 raise DivergedError(describe_divergence(run))
-            is_due = progress.step % math.ceil(run.steps / config.evaluations) == 0 or progress.step == run.steps
+            is_due = progress.step % run.evaluation_interval == 0 or progress.step == run.steps
             if is_due and run.evaluate:
                 with watchdog.paused():
                     validate(run, display)

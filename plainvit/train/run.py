@@ -42,7 +42,7 @@ from plainvit.train.search import check_search, search_rates
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import init_hash, resolve
+from plainvit.train.transfer import CPU_HOURS, init_hash, resolve
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -190,7 +190,9 @@ def describe_plan(config: Config, splits: Splits) -> str:
     held_out = f", {len(splits.val):,} held out" if splits.val else ", none held out"
     images = f"{len(splits.train):,} training images in {len(splits.classes)} classes{held_out}"
     size = " x ".join(map(str, dict.fromkeys(config.model.image_size)))
-    limit = f", at most {readable(3600 * config.hours)} (--hours)" if config.hours else ""
+    limit = f", at most {readable(3600 * config.hours)} (--hours {config.hours:g})" if config.hours else ""
+    if config.hours == CPU_HOURS and config.head == "linear":
+        limit += ", the default on a CPU without --hours, --steps or --epochs"
     return f"{images}; {name_model(config.model)} at {size} px; {config.steps:,} steps of {config.batch}{limit}"
 
 

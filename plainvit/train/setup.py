@@ -26,7 +26,7 @@ from plainvit.train.held_out import validate_masked
 from plainvit.train.masked import PredictPatches
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
-from plainvit.train.state import Training, autocast, uses_fsdp
+from plainvit.train.state import Training, autocast, uses_compiler, uses_fsdp
 from plainvit.train.step import Gradients
 from plainvit.train.transfer import initial_model, load_teacher
 
@@ -163,7 +163,7 @@ def build_gradients(config: Config, objective: nn.Module, optimizers: Optimizers
     on_gpu, has_fsdp = world.device.startswith("cuda"), uses_fsdp(config, world)
     ddp: Any = replicate(objective, world) if world.size > 1 and not has_fsdp else None
     forward: Any = ddp or objective
-    if config.compile == "on" or (config.compile == "auto" and on_gpu):
+    if uses_compiler(config, world.device):
         options = choose_compiler_options(config) if on_gpu else None
         forward = torch.compile(forward, dynamic=False, options=options)
 

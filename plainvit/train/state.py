@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from plainvit.runtime.folder import Folder
     from plainvit.train.optim import Average, Optimizers
 
+LEAST_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
+
 
 class Objective(Protocol):
     """An nn.Module that turns a batch into a loss; `model` is the part of it that a run keeps."""
@@ -92,8 +94,18 @@ class Training:
         return self.config.steps if self.progress.length is None else self.progress.length
 
     @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations, which should take little of a run that --hours shortened."""
+        least = 1 if self.progress.length is None else LEAST_INTERVAL
+        return max(math.ceil(self.steps / self.config.evaluations), least)
+
+    @property
     def fsdp(self) -> bool:
         return uses_fsdp(self.config, self.world)
+
+    @property
+    def is_compiled(self) -> bool:
+        return uses_compiler(self.config, self.world.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,6 +175,10 @@ def resume(run: Training) -> None:
 
 def uses_fsdp(config: Config, world: "World") -> bool:
     return world.size > 1 and config.parallel == "fsdp"
+
+
+def uses_compiler(config: Config, device: str) -> bool:
+    return config.compile == "on" or (config.compile == "auto" and device.startswith("cuda"))
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:

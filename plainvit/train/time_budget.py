@@ -16,6 +16,7 @@ from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.train.graphs import WARM
 from plainvit.train.guards import choose_micro_batch
+from plainvit.train.state import LEAST_INTERVAL
 from plainvit.train.step import launch
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class TimeBudget:
             seconds = time_step(run), time_evaluation(run), self.deadline - time.monotonic()
         step, evaluation, left = average_over_processes(run, seconds)
         least = 0 if config.head == "linear" else 1
-        steps = max(int((left * MARGIN - evaluation * config.evaluations) / step), least)
+        seldom, often = left * MARGIN - evaluation * config.evaluations, left * MARGIN
+        steps = max(int(seldom / step), int(often / (step + evaluation / LEAST_INTERVAL)), least)
+        if not run.is_compiled:
+            self.last_look = run.progress.step, time.monotonic()
         if steps >= config.steps:
             words = f"{config.steps} steps of {config.batch} take about {readable(config.steps * step)}"
             tell(f"{words}, within --hours {config.hours:g}", quiet=run.quiet)
@@ -51,7 +55,7 @@ class TimeBudget:
         run.folder.write_status("running", run.progress.step, run.steps)
         words = f"--hours {config.hours:g} allows {steps} of {config.steps} steps of {config.batch}, {step:.2g} s each"
         if steps < min(USEFUL_STEPS, config.steps):
-            needed = (config.steps * step + evaluation * config.evaluations - left * MARGIN) / MARGIN / 3600
+            needed = (config.steps * step - seldom) / MARGIN / 3600
             words += f", which is too few to learn much: all need --hours {config.hours + needed:.2g}"
         tell(words, quiet=run.quiet)
 
@@ -59,7 +63,7 @@ class TimeBudget:
         """Shortens or lengthens the run to end in time at the pace since the last call.
 
         It is called before a checkpoint is saved, which keeps the new length, so that a resumed run continues exactly.
-        The first interval of a process is not used: it includes compilation.
+        The first interval is not used if it includes compilation.
         """
         run, now = self.run, time.monotonic()
         step, (last, self.last_look) = run.progress.step, (self.last_look, (run.progress.step, now))
