@@ -96,7 +96,7 @@ def convert(
     target: Target,
     /,
     *,
-    format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
+    format: Literal["plainvit", "google", "timm", "transformers", "torchvision", "open_clip"],  # noqa: A002
     drop: Annotated[tuple[str, ...], HIDE_DEFAULT] = (),
     heads: int | None = None,
     image_size: int | None = None,

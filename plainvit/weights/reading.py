@@ -18,7 +18,7 @@ from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
-from plainvit.weights import google, own, timm, torchvision, transformers
+from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import DetectedModel, build_model, join_names
@@ -173,6 +173,8 @@ def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedM
         return google.find(tensors, hints)
     if timm.matches(tensors):
         return timm.find(tensors, hints, config)
+    if open_clip.matches(tensors):
+        return open_clip.find(tensors, hints), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(
