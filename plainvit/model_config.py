@@ -17,6 +17,7 @@ VIT_NUMERICS: dict[str, dict[str, Any]] = {
     "google": {"activation": "gelu_tanh", "norm_eps": 1e-6},  # flax's nn.gelu is the tanh form
     "timm": {"activation": "gelu", "norm_eps": 1e-6},
     "torchvision": {"activation": "gelu", "norm_eps": 1e-6},
+    "open_clip": {"activation": "gelu", "norm_eps": 1e-5},
     "transformers": {"activation": "gelu", "norm_eps": 1e-12},
 }
 RESNET_NUMERICS: dict[str, dict[str, Any]] = {

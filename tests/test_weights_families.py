@@ -3,16 +3,19 @@
 Models are small and random; each is saved by its own library, loaded from the folder, and compared in float64.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
+import timm
 import tiny
 import torch
 import transformers
 from peers import scramble
+from timm.models._hub import save_for_hf
 from torch import Tensor
 
 import plainvit
@@ -128,3 +131,126 @@ def test_written_folder_equals_the_original(tmp_path: Path, name: str) -> None:
     images = tiny.images(2, (24, 24))
     theirs = PEERS[name][1](again, normalise(model, images))
     assert tiny.difference(model.double()(images), theirs) < CLOSE[name]
+
+
+# timm's classes, under the name that plainvit writes to config.json
+TIMM: dict[str, dict[str, Any]] = {
+    "vit_base_patch16_clip_224": {"num_classes": 16},
+    "vit_base_patch16_clip_quickgelu_224": {"num_classes": 16},
+    "vit_giant_patch14_dinov2": {"mlp_ratio": 4},
+    "beit3_base_patch16_224": {},
+    "aimv2_large_patch14_224": {},
+    "vit_medium_patch16_gap_240": {},
+    "eva02_tiny_patch14_224": {},
+    "eva02_base_patch14_224": {},
+    "eva02_base_patch16_clip_224": {},
+    "eva_giant_patch14_224": {},
+    "vit_base_patch16_dinov3": {"num_classes": 0},
+    "vit_base_patch16_dinov3_qkvb": {"num_classes": 3, "global_pool": "token"},
+    "vit_huge_plus_patch16_dinov3_qkvb": {},
+    "vit_base_patch16_rope_ape_224": {},
+    "beit_base_patch16_224": {"img_size": (40, 40)},  # timm loads no other shape
+}
+
+
+def make_timm(name: str, folder: Path) -> Any:
+    settings = {"embed_dim": 48, "depth": 2, "num_heads": 4, "img_size": (40, 64), "patch_size": 8, "num_classes": 5}
+    model_args = {key: value for key, value in (settings | TIMM[name]).items() if key != "num_classes"}
+    peer = timm.create_model(name, **settings | TIMM[name])
+    scramble(peer)
+    save_for_hf(peer.eval(), folder, model_args=model_args, safe_serialization=True)
+    return peer.double()
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_rectangle_equals_timm_and_is_written_for_timm(tmp_path: Path, name: str) -> None:
+    peer = make_timm(name, tmp_path / "a")
+    model = plainvit.load(tmp_path / "a").double()
+    images = tiny.images(2, model.config.image_size)
+    close = 2e-6 if model.config.rotary != "none" else 1e-10
+    with torch.inference_mode():
+        theirs = peer(normalise(model, images))
+        assert tiny.difference(model(images), theirs) < close
+        plainvit.save(plainvit.load(tmp_path / "a"), tmp_path / "b", format="timm")
+        again = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True).double().eval()
+        assert tiny.difference(again(normalise(model, images)), theirs) < close
+    original = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
+    written = safetensors.torch.load_file(tmp_path / "b/model.safetensors")
+    assert original.keys() == written.keys() or model.config.rotary == "axial"
+    assert all(torch.equal(tensor, original[key]) for key, tensor in written.items())
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_base_patch16_clip_224", "vit_base_patch16_dinov3_qkvb", "eva02_base_patch14_224"]
+)
+def test_other_resolution_equals_timm(tmp_path: Path, name: str) -> None:
+    peer = make_timm(name, tmp_path)
+    model = plainvit.load(tmp_path, image_size=(56, 48)).double()
+    peer.set_input_size((56, 48))
+    images = tiny.images(2, (56, 48))
+    with torch.inference_mode():
+        assert tiny.difference(model(images), peer(normalise(model, images))) < 5e-6  # positions resampled in fp32
+
+
+def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' CLIP tower under open_clip's names, by a table that shares no code with plainvit."""
+    out = {"logit_scale": torch.zeros(()), "ln_final.weight": torch.zeros(4)}
+    for name, x in state.items():
+        name = name.removeprefix("vision_model.").replace("encoder.layers", "transformer.resblocks")
+        for old, new in (
+            ("embeddings.class_embedding", "class_embedding"),
+            ("embeddings.patch_embedding", "conv1"),
+            ("embeddings.position_embedding.weight", "positional_embedding"),
+            ("pre_layrnorm", "ln_pre"),
+            ("post_layernorm", "ln_post"),
+            ("layer_norm", "ln_"),
+            ("self_attn", "attn"),
+            ("mlp.fc1", "mlp.c_fc"),
+            ("mlp.fc2", "mlp.c_proj"),
+        ):
+            name = name.replace(old, new)
+        if name == "visual_projection.weight":
+            out["visual.proj"] = x.T.contiguous()
+        elif ".q_proj." in name:
+            parts = [state[key] for key in _projections_of(name)]
+            out["visual." + name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+        elif not re.search(r"\.[kv]_proj\.", name):
+            out[f"visual.{name}"] = x
+    return out
+
+
+def _projections_of(name: str) -> list[str]:
+    layer, leaf = re.search(r"resblocks\.(\d+)\..*\.(\w+)$", name).groups()
+    return [f"vision_model.encoder.layers.{layer}.self_attn.{letter}_proj.{leaf}" for letter in "qkv"]
+
+
+@pytest.mark.parametrize("openai", [False, True])
+def test_open_clip_equals_transformers_and_is_written_back(tmp_path: Path, openai: bool) -> None:
+    peer = clip("CLIPVisionModelWithProjection", hidden_act="quick_gelu" if openai else "gelu").eval()
+    scramble(peer)
+    peer.double()
+    state = to_open_clip({name: x.float() for name, x in peer.state_dict().items()})
+    state |= {"input_resolution": torch.tensor(24)} if openai else {}
+    torch.save(state, tmp_path / "clip.pt")
+    model = plainvit.load(tmp_path / "clip.pt", heads=4)
+    images = tiny.images(2, (24, 24))
+    theirs = peer(normalise(model, images)).image_embeds
+    plainvit.save(model, tmp_path / "again.safetensors", format="open_clip")
+    assert tiny.difference(model.double()(images), theirs) < 1e-10
+    written = safetensors.torch.load_file(tmp_path / "again.safetensors")
+    assert written.keys() == {name for name in state if name.startswith("visual.")}
+    assert all(torch.equal(x, state[name]) for name, x in written.items())
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "eva02_base_patch16_clip_224"])
+def test_open_clip_around_timm_equals_timm(tmp_path: Path, name: str) -> None:
+    settings = {"embed_dim": 64, "depth": 1, "num_heads": 1, "num_classes": 0}
+    peer = timm.create_model(name, **settings).eval()
+    scramble(peer)
+    state = {f"visual.trunk.{key}": x for key, x in peer.state_dict().items()}
+    torch.save(state | {"text.token_embedding.weight": torch.zeros(2, 2)}, tmp_path / "m.pt")
+    model = plainvit.load(tmp_path / "m.pt", heads=1)
+    images = tiny.images(1, (224, 224))
+    with torch.inference_mode():
+        theirs = peer.double()(normalise(model, images))
+        assert tiny.difference(model.double()(images), theirs) < 2e-6

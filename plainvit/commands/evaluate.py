@@ -28,6 +28,7 @@ def evaluate(
     out: Path | None = None,
     image_size: int | None = None,
     class_names: Path | None = None,
+    text_head: Path | None = None,
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     antialias: bool = False,
     no_antialias: bool = False,
@@ -52,6 +53,7 @@ def evaluate(
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
         image_size: Height and width in pixels; the position embedding is resampled; default: the model's own
         class_names: File with the names of the model's classes: one per line, or a JSON list
+        text_head: Classify by these text embeddings of class names (zero-shot; a .safetensors file)
         pixels: Preprocessing, in place of the model's own
         antialias: Antialias when an image is made smaller
         no_antialias: Do not antialias
@@ -81,6 +83,8 @@ def evaluate(
     from plainvit.runtime.folder import finite
 
     changes = given_pixel_flags(pixels)
+    if text_head is not None:
+        changes["text_head"] = str(text_head)  # for plainvit.load
     if antialias or no_antialias:
         changes["antialias"] = antialias
     evaluation = evaluate_model(

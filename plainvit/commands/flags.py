@@ -32,7 +32,7 @@ class Settings(dict[str, Any]):
 class Flag:
     """One argument of a command."""
 
-    name: str  # as in Python, dotted below a dataclass: optim.lr_end
+    name: str  # as in Python, dotted below a dataclass: optim.lr_end; for_ is --for
     kind: type
     nargs: int | str | None = None
     choices: tuple[Any, ...] | None = None
@@ -45,7 +45,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+        return f"--{self.name.rstrip('_').replace('_', '-')}"
 
     @property
     def metavar(self) -> str | None:

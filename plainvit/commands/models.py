@@ -92,11 +92,12 @@ def convert(
     target: Path,
     /,
     *,
-    format: Literal["plainvit", "google", "timm", "transformers", "torchvision"],  # noqa: A002
+    format: Literal["plainvit", "google", "timm", "transformers", "torchvision", "open_clip"],  # noqa: A002
     drop: tuple[str, ...] = (),
     heads: int | None = None,
     image_size: int | None = None,
     classes: int | None = None,
+    text_head: Path | None = None,
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
@@ -114,12 +115,14 @@ def convert(
         heads: Number of attention heads, if the file does not say it
         image_size: Resample the position embedding to this image size
         classes: Replace the head by zeros for this number of classes
+        text_head: Classify by these text embeddings of class names (zero-shot; a .safetensors file)
         pixels: Preprocessing, if the file does not say it
         json: Print JSON instead of the written path
     """
     from plainvit.weights import convert as convert_weights
 
-    settings = {"heads": heads, "image_size": image_size, "classes": classes} | given_pixel_flags(pixels)
+    settings = {"heads": heads, "image_size": image_size, "classes": classes, "text_head": text_head}
+    settings |= given_pixel_flags(pixels)
     written = convert_weights(model, target, format, drop, **settings)
     if json:
         print_result({"path": str(written), "format": format}, None)
@@ -127,7 +130,14 @@ def convert(
         print(written)  # not wrapped, however long
 
 
-def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
+def weights(
+    pattern: Pattern = "*",
+    /,
+    *,
+    for_: Literal["cpu", "gpu"] | None = None,
+    task: Literal["features", "finetune", "dense"] | None = None,
+    json: bool = False,
+) -> None:
     """List published weights: size, licence, reported accuracy, and which to start from.
 
     Use a name wherever weights are expected: plainvit finetune --init NAME, plainvit.load(NAME).
@@ -135,17 +145,29 @@ def weights(pattern: Pattern = "*", /, *, json: bool = False) -> None:
 
     A name is MODEL_RECIPE_DATA_PIXELS: vit_b16_augreg_i21k_i1k_224 is a ViT-B/16 that AugReg pre-trained on
     ImageNet-21k (i21k) and fine-tuned on ImageNet (i1k) at 224 px. top-1 and ReaL (accuracy with the corrected
-    multi-label annotations) are percentages from timm's results files; an empty field means not reported.
+    multi-label annotations) are percentages from timm's results files; an empty field means not reported. A licence
+    that does not allow every use is marked with *.
 
     Args:
         pattern: Shell-style pattern of names, such as '*mae*'
+        for_: Recommend weights for this machine
+        task: Recommend weights for this task: image features, fine-tuning, or dense features of patches
         json: Print JSON instead of a table, with the hub addresses
     """
     from dataclasses import asdict
     from fnmatch import fnmatchcase
 
-    from plainvit.weights.published import PUBLISHED
+    from plainvit.weights.published import PUBLISHED, RECOMMENDED
 
+    if for_ or task:
+        rows = [
+            {"for": key[0], "task": key[1], "name": name, "reason": reason}
+            for key, (name, reason) in RECOMMENDED.items()
+            if for_ in (None, key[0]) and task in (None, key[1])
+        ]
+        shown = "\n".join(f"{row['for']} {row['task']}: {row['name']}\n  {row['reason']}" for row in rows)
+        print_result(rows, None if json else shown)
+        return
     found = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
     if not found:
         raise ValueError(f"no published weights match {pattern!r}; `plainvit weights` lists all")
@@ -166,7 +188,9 @@ def _published_table(found: "dict[str, Published]") -> "Group":
     for name, entry in found.items():
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         millions = entry.parameters / 1e6
-        table.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, entry.licence)
+        licence = f"{entry.licence}*" if entry.restriction else entry.licence
+        table.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, licence)
+    terms = "*: not for every use (cc-by-nc: non-commercial; others: the authors' own terms)"
     real = "ReaL: top-1 with the corrected, multi-label annotations of ImageNet"
     start = [f"to fine-tune with a {machine}: {name}" for machine, name in TO_START.items()]
-    return Group(table, "\nMB: size of the file in fp32; hub addresses: --json", real, *start)
+    return Group(table, "\nMB: size of the file in fp32; hub addresses: --json", terms, real, *start)

@@ -25,8 +25,11 @@ METHODS: dict[str, dict[str, Any]] = {
 # The method of each family's own code (About.family); Google's for any other
 FAMILY_METHODS = {
     "timm": "bicubic-antialias",
-    "transformers ViT": "bicubic",
-    "transformers DeiT": "bicubic",
+    **{f"transformers {kind}": "bicubic" for kind in ("ViT", "DeiT", "CLIP", "SigLIP", "DINOv2", "I-JEPA", "AIMv2")},
+    "transformers DINOv2 with registers": "bicubic-antialias",
+    "open_clip": "bicubic-antialias",
+    "CLIP": "bicubic-antialias",
+    "EVA": "bicubic-antialias",
     "torchvision": "bicubic-aligned",
     "DeiT": "bicubic",
     "DeiT III": "bicubic",

@@ -18,7 +18,7 @@ import torch
 from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.models import build
-from plainvit.weights import google, timm, torchvision, transformers
+from plainvit.weights import google, open_clip, timm, torchvision, transformers
 from plainvit.weights.files import DamagedError, Tensors, hash_range
 from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout
 
@@ -28,6 +28,7 @@ LIBRARIES: Mapping[str, ModuleType] = {
     "timm": timm,
     "transformers": transformers,
     "torchvision": torchvision,
+    "open_clip": open_clip,
 }
 MAX_TOKENS = 1_000_000
 FORMATS = ("plainvit", *LIBRARIES)

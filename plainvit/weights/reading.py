@@ -18,12 +18,13 @@ from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
-from plainvit.weights import google, own, timm, torchvision, transformers
+from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.grids import Hints
 from plainvit.weights.layout import DetectedModel, build_model, join_names
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
+from plainvit.weights.text_head import load_text_head
 
 if TYPE_CHECKING:
     from plainvit.models.fast.inference import InferenceModel
@@ -44,6 +45,7 @@ def load(
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
     resample: str | None = None,
+    text_head: str | Path | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: Literal[False] = False,
     **pixels: Unpack[Pixels],
@@ -59,6 +61,7 @@ def load(
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
     resample: str | None = None,
+    text_head: str | Path | None = None,
     optimise: Literal[True, "fp8"],
     **pixels: Unpack[Pixels],
 ) -> "InferenceModel": ...
@@ -72,6 +75,7 @@ def load(
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
     resample: str | None = None,
+    text_head: str | Path | None = None,
     dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
     **pixels: Unpack[Pixels],
@@ -85,6 +89,7 @@ def load(
         heads: The number of attention heads, if the file does not contain it.
         grid: Rows and columns of patches, if the file does not contain them.
         resample: How to resample positions; None: as the code that the weights come from.
+        text_head: Embeddings of class names by the text tower, for zero-shot classification (`weights/text_head.py`).
         dtype: The dtype of the weights; None keeps the file's own.
         optimise: True returns an InferenceModel, as fast as this machine allows. "fp8" also allows fp8 matmuls on a
             GPU that has them: faster, but close decisions may change; `model.agreement(images)` measures how many.
@@ -106,6 +111,10 @@ def load(
     if model.head is not None and classes is None and not model.head.weight.any():
         notes.append("its head is all zeros: features only, until it is trained")
     model = _adapt(model, classes, None if image_size is None else pair(image_size), resample, notes)
+    if text_head is not None:
+        if not isinstance(model, ViT):
+            raise ValueError(f"{source} is a ResNet: a text head requires an image-text tower such as CLIP")
+        model = load_text_head(model, text_head)
     for note in notes:
         log.warning("%s: %s", source, note)
     if not optimise:
@@ -174,6 +183,8 @@ def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedM
         return google.find(tensors, hints)
     if timm.matches(tensors):
         return timm.find(tensors, hints, config)
+    if open_clip.matches(tensors):
+        return open_clip.find(tensors, hints), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(

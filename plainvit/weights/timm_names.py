@@ -3,91 +3,38 @@
 A test compares the table of names with the installed timm.
 """
 
+import csv
+import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig
 from plainvit.weights.grids import unsupported_model
+from plainvit.weights.timm_layout import choose_spelling, uses_eva
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu", "silu": "silu"}
 IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so that a folder supports any
 
-# (activation, heads): timm's ViTs, DeiTs and hybrids that plainvit reads; all have LayerNorm 1e-6
-_BY_SETTINGS = {
-    ("gelu", 2): """
-        test_vit test_vit2
-    """,
-    ("gelu", 3): """
-        vit_tiny_patch16_224 vit_tiny_patch16_384 deit_tiny_distilled_patch16_224 deit_tiny_patch16_224
-        vit_tiny_r_s16_p8_224 vit_tiny_r_s16_p8_384
-    """,
-    ("gelu", 4): """
-        vit_wee_patch16_reg1_gap_256
-    """,
-    ("gelu", 5): """
-        vit_little_patch16_reg1_gap_256 vit_little_patch16_reg4_gap_256
-    """,
-    ("gelu", 6): """
-        flexivit_small vit_small_patch8_224 vit_small_patch14_dinov2 vit_small_patch14_reg4_dinov2
-        vit_small_patch16_36x1_224 vit_small_patch16_224 vit_small_patch16_384 vit_small_patch32_224
-        vit_small_patch32_384 deit3_small_patch16_224 deit3_small_patch16_384
-        deit_small_distilled_patch16_224 deit_small_patch16_224 vit_small_r26_s32_224 vit_small_r26_s32_384
-    """,
-    ("gelu", 8): """
-        vit_medium_patch16_reg1_gap_256 vit_medium_patch16_reg4_gap_256 vit_mediumd_patch16_reg4_gap_256
-        vit_mediumd_patch16_reg4_gap_384 deit3_medium_patch16_224
-    """,
-    ("gelu", 10): """
-        vit_betwixt_patch16_reg1_gap_256 vit_betwixt_patch16_reg4_gap_256 vit_betwixt_patch16_reg4_gap_384
-    """,
-    ("gelu", 12): """
-        flexivit_base vit_base_patch8_224 vit_base_patch14_dinov2 vit_base_patch14_reg1_tipsv2
-        vit_base_patch14_reg4_dinov2 vit_base_patch16_224 vit_base_patch16_384 vit_base_patch16_reg4_gap_256
-        vit_base_patch16_siglip_224 vit_base_patch16_siglip_256 vit_base_patch16_siglip_384
-        vit_base_patch16_siglip_512 vit_base_patch16_siglip_gap_224 vit_base_patch16_siglip_gap_256
-        vit_base_patch16_siglip_gap_384 vit_base_patch16_siglip_gap_512 vit_base_patch32_224
-        vit_base_patch32_384 deit3_base_patch16_224 deit3_base_patch16_384 deit_base_distilled_patch16_224
-        deit_base_distilled_patch16_384 deit_base_patch16_224 deit_base_patch16_384 vit_base_r26_s32_224
-        vit_base_r50_s16_224 vit_base_r50_s16_384
-    """,
-    ("gelu", 14): """
-        vit_base_patch16_plus_240 vit_base_patch32_plus_256 vit_so150m_patch16_reg4_gap_256
-        vit_so150m_patch16_reg4_gap_384 vit_so150m_patch16_reg4_map_256
-    """,
-    ("gelu", 16): """
-        eva_large_patch14_196 eva_large_patch14_336 flexivit_large vit_large_patch14_224
-        vit_large_patch14_dinov2 vit_large_patch14_reg1_tipsv2 vit_large_patch14_reg4_dinov2
-        vit_large_patch16_224 vit_large_patch16_384 vit_large_patch16_siglip_256
-        vit_large_patch16_siglip_384 vit_large_patch16_siglip_gap_256 vit_large_patch16_siglip_gap_384
-        vit_large_patch32_224 vit_large_patch32_384 deit3_large_patch16_224 deit3_large_patch16_384
-        vit_large_r50_s32_224 vit_large_r50_s32_384 vit_so400m_patch14_reg1_tipsv2
-        vit_so400m_patch14_siglip_224 vit_so400m_patch14_siglip_378 vit_so400m_patch14_siglip_384
-        vit_so400m_patch14_siglip_gap_224 vit_so400m_patch14_siglip_gap_378
-        vit_so400m_patch14_siglip_gap_384 vit_so400m_patch14_siglip_gap_448
-        vit_so400m_patch14_siglip_gap_896 vit_huge_patch14_224 vit_huge_patch14_gap_224
-        vit_huge_patch16_gap_448 deit3_huge_patch14_224 vit_giant_patch14_224 vit_giant_patch16_gap_224
-        vit_gigantic_patch14_224 vit_base_patch16_gap_224
-    """,
-    ("gelu_tanh", 12): """
-        vit_base_patch32_siglip_256 vit_base_patch32_siglip_gap_256
-    """,
-    ("gelu_tanh", 16): """
-        vit_large_patch16_siglip_512 vit_large_patch16_siglip_gap_512 vit_so400m_patch16_siglip_256
-        vit_so400m_patch16_siglip_384 vit_so400m_patch16_siglip_512 vit_so400m_patch16_siglip_gap_256
-        vit_so400m_patch16_siglip_gap_384 vit_so400m_patch16_siglip_gap_512 vit_giantopt_patch16_siglip_256
-        vit_giantopt_patch16_siglip_384 vit_giantopt_patch16_siglip_gap_256
-        vit_giantopt_patch16_siglip_gap_384
-    """,
-}
-ARCHITECTURES: dict[str, tuple[str, int]] = {
-    name: settings for settings, names in _BY_SETTINGS.items() for name in names.split()
-}
+
+@functools.cache
+def load_architectures() -> dict[str, dict[str, Any]]:
+    """{name: settings that the weights do not show} of timm's models that plainvit computes (timm_names.csv)."""
+    with Path(__file__).with_name("timm_names.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = {"heads": int, "norm_eps": float, "rotary_grid": int}
+    return {row.pop("name"): {key: numbers.get(key, str)(value) for key, value in row.items()} for row in rows}
+
+
 # Parts of names whose weights may look like a plain ViT's
 UNSUPPORTED = {
     "test_vit3": "a ViT with attention pooling over all tokens",
-    "rope": "a ViT with rotary positions",
-    "dinov3": "a ViT with rotary positions",
+    "pe_core": "a ViT with attention pooling over all tokens",
+    "rope_mixed": "a ViT with learned rotary frequencies",
+    "sapiens2": "a ViT with grouped attention",
+    "enormous": "a ViT with norms after each branch",
+    "_rpn_": "a ViT with norms after each branch",
 }
 # Names to write, by (units of each stage, width) and by (units of each stage, widening)
 HYBRIDS: dict[tuple[tuple[int, ...], int], str] = {
@@ -108,7 +55,7 @@ RESNETS: dict[tuple[tuple[int, ...], int], str] = {
 
 def check_architecture(name: str) -> None:
     """Rejects names whose heads, activation and positions are unknown; "" is allowed."""
-    if not name or name in ARCHITECTURES or name in RESNETS.values():
+    if not name or name in load_architectures() or name in RESNETS.values():
         return
     what = next((what for part, what in UNSUPPORTED.items() if part in name), f"timm's {name}")
     raise unsupported_model(what, f"architecture {name!r} in config.json")
@@ -143,19 +90,39 @@ def make_sidecar(config: Model, about: About) -> dict[str, Any]:
     if isinstance(config, ResNetConfig):
         architecture, arguments = RESNETS.get((config.blocks, config.widen)), {"in_chans": config.channels}
     else:
-        architecture = "deit_base_distilled_patch16_224" if config.distillation else "vit_base_patch16_224"
-        architecture = HYBRIDS.get((config.stem.blocks, config.width)) if config.stem else architecture
-        arguments = _make_arguments(config)
+        architecture, arguments = choose_architecture(config), _make_arguments(config)
     if architecture is None:
         raise ValueError("timm has no model of this shape to name in config.json: write a .safetensors file instead")
     described = {"architecture": architecture, "num_classes": config.classes, "model_args": arguments}
     return described | {"pretrained_cfg": {key: value for key, value in published.items() if value is not None}}
 
 
+def choose_architecture(config: ViTConfig) -> str | None:
+    """A name whose class and epsilon are those of the model; `_make_arguments` adds the rest."""
+    if config.stem:
+        return HYBRIDS.get((config.stem.blocks, config.width))
+    if config.posemb == "bias":
+        return "beit_base_patch16_224"
+    if uses_eva(config):
+        rotary = {"dinov3": "vit_base_patch16_dinov3_qkvb", "axial": "vit_base_patch16_rope_224", "pe": None}
+        return rotary.get(config.rotary, "eva02_base_patch14_224")
+    if config.distillation:
+        return "deit_base_distilled_patch16_224"
+    if config.norm_kind == "rms":
+        return "aimv2_large_patch14_224"
+    if config.norm_inner != "none":
+        return "beit3_base_patch16_224"
+    if config.norm_embedding == "tokens":
+        return "vit_base_patch16_clip_224"
+    return "vit_giant_patch14_dinov2" if config.gated else "vit_base_patch16_224"
+
+
 def _make_arguments(config: ViTConfig) -> dict[str, Any]:
-    """The arguments of timm's VisionTransformer; with these one architecture's name stands for every size."""
-    ratio = config.mlp_dim / config.width
-    if int(config.width * ratio) != config.mlp_dim:  # timm's formula, one too few if the ratio was rounded down
+    """The arguments of timm's class; with these one architecture's name stands for every size."""
+    is_eva, is_packed = uses_eva(config), config.gated and not uses_eva(config) and config.norm_kind != "rms"
+    hidden = config.mlp_dim * (2 if is_packed else 1)
+    ratio = hidden / config.width
+    if int(config.width * ratio) != hidden:  # timm's formula, one too few if the ratio was rounded down
         ratio = math.nextafter(ratio, math.inf)
     arguments: dict[str, Any] = {
         "img_size": list(config.image_size),
@@ -165,16 +132,45 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
         "depth": config.depth,
         "num_heads": config.heads,
         "mlp_ratio": ratio,
-        "act_layer": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
     }
+    arguments |= {} if config.layer_scale is None else {"init_values": config.layer_scale}
+    arguments |= {"qkv_bias": config.block_bias in ("all", "no_k")} if config.block_bias != "all" or is_eva else {}
+    pool = {"token": "token", "average": "avg", "attention": "map"}.get(config.pool)
+    if is_eva:
+        return arguments | {"global_pool": pool} | ({} if config.posemb == "bias" else _make_eva_arguments(config))
+    arguments["act_layer"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
     if config.distillation:
         return arguments
     arguments |= {
         "class_token": config.class_token,
-        "global_pool": {"token": "token", "average": "avg", "attention": "map"}[config.pool],
+        "global_pool": pool,
         "fc_norm": config.norm_pooled,
         "reg_tokens": config.registers,
         "no_embed_class": config.posemb_prefix == "none" or not config.prefix,
         "pos_embed": "learn" if config.posemb == "1d" else "none",
     }
-    return arguments | ({} if config.layer_scale is None else {"init_values": config.layer_scale})
+    if config.norm_inner == "mlp":
+        arguments["scale_attn_norm"] = False
+    if not config.norm_final:
+        arguments["final_norm"] = False
+    return arguments | ({"qk_norm": True} if config.qk_norm else {})
+
+
+def _make_eva_arguments(config: ViTConfig) -> dict[str, Any]:
+    spelling = choose_spelling(config)
+    return {
+        "qkv_fused": spelling.qkv != "split",
+        "attn_type": "rope" if config.block_bias == "all" else "eva",
+        "swiglu_mlp": config.gated,
+        "swiglu_align_to": 1 if config.rotary == "dinov3" and config.gated else 0,
+        "scale_mlp": config.norm_inner != "none",
+        "scale_attn_inner": config.norm_inner == "both",
+        "qk_norm": config.qk_norm,
+        "class_token": config.class_token,
+        "num_reg_tokens": config.registers,
+        "use_rot_pos_emb": config.rotary != "none",
+        "use_abs_pos_emb": config.posemb == "1d",
+        "no_embed_class": config.posemb_prefix == "none" or not config.prefix,
+        "use_fc_norm": config.norm_pooled,
+        "use_post_transformer_norm": config.norm_final and not config.norm_pooled,
+    }

@@ -5,6 +5,7 @@ ViT but still writes the old names to disk: both are read, the old ones written.
 of heads; config.json does, with the activation, the epsilon of the norms and the image size.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -144,11 +145,12 @@ def _read_model(
     has_class, has_bias_table = names.class_token in shapes, f"{first}{names.bias_table}" in shapes
     rows = shapes[names.positions][-2] if names.positions in shapes else None
     cell = (patch[0], patch[1])
-    if has_bias_table:  # (2h-1)(2w-1) + 3 rows: a square grid, unless config.json says otherwise
-        side = (int((shapes[f"{first}{names.bias_table}"][0] - 3) ** 0.5) + 1) // 2
-        hints = hints if hints.grid else Hints(heads=hints.heads, grid=(side, side))
-    size = read_grid(rows, cell, (has_class + second,), _add_config_grid(hints, config, cell))
-    heads, heads_source = _read_heads(kind, width, hints, config, family)
+    hints = _add_config_grid(hints, config, cell)
+    if has_bias_table and not hints.grid:  # (2h-1)(2w-1) + 3 rows: a square grid, unless config.json says otherwise
+        side = (math.isqrt(max(shapes[f"{first}{names.bias_table}"][0] - 3, 0)) + 1) // 2
+        hints = Hints(heads=hints.heads, grid=(side, side))
+    size = read_grid(rows, cell, (has_class + second,), hints)
+    heads, heads_source = _read_heads(kind, shapes, hints, config, family)
     activation = config.get("hidden_act", kind.activation)
     if activation not in SPELLINGS:
         raise ValueError(f"hidden_act {activation!r} in config.json is not supported; {nearest(activation, SPELLINGS)}")
@@ -223,12 +225,16 @@ def _find_block_bias(kind: Kind, shapes: Shapes) -> Any:
     raise unsupported_model("a ViT with biases on some of q, k, v and the output", f"{first}{names.qkv[0]}bias")
 
 
-def _read_heads(kind: Kind, width: int, hints: Hints, config: Mapping[str, Any], family: str) -> tuple[int, str]:
+def _read_heads(kind: Kind, shapes: Shapes, hints: Hints, config: Mapping[str, Any], family: str) -> tuple[int, str]:
+    width = shapes[f"{kind.names.patches}weight"][0]
+    bias_table = shapes.get(kind.names.block.format(i=0) + kind.names.bias_table)
     if hints.heads is None and config:
         return config.get("num_attention_heads", kind.heads), "config.json"
     if hints.heads is None and kind.name == "DINOv3" and width % 64 == 0:
         heads = 32 if width == 4096 else width // 64
         return heads, f"assumed: DINOv3 of width {width} has {heads} heads"
+    if bias_table:
+        return bias_table[1], "columns of relative_position_bias_table"
     return read_heads(width, hints, family)
 
 

@@ -39,9 +39,9 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
     Args:
         model: The model to write.
-        path: google: an .npz file. plainvit, timm, torchvision: a .safetensors file, or .pth for the latter two.
+        path: google: an .npz file. plainvit, timm, torchvision, open_clip: a .safetensors file, or .pth for the others.
             timm: also a folder with its config.json. transformers: a folder.
-        format: plainvit, google, timm, transformers or torchvision.
+        format: plainvit, google, timm, transformers, torchvision or open_clip.
         drop: Parts of the model to leave out because the format does not support them; otherwise they are an error.
 
     Returns:

@@ -1,0 +1,142 @@
+"""The image tower of OpenAI's and open_clip's CLIP checkpoints, with its projection.
+
+A tower that open_clip takes from timm is stored under `visual.trunk.`, with timm's names, and read as such. Heads are
+64 wide in OpenAI's and most of open_clip's models. The weights do not show the activation: OpenAI's is the sigmoid GELU
+("quick GELU"), open_clip's own models have the exact one.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from plainvit.config import Model, ResNetConfig, ViTConfig
+from plainvit.weights.files import Tensors
+from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
+from plainvit.weights.layout import (
+    FIRST_ROW,
+    PATCHES,
+    TRANSPOSE,
+    DetectedModel,
+    Layout,
+    entry,
+    linear,
+    list_assumptions,
+)
+from plainvit.weights.limits import ANY, list_unlike
+from plainvit.weights.timm import CLIP_MEAN, CLIP_STD
+
+BLOCK = "transformer.resblocks.{i}."
+# What the original checkpoints of OpenAI store next to the weights
+OPENAI = ("input_resolution", "context_length", "vocab_size")
+
+
+def vit_layout(prefix: str = "visual.") -> Layout:
+    block = prefix + BLOCK
+    return {
+        **linear("embedding", f"{prefix}conv1.", conversion=PATCHES),
+        "class_token": entry(f"{prefix}class_embedding", conversion=FIRST_ROW),
+        "positions.0.table": entry(f"{prefix}positional_embedding"),
+        **linear("norm_tokens", f"{prefix}ln_pre."),
+        **linear("blocks.{i}.norm1", f"{block}ln_1."),
+        **linear("blocks.{i}.attention.qkv", f"{block}attn.", kernel="in_proj_weight", bias="in_proj_bias"),
+        **linear("blocks.{i}.attention.out", f"{block}attn.out_proj."),
+        "blocks.{i}.residual1.scale": entry(f"{block}ls_1.gamma"),
+        **linear("blocks.{i}.norm2", f"{block}ln_2."),
+        **linear("blocks.{i}.mlp.fc1", f"{block}mlp.c_fc."),
+        **linear("blocks.{i}.mlp.fc2", f"{block}mlp.c_proj."),
+        "blocks.{i}.residual2.scale": entry(f"{block}ls_2.gamma"),
+        **linear("norm", f"{prefix}ln_post."),
+        "projection.weight": entry(f"{prefix}proj", conversion=TRANSPOSE),
+    }
+
+
+def _find_prefix(tensors: Tensors) -> str | None:
+    kernels = (name for name in tensors.shapes if re.search(r"(^|\.)conv1\.weight$", name))
+    prefixes = [name.removesuffix("conv1.weight") for name in kernels]
+    return next((one for one in prefixes if f"{one}class_embedding" in tensors.shapes), None)
+
+
+def matches(tensors: Tensors) -> bool:
+    return _find_prefix(tensors) is not None
+
+
+def find(tensors: Tensors, hints: Hints) -> DetectedModel:
+    prefix = _find_prefix(tensors)
+    assert prefix is not None
+    shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
+    culprit = next((name for name in shapes if name.startswith("attn_pool.")), None)
+    if culprit:
+        raise unsupported_model("CoCa, with an attention pooling of its own", culprit)
+    first = BLOCK.format(i=0)
+    fc1, patches, table = (shapes.get(name, ()) for name in (f"{first}mlp.c_fc.weight", "conv1.weight", _TABLE))
+    if len(patches) != 4 or len(fc1) != 2 or len(table) != 2:
+        raise ValueError("this open_clip file has no valid conv1, positions or first layer: it is incomplete")
+    width, channels, *patch = patches
+    size = read_grid(table[0], (patch[0], patch[1]), (1,), hints)
+    heads, heads_source = read_heads(width, hints, "open_clip")
+    openai = any(name in tensors.shapes for name in OPENAI)
+    is_clipa = "ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
+    config = ViTConfig(
+        width=width,
+        depth=count_layers(shapes, r"transformer\.resblocks\.(\d+)\."),
+        heads=heads,
+        mlp_dim=fc1[0],
+        patch=(patch[0], patch[1]),
+        image_size=size.image_size,
+        channels=channels,
+        classes=0,
+        pool="average" if is_clipa else "token",
+        norm_pooled=is_clipa,
+        norm_eps=1e-5,
+        activation="gelu_sigmoid" if openai else "gelu",
+        layer_scale=1e-5 if f"{first}ls_1.gamma" in shapes else None,
+        norm_embedding="none" if is_clipa else "tokens",
+        embedding_bias="conv1.bias" in shapes,
+        projection=shapes.get("proj", (0, 0))[1],
+        mean=CLIP_MEAN if channels == 3 else (0.5,),
+        std=CLIP_STD if channels == 3 else (0.5,),
+    )
+    gelu = (
+        "OpenAI's code: sigmoid GELU"
+        if openai
+        else "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
+    )
+    sources = {"activation": gelu, "norm_eps": "open_clip's code: 1e-5", "heads": heads_source}
+    sources |= {"image_size": size.source, "mean": "open_clip's transforms", "preprocess": "open_clip's transforms"}
+    return DetectedModel(
+        family="open_clip",
+        config=config,
+        layout=vit_layout(prefix),
+        sources=sources,
+        about={"preprocess": {"resize": "crop", "crop": 1.0, "interpolation": "bicubic"}},
+        ignore=lambda name: not name.startswith(prefix) if prefix else _is_text(name),
+        notes=list_assumptions(sources),
+    )
+
+
+_TABLE = "positional_embedding"
+
+
+def _is_text(name: str) -> bool:
+    return name.startswith(("text.", "token_embedding.", "text_projection", "logit_scale", "ln_final."))
+
+
+def layout_for(config: Model) -> Layout:
+    assert isinstance(config, ViTConfig)
+    return vit_layout()
+
+
+def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+    """(part, reason) for what open_clip's image tower does not have."""
+    if isinstance(config, ResNetConfig):
+        yield "resnet", "open_clip has no BiT"
+        return
+    if config.norm_eps != 1e-5:
+        yield "norm_eps", "open_clip has norms of 1e-5"
+    if config.activation not in ("gelu", "gelu_sigmoid"):
+        yield "activation", "open_clip has the exact and the sigmoid GELU"
+    has: dict[str, Any] = {"projection": ANY, "layer_scale": ANY, "embedding_bias": (False,)}
+    has |= {"norm_embedding": ("tokens",)} if not config.norm_pooled else {"norm_pooled": ANY, "pool": ("average",)}
+    yield from list_unlike(config, "open_clip's image tower", **has)
+    if config.classes:
+        yield "head", "open_clip has no classifier: load with classes=0"
