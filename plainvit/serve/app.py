@@ -138,9 +138,8 @@ class Server:
         return PlainTextResponse("ready\n") if self.is_ready else PlainTextResponse("stopping\n", 503)
 
     async def metrics(self, _: Request) -> Response:
-        waiting = {name: service.waiting for name, service in self.services.items()}
-        text = next(iter(self.services.values())).metrics.render(waiting)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        text = next(iter(self.services.values())).metrics.render()
+        return Response(text, media_type="text/plain; version=0.0.4")
 
 
 def _describe(service: Service) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def _respond(service: Service, results: Sequence[Any], answers: Sequence[dict[st
     """One entry per image, in order. The status is an error only if no image was answered."""
     entries = []
     for result, answer in zip(results, answers, strict=True):
-        service.metrics.count("images_total", model=service.name, outcome="failed" if answer is None else "answered")
+        service.metrics.images.labels(service.name, "failed" if answer is None else "answered").inc()
         entries.append(answer if answer is not None else {"error": _say(result), "status": _status(result)})
     status = 200 if any(answer is not None for answer in answers) else entries[0]["status"]
     headers = {"retry-after": "1"} if status in (429, 503) else None
@@ -281,9 +280,9 @@ class Guard:
                 pairs = ((name.encode(), value.encode()) for name, value in extra.items())
                 message["headers"] = [*message["headers"], *pairs]
                 path = request.url.path if request.url.path in ROUTES else "other"
-                self.metrics.count("requests_total", path=path, status=str(message["status"]))
+                self.metrics.requests.labels(path, message["status"]).inc()
                 if path in ("/predict", "/embed", "/explain"):
-                    self.metrics.observe("request_seconds", time.monotonic() - start, path=path)
+                    self.metrics.request_seconds.labels(path).observe(time.monotonic() - start)
             await send(message)
 
         refusal = self.refuse(request)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import plainvit
 from plainvit.config import Preprocess
 from plainvit.data.splits import choose_split
 from plainvit.disk import run_settings
@@ -25,6 +24,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.serve.export import export, find_images, load_images
 from plainvit.serve.formats import SUFFIXES, open_graph
+from plainvit.weights import save
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,7 +77,7 @@ def measure(
     rows = []
     with TemporaryDirectory(prefix="plainvit-bench-") as name:
         folder = Path(name)
-        plainvit.save(predictor.model, folder / "model.safetensors")
+        save(predictor.model, folder / "model.safetensors")
         for kind in formats:
             form, _, int8 = kind.partition(" ")
             if int8 and photos is None:

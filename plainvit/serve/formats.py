@@ -153,7 +153,7 @@ def _write_pt2(program: ExportedProgram, path: Path, about: dict[str, Any]) -> N
 
 
 def _write_aoti(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    """Compiled by Inductor for this machine's CPU, or its GPU where there is one."""
+    """Compiled by Inductor for the CPU of this machine."""
     from torch._inductor import aoti_compile_and_package
 
     aoti_compile_and_package(

@@ -64,6 +64,7 @@ class Service:
         self.name, self.predictor, self.limits = name, predictor, limits
         self.metrics = metrics or Metrics()
         self.waiting = 0  # images that were admitted and not answered yet
+        self.metrics.waiting.labels(name).set_function(lambda: self.waiting)
         self.rate = 0.0  # images per second of recent batches; 0 before the first
         model_thread, compute = ThreadPoolExecutor(1, "model"), backend or predictor
         self.batchers = {
@@ -77,8 +78,8 @@ class Service:
     def _observe(self, images: int, seconds: float) -> None:
         rate = images / max(seconds, 1e-6)
         self.rate = 0.8 * self.rate + 0.2 * rate if self.rate else rate
-        self.metrics.observe("batch_images", images, model=self.name)
-        self.metrics.observe("batch_seconds", seconds, model=self.name)
+        self.metrics.batch_images.labels(self.name).observe(images)
+        self.metrics.batch_seconds.labels(self.name).observe(seconds)
 
     def capacity(self) -> int:
         """Images that may wait: not more than the model can compute before their deadline."""
