@@ -359,9 +359,7 @@ def error_of(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "offered"), [("ViT-B16-JFT", "vit-b16-jft"), ("ft-cifar", "ft-cifar10")]
-)
+@pytest.mark.parametrize(("name", "offered"), [("ViT-B16-JFT", "vit-b16-jft"), ("ft-cifar", "ft-cifar10")])
 def test_unknown_names_suggest_the_nearest(name: str, offered: str) -> None:
     assert offered in error_of(name)
 

@@ -307,14 +307,14 @@ def test_report_of_a_diverged_run_shows_the_reason(tmp_path: Path) -> None:
 
 def test_steps_cut_by_hours_and_the_first_result_are_shown(tmp_path: Path) -> None:
     first = {"top1": 0.979, "images": 48, "seconds": 21, "head": "linear"}
-    results = {"val": result(), "first_result": first, "steps": 40, "steps_asked": 200}
+    results = {"val": result(), "first": first, "steps": 40, "steps_asked": 200}
     config = run_files()["config.json"] | {"hours": 0.1}
     text = read(write_run(tmp_path / "a", results=results, config=config, metrics=steps(3))).text
     assert "steps 40 of 200: limited by --hours 0.1" in text
     assert "first result 97.9 % linear head on frozen features after 21 s" in text
     results |= {"final": "first", "trained": {"top1": 0.95}}
     text = read(write_run(tmp_path / "b", results=results, metrics=[])).text
-    assert "The final weights are the first result" in text
+    assert "The final model is the first one" in text
     assert "95.0 %" in text
 
 

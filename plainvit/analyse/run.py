@@ -55,7 +55,7 @@ class Run:
     @property
     def first_result(self) -> dict[str, Any]:
         """The result of the linear head from which fine-tuning started, if there was one."""
-        return as_dict(self.results.get("first_result") or self.results.get("first"))
+        return as_dict(self.results.get("first"))
 
     def result(self, split: str) -> dict[str, Any]:
         return as_dict(self.results.get(split))

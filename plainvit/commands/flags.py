@@ -107,9 +107,9 @@ def list_flags(call: Callable[..., Any], config: Config | None = None) -> Iterat
         else:
             options = _read_type(hint)
             if is_word := parameter.kind is parameter.POSITIONAL_ONLY:
-                options["nargs"] = options["nargs"] or (None if required else "?")
-            empty = () if options["nargs"] == "*" else None  # the command says what is missing
-            default = empty if required else parameter.default
+                repeated = "+" if required else "*"
+                options["nargs"] = repeated if options["nargs"] else None if required else "?"
+            default = None if required else parameter.default
             options |= {"required": required, "is_word": is_word, "default": default}
             yield Flag(name=name, help=helps.get(name, ""), **options)
 

@@ -8,6 +8,7 @@ from plainvit.commands.parsing import Model, PixelFlags, PixelOptions, given_pix
 if TYPE_CHECKING:
     from plainvit.evaluate.predictor import Predictor
 
+
 def export(
     model: Model,
     /,
@@ -25,7 +26,7 @@ def export(
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
-    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, and compare it with PyTorch.
+    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, checked against PyTorch.
 
     One graph with the normalisation inside, for any batch size, with class names and preprocessing in its metadata.
     Both models run on the same images; an export whose outputs differ is not written, and the exit code is 4. aoti

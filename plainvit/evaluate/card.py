@@ -185,6 +185,10 @@ def _write_rows(rows: pa.Table, path: Path) -> None:
         pq.write_table(rows, file, compression="zstd")
 
 
+def _hash_image(source: Source, index: int) -> str:
+    return hashlib.blake2b(source.identify(index), digest_size=12).hexdigest()
+
+
 def per_image(labels: Labels, result: Result) -> pa.Table:
     """One row per scored image. Classes are numbers; their names, which may repeat, are in the metadata."""
     names = [labels.source.name(int(index)) for index in result.index]
@@ -200,12 +204,6 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
     }
     class_names = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
     return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in class_names.items()})
-
-
-def _hash_image(source: Source, index: int) -> str:
-    data = source.read(index)
-    data = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
-    return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def read_card(path: Path) -> Card:
