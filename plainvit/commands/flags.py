@@ -47,7 +47,8 @@ class Flag:
 
     @property
     def option(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+        """--image-size for image_size; --for for a parameter for_, as `for` is a word of Python."""
+        return f"--{self.name.rstrip('_').replace('_', '-')}"
 
     @property
     def metavar(self) -> str | None:
