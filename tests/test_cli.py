@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
@@ -251,6 +252,13 @@ def test_other_flags_become_arguments_of_the_function() -> None:
         "top": 3,
         "config": InferenceFlags(mean=(0.5,)),
     }
+
+
+def test_a_parameter_named_like_a_word_of_python_ends_in_an_underscore() -> None:
+    def weights(pattern: str = "*", /, *, for_: Literal["cpu", "gpu"] | None = None) -> None: ...
+
+    call = parse(weights, "weights", ["--for", "gpu", "vit*"])
+    assert (call.args, call.keywords) == (("vit*",), {"for_": "gpu"})
 
 
 def helped(capsys: Capture, *arguments: str) -> str:

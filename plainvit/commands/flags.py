@@ -12,9 +12,11 @@ import difflib
 import functools
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -32,7 +34,7 @@ class Settings(dict[str, Any]):
 class Flag:
     """One argument of a command."""
 
-    name: str  # as in Python, dotted below a dataclass: optim.lr_end; for_ is --for
+    name: str  # as in Python, dotted below a dataclass: optim.lr_end
     kind: type
     nargs: int | str | None = None
     choices: tuple[Any, ...] | None = None
@@ -45,6 +47,7 @@ class Flag:
 
     @property
     def option(self) -> str:
+        """--image-size for image_size; --for for a parameter for_, as `for` is a word of Python."""
         return f"--{self.name.rstrip('_').replace('_', '-')}"
 
     @property
@@ -169,19 +172,28 @@ def _read_argument_help(call: Callable[..., Any]) -> dict[str, str]:
     return {name.strip(): text for name, _, text in (line.partition(": ") for line in lines)}
 
 
-@functools.cache
 def _read_field_help(kind: Any) -> dict[dataclasses.Field[Any], str]:
-    """Each field with its comment: at the end of its line, or above it after `#:`."""
+    """Each field of a dataclass with its comment."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(cls))
-        lines, body = source.splitlines(), ast.parse(source).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for node in body:
+        texts |= _read_comments(cls.__module__).get(cls.__name__, {})
+    return {field: texts.get(field.name, "") for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _read_comments(module: str) -> dict[str, dict[str, str]]:
+    """The comments of the fields of a module's classes: at the end of the line, or above it after `#:`."""
+    source = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8")
+    lines = source.splitlines()
+    comments: dict[str, dict[str, str]] = {}
+    for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for node in cls.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 above = lines[node.lineno - 2].strip()
-                after = lines[(node.end_lineno or 0) - 1][node.end_col_offset :].partition("# ")[2]
-                texts[node.target.id] = above.removeprefix("#: ") if above.startswith("#: ") else after
-    return {field: texts.get(field.name, "") for field in dataclasses.fields(kind)}
+                after = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+                text = above.removeprefix("#: ") if above.startswith("#: ") else after
+                comments.setdefault(cls.name, {})[node.target.id] = text
+    return comments
 
 
 # Parsing --------------------------------------------------------------------------------------------------------------
