@@ -311,7 +311,7 @@ def test_steps_cut_by_hours_and_the_first_result_are_shown(tmp_path: Path) -> No
     config = run_files()["config.json"] | {"hours": 0.1}
     text = read(write_run(tmp_path / "a", results=results, config=config, metrics=steps(3))).text
     assert "steps 40 of 200: limited by --hours 0.1" in text
-    assert "first result 97.9 % linear head on frozen features after 21 s" in text
+    assert "first result 97.9 % linear head on frozen features 48 held-out images, after 21 s" in text
     results |= {"final": "first", "trained": {"top1": 0.95}}
     text = read(write_run(tmp_path / "b", results=results, metrics=[])).text
     assert "The final model is the first one" in text

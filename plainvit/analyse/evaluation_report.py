@@ -114,7 +114,8 @@ def draw_calibration(bins: np.ndarray) -> figures.Figure:
             opacity = 0.25 + 0.75 * float(np.sqrt(count / images.max()))
             axes.bar((at + 0.5) * width, share, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
             axes.plot((at + 0.5) * width, share, "_", color=figures.COLOURS["blue"], markersize=9)
-    axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1)
+    axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1, label="perfect calibration")
+    axes.legend(loc="upper left")
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="accuracy")
     return figure
 

@@ -167,10 +167,11 @@ def _first_result_facts(run: Run) -> list[Html]:
     first = run.first_result
     if not first:
         return []
-    seconds, head = number(first.get("seconds")), first.get("head") or "linear"
+    seconds, images, head = number(first.get("seconds")), number(first.get("images")), first.get("head") or "linear"
+    counted = "" if math.isnan(images) else pluralize(images, "held-out image")
     after = "" if math.isnan(seconds) else f"after {format_duration(seconds)}"
-    top1 = percent(number(first.get("top1")), number(first.get("images")))
-    return [fact("first result", top1, f"{head} head on frozen features", after)]
+    top1 = percent(number(first.get("top1")), images)
+    return [fact("first result", top1, f"{head} head on frozen features", ", ".join(filter(None, (counted, after))))]
 
 
 def _step_facts(run: Run) -> list[Html]:
