@@ -85,7 +85,7 @@ def chance_nearness(similar: np.ndarray) -> float:
 
 
 def position_parts(found: Results) -> list[Part]:
-    trained = zip(found.of("trained", "nearness"), found.of("trained", "chance"), strict=True)
+    trained = zip(found.samples("trained", "nearness"), found.samples("trained", "chance"), strict=True)
     excess = contrast([(1.0, [near - chance for near, chance in trained])])
     return [
         above("nearness - 95 % quantile of permuted positions", excess),

@@ -44,10 +44,10 @@ def arms(budget: Budget) -> dict[str, Arm]:
     for kind, rates in upstream(budget).items():
         for lr, config in rates.items():
             before = f"{kind} at {lr:.1e}"
-            found[before] = Arm(config, counts=False)
+            found[before] = Arm(config, is_compared=False)
             for data in DOWNSTREAM[budget]:
                 tuned = finetune_config(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
-                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", family=kind, after=before)
+                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", family=kind, parent=before)
     return found
 
 
@@ -74,9 +74,9 @@ def parts(found: Results) -> list[Part]:
 def averaging_arms(budget: Budget) -> dict[str, Arm]:
     config = finetune_config(budget, DOWNSTREAM[budget][0])
     return {
-        "before": Arm(pretrain_config(budget), counts=False),
-        "last weights": Arm(config, after="before"),
-        "averaged": Arm(config.replace(ema_window=0.5), after="before"),
+        "before": Arm(pretrain_config(budget), is_compared=False),
+        "last weights": Arm(config, parent="before"),
+        "averaged": Arm(config.replace(ema_window=0.5), parent="before"),
     }
 
 

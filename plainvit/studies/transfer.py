@@ -57,10 +57,10 @@ def published_model() -> ViTConfig:
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """A group for each task, of the project's own pre-training and of published weights."""
-    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
+    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
     for task, config in tasks(budget).items():
         scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
-        found[f"{task}, pre-trained"] = Arm(config, group=task, after=BEFORE)
+        found[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
         found |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
         if budget == "gpu":
             group = f"{task}, published"
@@ -98,14 +98,14 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
-    found |= _size_arms(config, SIZES[budget], "", after=BEFORE)
+    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
+    found |= _size_arms(config, SIZES[budget], "", parent=BEFORE)
     if budget == "gpu":
         found |= _size_arms(config.replace(init=PUBLISHED), PUBLISHED_SIZES, ", published")
     return found
 
 
-def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, after: str = "") -> dict[str, Arm]:
+def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, parent: str = "") -> dict[str, Arm]:
     """The first size is that of pre-training."""
     found: dict[str, Arm] = {}
     for size in sizes:
@@ -115,7 +115,7 @@ def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, after: str =
             kinds[REDRAWN] = redraw_positions
         for kind, edit in kinds.items():
             group = kind + suffix
-            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, after=after, edit=edit)
+            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, parent=parent, edit=edit)
     return found
 
 
@@ -155,11 +155,11 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     before = pretrain_config(budget)
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(before, counts=False)}
-    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", after=BEFORE)
+    found = {BEFORE: Arm(before, is_compared=False)}
+    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
     kept = config.replace(head="keep")
     return found | rate_arms(
-        LAST, kept, finetune_rates(budget), group=LAST, family="", after=BEFORE, edit=redraw_last_layer
+        LAST, kept, finetune_rates(budget), group=LAST, family="", parent=BEFORE, edit=redraw_last_layer
     )
 
 
@@ -184,7 +184,7 @@ def head_parts(found: Results) -> list[Part]:
     """The mean over the rates, and the spread over the rates of runs with the same number."""
     rates = len(found.group(ZERO))
     weights = {arm: sign / rates for group, sign in ((ZERO, 1), (LAST, -1)) for arm in found.group(group)}
-    spreads = [np.ptp([found.of(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
+    spreads = [np.ptp([found.samples(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
     return [
         found.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
         above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
