@@ -1,8 +1,6 @@
 """Claims 10, 11 and 12: accuracy by the compute of training, for ViTs, ResNets and hybrids (Figure 5, Table 6).
 
-    plainvit study compute --budget cpu
-    plainvit study hybrids --budget cpu
-    plainvit study saturation --budget cpu
+    plainvit study compute --budget cpu          also hybrids, saturation
 
 Three models of each kind, each of about twice the multiply-adds of the one before, are trained alike for as many steps,
 by AdamW: Muon is for a Transformer's matrices alone. They are compared on held-out images of the set itself, where the

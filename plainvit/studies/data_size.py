@@ -1,8 +1,6 @@
 """Claims 3, 4 and 5: on little data a ResNet leads, a ViT overfits more, and a larger ViT is no better (Figures 3, 4).
 
-    plainvit study data-size --budget cpu
-    plainvit study overfitting --budget cpu
-    plainvit study model-size --budget cpu
+    plainvit study data-size --budget cpu          also overfitting, model-size
 
 As in Figure 4, models learn from nested subsets with the same settings, no more regularisation on the smaller ones and
 early stopping. The ResNet is a BiT one of about the ViT's multiply-adds; its root divides the image by 4, where small

@@ -47,8 +47,8 @@ def draw_best(found: Results) -> Figure:
 
 
 @styled()
-def draw_curves(found: Results, *, log: bool = True) -> Figure:
-    """A line through the means of each group of arms."""
+def draw_curves(found: Results) -> Figure:
+    """A line through the means of each group of arms; x is logarithmic where it covers a wide range."""
     figure, axes = new_axes()
     for group, colour in zip(found.groups(), SERIES * 3, strict=False):
         arms, scale = found.group(group), _scale(found)
@@ -58,7 +58,7 @@ def draw_curves(found: Results, *, log: bool = True) -> Figure:
         for arm in arms:
             draw_dots(axes, found.arms[arm].x, scale * np.array(found.samples(arm)), colour)
     ticks = sorted({arm.x for arm in found.arms.values()})
-    if log:
+    if 0 < 4 * ticks[0] <= ticks[-1]:
         set_log_ticks(axes, ticks)
     else:
         axes.set_xticks(ticks)

@@ -1,8 +1,6 @@
 """Claims 24, 25 and 26: masked patch prediction, its returns, and few-shot accuracy as a stand-in for fine-tuning.
 
-    plainvit study masked --budget cpu
-    plainvit study masked-steps --budget cpu
-    plainvit study few-shot --budget cpu
+    plainvit study masked --budget cpu          also masked-steps, few-shot
 
 The same model is pre-trained on the same images with the same augmentation for the same steps, with labels or by masked
 prediction, and then fine-tuned on another dataset with the same settings. Few-shot accuracy (26) is that of the

@@ -1,7 +1,6 @@
 """Claims 17 and 27: ResNets pre-trained with Adam or SGD; averaged weights after fine-tuning.
 
-    plainvit study resnet-optimiser --budget cpu
-    plainvit study averaging --budget cpu
+    plainvit study resnet-optimiser --budget cpu          also averaging
 
 Claim 17 (D.1, Table 7): each optimiser pre-trains at three rates, and every run is fine-tuned by SGD on each set, as in
 the paper. Claim 27 (4.1, Table 2): the paper's decay of 0.9999 is that of 10,000 of its 20,000 steps, and so of half of

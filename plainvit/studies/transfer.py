@@ -1,8 +1,6 @@
 """Claims 6, 7 and 8: pre-training beats scratch; higher resolutions help, with resampled positions; a head of zeros.
 
-    plainvit study transfer --budget cpu
-    plainvit study resolution --budget cpu
-    plainvit study head --budget cpu
+    plainvit study transfer --budget cpu          also resolution, head
 
 Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
 and steps, and the best of its learning rates. On a GPU, 6 and 7 are also run from published weights, ViT-Ti/16 (AugReg)
@@ -11,7 +9,6 @@ paper.
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.names import configure
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
-from plainvit.studies.drawings import draw_best, draw_curves
+from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, above, welch
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -193,12 +190,6 @@ def head_parts(found: Results) -> list[Part]:
 
 STUDIES = (
     define("transfer", arms, parts, measure=halves, draw=draw_best, runs=8),
-    define(
-        "resolution",
-        resolution_arms,
-        resolution_parts,
-        draw=partial(draw_curves, log=False),
-        xlabel="image side, pixels",
-    ),
+    define("resolution", resolution_arms, resolution_parts, xlabel="image side, pixels"),
     define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )
