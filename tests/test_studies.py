@@ -1,4 +1,4 @@
-"""Every study: planted results are supported, contradicted and inconclusive where they should; arms can be run."""
+"""Every study: planted results are supported, contradicted and inconclusive where they should be."""
 
 import math
 from typing import Any

@@ -19,7 +19,7 @@ from plainvit.studies.estimate import estimate_run, estimate_seconds
 from plainvit.studies.evidence import fact
 from plainvit.studies.execute import NoDeviceError, extend_rates, first_seed, hash_definition, order_stages, run_study
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import Workers, run_hash
+from plainvit.studies.runs import Workers, run_name
 from plainvit.studies.study import Arm, Study, families_at_edge
 from plainvit.train.run import fit
 
@@ -99,7 +99,7 @@ def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
     assert alone == [32, 48]
     assert estimate_seconds([one, two], "gpu", tmp_path)[0] == 32 + 48 - 16
     arms = one.arms("gpu")
-    done = tmp_path / f"{run_hash(arms['none'].config.replace(seed=first_seed(arms, 'none')))}-code"
+    done = tmp_path / run_name(arms["none"].config.replace(seed=first_seed(arms, "none")))
     done.mkdir()
     (done / "status.json").write_text('{"state": "done"}')
     assert estimate_seconds([one], "gpu", tmp_path)[0] == 31

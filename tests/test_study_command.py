@@ -164,12 +164,6 @@ def test_summary_shows_effect_interval_and_runs(tmp_path: Path, capsys: Capture)
     assert out.startswith("positions: supported, 5 runs an arm\n  a - b +1.00 points [+0.50, +1.50] (> 0), yes\n")
 
 
-def test_a_report_without_verdicts(tmp_path: Path) -> None:
-    text = report.make_report(tmp_path / "nowhere")
-    assert f"**0 of {len(read_claims())} studies have a verdict" in text
-    assert "## Not run" in text
-
-
 def test_docs_report_is_up_to_date() -> None:
     out = Path(__file__).parent.parent / "docs" / "studies"
     again = "from plainvit.studies.report import *; write_report(Path('docs/studies'))"

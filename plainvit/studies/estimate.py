@@ -13,7 +13,7 @@ from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
 from plainvit.studies.bases import base, complete_model
 from plainvit.studies.execute import first_seed
-from plainvit.studies.runs import is_done, run_hash
+from plainvit.studies.runs import is_done, run_name
 from plainvit.studies.study import Arm, Budget, Study
 from plainvit.studies.transfer import published_model
 
@@ -38,7 +38,7 @@ def _is_finished(arm: Arm, seed: int, folder: Path) -> bool:
     """Only of runs that start from nothing: others are named after the run that they start from."""
     if arm.parent or arm.config.init:
         return False
-    return any(map(is_done, folder.glob(f"{run_hash(arm.config.replace(seed=seed))}-*")))
+    return is_done(folder / run_name(arm.config.replace(seed=seed)))
 
 
 def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
