@@ -1,4 +1,4 @@
-"""Every study: planted results are supported, contradicted and inconclusive where they should; arms can be run."""
+"""Every study: planted results are supported, contradicted and inconclusive where they should be."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def by_cost(count: Any, study: str = "predictor") -> dict[str, float]:
 
 
 def upstream(few_shot: np.ndarray) -> dict[str, dict[str, float]]:
-    names = [name for name, arm in ALL["few-shot"].arms("cpu").items() if arm.counts]
+    names = [name for name, arm in ALL["few-shot"].arms("cpu").items() if arm.is_compared]
     top1 = np.linspace(0.5, 0.9, len(names))
     return {name: {"top1": a, "few_shot": b} for name, a, b in zip(names, top1, few_shot, strict=True)}
 
@@ -246,7 +246,7 @@ def test_rates_are_chosen_on_other_images_than_those_that_decide() -> None:
     means = {"": 0.6} | {arms[0]: {"top1": 0.5, "choice": 0.9}, arms[1]: {"top1": 0.9, "choice": 0.5}}
     found = plant(study, means)
     assert found.best("average") == arms[0]
-    assert (len(found.of(arms[0], "choice")), len(found.of(arms[0]))) == (3, 5), "other runs, too"
+    assert (len(found.samples(arms[0], "choice")), len(found.samples(arms[0]))) == (3, 5), "other runs, too"
 
 
 # Rates of wrong verdicts ----------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_rates_are_chosen_on_other_images_than_those_that_decide() -> None:
 class Simulated(Results):
     """Many simulated studies at once: values [studies, runs]."""
 
-    def of(self, arm: str, metric: str = "") -> Any:
+    def samples(self, arm: str, metric: str = "") -> Any:
         return self.values[arm][metric or self.metric]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
@@ -290,7 +290,7 @@ def test_choosing_the_best_arm_does_not_bias_the_verdict(name: str, monkeypatch:
     """All arms are equal, and a run that is better on one half of the images is better on the other."""
     monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)
     study, random, outcomes = ALL[name], np.random.default_rng(0), []
-    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
+    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.is_compared}
     for _ in range(400):
         rows = random.normal(0.5, 0.01, (len(arms), study.runs)).tolist()
         values = {arm: [{"top1": one, "choice": one} for one in row] for arm, row in zip(arms, rows, strict=True)}

@@ -1,69 +1,78 @@
-"""Studies at the budget of a laptop, from the command to the page: one in the fast set, all of them in the slow one."""
+"""Studies from the command to the report: one with runs that learn, and every study with runs of two steps."""
 
 import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_runs as runs
 from PIL import Image
 
 from plainvit.cli import main
-from plainvit.config import Augment, Optim
-from plainvit.studies import page
+from plainvit.config import Augment, Config, Optim
+from plainvit.studies import report
+from plainvit.studies.execute import run_study
 from plainvit.studies.registry import studies
 from plainvit.studies.study import Arm, Study
+from plainvit.train.run import fit
 
 LARGEST = 150_000  # bytes of a figure that is committed
 
 
-def check(name: str, out: Path) -> dict[str, object]:
-    """What every study leaves, and that no test image was read for it."""
+def check_output(name: str, out: Path) -> dict[str, Any]:
+    """What every study writes, and that no test image was read for it."""
     folder = out / name
     assert {file.name for file in folder.iterdir()} == {"figure.png", "verdict.json"}
-    said = page.read_verdict(folder / "verdict.json")
-    assert said["outcome"] in ("supported", "contradicted", "inconclusive")
-    assert said["budget"] == "cpu"
+    record = report.read_verdict(folder / "verdict.json")
     with Image.open(folder / "figure.png") as figure:
         assert min(figure.size) >= 300
     assert (folder / "figure.png").stat().st_size < LARGEST
     for file in out.glob("runs/*/results.json"):
         assert "test" not in json.loads(file.read_text()), file
-    text = page.page_of(out).read_text()
-    assert f"## {said['number']}. {name}\n" in text
+    text = report.write_report(out).read_text()
+    assert f"## {record['number']}. {name}\n" in text
     assert f"({out.name}/{name}/figure.png)" in text
     assert f"| {name} |" not in text.partition("## Not run")[2]
-    return said
-
-
-def rate() -> Study:
-    """A study as short as one can be: a model that learns against one of which hardly the head does."""
-    plain = {"model": runs.MODEL, "ema": 0.0, "augment": Augment(crop="none", flip=0.0), "save_every": 0}
-    made = runs.config(steps=150, batch=64, evaluations=1, holdout=0.3, optim=Optim(lr=1e-2, warmup=0.1), **plain)
-    still = made.replace(optim=made.optim.replace(lr=1e-9))
-
-    return Study(
-        name="rate",
-        number=99,
-        claim="Learning needs a learning rate.",
-        source="nobody",
-        rule="it beats one that stands still",
-        arms=lambda _: {"still": Arm(still), "learns": Arm(made)},
-        parts=lambda found: [found.above("learns", "still")],
-    )
+    return record
 
 
 @pytest.mark.slow
-def test_a_study_from_the_command_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own: the shortest real one takes more than 25 seconds of a core."""
-    made = rate()
-    claims = {made.name: {"number": 99, "claim": made.claim, "rule": made.rule}}
-    for module in ("claims", "page"):
-        monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
-    monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {made.name: made})
+def test_a_study_from_the_command_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that learns against one of which hardly the head does."""
+    plain = {"model": runs.MODEL, "ema": 0.0, "augment": Augment(crop="none", flip=0.0), "save_every": 0}
+    learns = runs.config(steps=150, batch=64, evaluations=1, holdout=0.3, optim=Optim(lr=1e-2, warmup=0.1), **plain)
+    arms = {"still": Arm(learns.replace(optim=learns.optim.replace(lr=1e-9))), "learns": Arm(learns)}
+    fields = {"number": 99, "claim": "Learning needs a learning rate.", "source": "s", "rule": "learns > still"}
+    parts = lambda found: [found.above("learns", "still")]  # noqa: E731
+    made = Study(name="rate", arms=lambda _: arms, parts=parts, runs=3, **fields)
+    for module in ("claims", "report"):
+        monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: {"rate": fields})
+    monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {"rate": made})
     main(["study", "rate", "--out", str(tmp_path / "found"), "--json"])
-    said = check("rate", tmp_path / "found")
-    assert said["outcome"] == "supported"
+    assert check_output("rate", tmp_path / "found")["outcome"] == "supported"
     assert "## Not run" not in (tmp_path / "found.md").read_text()
+
+
+class InProcess:
+    """Workers that run in this process."""
+
+    free = (None,)
+
+    def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
+        for path, config in configs.items():
+            fit(config, path, quiet=True, bare=True)
+            future: Future = Future()
+            future.set_result(None)
+            yield path, future
+
+
+def shorten(arm: Arm) -> Arm:
+    if not arm.is_trained:
+        return arm
+    return replace(arm, config=arm.config.replace(steps=2, epochs=0.0, evaluations=1, patience=0, device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +83,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", studies())
-def test_every_study_at_the_cpus_budget(name: str, out: Path) -> None:
-    main(["study", name, "--budget", "cpu", "--out", str(out), "--json"])
-    said = check(name, out)
-    values = said["values"]
-    assert isinstance(values, dict)
-    assert {len(rows) for rows in values.values()} == {studies()[name].runs}
+def test_every_study_runs_at_the_cpus_budget(name: str, out: Path) -> None:
+    study = studies()[name]
+    short = replace(study, arms=lambda budget: {arm: shorten(one) for arm, one in study.arms(budget).items()})
+    verdict = run_study(short, "cpu", out, InProcess(), runs=1, quiet=True)  # pyright: ignore[reportArgumentType]
+    record = check_output(name, out)
+    assert (verdict.outcome, record["outcome"], record["seeds"]) == ("inconclusive", "inconclusive", 1)

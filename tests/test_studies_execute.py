@@ -14,12 +14,12 @@ import plainvit
 from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
-from plainvit.studies import execute, page, transfer
+from plainvit.studies import execute, report, transfer
 from plainvit.studies.estimate import estimate_run, estimate_seconds
 from plainvit.studies.evidence import fact
 from plainvit.studies.execute import NoDeviceError, extend_rates, first_seed, hash_definition, order_stages, run_study
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import Workers, run_hash
+from plainvit.studies.runs import Workers, run_name
 from plainvit.studies.study import Arm, Study, families_at_edge
 from plainvit.train.run import fit
 
@@ -40,10 +40,10 @@ def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
 
 def test_arms_run_after_their_initial_weights_exist() -> None:
     made = runs.config()
-    arms = {"c": Arm(made, after="b"), "b": Arm(made, after="a"), "a": Arm(made), "d": Arm(made)}
+    arms = {"c": Arm(made, parent="b"), "b": Arm(made, parent="a"), "a": Arm(made), "d": Arm(made)}
     assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
     with pytest.raises(AssertionError, match="circular"):
-        order_stages({"a": Arm(made, after="b"), "b": Arm(made, after="a")})
+        order_stages({"a": Arm(made, parent="b"), "b": Arm(made, parent="a")})
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
@@ -51,9 +51,9 @@ def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
     arms = {
         "a": Arm(made),
         "b": Arm(made.replace(steps=99)),
-        "c": Arm(made, after="a"),
-        "d": Arm(made, after="b"),
-        "e": Arm(made, after="a", edit=transfer.redraw_positions),
+        "c": Arm(made, parent="a"),
+        "d": Arm(made, parent="b"),
+        "e": Arm(made, parent="a", edit=transfer.redraw_positions),
     }
     seeds = {name: first_seed(arms, name) for name in arms}
     assert len(set(seeds.values())) == len(arms)
@@ -77,7 +77,7 @@ def test_a_grid_is_extended_beyond_its_best_rate(row: tuple[float, ...], rate: f
 
 
 def test_the_definition_covers_what_affects_the_runs() -> None:
-    arms = {"a": Arm(config()), "b": Arm(config(model=None), after="a")}
+    arms = {"a": Arm(config()), "b": Arm(config(model=None), parent="a")}
     assert hash_definition(arms) == hash_definition({**arms, "a": Arm(config(), x=3.0)})
     edited = {**arms, "b": replace(arms["b"], edit=transfer.redraw_positions)}
     assert len({hash_definition(one) for one in (arms, edited, {"a": arms["a"]})}) == 3
@@ -99,7 +99,7 @@ def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
     assert alone == [32, 48]
     assert estimate_seconds([one, two], "gpu", tmp_path)[0] == 32 + 48 - 16
     arms = one.arms("gpu")
-    done = tmp_path / f"{run_hash(arms['none'].config.replace(seed=first_seed(arms, 'none')))}-code"
+    done = tmp_path / run_name(arms["none"].config.replace(seed=first_seed(arms, "none")))
     done.mkdir()
     (done / "status.json").write_text('{"state": "done"}')
     assert estimate_seconds([one], "gpu", tmp_path)[0] == 31
@@ -112,7 +112,9 @@ def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
 def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     made = config(augment=runs.config().augment.replace(mixup=0.0))
     still = made.replace(optim=made.optim.replace(lr=1e-9))
-    study = make_study({"before": Arm(made, counts=False), "tuned": Arm(still, after="before"), "scratch": Arm(still)})
+    study = make_study(
+        {"before": Arm(made, is_compared=False), "tuned": Arm(still, parent="before"), "scratch": Arm(still)}
+    )
     verdict = run_study(study, "cpu", tmp_path, Workers(2), runs=2, quiet=True)
     record = json.loads((tmp_path / "own" / "verdict.json").read_text())
     assert record["values"].keys() == {"tuned", "scratch"}
@@ -146,7 +148,7 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
     first.pop("history")
     assert second["history"] == [first]
     assert (first["outcome"], second["outcome"]) == ("supported", "contradicted")
-    text = page.page(tmp_path)
+    text = report.make_report(tmp_path)
     assert "History: **supported**" in text
     assert "Rule of these runs: another." in text
     third = write_verdict(study, folder, {"": 0.6}, definition="other arms")
@@ -223,9 +225,9 @@ def test_a_study_with_edited_weights(before: Path, tmp_path: Path) -> None:
     after = config(model=None, data="digits:56789", image_size=16)
     study = make_study(
         {
-            "before": Arm(first, counts=False),
-            "kept": Arm(after, after="before"),
-            "new": Arm(after, after="before", edit=transfer.redraw_positions),
+            "before": Arm(first, is_compared=False),
+            "kept": Arm(after, parent="before"),
+            "new": Arm(after, parent="before", edit=transfer.redraw_positions),
             "published": Arm(after.replace(init="before"), edit=transfer.redraw_positions),
         }
     )

@@ -106,7 +106,7 @@ def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
         ("config.py", True),
         ("data/new.py", True),
         ("commands/parsing.py", False),
-        ("studies/page.py", False),
+        ("studies/report.py", False),
         ("notes.txt", False),
     ],
 )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
-from plainvit.studies import page
+from plainvit.studies import report
 from plainvit.studies.claims import read_claims
 from plainvit.studies.evidence import fact
 from plainvit.studies.execute import run_study
@@ -105,8 +105,8 @@ def test_the_report_has_every_verdict_and_every_study_without_one(tmp_path: Path
     out = tmp_path / "docs" / "studies"
     plant(out, "positions", 1)
     plant(out, "activation", 32, "contradicted", budget="gpu")
-    text = page.write_page(out).read_text()
-    assert page.page_of(out) == tmp_path / "docs" / "studies.md"
+    text = report.write_report(out).read_text()
+    assert report.report_path(out) == tmp_path / "docs" / "studies.md"
     assert f"**2 of {len(read_claims())} studies have a verdict by the present rules" in text
     headings = re.findall(r"^## (.*)$", text, re.M)
     assert headings == ["1. positions", "32. activation", "Not run"]
@@ -123,7 +123,7 @@ def test_the_report_has_every_verdict_and_every_study_without_one(tmp_path: Path
 
 def test_a_section_has_parts_arms_and_runs(tmp_path: Path) -> None:
     plant(tmp_path, "positions", 1)
-    section = page.page(tmp_path).split("## 1. positions")[1].split("## Not run")[0]
+    section = report.make_report(tmp_path).split("## 1. positions")[1].split("## Not run")[0]
     for words in (
         f"{read_claims()['positions']['claim']} *ViT, Table 8 (D.4).* There, ",
         "**supported**, 5 runs an arm: a - b +1.00 points",
@@ -138,7 +138,7 @@ def test_a_section_has_parts_arms_and_runs(tmp_path: Path) -> None:
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
     old = {"rule": "a rule", "before": {"rule": "a first rule", "outcome": "reproduced"}}
     plant(tmp_path, "positions", 1, "not decided", **old)
-    text = page.page(tmp_path)
+    text = report.make_report(tmp_path)
     section = text.split("## 1. positions")[1].split("## Not run")[0]
     assert f"Rule: {read_claims()['positions']['rule']}." in section
     assert "Not run yet under this rule." in section
@@ -150,34 +150,28 @@ def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
 
 def test_report_of_own_studies_lists_only_them(tmp_path: Path) -> None:
     plant(tmp_path, "rate", 0)
-    text = page.page(tmp_path)
+    text = report.make_report(tmp_path)
     assert text.startswith("# Studies\n")
     assert re.findall(r"^## (.*)$", text, re.M) == ["rate"]
     plant(tmp_path, "positions", 1)
-    assert page.page(tmp_path).startswith("# The paper's claims, tested\n"), "one of them is"
+    assert report.make_report(tmp_path).startswith("# The paper's claims, tested\n"), "one of them is"
 
 
 def test_summary_shows_effect_interval_and_runs(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1)
-    Console(width=300).print(page.summary(list(page.verdicts(tmp_path).values()), tmp_path))
+    Console(width=300).print(report.render_summary(list(report.read_verdicts(tmp_path).values()), tmp_path))
     out = capsys.readouterr().out
     assert out.startswith("positions: supported, 5 runs an arm\n  a - b +1.00 points [+0.50, +1.50] (> 0), yes\n")
 
 
-def test_a_report_without_verdicts(tmp_path: Path) -> None:
-    text = page.page(tmp_path / "nowhere")
-    assert f"**0 of {len(read_claims())} studies have a verdict" in text
-    assert "## Not run" in text
-
-
-def test_docs_page_is_up_to_date() -> None:
+def test_docs_report_is_up_to_date() -> None:
     out = Path(__file__).parent.parent / "docs" / "studies"
-    again = "from plainvit.studies.page import *; write_page(Path('docs/studies'))"
-    assert page.page_of(out).read_text() == page.page(out), f'python -c "{again}"'
+    again = "from plainvit.studies.report import *; write_report(Path('docs/studies'))"
+    assert report.report_path(out).read_text() == report.make_report(out), f'python -c "{again}"'
 
 
 def test_stored_verdicts_are_as_the_readme_summarises_them() -> None:
-    found = page.verdicts(Path(__file__).parent.parent / "docs" / "studies")
+    found = report.read_verdicts(Path(__file__).parent.parent / "docs" / "studies")
     assert sum(not one["source"].startswith("ViT") for one in found.values()) == 3
     assert 0 < sum(one["budget"] == "gpu" for one in found.values()) < len(found) / 2
     assert 0 < sum(one["outcome"] == "reproduced" for one in found.values()) < len(found) / 2
@@ -192,7 +186,7 @@ def test_a_damaged_verdict_exits_with_3(tmp_path: Path, capsys: Capture) -> None
     ):
         (folder / "verdict.json").write_text(text)
         with pytest.raises(DataError, match=words):
-            page.page(tmp_path)
+            report.make_report(tmp_path)
     err = run_invalid(capsys, "list", "--out", str(tmp_path), code=3)
     assert err.count("\n") == 1
 
@@ -229,7 +223,7 @@ def make_study(name: str, data: str = "digits") -> Study:
 
 def replace_studies(patch: pytest.MonkeyPatch, *made: Study) -> None:
     claims = {one.name: {"number": 90, "claim": "c", "rule": "r"} for one in made}
-    for module in ("claims", "page"):
+    for module in ("claims", "report"):
         patch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
     patch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
 
@@ -275,7 +269,7 @@ def test_the_study_that_the_docs_show_runs(tmp_path: Path, capsys: Capture) -> N
     (said,) = json.loads(capsys.readouterr().out)
     assert (said["study"], said["outcome"], said["runs"]["count"]) == ("rate", "inconclusive", 2)
     assert said["command"] == f"plainvit study {file}:STUDY --budget cpu --seeds 1"
-    text = page.page_of(out).read_text()
+    text = report.report_path(out).read_text()
     assert "\n## rate\n" in text
     assert "[rate](#rate)" in text
 

@@ -15,7 +15,7 @@ def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 0) ->
     A number is the mean of all metrics. The noise has mean 0, so that planted means are observed (nearly) exactly.
     """
     runs = runs or study.runs
-    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.counts}
+    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.is_compared}
     values: dict[str, list[dict[str, float]]] = {}
     for at, arm in enumerate(arms):
         mean = means[max((name for name in means if arm.startswith(name)), key=len)]

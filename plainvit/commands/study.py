@@ -22,10 +22,10 @@ def list_studies(*, out: Path = Path("studies"), json: bool = False) -> None:
         out: Folder of the verdicts, as given to `plainvit study`
         json: Print JSON instead of a table
     """
-    from plainvit.studies import page
+    from plainvit.studies import report
 
-    rows = page.listed(out)
-    print_result(rows, None if json else page.table(rows, out))
+    rows = report.list_verdicts(out)
+    print_result(rows, None if json else report.render_list(rows, out))
 
 
 def study(
@@ -112,7 +112,7 @@ def _run_studies(
 ) -> dict[str, Exception]:
     """Run one study after the other and return those that failed; the report is written after each."""
     from plainvit.studies.execute import NoDeviceError, run_study
-    from plainvit.studies.page import write_page
+    from plainvit.studies.report import write_report
 
     failed: dict[str, Exception] = {}
     for number, one in enumerate(chosen, 1):
@@ -127,7 +127,7 @@ def _run_studies(
             if len(chosen) > 1 and not quiet:
                 print(f"{one.name}: {visible(_first_line(error))}", file=sys.stderr)
             continue
-        write_page(out)
+        write_report(out)
         if len(chosen) > 1 and not quiet:  # for a single study the summary has it
             print(f"{one.name}: {verdict.outcome}", file=sys.stderr)
     return failed
@@ -139,9 +139,9 @@ def _first_line(error: Exception) -> str:
 
 def _print_verdicts(chosen: "list[Study]", out: Path, json: bool) -> None:
     """Print the verdicts on the chosen studies and the path of the report."""
-    from plainvit.studies import page
+    from plainvit.studies import report
 
-    found = page.verdicts(out)
+    found = report.read_verdicts(out)
     verdicts = [found[one.name] for one in chosen if one.name in found]
     if verdicts or json:
-        print_result(verdicts, None if json else page.summary(verdicts, out))
+        print_result(verdicts, None if json else report.render_summary(verdicts, out))

@@ -1,26 +1,18 @@
 """Claims 1, 2, 9, 16, 18, 30, 31 and 32: choices inside a ViT, each compared with its alternatives.
 
-    plainvit study positions --budget cpu
-    plainvit study position-places --budget cpu
-    plainvit study regularisation --budget cpu
-    plainvit study pooling --budget cpu
-    plainvit study axial --budget cpu
-    plainvit study norm-place --budget cpu
-    plainvit study stochastic-depth --budget cpu
-    plainvit study activation --budget cpu
+    plainvit study positions --budget cpu          also position-places, regularisation, stochastic-depth, pooling,
+                                                   axial, norm-place, activation
 
 In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
 are 60 epochs long, which is long enough to overfit. Axial attention (D.6): each block becomes one that attends along
 rows and one along columns, each with its own MLP.
 """
 
-from functools import partial
 from itertools import combinations
 
 from plainvit.config import Config
 from plainvit.planning import cost
 from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
-from plainvit.studies.drawings import draw_curves
 from plainvit.studies.evidence import Part, fact
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -193,23 +185,8 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
 
 STUDIES = (
     define("positions", position_arms, position_parts, runs=8),
-    define(
-        "position-places",
-        place_arms,
-        place_parts,
-        draw=partial(draw_curves, log=False),
-        xlabel=", ".join(PLACES),
-        runs=8,
-    ),
-    define(
-        "regularisation",
-        grid_arms,
-        grid_parts,
-        measure=halves,
-        draw=partial(draw_curves, log=False),
-        xlabel="weight decay",
-        runs=8,
-    ),
+    define("position-places", place_arms, place_parts, xlabel=", ".join(PLACES), runs=8),
+    define("regularisation", grid_arms, grid_parts, measure=halves, xlabel="weight decay", runs=8),
     define("stochastic-depth", depth_arms, lambda found: [found.not_worse("stochastic depth", "dropout")]),
     define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate", runs=8),
     define("axial", axial_arms, axial_parts, runs=8),

@@ -1,8 +1,6 @@
 """Claims 10, 11 and 12: accuracy by the compute of training, for ViTs, ResNets and hybrids (Figure 5, Table 6).
 
-    plainvit study compute --budget cpu
-    plainvit study hybrids --budget cpu
-    plainvit study saturation --budget cpu
+    plainvit study compute --budget cpu          also hybrids, saturation
 
 Three models of each kind, each of about twice the multiply-adds of the one before, are trained alike for as many steps,
 by AdamW: Muon is for a Transformer's matrices alone. They are compared on held-out images of the set itself, where the
@@ -23,7 +21,8 @@ from plainvit.studies.study import Arm, Budget, Results, define
 
 KINDS = ("ViT", "ResNet", "hybrid")
 SIZES = ("small", "medium", "large")
-ENDLESS = 2_000_000  # images: each is seen once
+STEPS, BATCH = 8000, 256  # on a GPU
+ENDLESS = STEPS * BATCH  # images: each is seen once; so many are streamed by worker processes, not kept in memory
 COMPUTE = "training compute, petaFLOPs"
 
 
@@ -36,8 +35,8 @@ def drawn_images(count: int = ENDLESS) -> Config:
     return Config(
         model=model,
         data=f"shapes:size=32,count={count}",
-        steps=8000,
-        batch=256,
+        steps=STEPS,
+        batch=BATCH,
         optim=Optim(lr=1e-3, warmup=0.05, weight_decay=0.1),
         augment=Augment(crop="none"),
         evaluations=20,

@@ -1,8 +1,6 @@
 """Claims 3, 4 and 5: on little data a ResNet leads, a ViT overfits more, and a larger ViT is no better (Figures 3, 4).
 
-    plainvit study data-size --budget cpu
-    plainvit study overfitting --budget cpu
-    plainvit study model-size --budget cpu
+    plainvit study data-size --budget cpu          also overfitting, model-size
 
 As in Figure 4, models learn from nested subsets with the same settings, no more regularisation on the smaller ones and
 early stopping. The ResNet is a BiT one of about the ViT's multiply-adds; its root divides the image by 4, where small
@@ -11,7 +9,9 @@ drawn. The crossover itself lies at some 30 to 90 million images in the paper, s
 shrinks: the slope over the number of images.
 """
 
-from plainvit.config import Config, Model, ResNetConfig, ViTConfig
+from functools import partial
+
+from plainvit.config import Config, Model, ResNetConfig
 from plainvit.planning.datasets import IMAGES
 from plainvit.studies.bases import plain, pretrain_config, vit
 from plainvit.studies.compute import ENDLESS, drawn_images, models, slopes
@@ -19,7 +19,7 @@ from plainvit.studies.evidence import Part
 from plainvit.studies.measures import overfitting
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
 
-VIT, RESNET = "ViT", "ResNet"
+VIT, RESNET, LARGE = "ViT", "ResNet", "large ViT"
 FRACTIONS = (0.05, 0.1, 0.25, 1.0)  # of the digits
 COUNTS = (1_000, 10_000, 100_000, ENDLESS)  # of drawn images; each set holds those before it
 
@@ -33,43 +33,21 @@ def subsets(budget: Budget) -> dict[int, Config]:
     return {round(share * whole): config.replace(train_fraction=share) for share in FRACTIONS}
 
 
-def resnet(budget: Budget) -> Model:
-    """About as many multiply-adds as the ViT."""
-    if budget == "cpu":
-        return ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)
-    return models(budget)["ResNet"][1]
+def models_by_kind(budget: Budget) -> dict[str, Model]:
+    """The ResNet has about as many multiply-adds as the ViT; the heads of the large ViT keep their width."""
+    small = vit(next(iter(subsets(budget).values())))
+    cells = ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)
+    large = small.replace(width=2 * small.width, mlp_dim=2 * small.mlp_dim, heads=2 * small.heads)
+    return {VIT: small, RESNET: cells if budget == "cpu" else models(budget)["ResNet"][1], LARGE: large}
 
 
-def widen(model: ViTConfig) -> ViTConfig:
-    """Twice as wide; heads keep their width."""
-    return model.replace(width=2 * model.width, mlp_dim=2 * model.mlp_dim, heads=2 * model.heads)
-
-
-def make_arms(budget: Budget, kinds: dict[str, Model], most: float = float("inf")) -> dict[str, Arm]:
-    """x is the number of training images."""
+def arms(budget: Budget, kinds: tuple[str, ...] = (VIT, RESNET), count: int = 4) -> dict[str, Arm]:
+    """On the smallest `count` subsets; x is the number of training images."""
     return {
-        f"{kind}, {count:,} images": Arm(config.replace(model=model), x=count, group=kind)
-        for kind, model in kinds.items()
-        for count, config in subsets(budget).items()
-        if count <= most
+        f"{kind}, {images:,} images": Arm(config.replace(model=models_by_kind(budget)[kind]), x=images, group=kind)
+        for kind in kinds
+        for images, config in list(subsets(budget).items())[:count]
     }
-
-
-def plain_vit(budget: Budget) -> ViTConfig:
-    return vit(next(iter(subsets(budget).values())))
-
-
-def arms(budget: Budget) -> dict[str, Arm]:
-    return make_arms(budget, {VIT: plain_vit(budget), RESNET: resnet(budget)})
-
-
-def small_arms(budget: Budget) -> dict[str, Arm]:
-    """All but the largest subset."""
-    return make_arms(budget, {VIT: plain_vit(budget), RESNET: resnet(budget)}, sorted(subsets(budget))[-2])
-
-
-def size_arms(budget: Budget) -> dict[str, Arm]:
-    return make_arms(budget, {VIT: plain_vit(budget), "large ViT": widen(plain_vit(budget))})
 
 
 def parts(found: Results) -> list[Part]:
@@ -84,10 +62,10 @@ def overfitting_parts(found: Results) -> list[Part]:
 
 
 def size_parts(found: Results) -> list[Part]:
-    small, large = found.group(VIT)[0], found.group("large ViT")[0]
+    small, large = found.group(VIT)[0], found.group(LARGE)[0]
     return [
         found.not_worse(small, large, MARGIN),
-        found.contrast("gain per doubling of the images, large - small", slopes(found, {"large ViT": 1, VIT: -1})),
+        found.contrast("gain per doubling of the images, large - small", slopes(found, {LARGE: 1, VIT: -1})),
     ]
 
 
@@ -95,11 +73,11 @@ STUDIES = (
     define("data-size", arms, parts, xlabel="training images"),
     define(
         "overfitting",
-        small_arms,
+        partial(arms, count=3),
         overfitting_parts,
         measure=overfitting,
         metric="overfitting",
         xlabel="training images",
     ),
-    define("model-size", size_arms, size_parts, xlabel="training images"),
+    define("model-size", partial(arms, kinds=(VIT, LARGE)), size_parts, xlabel="training images"),
 )

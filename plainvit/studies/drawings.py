@@ -38,7 +38,7 @@ def draw_best(found: Results) -> Figure:
     shown = {found.best(arm.family) if arm.family else name: arm.family or name for name, arm in found.arms.items()}
     figure, axes = new_axes((max(PANEL[0], 0.75 * len(shown)), PANEL[1]))
     for x, arm in enumerate(shown):
-        values = _scale(found) * np.array(found.of(arm))
+        values = _scale(found) * np.array(found.samples(arm))
         axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
         draw_dots(axes, x, values, COLOURS["blue"])
     axes.set_xticks(range(len(shown)), [label.replace(", ", "\n") for label in shown.values()], fontsize=7.5)
@@ -47,8 +47,8 @@ def draw_best(found: Results) -> Figure:
 
 
 @styled()
-def draw_curves(found: Results, *, log: bool = True) -> Figure:
-    """A line through the means of each group of arms."""
+def draw_curves(found: Results) -> Figure:
+    """A line through the means of each group of arms; x is logarithmic where it covers a wide range."""
     figure, axes = new_axes()
     for group, colour in zip(found.groups(), SERIES * 3, strict=False):
         arms, scale = found.group(group), _scale(found)
@@ -56,9 +56,9 @@ def draw_curves(found: Results, *, log: bool = True) -> Figure:
             [found.arms[arm].x for arm in arms], [scale * found.mean(arm) for arm in arms], color=colour, label=group
         )
         for arm in arms:
-            draw_dots(axes, found.arms[arm].x, scale * np.array(found.of(arm)), colour)
+            draw_dots(axes, found.arms[arm].x, scale * np.array(found.samples(arm)), colour)
     ticks = sorted({arm.x for arm in found.arms.values()})
-    if log:
+    if 0 < 4 * ticks[0] <= ticks[-1]:
         set_log_ticks(axes, ticks)
     else:
         axes.set_xticks(ticks)

@@ -13,7 +13,7 @@ from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
 from plainvit.studies.bases import base, complete_model
 from plainvit.studies.execute import first_seed
-from plainvit.studies.runs import is_done, run_hash
+from plainvit.studies.runs import is_done, run_name
 from plainvit.studies.study import Arm, Budget, Study
 from plainvit.studies.transfer import published_model
 
@@ -26,7 +26,7 @@ def estimate_seconds(studies: Iterable[Study], budget: Budget, folder: Path, run
     for study in studies:
         arms = study.arms(budget)
         for name, arm in arms.items():
-            if arm.trained:
+            if arm.is_trained:
                 seconds = estimate_run(arms, name)
                 seed = first_seed(arms, name)
                 for index in range(runs or study.runs):
@@ -36,9 +36,9 @@ def estimate_seconds(studies: Iterable[Study], budget: Budget, folder: Path, run
 
 def _is_finished(arm: Arm, seed: int, folder: Path) -> bool:
     """Only of runs that start from nothing: others are named after the run that they start from."""
-    if arm.after or arm.config.init:
+    if arm.parent or arm.config.init:
         return False
-    return any(map(is_done, folder.glob(f"{run_hash(arm.config.replace(seed=seed))}-*")))
+    return is_done(folder / run_name(arm.config.replace(seed=seed)))
 
 
 def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
@@ -56,5 +56,5 @@ def find_model(arms: Mapping[str, Arm], name: str) -> Model:
     config: Config = arms[name].config
     if config.model:
         return complete_model(config)
-    model = find_model(arms, arms[name].after) if arms[name].after else published_model()
+    model = find_model(arms, arms[name].parent) if arms[name].parent else published_model()
     return model.replace(image_size=pair(config.image_size)) if config.image_size else model

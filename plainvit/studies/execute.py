@@ -29,7 +29,7 @@ from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite, run_seconds
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.evidence import Verdict
-from plainvit.studies.page import is_present
+from plainvit.studies.report import is_present
 from plainvit.studies.runs import Workers, run_all, run_hash, run_name
 from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge, rate_name
 from plainvit.weights import save as save_weights
@@ -67,13 +67,13 @@ def run_study(
     for family, arm in families_at_edge(found).items():
         log.warning("%s: the best rate of %s (%s) is at the edge of its grid", study.name, family, arm)
     verdict = study.decide(found)
-    trained = {arm: configs[arm] for arm in arms if arms[arm].trained}
+    trained = {arm: configs[arm] for arm in arms if arms[arm].is_trained}
     run_info = {
         "definition": definition,
         "seconds": round(time.monotonic() - started, 1),
         "runs": summarize_runs([config for group in trained.values() for config in group], out / "runs"),
         "folders": {arm: [f"runs/{run_name(config)}" for config in group] for arm, group in trained.items()},
-        "command": f"plainvit study {study.given or study.name} --budget {budget}"
+        "command": f"plainvit study {study.spec or study.name} --budget {budget}"
         + f" --seeds {runs}" * (runs != study.runs)
         + " --data-root DIR" * bool(data_root),
     }
@@ -107,7 +107,7 @@ def _check_data(arms: Mapping[str, Arm]) -> None:
     for path in {arm.config.init for arm in arms.values() if arm.config.init}:
         if not Path(path).exists():
             raise DataError(f"{path} is missing: choose --data-root so that it has these weights")
-    for config in {arm.config.data: arm.config for arm in arms.values() if arm.trained}.values():
+    for config in {arm.config.data: arm.config for arm in arms.values() if arm.is_trained}.values():
         open_splits(config)
 
 
@@ -118,7 +118,7 @@ def _run_and_measure(
     study: Study, arms: Mapping[str, Arm], folder: Path, runs: int, workers: Workers, quiet: bool
 ) -> tuple[dict[str, list[Config]], Results]:
     configs = run_arms(arms, folder, runs, workers, quiet)
-    counted = {name: arm for name, arm in arms.items() if arm.counts}
+    counted = {name: arm for name, arm in arms.items() if arm.is_compared}
     values = {arm: [study.measure(config, folder / run_name(config)) for config in configs[arm]] for arm in counted}
     return configs, Results(counted, values, study.metric)
 
@@ -136,7 +136,7 @@ def run_arms(
             f"{arm}, run {index + 1}": configs[arm][index]
             for arm in stage
             for index in range(runs)
-            if arms[arm].trained
+            if arms[arm].is_trained
         }
         run_all(pending, folder, workers, quiet=quiet)
     return configs
@@ -145,17 +145,17 @@ def run_arms(
 def first_seed(arms: Mapping[str, Arm], name: str) -> int:
     """The seed of the first run of an arm; the others follow it. Only arms with equal runs have the same."""
     arm = arms[name]
-    start = str(first_seed(arms, arm.after)) if arm.after else arm.config.init
+    start = str(first_seed(arms, arm.parent)) if arm.parent else arm.config.init
     edited = f"{start}-{arm.edit.__name__}" if arm.edit else start
     return int(run_hash(arm.config.replace(seed=0, init=edited))[:12], 16)
 
 
 def _run_config(arm: Arm, seed: int, index: int, configs: Mapping[str, list[Config]], folder: Path) -> Config:
     config = arm.config.replace(seed=seed + index)
-    before = folder / run_name(configs[arm.after][index]) if arm.after else Path(config.init)
+    before = folder / run_name(configs[arm.parent][index]) if arm.parent else Path(config.init)
     if arm.edit:
         before = _edit_weights(arm, config, before, folder)
-    return config.replace(init=str(before)) if arm.after or arm.edit else config
+    return config.replace(init=str(before)) if arm.parent or arm.edit else config
 
 
 def _edit_weights(arm: Arm, config: Config, before: Path, runs: Path) -> Path:
@@ -174,7 +174,7 @@ def order_stages(arms: Mapping[str, Arm]) -> list[list[str]]:
     done: list[str] = []
     ordered: list[list[str]] = []
     while len(done) < len(arms):
-        ready = [arm for arm, one in arms.items() if arm not in done and (not one.after or one.after in done)]
+        ready = [arm for arm, one in arms.items() if arm not in done and (not one.parent or one.parent in done)]
         assert ready, "`after` of the arms is circular or names an unknown arm"
         ordered.append(ready)
         done += ready
@@ -197,7 +197,7 @@ def extend_rates(arms: Mapping[str, Arm], found: Results) -> dict[str, Arm]:
 def hash_definition(arms: Mapping[str, Arm]) -> str:
     """A hash of everything that affects the runs."""
     record = {
-        name: [run_hash(arm.config), arm.after, arm.trained, *([arm.edit.__name__] if arm.edit else [])]
+        name: [run_hash(arm.config), arm.parent, arm.is_trained, *([arm.edit.__name__] if arm.edit else [])]
         for name, arm in arms.items()
     }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,10 +1,7 @@
 """Claims 19 to 23: what a trained model has learned, compared with untrained models (Figures 6, 7, 10, 11 and 14).
 
-    plainvit study learned-positions --budget cpu
-    plainvit study learned-filters --budget cpu
-    plainvit study attention-distance --budget cpu
-    plainvit study hybrid-attention --budget cpu
-    plainvit study rollout --budget cpu
+    plainvit study learned-positions --budget cpu          also learned-filters, attention-distance, hybrid-attention,
+                                                           rollout
 
 Untrained models have the initial weights of other seeds. The measurements are those of `plainvit analyse`; attention is
 averaged over 128 held-out images, as in the paper. On a GPU, 19 and 21 share one run of 60 epochs with 12 heads on a
@@ -85,7 +82,7 @@ def chance_nearness(similar: np.ndarray) -> float:
 
 
 def position_parts(found: Results) -> list[Part]:
-    trained = zip(found.of("trained", "nearness"), found.of("trained", "chance"), strict=True)
+    trained = zip(found.samples("trained", "nearness"), found.samples("trained", "chance"), strict=True)
     excess = contrast([(1.0, [near - chance for near, chance in trained])])
     return [
         above("nearness - 95 % quantile of permuted positions", excess),

@@ -1,8 +1,6 @@
 """Claims 24, 25 and 26: masked patch prediction, its returns, and few-shot accuracy as a stand-in for fine-tuning.
 
-    plainvit study masked --budget cpu
-    plainvit study masked-steps --budget cpu
-    plainvit study few-shot --budget cpu
+    plainvit study masked --budget cpu          also masked-steps, few-shot
 
 The same model is pre-trained on the same images with the same augmentation for the same steps, with labels or by masked
 prediction, and then fine-tuned on another dataset with the same settings. Few-shot accuracy (26) is that of the
@@ -52,8 +50,8 @@ def scratch_config(budget: Budget) -> Config:
 def arms(budget: Budget) -> dict[str, Arm]:
     found = rate_arms("scratch", scratch_config(budget), finetune_rates(budget), group="scratch")
     for name, config in {"masked": masked_config(budget), "supervised": supervised_config(budget)}.items():
-        found[f"{name}, before"] = Arm(config, counts=False)
-        found |= rate_arms(name, tuned_config(budget), finetune_rates(budget), group=name, after=f"{name}, before")
+        found[f"{name}, before"] = Arm(config, is_compared=False)
+        found |= rate_arms(name, tuned_config(budget), finetune_rates(budget), group=name, parent=f"{name}, before")
     return found
 
 
@@ -68,8 +66,8 @@ def step_arms(budget: Budget) -> dict[str, Arm]:
     for by in SHORTER:
         config = masked_config(budget, by)
         name = f"{config.steps:,} steps"
-        found[f"{name}, before"] = Arm(config, counts=False)
-        found[name] = Arm(tuned_config(budget), x=config.steps, group="masked", after=f"{name}, before")
+        found[f"{name}, before"] = Arm(config, is_compared=False)
+        found[name] = Arm(tuned_config(budget), x=config.steps, group="masked", parent=f"{name}, before")
     return found
 
 
@@ -105,8 +103,8 @@ def upstream(budget: Budget) -> dict[str, Config]:
 def few_shot_arms(budget: Budget) -> dict[str, Arm]:
     found: dict[str, Arm] = {}
     for name, config in upstream(budget).items():
-        found[f"{name}, before"] = Arm(config, counts=False)
-        found[name] = Arm(tuned_config(budget), after=f"{name}, before")
+        found[f"{name}, before"] = Arm(config, is_compared=False)
+        found[name] = Arm(tuned_config(budget), parent=f"{name}, before")
     return found
 
 
@@ -128,7 +126,9 @@ def few_shot_parts(found: Results) -> list[Part]:
 def draw_few_shot(found: Results) -> Figure:
     """A dot for each upstream run."""
     figure, panel = new_axes((PANEL[0], 3.1))
-    few, top1 = (100 * np.array([found.of(arm, metric) for arm in found.values]) for metric in ("few_shot", "top1"))
+    few, top1 = (
+        100 * np.array([found.samples(arm, metric) for arm in found.values]) for metric in ("few_shot", "top1")
+    )
     panel.scatter(few, top1, s=24, color=COLOURS["blue"], alpha=0.7, linewidths=0)
     panel.set(xlabel="5-shot, before fine-tuning, %", title="fine-tuned, held-out top-1, %")
     return figure

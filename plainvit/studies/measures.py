@@ -87,7 +87,7 @@ def few_shot(config: Config, predictor: Predictor) -> float:
 
 def trained_and_untrained(config: Config) -> dict[str, Arm]:
     """A run, and initial weights of other seeds."""
-    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), trained=False)}
+    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), is_trained=False)}
 
 
 def untrained_config(config: Config) -> Config:

@@ -1,7 +1,6 @@
 """Claims 17 and 27: ResNets pre-trained with Adam or SGD; averaged weights after fine-tuning.
 
-    plainvit study resnet-optimiser --budget cpu
-    plainvit study averaging --budget cpu
+    plainvit study resnet-optimiser --budget cpu          also averaging
 
 Claim 17 (D.1, Table 7): each optimiser pre-trains at three rates, and every run is fine-tuned by SGD on each set, as in
 the paper. Claim 27 (4.1, Table 2): the paper's decay of 0.9999 is that of 10,000 of its 20,000 steps, and so of half of
@@ -44,10 +43,10 @@ def arms(budget: Budget) -> dict[str, Arm]:
     for kind, rates in upstream(budget).items():
         for lr, config in rates.items():
             before = f"{kind} at {lr:.1e}"
-            found[before] = Arm(config, counts=False)
+            found[before] = Arm(config, is_compared=False)
             for data in DOWNSTREAM[budget]:
                 tuned = finetune_config(budget, data).replace(optim=Optim(name="sgd", lr=0.03, warmup=0.1))
-                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", family=kind, after=before)
+                found[f"{before}, {data}"] = Arm(tuned, x=lr, group=f"{kind}, {data}", family=kind, parent=before)
     return found
 
 
@@ -74,9 +73,9 @@ def parts(found: Results) -> list[Part]:
 def averaging_arms(budget: Budget) -> dict[str, Arm]:
     config = finetune_config(budget, DOWNSTREAM[budget][0])
     return {
-        "before": Arm(pretrain_config(budget), counts=False),
-        "last weights": Arm(config, after="before"),
-        "averaged": Arm(config.replace(ema_window=0.5), after="before"),
+        "before": Arm(pretrain_config(budget), is_compared=False),
+        "last weights": Arm(config, parent="before"),
+        "averaged": Arm(config.replace(ema_window=0.5), parent="before"),
     }
 
 

@@ -39,4 +39,4 @@ def own_study(word: str) -> "Study":
     found: Study = getattr(module, name)
     if not re.fullmatch(r"\w[\w-]*", found.name) or found.name in (*studies(), "runs", "all"):
         raise ValueError(f"{file}: invalid or reserved study name {found.name!r}: choose another, such as 'my-study'")
-    return replace(found, given=word)
+    return replace(found, spec=word)

@@ -98,7 +98,7 @@ def run_name(config: Config) -> str:
 @functools.cache
 def code_hash(package: Path = Path(__file__).parents[1]) -> str:
     """A hash of the source files that affect a run: not commands, reports, plans, recipes and studies."""
-    files = [package / "config.py", package / "device.py"]
+    files = [package / name for name in ("config.py", "model_config.py", "device.py")]
     for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
         files += sorted((package / part).rglob("*.py"))
     digest = hashlib.sha256()

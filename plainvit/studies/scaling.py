@@ -1,8 +1,6 @@
 """Claims 13, 14 and 15: scaling depth, width, MLP and patches of a ViT, and what predicts its accuracy (D.2, Figure 8).
 
-    plainvit study depth-and-width --budget cpu
-    plainvit study patch-size --budget cpu
-    plainvit study predictor --budget cpu
+    plainvit study depth-and-width --budget cpu          also patch-size, predictor
 
 As in the paper, one dimension of a small model is scaled at a time, and all together. Gains are per doubling of
 multiply-adds, so that arms need not cost exactly the same. On a GPU runs are 20 epochs long. Claim 15 is about models,

@@ -49,7 +49,7 @@ def arms(budget: Budget) -> dict[str, Arm]:
     for name, model in models(budget).items():
         for side in SIDES[budget]:
             config = Config(model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device)
-            found[f"{name} at {side} px"] = Arm(config, x=side, group=name, trained=False)
+            found[f"{name} at {side} px"] = Arm(config, x=side, group=name, is_trained=False)
     return found
 
 
@@ -134,11 +134,11 @@ def parts(found: Results) -> list[Part]:
     for vit in (group for group in found.groups() if group in ALIKE):
         names, resnets = found.group(vit), found.group(ALIKE[vit])
         slope = slope_weights(np.log([found.arms[arm].x for arm in names]).tolist())
-        logs = [np.log(found.of(arm, "images_per_second")).tolist() for arm in names]
+        logs = [np.log(found.samples(arm, "images_per_second")).tolist() for arm in names]
         fall = contrast(list(zip(slope, logs, strict=True)))
         parts.append(above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
         for pair in zip(resnets, names, strict=True):
-            ratio = welch(*(np.log(found.of(arm, "largest_batch")).tolist() for arm in pair))
+            ratio = welch(*(np.log(found.samples(arm, "largest_batch")).tolist() for arm in pair))
             parts.append(above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
     return parts
 

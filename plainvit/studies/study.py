@@ -43,9 +43,9 @@ class Arm:
     x: float = math.nan
     group: str = ""
     family: str = ""  # arms of which only the best is compared, such as those of different learning rates
-    after: str = ""  # the arm whose weights it starts from
-    counts: bool = True  # False: only a start for other arms, not compared
-    trained: bool = True  # False: measured from its config, without a run
+    parent: str = ""  # the arm whose weights it starts from
+    is_compared: bool = True  # False: only a start for other arms, not compared
+    is_trained: bool = True  # False: measured from its config, without a run
     # Makes the initial weights from the folder of `after` and the config, such as with new positions
     edit: Callable[[Path, Config], ViT | ResNet] | None = None
 
@@ -68,10 +68,10 @@ class Study:
     metric: str = "top1"  # shown in the table
     xlabel: str = ""  # of the default figure
     runs: int = 5  # of each arm, with independent seeds
-    given: str = ""  # FILE.py:STUDY of a user's own study
+    spec: str = ""  # FILE.py:STUDY of a user's own study
 
     def decide(self, found: "Results") -> Verdict:
-        fewest = min(len(found.of(arm)) for arm in found.values)
+        fewest = min(len(found.samples(arm)) for arm in found.values)
         return judge(self.parts(found), fewest, describe_edges(found))
 
 
@@ -88,7 +88,7 @@ class Results:
     values: Mapping[str, list[dict[str, float]]]
     metric: str = "top1"
 
-    def of(self, arm: str, metric: str = "") -> list[float]:
+    def samples(self, arm: str, metric: str = "") -> list[float]:
         """The metric of each run of an arm; in a family, `choice` of the runs that choose, others of the rest."""
         rows, metric = self.values[arm], metric or self.metric
         if self.arms[arm].family and len(rows) > 1:
@@ -97,7 +97,7 @@ class Results:
         return [row[metric] for row in rows]
 
     def mean(self, arm: str, metric: str = "") -> float:
-        return statistics.fmean(self.of(arm, metric))
+        return statistics.fmean(self.samples(arm, metric))
 
     def group(self, name: str) -> list[str]:
         """The arms of a curve, sorted by x."""
@@ -123,7 +123,7 @@ class Results:
 
     def estimate(self, weights: Mapping[str, float], metric: str = "") -> Estimate:
         """The sum of weight * mean over arms."""
-        return contrast([(weight, self.of(arm, metric)) for arm, weight in weights.items()])
+        return contrast([(weight, self.samples(arm, metric)) for arm, weight in weights.items()])
 
     def unit(self, metric: str = "") -> str:
         return "points" if (metric or self.metric) in PERCENT else ""

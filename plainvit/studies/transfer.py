@@ -1,8 +1,6 @@
 """Claims 6, 7 and 8: pre-training beats scratch; higher resolutions help, with resampled positions; a head of zeros.
 
-    plainvit study transfer --budget cpu
-    plainvit study resolution --budget cpu
-    plainvit study head --budget cpu
+    plainvit study transfer --budget cpu          also resolution, head
 
 Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
 and steps, and the best of its learning rates. On a GPU, 6 and 7 are also run from published weights, ViT-Ti/16 (AugReg)
@@ -11,7 +9,6 @@ paper.
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.names import configure
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
-from plainvit.studies.drawings import draw_best, draw_curves
+from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, above, welch
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -57,10 +54,10 @@ def published_model() -> ViTConfig:
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """A group for each task, of the project's own pre-training and of published weights."""
-    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
+    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
     for task, config in tasks(budget).items():
         scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
-        found[f"{task}, pre-trained"] = Arm(config, group=task, after=BEFORE)
+        found[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
         found |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
         if budget == "gpu":
             group = f"{task}, published"
@@ -98,14 +95,14 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(pretrain_config(budget), counts=False)}
-    found |= _size_arms(config, SIZES[budget], "", after=BEFORE)
+    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
+    found |= _size_arms(config, SIZES[budget], "", parent=BEFORE)
     if budget == "gpu":
         found |= _size_arms(config.replace(init=PUBLISHED), PUBLISHED_SIZES, ", published")
     return found
 
 
-def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, after: str = "") -> dict[str, Arm]:
+def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, parent: str = "") -> dict[str, Arm]:
     """The first size is that of pre-training."""
     found: dict[str, Arm] = {}
     for size in sizes:
@@ -115,7 +112,7 @@ def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, after: str =
             kinds[REDRAWN] = redraw_positions
         for kind, edit in kinds.items():
             group = kind + suffix
-            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, after=after, edit=edit)
+            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, parent=parent, edit=edit)
     return found
 
 
@@ -155,11 +152,11 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     before = pretrain_config(budget)
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(before, counts=False)}
-    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", after=BEFORE)
+    found = {BEFORE: Arm(before, is_compared=False)}
+    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
     kept = config.replace(head="keep")
     return found | rate_arms(
-        LAST, kept, finetune_rates(budget), group=LAST, family="", after=BEFORE, edit=redraw_last_layer
+        LAST, kept, finetune_rates(budget), group=LAST, family="", parent=BEFORE, edit=redraw_last_layer
     )
 
 
@@ -184,7 +181,7 @@ def head_parts(found: Results) -> list[Part]:
     """The mean over the rates, and the spread over the rates of runs with the same number."""
     rates = len(found.group(ZERO))
     weights = {arm: sign / rates for group, sign in ((ZERO, 1), (LAST, -1)) for arm in found.group(group)}
-    spreads = [np.ptp([found.of(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
+    spreads = [np.ptp([found.samples(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
     return [
         found.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
         above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
@@ -193,12 +190,6 @@ def head_parts(found: Results) -> list[Part]:
 
 STUDIES = (
     define("transfer", arms, parts, measure=halves, draw=draw_best, runs=8),
-    define(
-        "resolution",
-        resolution_arms,
-        resolution_parts,
-        draw=partial(draw_curves, log=False),
-        xlabel="image side, pixels",
-    ),
+    define("resolution", resolution_arms, resolution_parts, xlabel="image side, pixels"),
     define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )

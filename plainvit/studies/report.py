@@ -1,7 +1,7 @@
 """Lists studies and writes one report of all verdicts in a folder.
 
     plainvit study list --out docs/studies
-    write_page(Path("docs/studies"))          docs/studies.md, from every docs/studies/NAME/verdict.json
+    write_report(Path("docs/studies"))          docs/studies.md, from every docs/studies/NAME/verdict.json
 
 Listing does not load torch. A verdict that was made under another rule than the present one is shown as history.
 """
@@ -55,7 +55,7 @@ COMMANDS = (
 )
 
 
-def verdicts(out: Path) -> dict[str, dict[str, Any]]:
+def read_verdicts(out: Path) -> dict[str, dict[str, Any]]:
     """Every verdict.json in the subfolders, by study name; the user's own, without a number, come last."""
     records = [read_verdict(file) for file in sorted(out.glob("*/verdict.json"))]
     return {record["study"]: record for record in sorted(records, key=lambda record: record["number"] or math.inf)}
@@ -86,9 +86,9 @@ def count_runs(record: Mapping[str, Any]) -> int:
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
-def listed(out: Path) -> list[dict[str, Any]]:
+def list_verdicts(out: Path) -> list[dict[str, Any]]:
     """All studies with their verdicts in `out` by budget."""
-    found = verdicts(out)
+    found = read_verdicts(out)
     rows: list[dict[str, Any]] = []
     for name, claim in read_claims().items():
         record = found.get(name, {})
@@ -97,7 +97,7 @@ def listed(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
+def render_list(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
     """The list as a table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("no.", justify="right", no_wrap=True)
@@ -111,7 +111,7 @@ def table(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
     return Group(shown, Text(f"\n{note}", style="dim"))
 
 
-def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
+def render_summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
     """Verdicts with a line for each part, and the path of the report."""
     lines: list[Text] = []
     for record in found:
@@ -119,27 +119,27 @@ def summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
         lines.append(Text.assemble(*head, f", {count_runs(record)} runs an arm"))
         lines += [Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _part_rows(record)]
     legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the parts", style="dim")
-    return Group(*lines, legend, Text(f"report: {page_of(out)}"))
+    return Group(*lines, legend, Text(f"report: {report_path(out)}"))
 
 
 # Report ---------------------------------------------------------------------------------------------------------------
 
 
-def page_of(out: Path) -> Path:
+def report_path(out: Path) -> Path:
     """OUT.md, next to the folder."""
     named = out if out.name not in ("", "..") else out.resolve()
     return named.with_name(f"{named.name}.md")
 
 
-def write_page(out: Path) -> Path:
+def write_report(out: Path) -> Path:
     """Writes the report of all verdicts."""
-    path = page_of(out)
-    write_text(path, page(out))
+    path = report_path(out)
+    write_text(path, make_report(out))
     return path
 
 
-def page(out: Path) -> str:
-    found = verdicts(out)
+def make_report(out: Path) -> str:
+    found = read_verdicts(out)
     own = bool(found) and not any(record["number"] for record in found.values())
     rest = [name for name in read_claims() if name not in found and not own]
     paragraphs = [*_introduction(found, len(rest), own=own), *_overview(found)]
