@@ -903,24 +903,24 @@ def test_a_finding_in_val_also_excludes_test_when_they_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out of one of the two alone, they would pass for two sets, and the run be validated on its test images."""
-    monkeypatch.setitem(known.SETS, "small", known.Known(1, ("train", "val"), "test is the validation set"))
-    plant_classes(tmp_path / "small" / "train", {"a": 10})
-    plant_classes(tmp_path / "small" / "val", {"a": 4}, start=10)
+    monkeypatch.setitem(known.SETS, "small", known.Known(2, ("train", "val"), "test is the validation set"))
+    plant_classes(tmp_path / "small" / "train", {"a": 10, "b": 1})
+    plant_classes(tmp_path / "small" / "val", {"a": 4}, start=20)
     (tmp_path / "bad.jsonl").write_text(json.dumps({"split": "val", "name": "a/0.png", "problem": "unreadable"}))
     config = Config(data="small", data_root=str(tmp_path), exclude=str(tmp_path / "bad.jsonl"), holdout=0.2)
     splits = open_splits(config)
     assert splits.val
     assert splits.test
-    assert (len(splits.train) + len(splits.val), names(splits.test)) == (10, ["a/1.png", "a/2.png", "a/3.png"])
+    assert (len(splits.train) + len(splits.val), names(splits.test)) == (11, ["a/1.png", "a/2.png", "a/3.png"])
 
 
 def test_val_and_test_with_equal_names_are_both_used(tmp_path: Path) -> None:
     """val/a/0.png and test/a/0.png are two images; only where they are one is a part of train held out instead."""
     for start, split in enumerate(("train", "val", "test")):
-        plant_classes(tmp_path / "set" / split, {"a": 5}, start=5 * start)
+        plant_classes(tmp_path / "set" / split, {"a": 5, "b": 1}, start=6 * start)
     splits = open_splits(Config(data=str(tmp_path / "set"), holdout=0.2))
     assert splits.val
-    assert (len(splits.train), len(splits.val)) == (5, 5)
+    assert (len(splits.train), len(splits.val)) == (6, 6)
     assert splits.val.read(0) == (tmp_path / "set/val/a/0.png").read_bytes()
 
 

@@ -66,12 +66,11 @@ def open_splits(config: Config) -> Splits:
 def _check_classes(source: Source, config: Config) -> None:
     """Labels must be learnable; class names are saved as UTF-8, but a folder's name may be any bytes."""
     classes, images = len(source.classes), len(source)
-    if config.objective != "mae" and classes < 2:
+    if config.objective == "classify" and classes < 2:
         raise DataError(f"{source.spec} has only the class {source.classes[0]!r}: a classifier needs two or more")
-    if images < classes and config.objective != "mae":
-        raise DataError(
-            f"{source.spec} has {images:,} training images for {classes:,} classes: each needs at least one"
-        )
+    if config.objective == "classify" and images < classes:
+        problem = f"{source.spec} has {images:,} training images for {classes:,} classes"
+        raise DataError(f"{problem}: add images, or remove empty class folders")
     for name in source.classes:
         if name.encode("utf-8", "replace").decode() != name:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
