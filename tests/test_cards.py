@@ -386,11 +386,25 @@ def test_different_settings_are_listed(both: Both, tmp_path: Path) -> None:
 
 def test_the_steps_of_a_run_that_was_cut_are_shown(both: Both, tmp_path: Path, capsys: Capture) -> None:
     runs = [plant_run(tmp_path / name, both[0], 300, steps=500) for name in ("cut", "full")]
-    for run, step in zip(runs, (120, 500), strict=True):
-        (run / "status.json").write_text(json.dumps({"step": step, "steps": step}))
-    assert [row["steps"] for row in compare(runs)["cards"]] == [(120, 500), (500, 500)]
+    card = json.loads((runs[0] / "card.json").read_text())
+    card["model"]["steps"] = 120
+    (runs[0] / "card.json").write_text(json.dumps(card))
+    rows = compare(runs)["cards"]
+    assert [row["steps"] for row in rows] == [[120, 500], [500, 500]]
+    assert rows[1]["settings"] == {"steps": [120, 500]}
     main(["compare", *map(str, runs)])
     assert " ".join(capsys.readouterr().out.split()).count("stopped after 120 of 500 steps") == 1
+
+
+def test_the_card_of_a_run_has_the_steps_really_taken(tmp_path: Path) -> None:
+    model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
+    (tmp_path / "run").mkdir()
+    plainvit.save(model, tmp_path / "run" / "model.safetensors")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_json(Config(steps=500))))
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"step": 120, "steps": 120, "state": "done"}))
+    done = evaluate_model(tmp_path / "run", "digits", out=tmp_path / "out", device="cpu", quiet=True)
+    assert done
+    assert done.card.model["steps"] == 120
 
 
 def test_runs_that_differ_only_in_the_seed_are_groups(both: Both, tmp_path: Path) -> None:

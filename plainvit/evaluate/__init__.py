@@ -1,8 +1,9 @@
 """Weights -> numbers.
 
-answers       predictor (a model as it answers), predict (images -> rows), inputs, outputs, cluster (Ray), timm_models
-evaluation    classify, labels (what is right), card (a result to keep), compare, seeds (of one setting),
-              chance (intervals), paper (its tables)
-features      features (of a data set, kept on disk), probe (the arithmetic), frozen (the protocol and its tables)
+prediction    predictor (a model with its preprocessing), predict (images -> rows), inputs, outputs, cluster (Ray),
+              timm_models
+evaluation    classify, labels (which predictions are correct), class_names, card (a stored result), compare, seeds
+              (groups of runs), statistics, paper (its tables)
+features      features (of a dataset, cached on disk), probe (the fits), frozen (the protocol), grid (the best value)
 inspection    describe (a weights file), forward (one pass through a named model)
 """

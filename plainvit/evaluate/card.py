@@ -129,7 +129,7 @@ def _describe_model(predictor: Predictor) -> dict[str, Any]:
         "weights": tensor_hash(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "config": config,
-        "steps": find_steps(predictor.source) if predictor.source else None,
+        **_find_steps(predictor.source),
     }
 
 
@@ -152,15 +152,16 @@ def _read_versions() -> dict[str, str]:
 
 
 def settings_of(path: Path, card: Card) -> dict[str, Any]:
-    """Settings of the run that the card or its weights belong to; {} if there is none."""
-    return run_settings(path) or run_settings(card.name)
+    """Settings of the run that the card or its weights belong to, with the steps really taken; {} if there is none."""
+    settings = run_settings(path) or run_settings(card.name)
+    return settings | ({"steps": card.model["steps"]} if settings and "steps" in card.model else {})
 
 
-def find_steps(place: str | Path) -> tuple[int, int] | None:
-    """(steps taken, steps planned) of a run; None if it is no run. --hours or an interruption may have cut it."""
-    planned = run_settings(place).get("steps")
-    taken = read_json(run_folder(place) / "status.json").get("step") if planned else None
-    return (taken, planned) if isinstance(taken, int) and isinstance(planned, int) else None
+def _find_steps(source: str | Path) -> dict[str, int]:
+    """The steps that a run really took: --hours or an interruption may have cut it."""
+    is_run = bool(source) and bool(run_settings(source))
+    step = read_json(run_folder(source) / "status.json").get("step") if is_run else None
+    return {"steps": step} if isinstance(step, int) else {}
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def read_card(path: Path) -> Card:
 
 def _find_fault(card: dict[str, Any]) -> str:
     """What is wrong with a stored card; "" if it can be compared."""
-    kinds = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Card)}
+    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Card)}
     wrong = [name for name, kind in kinds.items() if not isinstance(card.get(name), kind)]
     wrong += [f"{part}.{key}" for part, keys in TEXTS.items() for key in keys if not _is_text(card.get(part), key)]
     if wrong:

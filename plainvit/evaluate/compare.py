@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.config import Config
+from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
-from plainvit.evaluate.card import Card, Rows, find_steps, match_images, read_card, read_rows, settings_of
+from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
 from plainvit.evaluate.class_names import assign_classes
 from plainvit.weights.published import PUBLISHED
 
@@ -52,6 +53,10 @@ class Entry:
         """Settings of its run that affect results, named as the flags are; {} if the run is unknown."""
         stored = _flatten(settings_of(self.path, self.card))
         return {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
+
+    @property
+    def planned_steps(self) -> int | None:
+        return (run_settings(self.path) or run_settings(self.card.name)).get("steps")
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def _make_run(entry: Entry) -> seeds.Run:
     """Preprocessing and precision count as settings."""
     inputs = {"preprocess": entry.card.preprocess["hash"], "precision": entry.card.precision}
     metrics = {metric: _number(entry.card.metrics.get(metric)) for metric in seeds.METRICS}
-    return seeds.Run(entry.name, entry.settings | inputs, metrics)
+    return seeds.Run(entry.name, entry.settings | inputs | {"steps": entry.planned_steps}, metrics)
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "metrics": card.metrics,
         "intervals": card.intervals,
         "published": published(card),
-        "steps": find_steps(entry.path) or find_steps(card.name),
+        "steps": [entry.settings.get("steps"), entry.planned_steps],
     }
 
 
@@ -229,14 +234,15 @@ def table(found: dict[str, Any]) -> Group:
     return Group(*lines)
 
 
-def _describe_steps(steps: tuple[int, int] | None) -> list[str]:
-    return [f"stopped after {steps[0]:,} of {steps[1]:,} steps"] if steps and steps[0] < steps[1] else []
+def _describe_steps(steps: Sequence[int | None]) -> list[str]:
+    taken, planned = steps
+    return [f"stopped after {taken:,} of {planned:,} steps"] if taken and planned and taken < planned else []
 
 
 def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cards to compare with the first: one of each other group, with the same seed if there is one."""
-    member = {name: at for at, group in enumerate(groups) for name in group["runs"]}
-    chosen: dict[int | str, dict[str, Any]] = {}
+    member: dict[str, int] = {name: at for at, group in enumerate(groups) for name in group["runs"]}
+    chosen: dict[Any, dict[str, Any]] = {}
     for row in sorted(rows[1:], key=lambda row: "seed" in row["settings"]):
         chosen.setdefault(member.get(row["name"], row["path"]), row)
     chosen.pop(member.get(rows[0]["name"], ""), None)

@@ -143,7 +143,7 @@ class Tar(Named):
         places: dict[str, tuple[int, int]] = {}  # targets of links
         with _LimitedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
-                archive.members = []  # tarfile would keep all in memory
+                archive.members = []  # pyright: ignore - tarfile would keep all in memory
                 if _is_image(member.name) and not member.isdir():
                     place = places[posixpath.normpath(member.name)] = find_place(member, places)
                     members.append((member.name, *place))

@@ -82,7 +82,11 @@ class PredictionJob:
         finite, *outputs = output.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
         errors = [NOT_FINITE if error is None and not is_finite else error for error, is_finite in pairs]
-        values = self._make_predictions(*outputs, errors) if self.top else _make_features(*outputs, errors)
+        if self.top:
+            probabilities, classes = outputs
+            values = self._make_predictions(probabilities, classes, errors)
+        else:
+            values = _make_features(outputs[0], errors)
         columns = {"name": _make_texts(names), "predictions" if self.top else "features": values}
         columns["error"] = _make_texts(errors)
         return pa.table(columns).replace_schema_metadata({"top": str(self.top)})

@@ -63,7 +63,7 @@ def load_timm(name: str, image_size: int | None = None) -> TimmModel:
     """Loads a model of timm with its weights. Raises ValueError with timm's reason if it cannot."""
     try:
         import timm
-        from timm.data import resolve_model_data_config
+        from timm.data.config import resolve_model_data_config
     except ImportError as error:
         raise ValueError(f"timm:NAME needs timm: {INSTALL}") from error
     try:
