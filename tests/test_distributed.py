@@ -43,7 +43,7 @@ def recipe():
 
 def train(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> subprocess.CompletedProcess[str]:
     line = command(folder, *flags, steps=steps, save=save)
-    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
 
 
 def start(folder: Path, *flags: str, steps: int, save: int = 0) -> subprocess.Popen[str]:

@@ -6,6 +6,7 @@ Fine-tuning is training that starts elsewhere: the loop does not know of it.
 import hashlib
 import logging
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -72,7 +73,7 @@ def check_classes(config: Config, splits: Splits) -> None:
     """A classifier needs two classes, and an image of two of them."""
     if config.objective != "classify":
         return
-    count, present = len(splits.classes), len(set(splits.train.labels.tolist()))
+    count, present = len(splits.classes), len(np.unique(splits.train.labels))
     if count < 2 or present < 2:
         name = splits.classes[int(splits.train.labels[0])]
         words = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
