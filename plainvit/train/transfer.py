@@ -29,7 +29,7 @@ def starting_model(config: Config) -> tuple[Model, Preprocess]:
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
     if config.head == "zero":
-        model = model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
+        model = model.without_head()
     return model, Preprocess(**found.about.get("preprocess", {}))
 
 
@@ -50,7 +50,7 @@ def resolve(config: Config, splits: Splits) -> Config:
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)
-        model = model.replace(classes=0, representation=0)  # the encoder alone is trained
+        model = model.without_head()  # the encoder alone is trained
     if config.init and config.head == "keep" and model.classes != classes:
         raise DataError(f"{config.init} has {model.classes} classes, {config.data} has {classes}: --head zero")
     if model.classes not in (0, classes):
