@@ -28,7 +28,6 @@ from peers import scramble
 from timm.layers import resample_abs_pos_embed
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -654,18 +653,6 @@ def test_normalisation_equals_transformers_processor(tmp_path: Path, settings: d
 def small(kind: type[nn.Module], **settings: Any) -> State:
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 4, "num_classes": 7}
     return kind(**shape | settings).state_dict()
-
-
-def swiglu() -> State:
-    """DINOv2 giant under its own names."""
-    state = {name: x for name, x in small(VisionTransformer, init_values=0.1).items() if ".mlp." not in name}
-    mlp = {"w12.weight": (256, 48), "w12.bias": (256,), "w3.weight": (48, 128), "w3.bias": (48,)}
-    return state | {f"blocks.0.mlp.{name}": torch.randn(shape) for name, shape in mlp.items()}
-
-
-def packed_swiglu() -> State:
-    """The same under timm's names, where fc1 holds gate and value at once."""
-    return small(VisionTransformer, init_values=0.1, mlp_layer=timm.layers.SwiGLUPacked)
 
 
 def swin() -> State:

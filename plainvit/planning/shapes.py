@@ -17,23 +17,27 @@ RESNET = re.compile(r"bit_r(\d+x\d)_(\w+)_(\d+)")
 
 
 def published_model(config: Config) -> Model | None:
-    """The model that a run with this --init trains; None where that is not a published name, or is a file."""
+    """The model that a run with this --init trains; None if that is a file, or its name does not say what it is."""
+    from plainvit.planning import cost
     from plainvit.weights.published import PUBLISHED  # loads torch
 
     if config.init not in PUBLISHED or Path(config.init).exists():
         return None
     model = parse_name(config.init)
+    if model is None or cost.parameters(model) != PUBLISHED[config.init].parameters:
+        return None
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
     return model.replace(classes=0) if config.head == "zero" else model
 
 
-def parse_name(name: str) -> Model:
-    """The model of a published name, with the head of its file."""
+def parse_name(name: str) -> Model | None:
+    """The model of a published name, with the head of its file; None for families whose names do not fix it."""
     if found := RESNET.fullmatch(name):
         return configure(f"BiT-R{found[1]}", image_size=int(found[3]))
     found = VIT.fullmatch(name)
-    assert found, f"{name} does not have the form of the published names"
+    if not found:
+        return None
     stem, family, size, patch, data, pixels = found.groups()
     hybrid = f"{stem.upper()}{'x1' * (len(stem) > 1)}+" if stem else ""
     headless = family in ("mae", "dino") or data in ("orig_i21k", "lvd142m")
