@@ -147,6 +147,9 @@ class ResNetConfig(Checked):
             raise ValueError(f"blocks must have at most 4 stages, got {self.blocks}")
         self._set_pixels(self.channels)
 
+    def without_head(self) -> Self:
+        return self.replace(classes=0)
+
     @property
     def stride(self) -> int:
         """Image pixels per cell of the last feature map: 4 in the root, times 2 for each stage after the first."""
@@ -267,6 +270,10 @@ class ViTConfig(Checked):
             raise ValueError("posemb 'bias' requires class_token=True, distillation=False and registers=0")
         if self.projection and (self.representation or self.distillation or self.pool == "token+average"):
             raise ValueError("projection requires representation=0, distillation=False and one pooled vector")
+
+    def without_head(self) -> Self:
+        """The config without anything after pooling: hidden layer, projection and head."""
+        return self.replace(classes=0, representation=0, projection=0, cosine_head=False)
 
     @property
     def stride(self) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor
 
 import plainvit
+from plainvit.cli import main
 from plainvit.models.fast import accelerate
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
@@ -254,3 +255,60 @@ def test_open_clip_around_timm_equals_timm(tmp_path: Path, name: str) -> None:
     with torch.inference_mode():
         theirs = peer.double()(normalise(model, images))
         assert tiny.difference(model.double()(images), theirs) < 2e-6
+
+
+def to_dinov2_original(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): x for name, x in state.items()} | {
+        "mask_token": torch.zeros(1, 64)
+    }
+
+
+def to_dinov3_original(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """timm's names with the original's: biases of q, k and v in one vector, whose k third is masked."""
+    out = {"mask_token": torch.zeros(1, 64), "rope_embed.periods": torch.zeros(16)}
+    for name, x in state.items():
+        if name.endswith("q_bias"):
+            block = name.removesuffix("q_bias")
+            out[f"{block}qkv.bias"] = torch.cat((x, torch.ones_like(x), state[f"{block}v_bias"]))
+            out[f"{block}qkv.bias_mask"] = torch.zeros(192)
+        elif not name.endswith("v_bias"):
+            name = re.sub(r"gamma_([12])", r"ls\1.gamma", name).replace("reg_token", "storage_tokens")
+            out[name.replace("mlp.fc1_g", "mlp.w1").replace("mlp.fc1_x", "mlp.w2")] = x
+    return out
+
+
+def to_eva_original(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    renames = {"fc1_g": "w1", "fc1_x": "w2", "fc2": "w3", "mlp.norm": "mlp.ffn_ln", "attn.norm": "attn.inner_attn_ln"}
+    return {re.sub("|".join(renames), lambda match: renames[match[0]], name): x for name, x in state.items()}
+
+
+ORIGINALS = {
+    "DINOv2": ("vit_giant_patch14_dinov2", {"mlp_ratio": 4}, to_dinov2_original),
+    "DINOv3": ("vit_base_patch16_dinov3_qkvb", {"global_pool": "token"}, to_dinov3_original),
+    "EVA": ("eva02_base_patch16_clip_224", {}, to_eva_original),
+}
+
+
+@pytest.mark.parametrize("family", ORIGINALS)
+def test_original_file_equals_timm(tmp_path: Path, family: str) -> None:
+    name, settings, rename = ORIGINALS[family]
+    shape = {"embed_dim": 64, "depth": 2, "num_heads": 1, "img_size": 32, "patch_size": 8, "num_classes": 0}
+    peer = timm.create_model(name, **shape, **settings)
+    scramble(peer.eval())
+    torch.save(rename(peer.state_dict()), tmp_path / "m.pth")
+    model = plainvit.load(tmp_path / "m.pth", image_size=32)
+    assert model.about.family == family
+    images = tiny.images(2, (32, 32))
+    with torch.inference_mode():
+        assert tiny.difference(model.double()(images), peer.double()(normalise(model, images))) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip projection", "siglip", "dinov2 gated", "dinov3", "ijepa", "beit", "aimv2"])
+def test_family_fine_tunes_probes_and_analyses(tmp_path: Path, name: str) -> None:
+    make(name, tmp_path / "weights")
+    weights, run = str(tmp_path / "weights"), str(tmp_path / "run")
+    main(["finetune", "--init", weights, "--data", "digits", "--steps", "2", "--batch", "8", "--out", run])
+    main(["probe", weights, "--data", "digits", "--json"])
+    main(["analyse", run])
+    assert plainvit.load(run).config.classes == 10

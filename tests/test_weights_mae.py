@@ -24,7 +24,7 @@ from plainvit.weights.mae import read_mae, write_mae
 KEYS = {
     "cls_token": (1, 1, 48), "pos_embed": (1, 17, 48), "mask_token": (1, 1, 64), "decoder_pos_embed": (1, 17, 64),
     "patch_embed.proj.weight": (48, 3, 8, 8), "patch_embed.proj.bias": (48,),
-    "blocks.0.norm1.weight": (48,), "blocks.0.norm1.bias": (48,),
+    "blocks.0.norm1.weight": (48,), "blocks.0.norm2.bias": (48,),
     "blocks.0.attn.qkv.weight": (144, 48), "blocks.0.attn.qkv.bias": (144,),
     "blocks.0.attn.proj.weight": (48, 48), "blocks.0.attn.proj.bias": (48,),
     "blocks.0.norm2.weight": (48,), "blocks.0.norm2.bias": (48,),
@@ -174,7 +174,7 @@ def change_file(file: Path, change: Any) -> Path:
         (lambda state: state.pop("decoder_embed.weight"), "no MAE decoder"),
         (lambda state: state.update(mask_token=torch.zeros(1, 1, 3)), r"mask_token.*\(1, 1, 3\)"),
         (lambda state: state["decoder_pred.weight"].fill_(torch.nan), "decoder_pred.weight.*NaN"),
-        (lambda state: state.pop("blocks.0.norm1.bias"), "blocks.0.norm1.bias"),
+        (lambda state: state.pop("blocks.0.norm2.bias"), "blocks.0.norm2.bias"),
     ],
 )
 def test_damaged_file_is_a_one_line_error(file: Path, change: Any, words: str) -> None:

@@ -293,7 +293,7 @@ class ViT(nn.Module):
 
     def replace_head(self, classes: int) -> Self:
         """For transfer (paper 3.2): removes the whole head and attaches one linear layer of zeros."""
-        self.config = self.config.replace(classes=classes, representation=0, projection=0, cosine_head=False)
+        self.config = self.config.without_head().replace(classes=classes)
         like = self.embedding.weight
         self.pre_logits = self.projection = None
         for name in ("head", "head_distillation"):

@@ -33,7 +33,7 @@ def starting_model(config: Config) -> tuple[Model, Preprocess]:
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
     if config.head != "keep":
-        model = model.replace(classes=0, **({"representation": 0} if isinstance(model, ViTConfig) else {}))
+        model = model.without_head()
     return model, Preprocess(**found.about.get("preprocess", {}))
 
 
@@ -54,7 +54,7 @@ def resolve(config: Config, splits: Splits) -> Config:
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)
-        model = model.replace(classes=0, representation=0)  # only the encoder is trained
+        model = model.without_head()  # only the encoder is trained
     if model.classes not in (0, classes):
         name, flag = (config.init, "--head zero") if config.init and config.head == "keep" else ("the model", "")
         raise DataError(

@@ -16,7 +16,7 @@ class Published:
     hub: str
     family: str
     licence: str
-    parameters: int  # of the file, its head included
+    parameters: int  # of the image model, its head or projection included
     image_size: int
     top1: float | None = None
     real: float | None = None
