@@ -162,7 +162,7 @@ def commands(weights: Path, backend: str, folder: Path) -> dict[str, tuple[list[
     found["plainvit"] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()
-        script = folder / f"{name}.py"
+        script = folder / f"{name}_server.py"
         script.write_text(f"WEIGHTS, PORT = {str(weights)!r}, {port}\n{MODEL}{code}")
         found[name] = [sys.executable, str(script)], port
     return found
