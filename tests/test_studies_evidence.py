@@ -114,6 +114,10 @@ def test_fewer_than_three_runs_decide_nothing() -> None:
     assert one.tail(0) == 1
 
 
+def test_values_that_are_not_finite_decide_nothing() -> None:
+    assert judge([above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0]))]).outcome == "inconclusive"
+
+
 def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
     verdict = judge([above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
     (part,) = verdict.parts

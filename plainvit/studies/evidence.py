@@ -191,7 +191,7 @@ def judge(parts: Sequence[Part], fewest: int = FEWEST, note: str = "") -> Verdic
     for at, adjusted in zip(tested, holm([smaller[at] for at in tested]), strict=True):
         smaller[at] = adjusted
     signs = [
-        0 if p > LEVEL or fewest < FEWEST else 1 if part.p_for < part.p_against else -1
+        0 if not p <= LEVEL or fewest < FEWEST else 1 if part.p_for < part.p_against else -1  # NaN decides nothing
         for part, p in zip(parts, smaller, strict=True)
     ]
     outcome: Outcome = "inconclusive"
