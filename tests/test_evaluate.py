@@ -217,16 +217,16 @@ def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytes
     run = plainvit.fit(config, tmp_path / "run", quiet=True)
     done = evaluate_model(tmp_path / "run", str(photos), out=tmp_path / "own", device="cpu", quiet=True)
     assert done is not None
-    assert "4 that the run held out" in caplog.text
-    assert len(done.result.index) == 4
+    assert "3 that the run held out" in caplog.text
+    assert len(done.result.index) == 3
     assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
     evaluate_model(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
     assert "trained on these images" in caplog.text
     weights = tmp_path / "run" / "model.safetensors"
     named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
-    assert [len(choose_split(*words, None)) for words in named] == [4, 4, 4]
+    assert [len(choose_split(*words, None)) for words in named] == [3, 3, 3]
     looked = gather(Predictor(run.folder, device="cpu"), str(photos), "", "", 128, run.folder)
-    assert (len(looked.images), looked.which) == (4, "held-out images of the run")
+    assert (len(looked.images), looked.which) == (3, "held-out images of the run")
 
 
 def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +236,9 @@ def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pyt
     plainvit.fit(small_runs.config(data="photos", holdout=0.2, steps=2, batch=4), "run", quiet=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert len(choose_split("../run", "../photos", "", None)) == 4
+    assert len(choose_split("../run", "../photos", "", None)) == 3
     (tmp_path / "photos").rename(tmp_path / "moved")
-    assert len(choose_split("../run", "../moved", "", None)) == 4
+    assert len(choose_split("../run", "../moved", "", None)) == 3
     plant_classes(tmp_path / "others", {"ant": 10, "bee": 10}, start=100)  # new images of the same names
     assert len(choose_split("../run", "../others", "", None)) == 20
 

@@ -40,7 +40,6 @@ SETS: dict[str, Known] = {
     "oxford-pets": Known(37, ("train", "test"), "Oxford-IIIT Pets; train is the official trainval"),
     "flowers102": Known(102, ("train", "val", "test"), "Oxford Flowers-102"),
 }
-VTAB = vtab.GROUPS
 for _name, _task in vtab.TASKS.items():
     SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), f"VTAB-1k, {_task.group}", _name)
     SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), f"VTAB-1k, {_task.group}, 800 + 200", _name)

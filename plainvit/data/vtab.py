@@ -98,10 +98,12 @@ def open_task(name: str, split: str, data_root: Path, *, whole: bool = False) ->
         raise MissingSplitError(f"vtab1000/{name} has no val split: use vtab/{name}")
     if whole and split == "train":
         return ConcatSource([open_task(name, one, data_root) for one in ("train", "val")])
-    task, home = TASKS[name], _find_folder(name, data_root)
-    if any((home / file).is_file() for file in LISTS.values()):
-        return _open_list(home / LISTS[split], task)
-    return _FullSet(name, home).open(split)
+    task, folder = TASKS[name], _find_folder(name, data_root)
+    if any((folder / file).is_file() for file in LISTS.values()):
+        return _open_list(folder / LISTS[split], task)
+    source = _open_full_set(name, folder, split)
+    source.split = split
+    return source
 
 
 def _find_folder(name: str, data_root: Path) -> Path:
@@ -112,53 +114,44 @@ def _find_folder(name: str, data_root: Path) -> Path:
     raise MissingTaskError(f"{name} is not in the data root: there is no folder {folders[0]}")
 
 
-class _FullSet:
-    """The splits of a task, taken from a full data set as the original code does."""
+def _open_full_set(name: str, folder: Path, split: str) -> Source:
+    """A split of a task, taken from a full data set as the original code does."""
+    rule = TASKS[name].test
 
-    def __init__(self, name: str, home: Path) -> None:
-        self.name, self.task, self.home = name, TASKS[name], home
-
-    def open(self, split: str) -> Source:
-        source = {"train": self._open_train, "val": self._open_val, "test": self._open_test}[split]()
-        source.split = split
-        return source
-
-    def _open_train(self) -> Source:
-        return self._slice(self._open_split("train"), 0, TRAIN)
-
-    def _open_val(self) -> Source:
-        home = {"half": "test", "val": ""}.get(str(self.task.test), "val")
-        own = self._open_if_present(home) if home else None
-        return self._slice(self._open_split("train"), TRAIN, TRAIN + VAL) if own is None else self._slice(own, 0, VAL)
-
-    def _open_test(self) -> Source:
-        if self.task.test == "val":
-            return self._open_if_present("test", labelled=True) or self._open_split("val")
-        found = self._open_if_present("test")
-        if self.task.test == "half" and found is not None:
-            return self._slice(found, len(found) // 2, len(found))
-        if isinstance(self.task.test, float) and found is None:
-            train = self._open_split("train")
-            return self._slice(train, max(round(self.task.test * len(train)), TRAIN + VAL), len(train))
-        return found if found is not None else self._open_split("test")
-
-    def _slice(self, source: Source, start: int, stop: int) -> Source:
+    def take(source: Source, start: int, stop: int) -> Source:
         if len(source) < stop or start >= stop:
             need = f"{TRAIN + VAL:,} training images and more for testing"
-            raise DataError(f"{self.name} needs {need}, but {self.home} has {len(source):,} in {source.split}")
-        return Subset(source, _choose_order(source)[start:stop])
+            raise DataError(f"{name} needs {need}, but {folder} has {len(source):,} in {source.split}")
+        return Subset(source, _choose_order(source)[start:stop], split)
 
-    def _open_if_present(self, split: str, *, labelled: bool = False) -> Source | None:
-        try:
-            found = self._open_split(split)
-        except MissingSplitError:
-            return None
-        return None if labelled and found.labels.min(initial=0) < 0 else found
+    if split == "train":
+        return take(_open_split(folder, "train"), 0, TRAIN)
+    if split == "val":
+        own = None if rule == "val" else _find_split(folder, "test" if rule == "half" else "val")
+        return take(_open_split(folder, "train"), TRAIN, TRAIN + VAL) if own is None else take(own, 0, VAL)
+    found = _find_split(folder, "test")
+    if rule == "val":
+        has_labels = found is not None and found.labels.min(initial=0) >= 0
+        return found if found is not None and has_labels else _open_split(folder, "val")
+    if rule == "half" and found is not None:
+        return take(found, len(found) // 2, len(found))
+    if isinstance(rule, float) and found is None:
+        train = _open_split(folder, "train")
+        return take(train, max(round(rule * len(train)), TRAIN + VAL), len(train))
+    return found if found is not None else _open_split(folder, "test")
 
-    def _open_split(self, split: str) -> Source:
-        source = open_folder(self.home, split)
-        source.split = split
-        return source
+
+def _find_split(folder: Path, split: str) -> Source | None:
+    try:
+        return _open_split(folder, split)
+    except MissingSplitError:
+        return None
+
+
+def _open_split(folder: Path, split: str) -> Source:
+    source = open_folder(folder, split)
+    source.split = split
+    return source
 
 
 def _choose_order(source: Source) -> np.ndarray:
