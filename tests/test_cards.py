@@ -135,7 +135,7 @@ def test_a_card_has_metrics_data_model_and_environment(both: Both) -> None:
     assert card.metrics["top1"] == sum(rows["right"]) / 360 == card.counts["top1"] / 360
     assert card.metrics["top5"] == sum(rows["right5"]) / 360
     assert card.metrics["nll"] == pytest.approx(np.mean(rows["nll"]), rel=1e-12)
-    macro = precision_recall_fscore_support(rows["label"], rows["guess"], average="macro", zero_division=0)[:3]
+    macro = precision_recall_fscore_support(rows["label"], rows["prediction"], average="macro", zero_division=0)[:3]
     assert [card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
     model = plainvit.load(card.model["source"])
     assert card.model["weights"] == tensor_hash(model.state_dict())
