@@ -160,7 +160,7 @@ def test_several_processes_equal_one(processes: int, batch: int, tmp_path: Path,
     assert many["counts"] == one["counts"]
     assert many["metrics"]["nll"] == pytest.approx(one["metrics"]["nll"], rel=1e-6)
     rows = [pq.read_table(tmp_path / name / "images.parquet") for name in ("one", "many")]
-    for column in ("name", "label", "guess", "right"):
+    for column in ("name", "label", "prediction", "right"):
         assert rows[0][column].to_pylist() == rows[1][column].to_pylist()
     assert "images" in children[0].said
     assert children[1].said == ""  # the first process speaks for all

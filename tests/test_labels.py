@@ -169,7 +169,7 @@ def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture)
     assert card["data"]["split"] == "val"
     assert set(card["metrics"]) == {"top1", "top5", "nll", "ece"}  # of several labels none is a row of its own
     assert card["counts"]["top1"] == sum(expected)
-    by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["guess"], strict=True)}
+    by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["prediction"], strict=True)}
     assert by_number == {at: guesses[at] for at in numbers if lists[at]}
     (tmp_path / "imagenet-real" / "real.json").unlink()
     assert "real.json" in fail(capsys, "evaluate", *words)
@@ -227,7 +227,7 @@ def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path:
     wnids = info("imagenet_synsets.txt")
     allowed = [int(one) if one.isdecimal() else wnids.index(one) for one in every]  # columns, in the folders' order
     right = []
-    for one, guess in zip(rows["name"], rows["guess"], strict=True):
+    for one, guess in zip(rows["name"], rows["prediction"], strict=True):
         logits = predictor.logits(predictor.stack([folder / one]))[0]
         best = max(allowed, key=lambda at: float(logits[at]))
         assert best == (guess if name == "imagenet-v2" else wnids.index(sorted(every)[guess]))
@@ -249,7 +249,7 @@ def test_objectnet_accepts_any_class_of_the_object(tmp_path: Path, capsys: Captu
     framed[..., 0], framed[2:-2, 2:-2] = 255, inner
     plant(folder, {f"{one}/a.png": encode(framed) for one in ("alarm_clock", "wok", "thing_3")})
     card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", "objectnet", "--data-root", str(tmp_path))
-    assert rows["guess"] == [guess, guess]
+    assert rows["prediction"] == [guess, guess]
     assert card["images"] == 2
     assert card["data"]["left_out"] == 1
     assert card["data"]["classes"] == 313
@@ -365,7 +365,7 @@ def test_some_of_the_models_classes_are_scored_among_all(tmp_path: Path, capsys:
     card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", str(photos))
     predictor = Predictor(model, device="cpu")
     predicted = [int(predictor.logits(predictor.stack([photos / name])).argmax()) for name in rows["name"]]
-    assert rows["guess"] == predicted
+    assert rows["prediction"] == predicted
     assert card["counts"]["top1"] == sum(np.array(predicted) == [0] * 3 + [207] * 4)
 
 

@@ -67,14 +67,6 @@ def test_table_9_averages_to_its_printed_means(row: int) -> None:
     assert "mean_of_those_there" not in found
 
 
-def test_group_means_by_hand() -> None:
-    """ViT-H/14's: 606.8 / 7, 348 / 4 and 520.2 / 8."""
-    found = study.means(dict(zip(vtab.TASKS, paper.table(9).rows[0][1][:-1], strict=True)))
-    assert found["natural"]["mean"] == pytest.approx(606.8 / 7)
-    assert found["specialized"]["mean"] == pytest.approx(87.0)
-    assert found["structured"]["mean"] == pytest.approx(65.025)
-
-
 def test_the_vtab_score_needs_all_tasks() -> None:
     scores = dict.fromkeys(list(vtab.TASKS)[1:], 0.5)
     found = study.means(scores)

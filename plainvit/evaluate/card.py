@@ -102,7 +102,7 @@ def _compute_metrics(result: Result, labels: Labels) -> dict[str, float]:
     if not labels.single:
         return metrics
     table = result.by_class()
-    occurs = table["images"] + table["guessed"] > 0  # as scikit-learn's macro mean: over classes that occur
+    occurs = table["images"] + table["predicted"] > 0  # as scikit-learn's macro mean: over classes that occur
     return metrics | {name: float(table[name][occurs].mean()) for name in ("precision", "recall", "f1")}
 
 
@@ -197,13 +197,13 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
         "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
         "content": pa.array([_hash_image(labels.source, int(index)) for index in result.index], pa.string()),
         "label": pa.array(result.labels, pa.int32()),
-        "guess": pa.array(result.guesses[:, 0], pa.int32()),
+        "prediction": pa.array(result.guesses[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
         "nll": pa.array(result.nll),
         "right": pa.array(result.right),
         "right5": pa.array(result.hits.any(1)),
     }
-    class_names = {"label": list(labels.source.classes), "guess": list(labels.guess_names)}
+    class_names = {"label": list(labels.source.classes), "prediction": list(labels.guess_names)}
     return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in class_names.items()})
 
 

@@ -38,7 +38,7 @@ class Result:
 
     labels: np.ndarray  # [N]
     guesses: np.ndarray  # [N, up to 5], the most probable first
-    probabilities: np.ndarray  # [N], of the first guess
+    probabilities: np.ndarray  # [N], of the top-1 prediction
     nll: np.ndarray  # [N], negative log-probability of the correct classes
     index: np.ndarray  # [N], positions in the source
     classes: int
@@ -110,15 +110,15 @@ class Result:
 
     def by_class(self) -> dict[str, np.ndarray]:
         """[K] each: images, predictions, precision, recall and F1; 0 where undefined."""
-        right, labels, guesses = self.right, self.labels, self.guesses[:, 0]
-        images, guessed = (np.bincount(values, minlength=self.classes) for values in (labels, guesses))
+        right, labels, top1 = self.right, self.labels, self.guesses[:, 0]
+        images, predicted = (np.bincount(values, minlength=self.classes) for values in (labels, top1))
         hits = np.bincount(labels[right], minlength=self.classes)
-        shares = {"precision": (hits, guessed), "recall": (hits, images), "f1": (2 * hits, images + guessed)}
+        shares = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
         divided = {
             name: np.divide(a, b, out=np.zeros(self.classes), where=b > 0, dtype=float)
             for name, (a, b) in shares.items()
         }
-        return {"images": images, "guessed": guessed, **divided}
+        return {"images": images, "predicted": predicted, **divided}
 
     def numbers(self) -> dict[str, float]:
         """The metrics of one line while training."""
@@ -168,11 +168,11 @@ class Prepared:
         if self._kept is not None:
             return self._kept
         world = self.world
-        made = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._options)
+        found = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._options)
         if self._small:
-            self._kept = list(made)
+            self._kept = list(found)
             return self._kept
-        return made
+        return found
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def classify(
     predictor: Predictor,
     prepared: Prepared,
     labels: Labels | None = None,
-    tell: Callable[[Batch], object] | None = None,
+    on_batch: Callable[[Batch], object] | None = None,
 ) -> Result:
     """Evaluates the model on every image, split over all processes, and restores its train or eval mode.
 
@@ -188,7 +188,7 @@ def classify(
         predictor: The model with its device and precision.
         prepared: The images.
         labels: Which predictions are correct; the labels of the source by default.
-        tell: Called with each batch of this process when it is done.
+        on_batch: Called with each batch of this process when it is done.
 
     Raises:
         NonFiniteError: Logits of any image are NaN or Inf.
@@ -201,8 +201,8 @@ def classify(
         for batch in prepared.batches():
             rows.append(scorer.score(predictor.logits(batch.images), batch))
             unreadable, rounds = unreadable + len(batch.bad), rounds + 1
-            if tell:
-                tell(batch)
+            if on_batch:
+                on_batch(batch)
         for _ in range(prepared.rounds - rounds):
             predictor.logits(torch.zeros(1, 3, *prepared.size))
     found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
