@@ -12,6 +12,9 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from plainvit.runtime import display  # noqa: E402
+
+display.ACTIVITY_DELAY = 3600.0  # so that what is printed does not depend on the load
 torch.set_num_threads(1)  # for models this small a second thread only waits
 hypothesis.settings.register_profile("plainvit", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("plainvit")

@@ -18,6 +18,7 @@ from plainvit.cli import main
 from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
+from plainvit.evaluate.card import read_card, settings_of
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.runtime import display
@@ -278,12 +279,15 @@ def test_warm_up_in_steps_shrinks_with_the_run() -> None:
     assert short == [min(1, step / 10, (100 - step) / 5) for step in range(100)]
 
 
-def test_hours_show_in_the_results(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_and_the_card_have_the_steps_that_were_taken(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time_budget, "time_step", lambda _: 3600 / 4.2)
     monkeypatch.setattr(time_budget, "time_evaluation", lambda _: 0.0)
     done = fit(config(weights, hours=1.0, head="zero"), tmp_path, quiet=True)
     assert (done.numbers["steps"], done.numbers["steps_asked"]) == (3, 6)
     assert results(tmp_path, "status.json")["steps"] == 3
+    assert settings_of(tmp_path, read_card(tmp_path))["steps"] == 3  # what `plainvit compare` shows
 
 
 # The plan -------------------------------------------------------------------------------------------------------------

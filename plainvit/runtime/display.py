@@ -16,6 +16,7 @@ from rich.table import Column
 from plainvit.config import visible
 
 LINE_INTERVAL = 10.0  # seconds between plain lines
+ACTIVITY_DELAY = 1.0  # seconds before work of unknown length is mentioned
 BAR_WIDTH = 40  # characters, at most
 
 
@@ -61,7 +62,7 @@ def show_activity(title: str, *, quiet: bool = False) -> Iterator[None]:
         with console.status(visible(title)):
             yield
         return
-    timer = threading.Timer(1.0, lambda: console.print(visible(f"{title} ...")))
+    timer = threading.Timer(ACTIVITY_DELAY, lambda: console.print(visible(f"{title} ...")))
     timer.start()
     try:
         yield
