@@ -150,7 +150,8 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     rows = []
     for at in order.tolist():
         ratios = (percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        rows.append((classes[at], element("td", bar(float(recall[at])), class_="measure"), *ratios, f"{images[at]:,.0f}"))
+        measure = element("td", bar(float(recall[at])), class_="measure")
+        rows.append((classes[at], measure, *ratios, f"{images[at]:,.0f}"))
     text = f"Lowest recall (accuracy within the class) first. Mean recall: {percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
     text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
