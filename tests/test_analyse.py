@@ -175,19 +175,6 @@ def test_analysis_writes_figures_data_and_page(
 
 
 @pytest.mark.slow
-def test_a_resnet_gets_applicable_parts_and_one_note(folder: Path, tmp_path: Path) -> None:
-    written = analyse_model(
-        folder / "bit.safetensors", str(folder / "photos"), tmp_path, count=2, device="cpu", quiet=True
-    )
-    assert len([note for note in written.notes if "ResNet" in note]) == 1
-    text = written.report.read_text()
-    assert "explorer-data" not in text
-    assert "<script" not in text
-    assert (tmp_path / "figures" / "filters.png").exists()
-    assert not (tmp_path / "figures" / "attention-distance.png").exists()
-
-
-@pytest.mark.slow
 def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_figures(monkeypatch)
     model = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)

@@ -301,31 +301,6 @@ def test_a_click_on_a_patch_changes_all_maps(browser: Any, hostile: Path) -> Non
     visit.leave()
 
 
-@pytest.mark.slow
-def test_heat_maps_are_visible_on_dark_images(browser: Any, tmp_path: Path) -> None:
-    """On black images a map by shade is black all over; as heat it is not, here and in the section on maps."""
-    model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)
-    plainvit.save(model, tmp_path / "model.safetensors")
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "black.png").write_bytes(encode(np.zeros((32, 32, 3), np.uint8)))
-    written = analyse_model(
-        tmp_path / "model.safetensors", str(tmp_path / "photos"), device="cpu", quiet=True, out=tmp_path
-    )
-    visit = Visit(browser, written.report)
-
-    def brightest() -> int:
-        with Image.open(io.BytesIO(base64.b64decode(visit.canvases()[0].partition(",")[2]))) as image:
-            return int(np.array(image.convert("RGB")).max())
-
-    visit.page.get_by_role("button", name="the class token").click()  # no patch is framed
-    visit.settled()
-    assert brightest() > 100  # what is shown at first of dark and of small images
-    visit.page.get_by_label("heat map", exact=True).uncheck()
-    visit.settled()
-    assert brightest() == 0
-    visit.leave()
-
-
 def test_the_explorer_by_keyboard_on_a_phone(browser: Any, hostile: Path) -> None:
     visit = Visit(browser, hostile, viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390  # nothing sticks out

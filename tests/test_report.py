@@ -197,10 +197,9 @@ def test_selection_of_predictions_is_described(tmp_path: Path) -> None:
         assert section
         return Reader(section.body).text
 
-    assert "2 errors in 3 images. Errors are over-represented" in describe()
-    assert "2 most confident of 9 errors in 36 images and 1 of 27 correct predictions. Errors are" in describe((9, 36))
-    assert "All errors (2 of 36 images) and 1 of 34 correct predictions. Errors 2" in describe((2, 36))
-    assert "All 3 images: 2 errors. Errors 2" in describe((2, 3))
+    assert "Errors are over-represented" in describe()
+    assert "2 most confident of 9 errors in 36 images and 1 of 27 correct predictions" in describe((9, 36))
+    assert "over-represented" not in describe((2, 36))
 
 
 def test_report_shows_commands_to_reproduce_and_finetune(whole: tuple[Path, Reader]) -> None:
