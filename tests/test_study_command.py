@@ -222,7 +222,7 @@ def make_study(name: str, data: str = "digits") -> Study:
 
 
 def replace_studies(patch: pytest.MonkeyPatch, *made: Study) -> None:
-    claims = {one.name: {"number": 90, "claim": "c", "rule": "r"} for one in made}
+    claims = {one.name: {"number": 90, "claim": "c", "source": "s", "rule": "r"} for one in made}
     for module in ("claims", "report"):
         patch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
     patch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
