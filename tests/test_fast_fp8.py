@@ -349,12 +349,12 @@ def test_without_fp8_support_the_plain_model_runs_after_one_warning(
 
 
 def test_resnet_has_no_fp8_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "why_not", lambda _: "")  # as on a GPU that supports it
+    monkeypatch.setattr(inference, "explain_unsupported", lambda _: "")  # as on a GPU that supports it
     assert InferenceModel(tiny.bit(torch.float32, (1, 1, 1)), fp8=True)._extra_choices() == ()
 
 
 def test_fp8_is_tried_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "why_not", lambda _: "")
+    monkeypatch.setattr(inference, "explain_unsupported", lambda _: "")
     model = tiny.vit(torch.float32)
     assert InferenceModel(model)._extra_choices() == ()
     assert InferenceModel(model, fp8=True)._extra_choices() == FP8
@@ -368,7 +368,7 @@ def test_unknown_optimise_is_an_error() -> None:
 def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
-    monkeypatch.setattr(inference, "in_fp8", lambda model: convert_to_fp8(model, torch.float32))
+    monkeypatch.setattr(inference, "convert_to_fp8", lambda model: convert_to_fp8(model, torch.float32))
     monkeypatch.setattr(inference, "time_calls", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
     eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
