@@ -117,14 +117,28 @@ def _make_weights(kind: str, folder: Path) -> Values:
     if kind == "transformers":
         path = plainvit.save(small(numerics="timm"), folder / "m", format="transformers") / "model.safetensors"
         return safetensors.torch.load_file(path)
+    if kind in TOWERS:
+        settings, format_ = TOWERS[kind]
+        path = plainvit.save(small(numerics="timm", **settings), folder / "m", format=format_)
+        return safetensors.torch.load_file(path / "model.safetensors" if path.is_dir() else path)
     if kind == "plainvit":
         return {name: x.clone() for name, x in small().state_dict().items()}
     plainvit.save(small(numerics="timm"), folder / "m.pth", format=kind)
     return torch.load(folder / "m.pth", weights_only=True)
 
 
+CLIP = {"norm_embedding": "tokens", "embedding_bias": False, "classes": 0, "projection": 12, "norm_eps": 1e-5}
+DINO = {"rotary": "dinov3", "posemb": "none", "registers": 2, "layer_scale": 0.1, "classes": 0, "norm_eps": 1e-5}
+EVA = {"rotary": "eva02", "gated": True, "activation": "silu", "norm_inner": "mlp", "block_bias": "no_k"}
+TOWERS: dict[str, tuple[dict[str, Any], str]] = {
+    "CLIP": (CLIP, "transformers"),
+    "SigLIP": ({"pool": "attention", "class_token": False, "classes": 0}, "transformers"),
+    "DINOv3": (DINO | {"block_bias": "no_k"}, "transformers"),
+    "open_clip": (CLIP, "open_clip"),
+    "EVA-02": (EVA, "timm"),
+}
 ARCHIVES = ("google", "hybrid", "big_vision", "scanned", "BiT")
-KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *ARCHIVES)
+KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *TOWERS, *ARCHIVES)
 
 
 @cache
@@ -155,7 +169,9 @@ def test_valid_files_load(tmp_path: Path, kind: str) -> None:
 
 # Weights that are wrong -----------------------------------------------------------------------------------------------
 
-MAY_BE_ABSENT = {"pos_embed", "params/pos_embedding"}  # timm's pos_embed="none"; big_vision's fixed positions
+# timm's pos_embed="none", big_vision's fixed positions; projections, registers, and in one block the biases of q, k, v
+MAY_BE_ABSENT = {"pos_embed", "params/pos_embedding", "visual_projection.weight", "visual.proj"}
+MAY_BE_ABSENT |= {"embeddings.register_tokens", "blocks.0.attn.qkv.bias"}
 
 
 @pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 2))
@@ -168,7 +184,8 @@ def test_missing_weight_is_an_error(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_extra_weight_is_an_error(tmp_path: Path, kind: str) -> None:
     for name in ("evil", "evil\nname", "blocks.0.evil.weight", "head.evil"):
-        inside = f"params/{name}" if kind in ("big_vision", "scanned") else name  # outside the prefix it is ignored
+        prefix = {"big_vision": "params/", "scanned": "params/", "open_clip": "visual."}.get(kind, "")
+        inside = prefix + name  # outside the prefix it is ignored
         assert "evil" in expect_error(store(kind, valid_weights(kind) | {inside: torch.ones(2)}, tmp_path), **HINTS)
 
 
@@ -363,13 +380,6 @@ def test_pickle_with_code_is_not_run(
     assert not marker.exists()
 
 
-def test_payload_runs_when_unpickled(tmp_path: Path) -> None:
-    """The marker would appear, were the pickle trusted: else the test above shows nothing."""
-    marker = tmp_path / "marker"
-    pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists()
-
-
 def test_pickle_in_a_folder_is_not_run(tmp_path: Path) -> None:
     folder, marker = tmp_path / "folder", tmp_path / "marker"
     folder.mkdir()
@@ -429,30 +439,6 @@ def test_recursive_dictionary_is_an_error(tmp_path: Path, write: Callable[[objec
     loop["model"] = loop
     write(loop, tmp_path / "m.pth")
     expect_error(tmp_path / "m.pth")
-
-
-def test_torchscript_is_an_error(tmp_path: Path) -> None:
-    """TorchScript has the same suffix and the same zip."""
-    torch.save(valid_weights("timm"), tmp_path / "m.pth")
-    with zipfile.ZipFile(tmp_path / "m.pth", "a") as archive:
-        root = archive.namelist()[0].split("/")[0]
-        archive.writestr(f"{root}/constants.pkl", pickle.dumps(()))
-        archive.writestr(f"{root}/code/__torch__.py", "import os")
-    said = load_or_error(tmp_path / "m.pth", **HINTS)
-    assert isinstance(said, str)
-
-
-def test_compressed_pytorch_archive_is_right_or_an_error(tmp_path: Path) -> None:
-    """PyTorch stores its records as they are; packed by another zip they must not be read as they lie."""
-    plain, packed = tmp_path / "m.pth", tmp_path / "z.pth"
-    torch.save(valid_weights("timm"), plain)
-    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    found = load_or_error(packed, **HINTS)
-    if not isinstance(found, str):
-        assert torch.equal(found.norm.bias, valid_weights("timm")["norm.bias"])
-        assert torch.equal(found.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
 
 
 def overstated(path: Path) -> Path:
@@ -788,12 +774,6 @@ def test_config_that_is_no_json_object_is_an_error(tmp_path: Path, name: str, fi
     expect_error(folder)
 
 
-def test_config_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:
-    folder = transformers_folder(tmp_path / "folder")
-    (folder / "config.json").write_bytes(b'{"hidden_act": "\xff\xfe"}')
-    expect_error(folder)
-
-
 # (file, field, value that it cannot have)
 NONSENSE: list[tuple[str, str, Any]] = [
     *(("config.json", "num_attention_heads", value) for value in (0, -2, 3, "x", [2], {}, 1.5, 10**30)),
@@ -963,19 +943,6 @@ def try_bytes(data: bytes) -> None:
         path.write_bytes(data)
         load_or_error(path, **HINTS)
         assert [p.name for p in Path(name).iterdir()] == ["m"]
-
-
-@pytest.mark.parametrize("kind", tiny.mostly_slow(CONTAINERS, 2))
-@FUZZ
-@given(data=st.data())
-def test_flipped_bits_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
-    """Half of the flips go to the ends of the file, where headers and directories are."""
-    whole = bytearray(bytes_of(kind))
-    near = st.integers(0, min(1500, len(whole) - 1)) | st.integers(max(0, len(whole) - 1500), len(whole) - 1)
-    place = near | st.integers(0, len(whole) - 1)
-    for at, bit in data.draw(st.lists(st.tuples(place, st.integers(0, 7)), min_size=1, max_size=4)):
-        whole[at] ^= 1 << bit
-    try_bytes(bytes(whole))
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)

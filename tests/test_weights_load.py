@@ -36,7 +36,6 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 import plainvit
 from plainvit.evaluate.describe import describe
-from plainvit.weights import inspect_weights
 from plainvit.weights.published import PUBLISHED
 
 EXACT, SINGLE = 1e-10, 1e-6  # timm and torchvision resample in fp32
@@ -98,27 +97,6 @@ def test_other_classes_give_a_head_of_zeros(tmp_path: Path, settings: dict[str, 
     assert len(reported()) == 1
 
 
-def test_other_classes_keep_all_but_the_head(tmp_path: Path) -> None:
-    original = tiny.vit()
-    path = plainvit.save(original, tmp_path / "m.safetensors")
-    found = plainvit.load(path, classes=5, dtype=None).state_dict()
-    assert all(torch.equal(found[name], x) for name, x in original.state_dict().items() if not name.startswith("head."))
-
-
-def test_other_classes_of_a_bit(tmp_path: Path) -> None:
-    path = plainvit.save(tiny.bit(blocks=(1,)), tmp_path / "m.safetensors")
-    model = plainvit.load(path, classes=5)
-    assert model(tiny.images(size=(32, 32), dtype=torch.float32)).tolist() == [[0.0] * 5] * 2
-
-
-def test_same_classes_and_size_change_nothing(tmp_path: Path, reported: Any) -> None:
-    model = tiny.vit()
-    path = plainvit.save(model, tmp_path / "m.safetensors")
-    found = plainvit.load(path, classes=7, image_size=(24, 40), dtype=None)
-    assert all(torch.equal(found.state_dict()[name], x) for name, x in model.state_dict().items())
-    assert reported() == []
-
-
 def test_zero_classes_remove_the_head(tmp_path: Path) -> None:
     model = tiny.vit()
     found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), classes=0, dtype=None)
@@ -144,13 +122,6 @@ def test_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -
     plainvit.load(path)
     assert [line for line in reported() if "features only" in line]
     assert describe(path)["head"] == "all zeros: features only"
-
-
-def test_trained_head_is_not_reported(tmp_path: Path, reported: Any) -> None:
-    path = google.save(google.original(), tmp_path / "B_16.npz")
-    plainvit.load(path)
-    assert not [line for line in reported() if "features only" in line]
-    assert describe(path)["head"] == "trained"
 
 
 # Another size ---------------------------------------------------------------------------------------------------------
@@ -188,18 +159,6 @@ def test_other_size_resamples_on_the_true_grid(
     assert found(tiny.images(size=new)).shape == (2, 7)
     (line,) = reported()
     assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} (bilinear-aligned)" in line
-
-
-@pytest.mark.parametrize("new", [(56, 224), (48, 48)])
-def test_square_table_of_a_bare_file_is_a_square_grid(tmp_path: Path, new: tuple[int, int], reported: Any) -> None:
-    """14 x 14 positions at 7 x 28 patches are as many, and wrong."""
-    peer = timm_vit(img_size=112)
-    path = write(peer.state_dict(), tmp_path / "m.safetensors")
-    found = plainvit.load(path, image_size=new, heads=4, dtype=None)
-    grid = (new[0] // 8, new[1] // 8)
-    expected = resample_abs_pos_embed(peer.pos_embed.detach(), grid, (14, 14), num_prefix_tokens=1)[0]
-    assert tiny.difference(found.positions[0].table, expected) < SINGLE
-    assert any(f"14 x 14 to {grid[0]} x {grid[1]} (bicubic-antialias)" in line for line in reported())
 
 
 def test_rows_of_registers_are_not_resampled(tmp_path: Path) -> None:
@@ -301,20 +260,6 @@ def test_bit_loads_at_any_size(tmp_path: Path) -> None:
     assert plainvit.load(path, image_size=(40, 48)).config.image_size == (40, 48)
 
 
-def test_classes_and_size_are_reported_in_two_lines(tmp_path: Path, reported: Any) -> None:
-    path = plainvit.save(tiny.vit(), tmp_path / "m.safetensors")
-    plainvit.load(path, classes=3, image_size=48)
-    assert len(reported()) == 2
-
-
-def test_about_survives_another_size(tmp_path: Path) -> None:
-    model = tiny.vit()
-    model.about = type(model.about)(family="mine", class_names=tuple("abcdefg"))
-    found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), image_size=48)
-    assert found.about == model.about
-    assert not found.training
-
-
 # What a bare file cannot say ------------------------------------------------------------------------------------------
 
 
@@ -346,22 +291,6 @@ def test_table_that_is_no_square_needs_a_grid(tmp_path: Path, kind: str) -> None
 def test_grid_or_image_size_can_be_given(tmp_path: Path, kind: str, hint: dict[str, Any]) -> None:
     model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, **hint)
     assert (model.config.image_size, model.config.grid) == ((24, 48), (3, 6))
-
-
-@pytest.mark.parametrize("size", [(32, 48), (24, 40), (16, 96)])
-@pytest.mark.parametrize("kind", BARE)
-def test_image_size_that_fits_decides_the_grid(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
-    """4 x 6 patches and a class token are 25 rows, which is 5 x 5 as well; 3 x 5 and one are 4 x 4."""
-    model = plainvit.load(bare(kind, size, tmp_path), heads=4, image_size=size)
-    assert (model.config.image_size, model.config.prefix_rows) == (size, 1)
-
-
-@pytest.mark.parametrize("kind", BARE)
-def test_grid_and_image_size_may_differ(tmp_path: Path, kind: str, reported: Any) -> None:
-    """The grid is the file's, the image size what is wanted."""
-    model = plainvit.load(bare(kind, (24, 48), tmp_path), heads=4, grid=(3, 6), image_size=64)
-    assert model.config.grid == (8, 8)
-    assert any("3 x 6 to 8 x 8" in line for line in reported())
 
 
 @pytest.mark.parametrize("hint", [{"grid": (3, 5)}, {"image_size": (24, 40)}, {"image_size": (25, 48)}])
@@ -478,16 +407,6 @@ def test_dino_takes_the_teacher(tmp_path: Path, reported: Any) -> None:
     assert any("left out" in line and "head" in line for line in reported())
 
 
-def test_dino_backbone_alone(tmp_path: Path) -> None:
-    peer, state = encoder(num_classes=0)
-    same_as(write(state, tmp_path / "dino_deitsmall16_pretrain.pth"), peer, "DINO")
-
-
-def test_a_bare_file_with_a_head_is_timms(tmp_path: Path) -> None:
-    _, state = encoder(num_classes=5)
-    assert plainvit.load(write(state, tmp_path / "m.pth"), heads=4).about.family == "timm"
-
-
 @pytest.mark.parametrize("wrapped", [False, True], ids=["backbone", "teacher"])
 @pytest.mark.parametrize("registers", [0, 4])
 def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
@@ -547,18 +466,6 @@ def test_legacy_pytorch_file_loads(tmp_path: Path) -> None:
     same_as(tmp_path / "m.pth", peer, "DeiT")
 
 
-def test_bare_timm_file_has_mean_and_std_of_half(tmp_path: Path) -> None:
-    model = plainvit.load(write(encoder()[1], tmp_path / "m.safetensors"), heads=4)
-    assert (model.config.mean, model.config.std) == HALF
-    prepared = model.about.preprocess
-    assert (prepared.resize, prepared.crop, prepared.interpolation) == ("crop", 0.9, "bicubic")
-
-
-def test_torchvisions_pixels_are_imagenets(tmp_path: Path) -> None:
-    model = plainvit.load(bare("torchvision", (32, 32), tmp_path), heads=4)
-    assert (model.config.mean, model.config.std) == IMAGENET
-
-
 def hub_folder(folder: Path, kind: str, processor: dict[str, Any] | None) -> Path:
     shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
     config = getattr(transformers, f"{kind}Config")(**shape, image_size=32, patch_size=8, num_labels=7)
@@ -583,14 +490,6 @@ def test_transformers_pixels_with_a_processor(tmp_path: Path, kind: str) -> None
     assert (model.config.mean, model.config.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     prepared = model.about.preprocess
     assert (prepared.resize, prepared.crop, prepared.interpolation) == ("squash-crop", 224 / 256, "bicubic")
-
-
-def test_transformers_processor_of_today(tmp_path: Path) -> None:
-    folder = hub_folder(tmp_path, "ViT", None)
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3).save_pretrained(folder)
-    model = plainvit.load(folder)
-    assert model.config.mean == (0.1,) * 3
-    assert (model.about.preprocess.resize, model.about.preprocess.interpolation) == ("squash", "bilinear")
 
 
 def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
@@ -701,16 +600,6 @@ def test_other_networks_are_errors(tmp_path: Path, name: str) -> None:
     load_error(write(state, tmp_path / "m.safetensors"), r"m\.safetensors|timm|ResNet")
 
 
-@pytest.mark.parametrize("beside", ["checkpoints/mine/notes.txt", "mine/state.json"])
-def test_other_folders_are_not_called_checkpoints_of_a_run(tmp_path: Path, beside: str) -> None:
-    """A run's is below `checkpoints` and has its state beside it: others' folders have the one or the other."""
-    file = tmp_path / beside
-    file.parent.mkdir(parents=True)
-    file.write_text("{}")
-    path = write({"their.weight": torch.zeros(2)}, file.with_name("m.safetensors"))
-    load_error(path, r"no model that plainvit knows.*their\.weight")
-
-
 # Describing -----------------------------------------------------------------------------------------------------------
 
 SHAPES = "shapes of the weights"
@@ -752,12 +641,6 @@ def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
     numerics = NUMERICS["resnet" if "BiT" in name else "vit"]
     told = {key: described["sources"][key] for key in (*numerics, "preprocess")}
     assert SHAPES not in told.values(), told
-
-
-def test_given_hint_is_reported_as_its_source(tmp_path: Path) -> None:
-    described = describe(bare("timm", (24, 48), tmp_path), heads=4, image_size=(24, 48))
-    assert described["sources"]["heads"] == "given by the caller"
-    assert "given by the caller" in described["sources"]["image_size"]
 
 
 def test_inspect_prints_settings_with_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -830,28 +713,6 @@ def hollow(state: State, path: Path) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     return path
-
-
-@pytest.mark.parametrize("name", tiny.mostly_slow(OF_TIMM, 4))
-def test_published_weights_are_detected_from_their_shapes(tmp_path: Path, name: str) -> None:
-    """timm's own model of that name, without its values, beside a config.json as the hub has it."""
-    model = PUBLISHED[name].hub.removeprefix("timm/")
-    with torch.device("meta"):
-        peer = timm.create_model(model)
-    hollow(peer.state_dict(), tmp_path / "model.safetensors")
-    published = timm.models.get_pretrained_cfg(model).to_dict()
-    described = {"architecture": published["architecture"], "pretrained_cfg": published}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    assert PUBLISHED[name].parameters == sum(weight.numel() for weight in peer.parameters())
-    config = inspect_weights(tmp_path)[0].config
-    assert 0 <= published["input_size"][1] - config.image_size[0] < 14  # patches may not fill the image
-    assert (config.mean, config.std) == (tuple(published["mean"]), tuple(published["std"]))
-    assert config.classes == published["num_classes"]
-    if hasattr(peer, "blocks"):
-        block = peer.blocks[0]
-        assert (config.depth, config.heads) == (len(peer.blocks), block.attn.num_heads)
-        assert config.norm_eps == block.norm1.eps
-        assert config.grid == peer.patch_embed.grid_size
 
 
 # The hub --------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from plainvit.weights.mae import read_mae, write_mae
 KEYS = {
     "cls_token": (1, 1, 48), "pos_embed": (1, 17, 48), "mask_token": (1, 1, 64), "decoder_pos_embed": (1, 17, 64),
     "patch_embed.proj.weight": (48, 3, 8, 8), "patch_embed.proj.bias": (48,),
-    "blocks.0.norm1.weight": (48,), "blocks.0.norm2.bias": (48,),
+    "blocks.0.norm1.weight": (48,), "blocks.0.norm1.bias": (48,),
     "blocks.0.attn.qkv.weight": (144, 48), "blocks.0.attn.qkv.bias": (144,),
     "blocks.0.attn.proj.weight": (48, 48), "blocks.0.attn.proj.bias": (48,),
     "blocks.0.norm2.weight": (48,), "blocks.0.norm2.bias": (48,),

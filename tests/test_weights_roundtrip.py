@@ -20,7 +20,7 @@ import safetensors.torch
 import test_weights_google as google
 import tiny
 import torch
-from peers import from_timm, from_timm_resnet, scramble
+from peers import scramble
 from timm.layers import HybridEmbed, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.resnetv2 import ResNetV2
@@ -221,14 +221,6 @@ def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-def test_table_covers_every_possible_pair_of_formats() -> None:
-    """A table that forbids everything would pass all that follows."""
-    pairs = {frozenset((a, b)) for name in MODELS for a in holders(name) for b in holders(name) if a != b}
-    never = {frozenset(("google", other)) for other in ("timm", "timm pth", "torchvision", "torchvision pth")}
-    every = {frozenset((a, b)) for a in FORMATS for b in FORMATS if a != b}
-    assert every - pairs == never, "Google's GELU is not that of a bare file"
-
-
 @pytest.mark.parametrize("name", tiny.mostly_slow(MODELS, 8))
 def test_roundtrip_is_bit_exact(tmp_path: Path, name: str) -> None:
     """A -> B -> A, for every ordered pair of formats that can hold the model."""
@@ -369,19 +361,6 @@ def test_dropping_registers_drops_their_rows(tmp_path: Path, distillation: bool)
     assert found.config.distillation is distillation
 
 
-@pytest.mark.parametrize(
-    ("format_", "build"),
-    [("google", tanh(registers=3, posemb_prefix="none")), ("torchvision", exact(registers=3))],
-    ids=["no rows", "a row for the class token, as DINOv2"],
-)
-def test_dropping_registers_without_rows_keeps_the_table(
-    tmp_path: Path, format_: str, build: Callable[[], Any]
-) -> None:
-    model = build()
-    found = dropped(model, tmp_path, format_, "registers")
-    same_weights(found, {name: x for name, x in model.state_dict().items() if name != "registers"})
-
-
 def test_dropping_distillation_keeps_the_class_tokens_head(tmp_path: Path) -> None:
     model = exact(distillation=True)()
     found = dropped(model, tmp_path, "torchvision", "distillation")
@@ -390,13 +369,6 @@ def test_dropping_distillation_keeps_the_class_tokens_head(tmp_path: Path) -> No
     table = expected["positions.0.table"]
     expected["positions.0.table"] = torch.cat((table[:1], table[2:]))
     same_weights(found, expected)
-
-
-def test_dropping_registers_and_distillation_at_once(tmp_path: Path) -> None:
-    model = exact(registers=3, posemb_prefix="all", distillation=True)()
-    found = dropped(model, tmp_path, "torchvision", "registers", "distillation")
-    table = model.state_dict()["positions.0.table"]
-    assert torch.equal(found.state_dict()["positions.0.table"], torch.cat((table[:1], table[5:])))
 
 
 @pytest.mark.parametrize("format_", ["google", "transformers", "torchvision"])
@@ -421,22 +393,6 @@ def test_dropped_standardisation_is_replaced_by_timms(tmp_path: Path, kind: str)
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
         assert tiny.difference(found(images), peer(images * 2 - 1)) < 1e-10
-
-
-def test_every_unsupported_part_must_be_dropped(tmp_path: Path) -> None:
-    model = exact(registers=3, posemb_prefix="all", layer_scale=0.1)()
-    with pytest.raises(UnsupportedPartError) as caught:
-        plainvit.save(model, tmp_path / "m.pth", format="torchvision", drop=("registers",))
-    assert caught.value.parts == ("layer_scale",)
-    assert not list(tmp_path.iterdir())
-
-
-def test_dropping_a_supported_part_changes_nothing(tmp_path: Path) -> None:
-    model = exact(registers=3, posemb_prefix="all")()
-    one = plainvit.save(model, tmp_path / "a.safetensors", format="timm")
-    other = plainvit.save(model, tmp_path / "b.safetensors", format="timm", drop=("registers", "activation"))
-    assert raw(one) == raw(other)
-    assert metadata(one) == metadata(other)
 
 
 @pytest.mark.parametrize("part", ["stem", "pool", "posemb", "resnet", "blocks", "axial", "norm", "image_size"])
@@ -636,14 +592,6 @@ def test_library_names_equal_golden_names(tmp_path: Path, format_: str, kind: st
     assert library_shapes(build(), tmp_path) == golden(format_)[kind]
 
 
-def test_writer_agrees_with_the_mapping_of_peers(tmp_path: Path) -> None:
-    """peers.py maps timm's names to ours and shares nothing with the package: each checks the other."""
-    for build, back in ((exact(layer_scale=0.1), from_timm), (partial(tiny.bit, numerics="timm"), from_timm_resnet)):
-        model = build()
-        path = plainvit.save(model, tmp_path / "m.safetensors", format="timm")
-        same_weights(model, back(safetensors.torch.load_file(path)))
-
-
 # The description in our files -----------------------------------------------------------------------------------------
 
 
@@ -731,16 +679,3 @@ def test_run_folder_loads(tmp_path: Path) -> None:
     found = plainvit.load(tmp_path, dtype=None)
     assert found.config == model.config
     same_weights(found, model.state_dict())
-
-
-@pytest.mark.parametrize("name", ["exact GELU", "LayerScale", "hybrid, timm's", "BiT, timm's"])
-def test_saving_does_not_change_the_model(tmp_path: Path, name: str) -> None:
-    model = MODELS[name][0]()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    config, about = model.config, model.about
-    for format_ in holders(name):
-        save_as(model, tmp_path / format_, format_)
-    if name == "LayerScale":  # folding must not reach into the model
-        save_as(model, tmp_path / "folded", "torchvision", drop=("layer_scale",))
-    assert (model.config, model.about) == (config, about)
-    same_weights(model, before)

@@ -25,7 +25,7 @@ def read_parts(shapes: Shapes, spelling: Spelling) -> dict[str, Any]:
         "norm_final": has_norm,
         "qk_norm": f"{first}attn.q_norm.weight" in shapes,
         "block_bias": _find_block_bias(shapes, spelling),
-        "embedding_bias": "patch_embed.proj.bias" in shapes,
+        "embedding_bias": "norm_pre.weight" not in shapes,
     }
 
 

@@ -105,7 +105,13 @@ def _is_left_out(name: str, model: ViTConfig) -> bool:
     """Whether a weight belongs to pre-training, to a text tower, or to a part that the classifier does not read."""
     training = ("embeddings.mask_token", "decoder.", "lm_head.")
     text = ("text_model.", "text_projection.", "logit_scale", "logit_bias", "embeddings.position_ids")
-    unread = ("post_layernorm.",) if not model.norm_final else ("head.",) if model.pool == "average" else ()
+    unread = (
+        ("post_layernorm.",)
+        if not model.norm_final
+        else ("head.",)
+        if model.pool == "average" and model.classes
+        else ()
+    )
     empty = "embeddings.register_tokens" if not model.registers else ""  # DINOv3 stores (1, 0, D)
     return name.startswith((*training, *text, *unread)) or name == empty
 
@@ -121,6 +127,14 @@ def _check_supported(kind: Kind, full: Shapes, shapes: Shapes, config: Mapping[s
         raise unsupported_model("SigLIP2 NaFlex, for images of any shape", f"{names.patches}weight of two dimensions")
     if len(patches) != 4 or len(hidden) != 2:
         raise ValueError("this transformers file has no valid patch projection or first layer: it is incomplete")
+    needed = [] if kind.name in ("SigLIP", "I-JEPA", "AIMv2") else [names.class_token]
+    if kind.name == "BEiT" and names.positions not in shapes:
+        needed.append(first + names.bias_table)
+    elif kind.name not in ("DINOv3", "BEiT"):
+        needed.append(names.positions)
+    missing = [name for name in needed if name not in shapes]
+    if missing:
+        raise ValueError(f"this transformers {kind.name} file lacks {', '.join(missing)}: it is incomplete")
     if "pooler.dense.weight" in shapes and config.get("pooler_act", "tanh") != "tanh":
         raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
     if not float(config.get("rope_theta", 100.0)) == 100.0:
@@ -180,10 +194,10 @@ def _read_model(
         gated=gated,
         layer_scale=1e-5 if f"{first}{names.scales[0]}" in shapes else None,
         rotary="dinov3" if kind.name == "DINOv3" else "none",
-        norm_kind="layer" if f"{first}{names.norms[0]}bias" in shapes else "rms",
+        norm_kind="rms" if kind.name == "AIMv2" else "layer",
         norm_embedding="tokens" if "pre_layrnorm.weight" in shapes else "patches" if kind.name == "AIMv2" else "none",
         block_bias=_find_block_bias(kind, shapes),
-        embedding_bias=f"{names.patches}bias" in shapes,
+        embedding_bias=kind.name != "CLIP",
         projection=shapes.get("visual_projection.weight", (0,))[0],
         **_find_pooling(kind, shapes, has_class, head),
     )
@@ -212,17 +226,12 @@ def _find_pooling(kind: Kind, shapes: Shapes, has_class: bool, head: tuple[int, 
 
 def _find_block_bias(kind: Kind, shapes: Shapes) -> Any:
     first, names = kind.names.block.format(i=0), kind.names
-    q, k, v, out = (f"{first}{name}bias" in shapes for name in (*names.qkv, names.out))
-    match (q, k, v, out):
-        case (True, True, True, True):
-            return "all"
-        case (True, False, True, True):
-            return "no_k"
-        case (False, False, False, True):
-            return "no_qkv"
-        case (False, False, False, False):
-            return "none"
-    raise unsupported_model("a ViT with biases on some of q, k, v and the output", f"{first}{names.qkv[0]}bias")
+    has_qkv = any(f"{first}{name}bias" in shapes for name in names.qkv)
+    if kind.name == "AIMv2":
+        return "none"
+    if not has_qkv:
+        return "no_qkv"
+    return "no_k" if kind.name in ("DINOv3", "BEiT") and f"{first}{names.qkv[1]}bias" not in shapes else "all"
 
 
 def _read_heads(kind: Kind, shapes: Shapes, hints: Hints, config: Mapping[str, Any], family: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from plainvit.weights.transformers_names import choose_kind
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 ACTIVATIONS |= {"silu": "silu"}
-SPELLINGS = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
+SPELLINGS: dict[str, Any] = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
