@@ -4,6 +4,7 @@ The tables are those of facts/paper.md and facts/weights.md, which come from the
 """
 
 import functools
+from typing import Any
 
 import pytest
 import tiny
@@ -116,6 +117,28 @@ def vit_configs(draw: st.DrawFn) -> ViTConfig:
 @settings(max_examples=40)
 @given(vit_configs())
 def test_arithmetic_of_any_vit(config: ViTConfig) -> None:
+    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+
+
+@settings(max_examples=40)
+@given(
+    posemb=st.sampled_from(("1d", "bias")),
+    rotary=st.sampled_from(("none", "eva02", "dinov3")),
+    block_bias=st.sampled_from(("all", "no_k", "no_qkv", "none")),
+    norm_kind=st.sampled_from(("layer", "rms")),
+    norm_embedding=st.sampled_from(("none", "patches", "tokens")),
+    norm_inner=st.sampled_from(("none", "mlp", "both")),
+    pool=st.sampled_from(("token", "average", "token+average")),
+    projection=st.sampled_from((0, 6)),
+    switches=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_arithmetic_of_the_parts_of_other_families(switches: list[bool], **options: Any) -> None:
+    """CLIP, SigLIP, DINOv2 and DINOv3, EVA-02, BEiT and AIMv2 are combinations of these."""
+    if options["pool"] == "token+average":
+        options["projection"] = 0
+    named = dict(zip(("norm_final", "qk_norm", "gated", "embedding_bias"), switches, strict=True))
+    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 24, "patch": (4, 4), "image_size": (8, 12), "classes": 3}
+    config = ViTConfig(**sizes, **named, **options)
     assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
 
 

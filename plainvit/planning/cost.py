@@ -85,38 +85,53 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _vit_parameters(c: ViTConfig) -> int:
-    (h, w), D, M = c.grid, c.width, c.mlp_dim
+    (h, w), D = c.grid, c.width
     layers = c.depth * (2 if c.axial else 1)
-    attention, mlp = 4 * D * D + 4 * D, 2 * D * M + M + D
-    block = 4 * D + attention + mlp + (2 * D if c.layer_scale is not None else 0)
-    relative = (2 * h * w - 1) * (D // c.heads) if c.posemb == "relative" else 0
+    norm = _norm_parameters(c, D)
     table = {"1d": (c.prefix_rows + h * w) * D, "2d": (h + w) * D // 2}.get(c.posemb, 0)
-    pool = D + attention + 2 * D + mlp if c.pool == "attention" else 0
-    head = (c.representation or D) * c.classes + c.classes
+    pool = D + 4 * D * D + 4 * D + 2 * D + 2 * D * c.mlp_dim + c.mlp_dim + D if c.pool == "attention" else 0
     return sum(
         (
             _resnet_parameters(c.stem) if c.stem else 0,
-            _patch_size(c) * D + D,
+            _patch_size(c) * D + (D if c.embedding_bias else 0),
+            norm if c.norm_embedding != "none" else 0,
             c.prefix * D,
             table * (layers if c.posemb_at == "every" else 1),
-            layers * (block + relative),
-            2 * D if c.norm == "pre" else 0,
+            layers * _block_parameters(c),
+            norm if c.norm == "pre" and c.norm_final else 0,
             pool,
-            D * c.representation + c.representation,
-            head + (D * c.classes + c.classes if c.distillation else 0),
+            D * c.representation + c.representation + D * c.projection,
+            c.feature_width * c.classes + c.classes,
+            D * c.classes + c.classes if c.distillation else 0,
         )
     )
 
 
+def _block_parameters(c: ViTConfig) -> int:
+    """Norms, attention with its positions, MLP and LayerScale of one block."""
+    (h, w), D, M, d = c.grid, c.width, c.mlp_dim, c.width // c.heads
+    hidden = 2 * M if c.gated else M
+    biases = {"all": 4 * D + hidden + D, "no_k": 3 * D + hidden + D, "no_qkv": D + hidden + D, "none": 0}[c.block_bias]
+    norms = 2 * _norm_parameters(c, D) + (2 * _norm_parameters(c, d) if c.qk_norm else 0)
+    norms += {"none": 0, "mlp": _norm_parameters(c, M), "both": _norm_parameters(c, M + D)}[c.norm_inner]
+    offsets = {"relative": (2 * h * w - 1) * d, "bias": ((2 * h - 1) * (2 * w - 1) + 3) * c.heads}.get(c.posemb, 0)
+    scale = 2 * D if c.layer_scale is not None else 0
+    return 4 * D * D + D * (hidden + M) + biases + norms + offsets + scale
+
+
+def _norm_parameters(c: ViTConfig, width: int) -> int:
+    return width if c.norm_kind == "rms" else 2 * width
+
+
 def _vit_macs(c: ViTConfig) -> int:
     (h, w), D, M, N = c.grid, c.width, c.mlp_dim, c.tokens
-    linear = N * (4 * D * D + 2 * D * M)
+    linear = N * (4 * D * D + (3 if c.gated else 2) * D * M)
     relative = h * w * (2 * h * w - 1) * D if c.posemb == "relative" else 0
     blocks = c.depth * (linear + 2 * N * N * D + relative)
     if c.axial:  # a row block and a column block in place of one
         blocks = c.depth * (2 * linear + 2 * N * (h + w) * D)
     pool = h * w * 2 * D * D + 2 * h * w * D + 2 * D * D + 2 * D * M if c.pool == "attention" else 0
-    head = (c.representation or D) * c.classes + (D * c.classes if c.distillation else 0)
+    head = c.feature_width * c.classes + (D * c.classes if c.distillation else 0) + D * c.projection
     stem = _resnet_macs(c.stem.replace(image_size=c.image_size)) if c.stem else 0
     return stem + h * w * _patch_size(c) * D + blocks + pool + D * c.representation + head
 
