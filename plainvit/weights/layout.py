@@ -137,8 +137,10 @@ def _split_thirds(layout: Layout, shapes: Iterable[str], tensors: Tensors) -> Te
         name: (name, None) for name in tensors.shapes if name not in sliced
     }
     for match in thirds:
-        if match[1] in sliced and tensors.shapes[match[1]]:
-            rows = tensors.shapes[match[1]][0] // 3
+        if match[1] in sliced:
+            rows, rest = divmod((*tensors.shapes[match[1]], 1)[0], 3)
+            if rest:
+                raise ValueError(f"{match[1]} has shape {tensors.shapes[match[1]]}: its rows are not q, k and v")
             names[match[0]] = match[1], slice(int(match[2]) * rows, (int(match[2]) + 1) * rows)
     return RenamedTensors(tensors, names)
 
