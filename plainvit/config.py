@@ -180,7 +180,7 @@ class Config(Checked):
     data_root: str = ""  # Folder with the known datasets, each in a folder of its name
     exclude: str = ""  # File with images to leave out, as `plainvit data check --save` writes it
     train_fraction: float = 1.0  # Fraction of each class to train on (smaller subsets are contained in larger ones)
-    holdout: float = 0.0  # Fraction of the training images, per class, to hold out for validation
+    holdout: float = 0.0  # Fraction of the training images to hold out for validation, chosen by their content
     search_holdout: float = 0.1  # Fraction of the training images to hold out while --search runs
     epochs: float = 0.0  # Number of epochs; default with --init: 20, at least 200 steps
     steps: int = 0  # Number of steps, in place of epochs

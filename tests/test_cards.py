@@ -36,12 +36,12 @@ Both = tuple[Evaluation, Evaluation]
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 10), (3, 10), (115, 1000), (125, 1000), (970, 1000)])
-def test_accuracy_in_words_warns_unless_its_interval_is_above_guessing(right: int, images: int) -> None:
+def test_accuracy_in_words_warns_unless_its_interval_is_above_the_most_frequent_class(right: int, images: int) -> None:
     ends = stats.binomtest(right, images).proportion_ci(method="wilson")
     summary, *warning = statistics.describe_accuracy(right, images, 0.1)
     low, high = (float(end) for end in re.findall(r"interval (\S+)-(\S+) %", summary)[0])
     assert (low, high) == pytest.approx((100 * ends.low, 100 * ends.high), abs=0.501 if images < 1000 else 0.0501)
-    assert "guessing would get 10 %" in summary
+    assert "most frequent class: 10 %" in summary
     assert bool(warning) == (ends.low <= 0.1)
 
 

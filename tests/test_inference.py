@@ -31,7 +31,7 @@ from plainvit.runtime.launch import launch
 from plainvit.train import setup
 from plainvit.train.finalize import choose_final_model
 from plainvit.train.guards import DivergedError
-from plainvit.train.held_out import draw_predictions, evaluate_masked, validate_masked
+from plainvit.train.masked_evaluation import draw_predictions, evaluate_masked, validate_masked
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights

@@ -279,7 +279,7 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
     vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
     assert vals[best] > vals[6]
-    _, said, *_ = (line for line in describe_results(done.numbers) if "guessing, as far" not in line)
+    _, said, *_ = (line for line in describe_results(done.numbers) if "no better than" not in line)
     assert f"step {best} had {100 * vals[best]:.2f} %: use --patience N" in said
     kept = tmp_path / "run" / "checkpoints" / f"step-{best:08}"
     for place in (kept, kept / "tensors.safetensors"):

@@ -25,7 +25,7 @@ from timm.models._hub import save_config_for_hf
 
 import plainvit
 from plainvit.config import to_json
-from plainvit.weights.timm_names import load_architectures
+from plainvit.weights.timm_architectures import load_architectures
 
 MODULES = ("vision_transformer", "deit", "vision_transformer_hybrid", "resnetv2", "eva", "beit")
 MODULES += ("vision_transformer_relpos", "vision_transformer_sam")

@@ -1,7 +1,7 @@
 """Attention statistics of every head, and attention maps.
 
-    heads(model, images).distance        [layers, heads] in pixels (Figures 7 and 11)
-    rollout(model, images)               [B, h, w], attention multiplied through the layers (Figures 6 and 14)
+    measure_heads(model, images).distance    [layers, heads] in pixels (Figures 7 and 11)
+    rollout(model, images)                   [B, h, w], attention multiplied through the layers (Figures 6 and 14)
 
 The model runs with its fused kernel. The attention weights of each layer are recomputed next to it, reduced and freed,
 so that memory holds one layer of one batch.

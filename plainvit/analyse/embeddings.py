@@ -60,7 +60,7 @@ def position_vectors(model: ViT, layer: int = 0) -> Tensor:
     """[h, w, D]: position embeddings of the patches in a layer's table."""
     if not model.positions:
         kind = model.config.posemb
-        raise ValueError(f"posemb {kind!r} has no position embeddings that are added to the patches")
+        raise ValueError(f"this model has posemb {kind!r}: it adds no position embeddings to the patches")
     if not 0 <= layer < len(model.positions):
         raise ValueError(f"layer {layer} has no position table: this model has tables 0 to {len(model.positions) - 1}")
     return cast(Positions, model.positions[layer]).grid_table().view(*model.config.grid, -1)

@@ -109,10 +109,11 @@ def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) ->
     """Each folder is a class of ImageNet; the prediction is the best of the set's classes."""
     columns = np.array([_parse_class(name, spec) for name in source.classes])
     expected = imagenet().get(spec, range(IMAGENET))
-    differing = sorted(set(columns.tolist()).symmetric_difference(expected))
-    if differing:
-        wnid = wordnet_ids()[differing[0]]
-        raise DataError(f"the folders of {spec} are not its {len(expected)} classes: {wnid} is missing or unexpected")
+    present, wanted = set(columns.tolist()), set(expected)
+    if present != wanted:
+        missing, extra = ([wordnet_ids()[at] for at in sorted(one)] for one in (wanted - present, present - wanted))
+        counts = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])})"
+        raise DataError(f"{spec} has a folder for each of its {len(wanted)} classes, here: {counts}; check --data-root")
     among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
     labels = _use_labels(source, f"the label{among}", columns)
     return replace(labels, guess_names=tuple(names[at] for at in columns)) if names else labels

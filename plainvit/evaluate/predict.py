@@ -206,7 +206,7 @@ def describe_accuracy_of_run(model: str | Path) -> str:
         if isinstance(top1, int | float) and 0 <= top1 <= 1 and isinstance(images, int) and images > 0:
             right = round(top1 * images)
             interval = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
-            return f"{right:,} of {images:,} held-out images were right (95 % interval {interval} %)"
+            return f"{right:,} of {images:,} held-out images were correct (95 % interval {interval} %)"
     return ""
 
 

@@ -233,8 +233,8 @@ def logistic(
 ) -> Logistic:
     """Minimises mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
 
-    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardised features. It has
-    converged if no element of the gradient exceeds the tolerance.
+    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardised features.
+    `converged`: no element of the gradient exceeds 2 * tolerance.
     """
     _check(features, labels, classes)
     if l2 < 0:

@@ -28,15 +28,17 @@ def wilson(right: float, images: int) -> tuple[float, float]:
 
 
 def describe_accuracy(right: int, images: int, majority_accuracy: float | None = None) -> list[str]:
-    """Accuracy with its interval and the accuracy of guessing; a second line if it is no better than guessing."""
+    """Accuracy with its interval and that of the most frequent class; a second line if it is no better than that."""
     low, high = wilson(right, images)
     ends = (f"{100 * end:.{0 if images < 1000 else 1}f}" for end in (low, high))
-    summary = f"{right:,} of {images:,} right, {100 * right / images:.2f} % (95 % interval {'-'.join(ends)} %)"
+    summary = f"{right:,} of {images:,} correct, {100 * right / images:.2f} % (95 % interval {'-'.join(ends)} %)"
     if majority_accuracy is None:
         return [summary]
-    lines = [f"{summary}; guessing would get {100 * majority_accuracy:.3g} %"]
+    lines = [f"{summary}; always predicting the most frequent class: {100 * majority_accuracy:.3g} %"]
     if low <= majority_accuracy:
-        lines.append(f"this is no better than guessing, as far as {images:,} images can tell")
+        lines.append(
+            f"this is no better than always predicting the most frequent class, as far as {images:,} images can tell"
+        )
     return lines
 
 

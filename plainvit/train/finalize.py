@@ -21,8 +21,8 @@ from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import full_tensor
 from plainvit.train.guards import DivergedError
-from plainvit.train.held_out import evaluate_masked
 from plainvit.train.masked import PredictPatches
+from plainvit.train.masked_evaluation import evaluate_masked
 from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import load, save

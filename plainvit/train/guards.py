@@ -1,4 +1,7 @@
-"""Guards of a run: non-finite values, too little memory, signals, checkpoints that do not match."""
+"""Errors and checks of a run: divergence, memory, signals, checkpoints that do not match.
+
+`loop.take_step` skips the update of a step that is not finite; `capture` here saves such a step for replay.
+"""
 
 import contextlib
 import math

@@ -22,8 +22,8 @@ from plainvit.runtime.sharding import replicate, shard
 from plainvit.runtime.track import tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
-from plainvit.train.held_out import validate_masked
 from plainvit.train.masked import PredictPatches
+from plainvit.train.masked_evaluation import validate_masked
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, add_lora, freeze
 from plainvit.train.state import Training, autocast, uses_compiler, uses_fsdp

@@ -6,7 +6,7 @@ Everything random in a step follows from (seed, step), so any step can be run ag
 import hashlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,12 +59,10 @@ class PendingStep:
 
     def __init__(self, run: "Training", values: Tensor) -> None:
         self.size = size = run.world.size
-        weight = 0 if not run.signals else 1 if run.signals[0] == signal.SIGINT else size + 1
-        received = values.new_full((1,), weight)  # the sum over all processes tells whether any of them is a SIGTERM
-        # The norm is that of all processes already and the loss a mean: each process contributes its share of them
-        shares = torch.cat((values, received)) / values.new_tensor((size, 1, size, 1)) if size > 1 else None
-        self.values = torch.cat((values, received)) if shares is None else run.world.sum(shares)
-        self.values = self.values.to("cpu", non_blocking=True)
+        values = torch.cat((values, values.new_full((1,), encode_signal(run.signals, size))))
+        if size > 1:  # loss and norm are averaged over the processes, correct images and signals are summed
+            values = run.world.sum(values / values.new_tensor((size, 1, size, 1)))
+        self.values = values.to("cpu", non_blocking=True)
         self.event = torch.cuda.Event() if values.is_cuda else None
         if self.event:
             self.event.record()
@@ -76,8 +74,22 @@ class PendingStep:
         """(loss, correct images, gradient norm before clipping, signal). The one place where a step waits."""
         if self.event:
             self.event.synchronize()
-        loss, correct, norm, weight = self.values.tolist()
-        return loss, correct, norm, 0 if not weight else signal.SIGINT if weight <= self.size else signal.SIGTERM
+        loss, correct, norm, signals = self.values.tolist()
+        return loss, correct, norm, decode_signal(signals, self.size)
+
+
+def encode_signal(received: Sequence[int], size: int) -> int:
+    """A number whose sum over `size` processes tells whether any of them received a signal, and which."""
+    if not received:
+        return 0
+    return 1 if received[0] == signal.SIGINT else size + 1
+
+
+def decode_signal(total: float, size: int) -> int:
+    """The signal that any process received, SIGTERM before SIGINT; 0 if none."""
+    if not total:
+        return 0
+    return signal.SIGINT if total <= size else signal.SIGTERM
 
 
 def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:

@@ -162,12 +162,16 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     mlp = f"Transformer/encoderblock_0/MlpBlock_{0 if big_vision else 3}/Dense_0/kernel"
     for name in ("embedding/kernel", attention, mlp):
         if len(shapes.get(name, ())) != {"embedding/kernel": 4, attention: 3, mlp: 2}[name]:
-            raise ValueError(f"this Google file has no valid {prefix}{name}: it is incomplete, or of another model")
+            raise ValueError(
+                f"this Google file has no valid tensor {prefix}{name!r}: download it again, or check that it is a ViT"
+            )
     *patch, channels, width = shapes["embedding/kernel"]
     class_token, pooled = "cls" in shapes, any(name.startswith("MAPHead_0/") for name in shapes)
     table = shapes.get("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding")
     if table is None and not big_vision:
-        raise ValueError("this Google file has no position embeddings: it is incomplete, or of another model")
+        raise ValueError(
+            "this Google file has no tensor Transformer/posembed_input/pos_embedding: download it again, or check that it is a ViT"
+        )
     stem = _find_stem(shapes)
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
     prefix_rows = 0 if big_vision else int(class_token)

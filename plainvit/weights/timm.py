@@ -1,7 +1,7 @@
 """timm's names, which DeiT, DeiT III, MAE, DINO and DINOv2 share.
 
 Such a file does not contain its heads, nor the image size of a square grid; config.json next to it (as on the hub)
-does. Models that share the names but compute something else (SwiGLU, QK norm, relative bias ...) are rejected.
+does. Models that share the names but compute something that plainvit does not are rejected by the part.
 """
 
 import math
@@ -14,8 +14,8 @@ from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.grids import Grid, Hints, count_layers, read_grid, unsupported_model
 from plainvit.weights.layout import DetectedModel, Layout, list_assumptions
 from plainvit.weights.limits import ANY, list_unlike
+from plainvit.weights.timm_architectures import check_architecture, read_about
 from plainvit.weights.timm_layout import Spelling, choose_spelling, read_spelling, uses_eva, vit_layout
-from plainvit.weights.timm_names import check_architecture, read_about
 from plainvit.weights.timm_parts import guess_rotary, has_coarse_norms, read_numerics, read_parts
 from plainvit.weights.timm_resnet import bit_layout, find_bit, find_stem, stem_layout
 

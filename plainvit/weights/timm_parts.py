@@ -6,8 +6,8 @@ from typing import Any
 
 from plainvit.config import nearest
 from plainvit.weights.grids import Hints, read_heads, unsupported_model
+from plainvit.weights.timm_architectures import ACTIVATIONS, load_architectures
 from plainvit.weights.timm_layout import Shapes, Spelling
-from plainvit.weights.timm_names import ACTIVATIONS, load_architectures
 
 
 def read_parts(shapes: Shapes, spelling: Spelling) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from plainvit.config import ResNetConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import count_units, unsupported_model
 from plainvit.weights.layout import CONV1X1, DetectedModel, Entry, Layout, entry, linear, list_assumptions
-from plainvit.weights.timm_names import check_architecture, read_about
+from plainvit.weights.timm_architectures import check_architecture, read_about
 
 NUMERICS: dict[str, Any] = {"standardise": "var+1e-8", "norm_eps": 1e-5}
 

@@ -25,7 +25,7 @@ from plainvit.weights.transformers_files import (
     read_pixels,
     read_preprocess,
 )
-from plainvit.weights.transformers_names import KINDS, TOWER, Kind, choose_kind, in_memory, vit_layout
+from plainvit.weights.transformers_layout import KINDS, TOWER, Kind, choose_kind, in_memory, vit_layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 

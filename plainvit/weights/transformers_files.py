@@ -7,7 +7,7 @@ from typing import Any
 
 from plainvit.config import About, ViTConfig, pair
 from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
-from plainvit.weights.transformers_names import choose_kind
+from plainvit.weights.transformers_layout import choose_kind
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 ACTIVATIONS |= {"silu": "silu"}

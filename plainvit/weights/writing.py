@@ -15,7 +15,7 @@ from torch import Tensor
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
-from plainvit.weights import own, timm_names, transformers_files
+from plainvit.weights import own, timm_architectures, transformers_files
 from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
 from plainvit.weights.layout import emit, find_unsupported
 from plainvit.weights.reading import load
@@ -127,7 +127,7 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
     if format == "plainvit":
         return []
     ablations = _list_ablations(config) if isinstance(config, ViTConfig) else ()
-    supported = timm_names.IN_SIDECAR if format == "timm" and folder else ()
+    supported = timm_architectures.IN_SIDECAR if format == "timm" and folder else ()
     parts = own.LIBRARIES[format].list_unsupported(config)
     return [*ablations, *((part, reason) for part, reason in parts if part not in supported)]
 
@@ -221,7 +221,7 @@ def _drop_weights(part: str, config: Model, weights: dict[str, Tensor]) -> dict[
 
 def _make_sidecars(format: str, config: Model, about: About, weights: dict[str, Tensor]) -> dict[str, dict[str, Any]]:  # noqa: A002
     if format == "timm":
-        return {"config.json": timm_names.make_sidecar(config, about)}
+        return {"config.json": timm_architectures.make_sidecar(config, about)}
     assert isinstance(config, ViTConfig)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     return transformers_files.make_sidecars(config, about, dtype)

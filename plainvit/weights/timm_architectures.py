@@ -20,8 +20,8 @@ IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so th
 
 @functools.cache
 def load_architectures() -> dict[str, dict[str, Any]]:
-    """{name: settings that the weights do not show} of timm's models that plainvit computes (timm_names.csv)."""
-    with Path(__file__).with_name("timm_names.csv").open(encoding="utf-8", newline="") as file:
+    """{name: settings that the weights do not show} of timm's models that plainvit computes (timm_architectures.csv)."""
+    with Path(__file__).with_name("timm_architectures.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     numbers = {"heads": int, "norm_eps": float, "rotary_grid": int}
     return {row.pop("name"): {key: numbers.get(key, str)(value) for key, value in row.items()} for row in rows}
