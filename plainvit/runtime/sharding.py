@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,12 @@ def shard(model: "ViT | ResNet", world: World) -> None:
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "features")  # gathers the weights as `forward` does
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Frees the weights that a forward pass of FSDP left gathered, so that changes go to the shards."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def replicate(objective: nn.Module, world: World) -> nn.Module:

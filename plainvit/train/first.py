@@ -25,7 +25,7 @@ from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, readable, show_activity, tell
 from plainvit.runtime.folder import find_fault
-from plainvit.runtime.sharding import shard_like
+from plainvit.runtime.sharding import release_gathered, shard_like
 from plainvit.train.finalize import First, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
 from plainvit.train.time_budget import average_over_processes
@@ -153,6 +153,7 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
 @torch.no_grad()
 def set_head(run: "Training", weight: Tensor, bias: Tensor) -> None:
     """Copies a head into the model and its average; of DeiT's two heads, whose mean is used, into both."""
+    release_gathered(run.objective.model)
     averages = run.average.weights if run.average else {}
     for name in ("head", "head_distillation"):
         layer: nn.Linear | None = getattr(run.objective.model, name, None)
