@@ -150,11 +150,11 @@ async def load(address: str, photos: Sequence[bytes], clients: int, seconds: flo
                 await asyncio.sleep(0.05)
             at += clients
 
-    limits = httpx.Limits(max_connections=clients)
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     begun = time.monotonic()
     async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
         await asyncio.gather(*(run(client, number) for number in range(clients)))
-    p50, p99 = (float(np.quantile(times, q)) for q in (0.5, 0.99))
+    p50, p99 = (float(np.quantile(times or [np.nan], q)) for q in (0.5, 0.99))
     return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "failed": failed}
 
 
