@@ -2,8 +2,9 @@
 
     python -m bench.serve --data DIR [--weights FILE] [--clients 64] [--seconds 20] [--json FILE]
 
-DIR is the data root: its imagenet-photos are sent as raw JPEGs. The three servers run one after the other, in rounds,
-each in processes of its own on the loopback interface. The clients are one process on the same cores.
+DIR is the data root: its imagenet-photos are sent as multipart/form-data, since LitServe takes no raw bodies. The three
+servers run one after the other, in rounds, each in processes of its own on the loopback interface. The clients are one
+process on the same cores.
 
 plainvit     `plainvit serve`, the backend it chooses by itself (--backend to force one)
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
@@ -58,14 +59,13 @@ class Classifier:
 """
 LITSERVE = """
 import litserve
-from fastapi import Request
 
 class API(litserve.LitAPI):
     def setup(self, device):
         self.classifier = Classifier(WEIGHTS)
 
-    async def decode_request(self, request: Request):
-        return self.classifier.decode(await request.body())
+    def decode_request(self, request):
+        return self.classifier.decode(request["image"].file.read())
 
     def batch(self, inputs):
         return torch.stack(inputs)
@@ -92,11 +92,21 @@ from starlette.routing import Route
 classifier = Classifier(WEIGHTS)
 
 async def predict(request):
-    body = await request.body()
+    async with request.form() as form:
+        body = await form["image"].read()
     return JSONResponse(await asyncio.to_thread(lambda: classifier.predict(classifier.decode(body)[None])[0]))
 
 uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), port=PORT, log_level="error")
 """
+
+
+HEADERS = {"content-type": "multipart/form-data; boundary=plainvit-bench"}
+
+
+def encode_form(photo: bytes) -> bytes:
+    """The body of a form with one file."""
+    head = b'--plainvit-bench\r\ncontent-disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
+    return head + photo + b"\r\n--plainvit-bench--\r\n"
 
 
 @contextlib.contextmanager
@@ -107,7 +117,7 @@ def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
     try:
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.post(address, content=photo, timeout=60, trust_env=False).is_success:
+                if httpx.post(address, content=photo, headers=HEADERS, timeout=60, trust_env=False).is_success:
                     break
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
@@ -132,7 +142,7 @@ async def load(address: str, photos: Sequence[bytes], clients: int, seconds: flo
         at = number
         while time.monotonic() < end:
             start = time.monotonic()
-            response = await client.post(address, content=photos[at % len(photos)])
+            response = await client.post(address, content=photos[at % len(photos)], headers=HEADERS)
             if response.is_success:
                 times.append(time.monotonic() - start)
             else:
@@ -140,11 +150,11 @@ async def load(address: str, photos: Sequence[bytes], clients: int, seconds: flo
                 await asyncio.sleep(0.05)
             at += clients
 
-    limits = httpx.Limits(max_connections=clients)
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     begun = time.monotonic()
     async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
         await asyncio.gather(*(run(client, number) for number in range(clients)))
-    p50, p99 = (float(np.quantile(times, q)) for q in (0.5, 0.99))
+    p50, p99 = (float(np.quantile(times or [np.nan], q)) for q in (0.5, 0.99))
     return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "failed": failed}
 
 
@@ -177,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     options = parser.parse_args(arguments)
     table = pq.read_table(options.data / "imagenet-photos" / "photos-00.parquet", columns=["image"])
-    photos = [row["bytes"] for row in table["image"].to_pylist()]
+    photos = [encode_form(row["bytes"]) for row in table["image"].to_pylist()]
     weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
     left_out: list[str] = []
     results: dict[str, list[dict[str, float]]] = {}

@@ -12,6 +12,7 @@ pt2 and aoti files are loaded by PyTorch's own code, which trusts them: open onl
 
 import contextlib
 import copy
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from plainvit import __version__
 from plainvit.config import to_json
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT
+from plainvit.models.resnet import StdConv
 from plainvit.models.vit import attention_weights
 from plainvit.serve import require
 
@@ -78,27 +80,44 @@ def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
     if not isinstance(model, ViT | ResNet):
         raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
+    _fold_standardisation(module)
     images = torch.zeros(
         2, model.config.channels, *model.config.image_size, dtype=torch.uint8 if uint8 else torch.float32
     )
-    is_masked = isinstance(model, ViT) and model.config.posemb == "relative"
-    with torch.no_grad(), _explicit_attention() if is_masked else contextlib.nullcontext():
+    with torch.no_grad(), _explicit_formulas(model):
         return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
 
 
+def _fold_standardisation(module: nn.Module) -> None:
+    """Computes the standardised weights of BiT's convolutions once, so that they are constants."""
+    for one in module.modules():
+        if isinstance(one, StdConv):
+            one.weight = nn.Parameter(one.standardised().detach())
+            one.standardised = lambda conv=one: conv.weight
+
+
 @contextlib.contextmanager
-def _explicit_attention() -> Iterator[None]:
-    """torch.onnx cannot decompose masked attention: its fused kernel and its formula have other strides."""
-    fused = F.scaled_dot_product_attention
+def _explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
+    """Replaces two functions while a model is traced.
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        return attention_weights(q, k, attn_mask, None) @ v
-
-    F.scaled_dot_product_attention = attend
+    torch.onnx cannot decompose masked attention, as the strides of the fused kernel differ from those of its formula.
+    ONNX Runtime merges BiT's zero padding into the max pooling after it, which pads with -inf: logits are off by 1e-4.
+    """
+    saved = F.scaled_dot_product_attention, F.max_pool2d
+    if isinstance(model, ViT) and model.config.posemb == "relative":
+        F.scaled_dot_product_attention = lambda q, k, v, attn_mask=None: attention_weights(q, k, attn_mask, None) @ v
+    F.max_pool2d = _pool_slices
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = fused
+        F.scaled_dot_product_attention, F.max_pool2d = saved
+
+
+def _pool_slices(x: Tensor, kernel: int, stride: int) -> Tensor:
+    """Max pooling as the maximum of shifted, strided slices."""
+    h, w = ((side - kernel) // stride * stride + 1 for side in x.shape[-2:])
+    shifts = [(i, j) for i in range(kernel) for j in range(kernel)]
+    return functools.reduce(torch.maximum, (x[..., i : i + h : stride, j : j + w : stride] for i, j in shifts))
 
 
 def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[str, Any]) -> None:
