@@ -20,7 +20,7 @@ IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so th
 
 @functools.cache
 def load_architectures() -> dict[str, dict[str, Any]]:
-    """{name: settings that the weights do not show} of timm's models that plainvit computes (timm_architectures.csv)."""
+    """{name: settings that the weights do not show} of the timm models that plainvit computes."""
     with Path(__file__).with_name("timm_architectures.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     numbers = {"heads": int, "norm_eps": float, "rotary_grid": int}
