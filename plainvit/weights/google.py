@@ -170,8 +170,8 @@ def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     table = shapes.get("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding")
     if table is None and not big_vision:
         raise ValueError(
-            "this Google file has no tensor 'Transformer/posembed_input/pos_embedding': download it again, or check that "
-            "it is a ViT"
+            "this Google file has no tensor 'Transformer/posembed_input/pos_embedding': download it again, or check "
+            "that it is a ViT"
         )
     stem = _find_stem(shapes)
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
