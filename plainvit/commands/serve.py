@@ -30,7 +30,7 @@ def export(
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
-    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, and compare it with PyTorch.
+    """Write a model for ONNX Runtime, OpenVINO or torch.export, and compare it with PyTorch.
 
     One graph with the normalisation inside, for any batch size, with class names and preprocessing in its metadata.
     Both models run on the same images; an export whose outputs differ is not written, and the exit code is 4. aoti
@@ -95,7 +95,7 @@ def bench(
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
-    """Measure latency, throughput, memory and accuracy of a model in several formats on this machine.
+    """Measure latency, speed, memory and accuracy of a model in several formats.
 
     Each format runs in a process of its own. Latency is that of one batch: median and 99th percentile.
 
