@@ -4,7 +4,8 @@
 
 DIR is the data root: its imagenet-photos are sent as multipart/form-data, since LitServe takes no raw bodies. The three
 servers run one after the other, in rounds, each in processes of its own on the loopback interface. The clients are one
-process on the same cores.
+process on the same cores. CPU ms is the time that a server's processes spent per image, which other load on the machine
+hardly changes; images/s and latency mean something only on idle cores.
 
 plainvit     `plainvit serve`, the backend it chooses by itself (--backend to force one)
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
@@ -110,7 +111,7 @@ def encode_form(photo: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
+def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[tuple[str, int]]:
     """Runs a server until the block ends; it is ready when it answers a photo."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     address, end = f"http://127.0.0.1:{port}/predict", time.monotonic() + 300
@@ -122,7 +123,7 @@ def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
             time.sleep(0.2)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,8 +132,19 @@ def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[str]:
             os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
 
 
-async def load(address: str, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
+def read_cpu_seconds(session: int) -> float:
+    """CPU time of all processes of a session."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def load(address: str, session: int, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
     """Each client sends one photo after the other until the time is over."""
+    cpu = read_cpu_seconds(session)
     times: list[float] = []
     failed = 0
     end = time.monotonic() + seconds
@@ -155,7 +167,8 @@ async def load(address: str, photos: Sequence[bytes], clients: int, seconds: flo
     async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
         await asyncio.gather(*(run(client, number) for number in range(clients)))
     p50, p99 = (float(np.quantile(times or [np.nan], q)) for q in (0.5, 0.99))
-    return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "failed": failed}
+    cpu = (read_cpu_seconds(session) - cpu) / max(len(times), 1)
+    return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "cpu": cpu, "failed": failed}
 
 
 def find_port() -> int:
@@ -198,12 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             del systems["litserve"]
         for _ in range(options.repeats):
             for name, (command, port) in systems.items():
-                with start(command, port, photos[0]) as address:
-                    asyncio.run(load(address, photos, options.clients, 2.0))  # warm up
-                    found = asyncio.run(load(address, photos, options.clients, options.seconds))
+                with start(command, port, photos[0]) as (address, session):
+                    asyncio.run(load(address, session, photos, options.clients, 2.0))  # warm up
+                    found = asyncio.run(load(address, session, photos, options.clients, options.seconds))
                 results.setdefault(name, []).append(found)
     rows = [summarise(name, some, results.get("litserve")) for name, some in results.items()]
-    columns = ("server", "images/s", "p50 ms", "p99 ms", "failed", "times litserve")
+    columns = ("server", "images/s", "p50 ms", "p99 ms", "CPU ms", "failed", "times litserve")
     title = f"ViT-Ti/16, {options.clients} clients, median of {options.repeats} rounds"
     show(title, columns, [list(row.values()) for row in rows], left=("server",))
     publish("bench.serve", arguments, options.json, title=title, rows=rows, rounds=results, left_out=left_out)
@@ -217,6 +230,7 @@ def summarise(name: str, some: list[dict[str, float]], reference: list[dict[str,
         "images_per_second": round(middle["rate"], 1),
         "p50_ms": round(1e3 * middle["p50"]),
         "p99_ms": round(1e3 * middle["p99"]),
+        "cpu_ms": round(1e3 * middle["cpu"], 1),
         "failed": int(middle["failed"]),
         "ratio": "" if ratio is None else round(ratio, 2),
     }

@@ -91,7 +91,7 @@ def bench(
     pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
-    """Measure latency, throughput, memory and accuracy of a model in several formats on this machine.
+    """Measure latency, speed, memory and accuracy of a model in several formats.
 
     Each format runs in a process of its own. Latency is that of one batch: median and 99th percentile.
 
