@@ -561,7 +561,7 @@ def test_a_named_model_takes_the_image_size_of_either_flag(sides: str, capsys: p
 def test_a_recipe_takes_another_image_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_json("digits --image-size 16 --on h200", capsys)["tokens"] == 64
     config = recipe("digits")
-    with pytest.raises(ValueError, match="image_size 16"):
+    with pytest.raises(ValueError, match="--image-size 16"):
         resolve(config.replace(image_size=16), open_splits(config))
 
 
