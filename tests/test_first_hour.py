@@ -23,7 +23,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.runtime import display
 from plainvit.runtime.folder import metrics
-from plainvit.train import finalize, first, loop, time_budget
+from plainvit.train import finalize, loop, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import Progress, Training

@@ -4,7 +4,8 @@
 
 Matmuls and convolutions with constant weights are quantized by ONNX Runtime; attention, softmax and norms stay in fp32.
 So does the tenth of the layers with the largest error: in a ViT these are the second MLP layers of a few blocks, whose
-inputs have outliers. ViT-Ti/16 AugReg on 128 Pets photos: 87 % equal top-1 classes with all layers, 96 % without these.
+inputs have outliers. Of 128 Pets photos, ViT-Ti/16 AugReg has the same top-1 class as PyTorch on 120 (ONNX Runtime) and
+123 (OpenVINO).
 OpenVINO reads the quantized ONNX graph.
 """
 

@@ -30,7 +30,7 @@ from plainvit.weights import load, save
 
 @dataclass
 class First:
-    """The model with a linear head from which training started (first.py), and its results on held-out images."""
+    """The model with a linear head from which training started (linear_head.py), and its results on held-out images."""
 
     folder: Path
     results: dict[str, Any]  # as in results.json, with seconds

@@ -28,7 +28,6 @@ from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results, write_status_for
 from plainvit.train.finalize import First, finalize
-from plainvit.train.first import find_first
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -36,6 +35,7 @@ from plainvit.train.guards import (
     out_of_memory_error,
     raise_on_termination,
 )
+from plainvit.train.linear_head import find_first
 from plainvit.train.loop import train
 from plainvit.train.resume_check import check_resumable
 from plainvit.train.search import check_search, search_rates
