@@ -157,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_analysis_writes_figures_data_and_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--images", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
+    words = ["--data", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
     main(["analyse", str(folder / "model.safetensors"), *words, "--against", str(folder / "bit.safetensors")])
     found = json.loads(capsys.readouterr().out)
     assert Path(found["report"]) == tmp_path / "analysis.html"
@@ -228,17 +228,17 @@ def fail(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str
 
 
 def test_invalid_input_exits_with_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, photos = str(folder / "model.safetensors"), ["--images", str(folder / "photos")]
+    model, photos = str(folder / "model.safetensors"), ["--data", str(folder / "photos")]
     assert "--data" in fail([model], capsys, 2)
     assert "--count" in fail([model, *photos, "--count", "0"], capsys, 2)
     assert "split 'tset' is unknown; nearest: test" in fail([model, *photos, "--split", "tset"], capsys, 2)
     assert "no train split" in fail([model, *photos, "--split", "train"], capsys, 3)
-    assert "no folder or list" in fail([model, "--images", "no/such/folder"], capsys, 3)
-    assert "'tiny-imagnet' is neither" in fail([model, "--images", "tiny-imagnet"], capsys, 2)
+    assert "no folder or list" in fail([model, "--data", "no/such/folder"], capsys, 3)
+    assert "'tiny-imagnet' is neither" in fail([model, "--data", "tiny-imagnet"], capsys, 2)
     (tmp_path / "empty").mkdir()
-    assert "no images" in fail([model, "--images", str(tmp_path / "empty")], capsys, 3)
+    assert "no images" in fail([model, "--data", str(tmp_path / "empty")], capsys, 3)
     plant(tmp_path / "broken", {"a.png": b"no picture", "b.jpg": b"nor this"})
-    assert "a.png: " in fail([model, "--images", str(tmp_path / "broken")], capsys, 3)
+    assert "a.png: " in fail([model, "--data", str(tmp_path / "broken")], capsys, 3)
     assert "--against" in fail([model, *photos, "--against", str(tmp_path / "empty")], capsys, 2)
 
 
@@ -254,7 +254,7 @@ def test_unavailable_published_weights_suggest_alternatives(
 
 def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("in the way")
-    words = [str(folder / "model.safetensors"), "--images", str(folder / "photos"), "--out", str(tmp_path / "file")]
+    words = [str(folder / "model.safetensors"), "--data", str(folder / "photos"), "--out", str(tmp_path / "file")]
     assert str(tmp_path / "file") in fail(words, capsys, 5)
 
 

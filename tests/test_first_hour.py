@@ -16,6 +16,7 @@ from small_runs import outcome
 import plainvit
 from plainvit.cli import main
 from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
 from plainvit.evaluate.card import read_card, settings_of
@@ -23,7 +24,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.runtime import display
 from plainvit.runtime.folder import metrics
-from plainvit.train import finalize, loop, time_budget
+from plainvit.train import finalize, linear_head, loop, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import Progress, Training
@@ -89,7 +90,7 @@ def results(folder: Path, name: str = "results.json") -> dict[str, Any]:
 def test_the_first_model_is_scikit_learns_logistic_regression(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first, "L2", (L2,))
+    monkeypatch.setattr(linear_head, "L2", (L2,))
     stop_before(monkeypatch, 1)
     with pytest.raises(StoppedError):
         fit(config(weights), tmp_path, quiet=True)
@@ -153,7 +154,7 @@ def test_resume_is_bit_exact_with_a_linear_head(weights: str, tmp_path: Path, st
         with pytest.raises(StoppedError):
             fit(made, tmp_path / "run", quiet=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first, "fit_head", lambda *_: pytest.fail("the saved head is used"))
+        patch.setattr(linear_head, "fit_head", lambda *_: pytest.fail("the saved head is used"))
         fit(made, tmp_path / "run", quiet=True)
     found, expected = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     for numbers in (found, expected):
@@ -350,7 +351,7 @@ def plant(folder: Path, counts: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("counts", "part"),
     [
-        ({"cat": 4}, "one class ('cat')"),
+        ({"cat": 4}, "only the class 'cat'"),
         ({"cat": 4, "dog": 0}, "cat"),
         ({"cat": 1, "dog": 1}, "--holdout 0"),
     ],
@@ -370,10 +371,8 @@ def test_images_that_no_classifier_can_learn_from_are_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_images_than_classes_train_with_a_warning(
-    weights: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fewer_images_than_classes_are_an_error(weights: str, tmp_path: Path) -> None:
     plant(tmp_path / "photos", {"ape": 2, "bee": 2, "cat": 0, "dog": 0, "elk": 0, "fox": 0})
     made = config(weights, data=str(tmp_path / "photos"), holdout=0.0, batch=2, steps=1)
-    fit(made, tmp_path / "run")
-    assert "4 classes have no training image" in caplog.text
+    with pytest.raises(DataError, match="4 training images for 6 classes"):
+        fit(made, tmp_path / "run")

@@ -423,14 +423,16 @@ def test_classes_with_fewer_images_than_shots_are_counted(weights: Path, photos:
     assert [line.split()[-2:] for line in table.splitlines() if "fewer than" in line] == [["6", "2"]]
 
 
-def test_a_folder_without_splits_holds_out_a_fifth_of_each_class(
+def test_a_folder_without_splits_holds_out_about_a_fifth(
     weights: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
     photos = plant_classes(tmp_path / "photos", {"cat": 10, "dog": 15})
     words = (str(weights), "--data", str(photos), "--no-cache", "--device", "cpu", "--shots", "3", "--json")
     cards = [json.loads(run(capsys, *words))[0] for _ in range(2)]
-    assert (cards[0]["n"], cards[0]["train"]["n"], cards[0]["split"]) == (5, 20, "val")
-    assert "5 of 25 images are held out" in caplog.text
+    held_out = cards[0]["n"]
+    assert (held_out + cards[0]["train"]["n"], cards[0]["split"]) == (25, "val")
+    assert 2 <= held_out <= 10  # by content: at least one of each class
+    assert f"{held_out} of 25 images are held out" in caplog.text
     assert cards[0]["fingerprint"] == cards[1]["fingerprint"]  # the same images each time
 
 

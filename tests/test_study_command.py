@@ -197,7 +197,7 @@ def test_a_damaged_verdict_exits_with_3(tmp_path: Path, capsys: Capture) -> None
 def test_invalid_arguments_exit_with_2(capsys: Capture, tmp_path: Path) -> None:
     out = "--out", str(tmp_path / "out")
     assert "unknown study 'positons'; nearest: positions" in run_invalid(capsys, "positions", "positons", *out)
-    assert "no study given" in run_invalid(capsys, *out)
+    assert "NAME" in run_invalid(capsys, *out)
     assert "at least 1, got -1" in run_invalid(capsys, "positions", "--seeds", "-1", *out)
     assert "invalid choice" in run_invalid(capsys, "positions", "--budget", "tpu", *out)
     assert not (tmp_path / "out").exists()

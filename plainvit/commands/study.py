@@ -82,8 +82,6 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     from plainvit.recipes import in_file
     from plainvit.studies.claims import read_claims
 
-    if not names:
-        raise ValueError("no study given, for example: plainvit study positions (`plainvit study list` lists them)")
     known = list(read_claims())
     built_in = [name for name in names if not in_file(name)]
     for name in built_in:

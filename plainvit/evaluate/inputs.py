@@ -140,6 +140,7 @@ class Tar(Named):
 
     def __init__(self, path: Path) -> None:
         members: list[tuple[str, int, int]] = []
+        unread: list[str] = []
         places: dict[str, tuple[int, int]] = {}  # targets of links
         with _LimitedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -147,9 +148,12 @@ class Tar(Named):
                 if _is_image(member.name) and not member.isdir():
                     place = places[posixpath.normpath(member.name)] = find_place(member, places)
                     members.append((member.name, *place))
+                elif _is_image(member.name, UNREAD):
+                    unread.append(member.name)
             file.seek(archive.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # a damaged header looks like the end
                 raise tarfile.ReadError(f"its list of members ends at byte {archive.offset:,} without an end mark")
+        warn_unread(path, unread)
         super().__init__(name for name, _, _ in members)
         self.path = path
         self._places = np.array([place for _, *place in members], np.int64).reshape(-1, 2)

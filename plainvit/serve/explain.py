@@ -100,12 +100,12 @@ class Explainer:
 
 def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
     """(probability, whether it was right) of each photo that `plainvit evaluate` scored; None without them."""
-    file = run_folder(source) / "images.parquet" if source else None
-    if file is None or not file.is_file():
+    path = run_folder(source) / "images.parquet" if source else None
+    if path is None or not path.is_file():
         return None
     try:
-        with file.open("rb") as opened:
-            table = pq.read_table(opened, columns=["probability", "right"])
+        with path.open("rb") as file:
+            table = pq.read_table(file, columns=["probability", "right"])
     except (pa.ArrowException, OSError):  # another program's file
         return None
     return (table["probability"].to_numpy(), table["right"].to_numpy()) if len(table) >= MIN_EVALUATED else None

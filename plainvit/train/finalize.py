@@ -129,7 +129,7 @@ def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple
             labels = align(prepared.source, predictor.classes, prepared.source.classes)
             samples = choose_samples(labels, result)
             card = make_card(predictor, labels, result, run.world)
-            card.model["steps"] = run.progress.step, run.config.steps  # status.json is written later
+            card.model["steps"] = run.progress.step  # status.json is written later
             write_card(card, run.folder.path, labels, result)
     return numbers, samples
 
