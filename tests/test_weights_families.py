@@ -305,10 +305,12 @@ def test_original_file_equals_timm(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip projection", "siglip", "dinov2 gated", "dinov3", "ijepa", "beit", "aimv2"])
-def test_family_fine_tunes_probes_and_analyses(tmp_path: Path, name: str) -> None:
+def test_family_fine_tunes_probes_analyses_and_exports(tmp_path: Path, name: str) -> None:
     make(name, tmp_path / "weights")
     weights, run = str(tmp_path / "weights"), str(tmp_path / "run")
     main(["finetune", "--init", weights, "--data", "digits", "--steps", "2", "--batch", "8", "--out", run])
     main(["probe", weights, "--data", "digits", "--json"])
     main(["analyse", run])
+    main(["export", run, "--images", "16"])  # compared with PyTorch
+    assert (tmp_path / "run" / "exports" / "model.onnx").exists()
     assert plainvit.load(run).config.classes == 10

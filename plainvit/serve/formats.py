@@ -104,7 +104,7 @@ def _explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
     ONNX Runtime merges BiT's zero padding into the max pooling after it, which pads with -inf: logits are off by 1e-4.
     """
     saved = F.scaled_dot_product_attention, F.max_pool2d
-    if isinstance(model, ViT) and model.config.posemb == "relative":
+    if isinstance(model, ViT) and model.config.posemb in ("relative", "bias"):
         F.scaled_dot_product_attention = lambda q, k, v, attn_mask=None: attention_weights(q, k, attn_mask, None) @ v
     F.max_pool2d = _pool_slices
     try:
