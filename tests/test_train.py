@@ -539,8 +539,8 @@ def test_problems_with_the_number_of_images_are_found(tmp_path: Path) -> None:
     assert dict(find_data_problems(longer, open_splits(longer))) == {}
     for device, machine in {"cpu": "CPU", "cuda:0": "GPU"}.items():
         new = longer.replace(init="", model=TINY, device=device)
-        ((_, mend),) = find_data_problems(new, open_splits(new))
-        assert f"--init {TO_START[machine]} " in mend
+        ((_, fix),) = find_data_problems(new, open_splits(new))
+        assert f"--init {TO_START[machine]} " in fix
 
 
 @pytest.mark.parametrize(("data", "known"), [("digits", True), ("digits:01234", True), ("my-digits", False)])

@@ -668,10 +668,10 @@ def test_doctor_finds_nothing_wrong_with_digits(capsys: Capture) -> None:
     assert "no problem found" in printed(capsys, "doctor", "digits")
 
 
-def alternatives(mend: str) -> list[list[str]]:
+def alternatives(fix: str) -> list[list[str]]:
     """The flags that a mending offers, one list for each way."""
     flag = r"--[a-z._-]+(?: (?:-?\d[\d.e+-]*|adamw|pre|none)(?![\w.]))+"
-    return [found.split() for found in re.findall(rf"{flag}(?: {flag})*", mend)]
+    return [found.split() for found in re.findall(rf"{flag}(?: {flag})*", fix)]
 
 
 # a planted risk, and words of it
@@ -734,9 +734,7 @@ def test_doctor_counts_the_gpus_for_the_processes(capsys: Capture, monkeypatch: 
 
 def test_doctor_finds_a_recipe_without_data(capsys: Capture) -> None:
     assert any("data" in risk for risk in risks(capsys, "vit-b16-jft"))
-    assert any(
-        "init" in mend or "model" in risk for risk, mend in risks(capsys, "finetune", "--data", "digits").items()
-    )
+    assert any("init" in fix or "model" in risk for risk, fix in risks(capsys, "finetune", "--data", "digits").items())
 
 
 @pytest.mark.usefixtures("first")

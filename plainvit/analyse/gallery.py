@@ -93,10 +93,9 @@ def contact_sheet(
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
     image, name = thumbnail(source, index), str(row["name"]).rpartition("/")[2]
-    predictions = row["predictions"] if "predictions" in row else row["guesses"]
-    if not predictions:
+    if not row["predictions"]:
         return Cell(image, "no prediction", name, colour=WRONG)
-    best = predictions[0]
+    best = row["predictions"][0]
     return Cell(image, str(best["label"]), name, number(best["probability"]))
 
 

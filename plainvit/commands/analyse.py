@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from plainvit.commands.parsing import Model, PixelFlags, PixelOptions, given_pixel_flags, print_result
+from plainvit.commands.parsing import Model, PixelFlags, given_pixel_flags, print_result
 
 
 def analyse(
@@ -16,7 +16,7 @@ def analyse(
     count: int = 128,
     against: str = "",
     thorough: bool = False,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     device: str = "auto",
     json: bool = False,
 ) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 from plainvit.commands.parsing import (
     Model,
     PixelFlags,
-    PixelOptions,
     Processes,
     given_pixel_flags,
     print_result,
@@ -29,7 +28,7 @@ def evaluate(
     image_size: int | None = None,
     class_names: Path | None = None,
     text_head: Path | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     antialias: bool = False,
     no_antialias: bool = False,
     batch: int = 64,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from plainvit.commands.parsing import exit_with_error
 from plainvit.config import Config
@@ -101,7 +101,7 @@ def list_flags(call: Callable[..., Any], config: Config | None = None) -> Iterat
     """The arguments of a command; settings of a run have the values of `config` as defaults."""
     helps = _read_argument_help(call)
     for name, parameter in inspect.signature(call).parameters.items():
-        hint, required = _strip(parameter.annotation), parameter.default is parameter.empty
+        hint, required = parameter.annotation, parameter.default is parameter.empty
         if hint is Settings:
             yield from _list_settings(config)
         elif dataclasses.is_dataclass(hint):
@@ -143,13 +143,8 @@ def _list_nested(group: str, kinds: list[Any], values: Any) -> Iterator[Flag]:
         yield Flag(name=f"{group}.{name}", default=default, help=text, is_setting=True, group=group, **options)
 
 
-def _strip(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
 def _list_alternatives(hint: Any) -> tuple[Any, ...]:
     """The types of X | Y | None, without None."""
-    hint = _strip(hint)
     if get_origin(hint) not in (Union, UnionType):
         return (hint,)
     return tuple(one for one in get_args(hint) if one is not type(None))
@@ -214,7 +209,7 @@ def parse(call: Callable[..., Any], command: str, arguments: list[str]) -> funct
     settings = {flag.name for flag in flags if flag.is_setting}
     named: dict[str, Any] = {}
     for name, parameter in inspect.signature(call).parameters.items():
-        hint = _strip(parameter.annotation)
+        hint = parameter.annotation
         if hint is Settings:
             named[name] = Settings({key: value for key, value in given.items() if key in settings})
         elif dataclasses.is_dataclass(hint):

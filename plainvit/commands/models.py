@@ -7,7 +7,6 @@ from plainvit.commands.parsing import (
     Model,
     Pattern,
     PixelFlags,
-    PixelOptions,
     given_pixel_flags,
     print_result,
 )
@@ -47,7 +46,7 @@ def inspect(
     image: Path | None = None,
     image_size: int | None = None,
     heads: int | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     seed: int = 0,
     json: bool = False,
 ) -> None:
@@ -98,7 +97,7 @@ def convert(
     image_size: int | None = None,
     classes: int | None = None,
     text_head: Path | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
     """Convert weights from the format of any library to another, without changing a value.

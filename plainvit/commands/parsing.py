@@ -35,9 +35,6 @@ class PixelFlags:
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # Interpolation when resizing
 
 
-PixelOptions = PixelFlags
-
-
 def given_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
     """The flags that were given, as arguments of `load`."""
     values = {name: getattr(flags, name) for name in PixelFlags.__dataclass_fields__}

@@ -7,7 +7,6 @@ from typing import Literal
 from plainvit.commands.parsing import (
     Model,
     PixelFlags,
-    PixelOptions,
     given_pixel_flags,
     print_result,
     resolve_workers,
@@ -31,7 +30,7 @@ def probe(
     split: Literal["test", "val"] = "test",
     data_root: Path | None = None,
     image_size: int | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     batch: int = 64,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plainvit.commands.parsing import Model, PixelFlags, PixelOptions, given_pixel_flags, print_result
+from plainvit.commands.parsing import Model, PixelFlags, given_pixel_flags, print_result
 
 if TYPE_CHECKING:
     from plainvit.evaluate.predictor import Predictor
@@ -23,7 +23,7 @@ def export(
     images: int = 256,
     min_agreement: float = 0.9,
     image_size: int | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
     """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, checked against PyTorch.
@@ -88,7 +88,7 @@ def bench(
     data_root: Path | None = None,
     images: int = 256,
     image_size: int | None = None,
-    pixels: PixelOptions = PixelFlags(),  # noqa: B008 - it is frozen
+    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
     json: bool = False,
 ) -> None:
     """Measure latency, speed, memory and accuracy of a model in several formats.
