@@ -28,7 +28,6 @@ from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.class_names import IMAGENET, read_class_names
 from plainvit.models import has_fast_path
 from plainvit.models.inference import check_finite
-from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.weights import load
 from plainvit.weights.pixels import Pixels
 
@@ -118,6 +117,8 @@ class Predictor:
     @functools.cached_property
     def weights_hash(self) -> str:
         """Hash of the weights at the first access, which takes half a second for ViT-B."""
+        from plainvit.runtime.checkpoint import tensor_hash  # loads FSDP, which takes another half
+
         return tensor_hash(self.model.state_dict())[:16]
 
     def load_image(self, image: ImageLike) -> Tensor:
