@@ -13,11 +13,6 @@ from plainvit.weights.layout import DetectedModel
 GIVEN = "given by the caller"
 SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 STATED = (*SIDECARS, GIVEN)  # sources that are no assumption start with one
-    "config.json",
-    "preprocessor_config.json",
-    "open_clip_config.json",
-    GIVEN,
-)  # sources that are no assumption start with one
 
 
 class Pixels(TypedDict, total=False):

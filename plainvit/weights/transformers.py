@@ -26,7 +26,7 @@ from plainvit.weights.transformers_files import (
     read_pixels,
     read_preprocess,
 )
-from plainvit.weights.transformers_layout import KINDS, STEM, TOWER, Kind, choose_kind, in_memory, vit_layout
+from plainvit.weights.transformers_layout import KINDS, STEM, TOWER, Kind, Names, choose_kind, in_memory, vit_layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -69,6 +69,14 @@ def _find_kind(shapes: Shapes, kernel: str) -> Kind:
     return KINDS["DeiT" if "embeddings.distillation_token" in shapes else "ViT"]
 
 
+def _read_names(kind: Kind, shapes: Shapes) -> Names:
+    """The names on disk, or those of version 5's modules; of these DINOv2's have the old name of a block."""
+    blocks = {re.sub(r"\.0\..*", ".{i}.", name) for name in shapes if re.match(r"[a-z.]*layers?\.0\.", name)}
+    names = kind.names if kind.names.block in blocks else replace(kind.names, block=min(blocks, default=""))
+    is_old = not any(name.endswith("0.attention.o_proj.weight") for name in shapes)
+    return names if is_old or names.out == "attention.o_proj." else replace(in_memory(names), block=names.block)
+
+
 def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
     kernel = find_kernel(tensors.shapes)
@@ -81,8 +89,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     kind = _find_kind(shapes, suffix)
     kind = KINDS["DeiT"] if prefix == "deit." else kind
     config = config.get("vision_config") or config
-    if any(name.startswith("layers.") for name in shapes):
-        kind = replace(kind, names=in_memory(kind.names))
+    kind = replace(kind, names=_read_names(kind, shapes))
     _check_supported(kind, tensors.shapes, shapes, config)
     family = f"transformers {kind.name}"
     model, sources, notes = _read_model(kind, family, shapes, hints, config)
