@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +98,21 @@ def from_transformers(state: State) -> State:
 def from_encoder_layer(state: State) -> State:
     """One torch.nn.TransformerEncoderLayer, for one Block."""
     return _rename(state, ENCODER_LAYER)
+
+
+def normalise(model: Any, images: Tensor) -> Tensor:
+    """Pixels in [0, 1] by the mean and std of the model's config, computed here."""
+    mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (model.config.mean, model.config.std))
+    return (images - mean) / std
+
+
+def write(value: Any, path: Path) -> Path:
+    """A state dict as .safetensors, or anything as a PyTorch file."""
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file({name: x.contiguous() for name, x in value.items()}, path)
+    else:
+        torch.save(value, path)
+    return path
 
 
 @torch.no_grad()

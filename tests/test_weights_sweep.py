@@ -27,9 +27,9 @@ import plainvit
 from plainvit.config import to_json
 from plainvit.weights.timm_architectures import load_architectures
 
-MODULES = ("vision_transformer", "deit", "vision_transformer_hybrid", "resnetv2", "eva", "beit")
-MODULES += ("vision_transformer_relpos", "vision_transformer_sam")
-NAMES = [name for module in MODULES for name in timm.list_models(module=module)]
+PREFIXES = ("vit_", "deit", "eva", "beit", "samvit", "aimv2", "flexivit", "test_vit", "resnetv2")
+NAMES = [name for prefix in PREFIXES for name in timm.list_models(f"{prefix}*")]
+OTHER_PARTS = ("relpos", "resnet", "_mci_")  # in names of ViTs that are not plain: relative positions, other CNN stems
 FEW = {  # and the part that is not supported
     "vit_tiny_patch16_224": "",
     "vit_tiny_r_s16_p8_224": "",
@@ -187,10 +187,24 @@ def test_every_timm_model_is_equal_or_unsupported(tmp_path: Path) -> None:
             outcomes |= sweep(name, tmp_path)
         except AssertionError as error:
             failed[name] = str(error)
-    for why, count in collections.Counter(outcomes.values()).most_common():
-        print(f"{count:4} {why}")
-    print(f"{len(outcomes):4} names with tags, of {len(NAMES)} architectures; {len(failed)} differ")
+    print_table(outcomes, failed)
     assert not failed
+    plain = {tag: outcome for tag, outcome in outcomes.items() if tag.startswith(("vit_", "deit", "eva", "beit"))}
+    plain = [outcome for tag, outcome in plain.items() if not any(part in tag for part in OTHER_PARTS)]
+    print(f"{plain.count('equal')} of {len(plain)} plain ViTs are equal (without {', '.join(OTHER_PARTS)})")
+    assert plain.count("equal") >= 0.9 * len(plain)
+
+
+def print_table(outcomes: dict[str, str], failed: dict[str, str]) -> None:
+    print("\nprefix    architectures  names with tags  equal  unsupported")
+    for prefix in PREFIXES:
+        found = [outcome for tag, outcome in outcomes.items() if tag.startswith(prefix)]
+        names, equal = sum(name.startswith(prefix) for name in NAMES), found.count("equal")
+        print(f"{prefix:9} {names:13} {len(found):16} {equal:6} {len(found) - equal:12}")
+    print(f"{len(outcomes)} names with tags, {len(failed)} different {failed or ''}")
+    for why, count in collections.Counter(outcomes.values()).most_common():
+        examples = [tag for tag, outcome in outcomes.items() if outcome == why != "equal"]
+        print(f"{count:4} {why}: {', '.join(examples[:3])}" if examples else f"{count:4} {why}")
 
 
 @pytest.mark.parametrize("name", tiny.mostly_slow(load_architectures(), 12))

@@ -31,7 +31,7 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], 
     caller gives the grid, or an image size that fits the rows.
     """
     if rows is None:
-        size = hints.image_size or (hints.grid and (hints.grid[0] * cell[0], hints.grid[1] * cell[1]))
+        size = (hints.grid[0] * cell[0], hints.grid[1] * cell[1]) if hints.grid else hints.image_size
         if size:
             return Grid(size, 0, "given by the caller")
         assumed = tuple(max(224 // side, 1) * side for side in cell)

@@ -2,14 +2,14 @@
 
 A tower that open_clip takes from timm is stored under `visual.trunk.`, with timm's names, and read as such. Heads are
 64 wide in OpenAI's and most of open_clip's models. The weights do not show the activation: OpenAI's is the sigmoid GELU
-("quick GELU"), open_clip's own models have the exact one.
+("quick GELU"), open_clip's own models have the exact one. open_clip_config.json, as on the hub, has both.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig
+from plainvit.config import Model, ResNetConfig, ViTConfig, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import (
@@ -25,6 +25,7 @@ from plainvit.weights.layout import (
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.timm import CLIP_MEAN, CLIP_STD
 
+CONFIG = "open_clip_config.json"
 BLOCK = "transformer.resblocks.{i}."
 # What the original checkpoints of OpenAI store next to the weights
 OPENAI = ("input_resolution", "context_length", "vocab_size")
@@ -60,7 +61,8 @@ def matches(tensors: Tensors) -> bool:
     return _find_prefix(tensors) is not None
 
 
-def find(tensors: Tensors, hints: Hints) -> DetectedModel:
+def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
+    """`sidecar` is open_clip_config.json, or {}."""
     prefix = _find_prefix(tensors)
     assert prefix is not None
     shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
@@ -68,18 +70,22 @@ def find(tensors: Tensors, hints: Hints) -> DetectedModel:
     if culprit:
         raise unsupported_model("CoCa, with an attention pooling of its own", culprit)
     first = BLOCK.format(i=0)
-    fc1, patches, table = (shapes.get(name, ()) for name in (f"{first}mlp.c_fc.weight", "conv1.weight", _TABLE))
+    names = (f"{first}mlp.c_fc.weight", "conv1.weight", "positional_embedding")
+    fc1, patches, table = (shapes.get(name, ()) for name in names)
     if len(patches) != 4 or len(fc1) != 2 or len(table) != 2:
         raise ValueError("this open_clip file has no valid conv1, positions or first layer: it is incomplete")
     width, channels, *patch = patches
+    stated = sidecar and sidecar["model_cfg"]["vision_cfg"].get("image_size")
+    if stated and not hints.grid:
+        height, wide = pair(stated)
+        hints = Hints(heads=hints.heads, grid=(height // patch[0], wide // patch[1]))
     size = read_grid(table[0], (patch[0], patch[1]), (1,), hints)
-    heads, heads_source = read_heads(width, hints, "open_clip")
-    openai = any(name in tensors.shapes for name in OPENAI)
     is_clipa = "ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
+    numerics, sources = _read_numerics(tensors.shapes, width, is_clipa, hints, sidecar)
+    preprocess, (mean, std) = _read_pixels(sidecar)
     config = ViTConfig(
         width=width,
         depth=count_layers(shapes, r"transformer\.resblocks\.(\d+)\."),
-        heads=heads,
         mlp_dim=fc1[0],
         patch=(patch[0], patch[1]),
         image_size=size.image_size,
@@ -88,33 +94,56 @@ def find(tensors: Tensors, hints: Hints) -> DetectedModel:
         pool="average" if is_clipa else "token",
         norm_pooled=is_clipa,
         norm_eps=1e-5,
-        activation="gelu_sigmoid" if openai else "gelu",
         layer_scale=1e-5 if f"{first}ls_1.gamma" in shapes else None,
         norm_embedding="none" if is_clipa else "tokens",
         embedding_bias="conv1.bias" in shapes,
         projection=shapes.get("proj", (0, 0))[1],
-        mean=CLIP_MEAN if channels == 3 else (0.5,),
-        std=CLIP_STD if channels == 3 else (0.5,),
+        mean=mean if channels == 3 else (0.5,),
+        std=std if channels == 3 else (0.5,),
+        **numerics,
     )
-    gelu = (
-        "OpenAI's code: sigmoid GELU"
-        if openai
-        else "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
-    )
-    sources = {"activation": gelu, "norm_eps": "open_clip's code: 1e-5", "heads": heads_source}
-    sources |= {"image_size": size.source, "mean": "open_clip's transforms", "preprocess": "open_clip's transforms"}
+    pixels = CONFIG if sidecar else "open_clip's transforms"
+    sources |= {"norm_eps": "open_clip's code: 1e-5", "image_size": size.source, "mean": pixels, "preprocess": pixels}
     return DetectedModel(
         family="open_clip",
         config=config,
         layout=vit_layout(prefix),
         sources=sources,
-        about={"preprocess": {"resize": "crop", "crop": 1.0, "interpolation": "bicubic"}},
+        about={"preprocess": preprocess},
         ignore=lambda name: not name.startswith(prefix) if prefix else _is_text(name),
         notes=list_assumptions(sources),
     )
 
 
-_TABLE = "positional_embedding"
+def _read_numerics(
+    names: Iterable[str], width: int, is_clipa: bool, hints: Hints, sidecar: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(heads and activation, their sources)."""
+    heads, heads_source = read_heads(width, hints, "open_clip")
+    if not sidecar:
+        is_openai = any(name in OPENAI for name in names)
+        other = "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
+        sources = {"heads": heads_source, "activation": "OpenAI's code: sigmoid GELU" if is_openai else other}
+        return {"heads": heads, "activation": "gelu_sigmoid" if is_openai else "gelu"}, sources
+    model = sidecar["model_cfg"]
+    vision = model["vision_cfg"]
+    usual = {"no_ln_pre": is_clipa, "final_ln_after_pool": is_clipa, "pool_type": "avg" if is_clipa else "tok"}
+    usual |= {"norm_kwargs": None, "act_kwargs": None, "attentional_pool": False}
+    default = {"no_ln_pre": False, "final_ln_after_pool": False, "pool_type": "tok"}
+    for name, value in usual.items():
+        if (vision.get(name, default.get(name)) or None) != (value or None):
+            raise unsupported_model(f"an open_clip tower with {name} {vision.get(name)!r}", CONFIG)
+    heads, heads_source = (heads, heads_source) if hints.heads else (width // vision.get("head_width", 64), CONFIG)
+    activation = "gelu_sigmoid" if model.get("quick_gelu") else "gelu"
+    return {"heads": heads, "activation": activation}, {"heads": heads_source, "activation": CONFIG}
+
+
+def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, Any]]:
+    """(preprocess, (mean, std)) as open_clip's transforms have it."""
+    stated = sidecar.get("preprocess_cfg") or {}
+    resize = "squash" if stated.get("resize_mode") == "squash" else "crop"
+    preprocess = {"resize": resize, "crop": 1.0, "interpolation": stated.get("interpolation") or "bicubic"}
+    return preprocess, (tuple(stated.get("mean") or CLIP_MEAN), tuple(stated.get("std") or CLIP_STD))
 
 
 def _is_text(name: str) -> bool:

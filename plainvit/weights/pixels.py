@@ -11,7 +11,8 @@ from plainvit.config import Preprocess, nearest
 from plainvit.weights.layout import DetectedModel
 
 GIVEN = "given by the caller"
-STATED = ("config.json", "preprocessor_config.json", GIVEN)  # sources that are no assumption start with one
+SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+STATED = (*SIDECARS, GIVEN)  # sources that are no assumption start with one
 
 
 class Pixels(TypedDict, total=False):

@@ -29,7 +29,7 @@ from plainvit.weights.text_head import load_text_head
 if TYPE_CHECKING:
     from plainvit.models.fast.inference import InferenceModel
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json"]
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json"]
 LIST_ALL = "`plainvit weights` lists them all"
 # One weight of each family, which a model has exactly once
 ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", *transformers.PATCH_KERNELS)
@@ -184,7 +184,7 @@ def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedM
     if timm.matches(tensors):
         return timm.find(tensors, hints, config)
     if open_clip.matches(tensors):
-        return open_clip.find(tensors, hints), tensors
+        return open_clip.find(tensors, hints, read_json(path / open_clip.CONFIG) if path.is_dir() else {}), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(

@@ -17,7 +17,7 @@ from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.timm_architectures import check_architecture, read_about
 from plainvit.weights.timm_layout import Spelling, choose_spelling, read_spelling, uses_eva, vit_layout
 from plainvit.weights.timm_parts import guess_rotary, has_coarse_norms, read_numerics, read_parts
-from plainvit.weights.timm_resnet import bit_layout, find_bit, find_stem, stem_layout
+from plainvit.weights.timm_resnet import ROOTS, UNITS, bit_layout, check_stem, find_bit, find_stem, stem_layout
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -126,7 +126,7 @@ def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family
     architecture = str(sidecar.get("architecture") or "")
     check_architecture(architecture)
     width, channels, *patch = shapes["patch_embed.proj.weight"]
-    stem, class_token, distillation = find_stem(shapes), "cls_token" in shapes, "dist_token" in shapes
+    stem, class_token, distillation = find_stem(shapes, ROOTS, UNITS), "cls_token" in shapes, "dist_token" in shapes
     registers = shapes.get(spelling.registers, (0, 0))[-2]
     tokens = class_token + distillation
     cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
@@ -276,8 +276,8 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     """(part, reason) for what timm's model computes differently or does not have."""
     resnet = config if isinstance(config, ResNetConfig) else config.stem
     padding = "symmetric" if isinstance(config, ResNetConfig) else "same"
-    if resnet and (resnet.standardise, resnet.norm_eps, resnet.padding) != ("var+1e-8", 1e-5, padding):
-        yield "standardise", f"timm computes w / sqrt(var + 1e-8), GroupNorm 1e-5 and {padding} padding"
+    if resnet:
+        yield from check_stem(resnet, padding)
     if isinstance(config, ResNetConfig):
         return
     if config.activation != ("silu" if config.gated else "gelu"):

@@ -1,7 +1,7 @@
 """BiT's ResNets under timm's names, alone and as the stem of a hybrid."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plainvit.config import ResNetConfig
@@ -10,6 +10,8 @@ from plainvit.weights.grids import count_units, unsupported_model
 from plainvit.weights.layout import CONV1X1, DetectedModel, Entry, Layout, entry, linear, list_assumptions
 from plainvit.weights.timm_architectures import check_architecture, read_about
 
+ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
+UNITS = r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\."
 NUMERICS: dict[str, Any] = {"standardise": "var+1e-8", "norm_eps": 1e-5}
 
 
@@ -17,16 +19,16 @@ def stem_layout(blocks: tuple[int, ...]) -> Layout:
     backbone = "patch_embed.backbone."
     root = f"{backbone}stem." if blocks else backbone
     layout = {"stem.root.weight": entry(f"{root}conv.weight"), **linear("stem.root_norm", f"{root}norm.")}
-    return layout | _unit_layout("stem.stages.{s}.{u}.", backbone + "stages.{s}.blocks.{u}.")
+    return layout | unit_layout("stem.stages.{s}.{u}.", backbone + "stages.{s}.blocks.{u}.")
 
 
 def bit_layout() -> Layout:
     layout = {"body.root.weight": entry("stem.conv.weight"), **linear("body.norm", "norm.")}
-    layout |= _unit_layout("body.stages.{s}.{u}.", "stages.{s}.blocks.{u}.")
+    layout |= unit_layout("body.stages.{s}.{u}.", "stages.{s}.blocks.{u}.")
     return layout | linear("head", "head.fc.", conversion=CONV1X1)
 
 
-def _unit_layout(ours: str, theirs: str) -> dict[str, Entry]:
+def unit_layout(ours: str, theirs: str) -> dict[str, Entry]:
     layout = {f"{ours}projection.weight": entry(f"{theirs}downsample.conv.weight")}
     layout |= linear(f"{ours}norm_projection", f"{theirs}downsample.norm.")
     for number in "123":
@@ -35,15 +37,21 @@ def _unit_layout(ours: str, theirs: str) -> dict[str, Entry]:
     return layout
 
 
-def find_stem(shapes: Mapping[str, tuple[int, ...]]) -> ResNetConfig | None:
-    """The ResNet of a hybrid; None if the file is of a plain ViT."""
-    root = shapes.get("patch_embed.backbone.stem.conv.weight") or shapes.get("patch_embed.backbone.conv.weight")
+def check_stem(resnet: ResNetConfig, padding: str) -> Iterator[tuple[str, str]]:
+    """(part, reason) if timm's and transformers' ResNet computes something else."""
+    if (resnet.standardise, resnet.norm_eps, resnet.padding) != (*NUMERICS.values(), padding):
+        yield "standardise", f"the library computes w / sqrt(var + 1e-8), GroupNorm 1e-5 and {padding} padding"
+
+
+def find_stem(shapes: Mapping[str, tuple[int, ...]], roots: tuple[str, ...], units: str) -> ResNetConfig | None:
+    """The ResNet of a hybrid by the names of its root and the pattern of its units; None: a plain ViT."""
+    root = next((shapes[name] for name in roots if name in shapes), None)
     if root is None:
         return None
     if len(root) != 4:
         raise ValueError(f"the hybrid's root convolution has shape {root}: the file is damaged")
     return ResNetConfig(
-        blocks=count_units(shapes, r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", 0),
+        blocks=count_units(shapes, units, 0),
         widen=max(root[0] // 64, 1),
         channels=root[1],
         classes=0,

@@ -16,6 +16,7 @@ from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import DetectedModel, Layout, list_assumptions
 from plainvit.weights.limits import ANY, list_unlike
+from plainvit.weights.timm_resnet import check_stem, find_stem
 from plainvit.weights.transformers_files import (
     SPELLINGS,
     add_defaults,
@@ -25,7 +26,7 @@ from plainvit.weights.transformers_files import (
     read_pixels,
     read_preprocess,
 )
-from plainvit.weights.transformers_layout import KINDS, TOWER, Kind, choose_kind, in_memory, vit_layout
+from plainvit.weights.transformers_layout import KINDS, STEM, TOWER, Kind, Names, choose_kind, in_memory, vit_layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,9 +62,19 @@ def _find_kind(shapes: Shapes, kernel: str) -> Kind:
         return KINDS["DINOv2 with registers" if "embeddings.register_tokens" in shapes else "DINOv2"]
     if any(name.endswith(("relative_position_bias_table", "lambda_1")) for name in shapes):
         return KINDS["BEiT"]
+    if any(name.startswith(STEM) for name in shapes):
+        return KINDS["ViTHybrid"]
     if "embeddings.cls_token" not in shapes:
         return KINDS["I-JEPA"]
     return KINDS["DeiT" if "embeddings.distillation_token" in shapes else "ViT"]
+
+
+def _read_names(kind: Kind, shapes: Shapes) -> Names:
+    """The names on disk, or those of version 5's modules; of these DINOv2's have the old name of a block."""
+    blocks = {re.sub(r"\.0\..*", ".{i}.", name) for name in shapes if re.match(r"[a-z.]*layers?\.0\.", name)}
+    names = kind.names if kind.names.block in blocks else replace(kind.names, block=min(blocks, default=""))
+    is_old = not any(name.endswith("0.attention.o_proj.weight") for name in shapes)
+    return names if is_old or names.out == "attention.o_proj." else replace(in_memory(names), block=names.block)
 
 
 def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
@@ -78,8 +89,7 @@ def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: M
     kind = _find_kind(shapes, suffix)
     kind = KINDS["DeiT"] if prefix == "deit." else kind
     config = config.get("vision_config") or config
-    if any(name.startswith("layers.") for name in shapes):
-        kind = replace(kind, names=in_memory(kind.names))
+    kind = replace(kind, names=_read_names(kind, shapes))
     _check_supported(kind, tensors.shapes, shapes, config)
     family = f"transformers {kind.name}"
     model, sources, notes = _read_model(kind, family, shapes, hints, config)
@@ -158,12 +168,16 @@ def _read_model(
     second, teacher = "embeddings.distillation_token" in shapes, "distillation_classifier.weight" in shapes
     has_class, has_bias_table = names.class_token in shapes, f"{first}{names.bias_table}" in shapes
     rows = shapes[names.positions][-2] if names.positions in shapes else None
-    cell = (patch[0], patch[1])
+    stem = find_stem(shapes, (f"{STEM}embedder.convolution.weight",), _UNITS)
+    stride = stem.stride if stem else 1
+    cell = (patch[0] * stride, patch[1] * stride)
     hints = _add_config_grid(hints, config, cell)
     if has_bias_table and not hints.grid:  # (2h-1)(2w-1) + 3 rows: a square grid, unless config.json says otherwise
         side = (math.isqrt(max(shapes[f"{first}{names.bias_table}"][0] - 3, 0)) + 1) // 2
         hints = Hints(heads=hints.heads, grid=(side, side))
     size = read_grid(rows, cell, (has_class + second,), hints)
+    if has_bias_table and size.image_size[0] // cell[0] != size.image_size[1] // cell[1]:
+        raise unsupported_model("BEiT for images that are not square", "transformers mixes up rows and columns there")
     heads, heads_source = _read_heads(kind, shapes, hints, config, family)
     activation = config.get("hidden_act", kind.activation)
     if activation not in SPELLINGS:
@@ -178,9 +192,10 @@ def _read_model(
         depth=count_layers(shapes, re.escape(names.block).replace(r"\{i\}", r"(\d+)")),
         heads=heads,
         mlp_dim=shapes[f"{first}{(names.gated_mlp if gated else names.mlp)[1]}weight"][1],
-        patch=cell,
+        patch=(patch[0], patch[1]),
         image_size=size.image_size,
-        channels=channels,
+        channels=stem.channels if stem else channels,
+        stem=stem,
         classes=head[0],
         representation=shapes.get("pooler.dense.weight", (0,))[0],
         class_token=has_class,
@@ -208,6 +223,9 @@ def _read_model(
     if stated != size.image_size:
         sources["image_size"] = f"assumed: the {stated[0]} pixels of config.json without those that patches do not fill"
     return model, sources, []
+
+
+_UNITS = re.escape(STEM) + r"encoder\.stages\.(\d+)\.layers\.(\d+)\."
 
 
 def _find_pooling(kind: Kind, shapes: Shapes, has_class: bool, head: tuple[int, ...]) -> dict[str, Any]:
@@ -266,6 +284,7 @@ def layout_for(config: Model) -> Layout:
 _DINOV2 = {"pool": ("token", "token+average"), "gated": ANY, "layer_scale": (True,)}
 ALLOWED: dict[str, dict[str, Any]] = {
     "ViT": {"posemb_prefix": ("class", "all"), "representation": ANY},
+    "ViTHybrid": {"posemb_prefix": ("class", "all"), "representation": ANY, "stem": ANY},
     "DeiT": {"posemb_prefix": ("class", "all"), "representation": ANY, "distillation": ANY, "registers": ANY},
     "CLIP": {"norm_embedding": ("tokens",), "embedding_bias": (False,), "projection": ANY},
     "SigLIP": {"pool": ("attention",)},
@@ -289,12 +308,18 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     kind = choose_kind(config)
     library = f"transformers' {kind.name}"
     yield from list_unlike(config, library, **ALLOWED[kind.name])
+    if config.stem:
+        yield from check_stem(config.stem, "same")
+        if not config.stem.blocks:
+            yield "stem", "transformers' ViTHybrid has no stem without stages"
     if config.representation and config.classes:
         yield "pre_logits", f"{library} has no hidden layer before its classifier"
     if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:
         yield "head", f"{library} has no classifier of these features: load with classes=0"
     if kind.name.startswith("DINOv2") and config.classes and config.pool != "token+average":
         yield "pool", "transformers' DINOv2 classifies the class token next to the mean of the patches"
+    if kind.name == "BEiT" and config.grid[0] != config.grid[1]:
+        yield "image_size", "transformers' BEiT mixes up the rows and columns of images that are not square"
     if kind.name == "DeiT" and config.registers > 1:
         yield "registers", "transformers' DeiT has one token besides the class token"
     if kind.name.startswith("DINOv2") and find_mlp_ratio(config) is None:

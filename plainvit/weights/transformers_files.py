@@ -31,6 +31,7 @@ PROCESSORS = {
 }
 # What the published weights of each class come with, where it is not its processor's default
 USUAL = {
+    "ViTHybrid": SHORT_SIDE | {"image_mean": (0.5,), "image_std": (0.5,)},
     "DeiT": SQUASH_CROP | IMAGENET,
     "CLIP": SHORT_SIDE,
     "SigLIP": PROCESSORS["Siglip"],
@@ -110,6 +111,7 @@ def _describe_crop(size: dict[str, int], crop: float, *, squash: bool) -> dict[s
 # Model type, class without and with a head
 CLASSES = {
     "ViT": ("vit", "ViTModel", "ViTForImageClassification"),
+    "ViTHybrid": ("vit-hybrid", "ViTHybridModel", "ViTHybridForImageClassification"),  # of transformers 4
     "DeiT": ("deit", "DeiTModel", "DeiTForImageClassification"),
     "CLIP": ("clip_vision_model", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
     "SigLIP": ("siglip_vision_model", "SiglipVisionModel", ""),
@@ -154,7 +156,7 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
         "num_channels": config.channels,
         "dtype": dtype,
     }
-    if kind in ("ViT", "DeiT", "I-JEPA", "BEiT"):
+    if kind in ("ViT", "ViTHybrid", "DeiT", "I-JEPA", "BEiT"):
         described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
     if config.classes:
         described["id2label"] = {str(number): name for number, name in enumerate(names)}
@@ -166,6 +168,15 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
 
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     """The settings that only one class has."""
+    if config.stem:
+        sizes = [256 * config.stem.widen * 2**stage for stage in range(len(config.stem.blocks))]
+        stem = {"model_type": "bit", "layer_type": "bottleneck", "depths": list(config.stem.blocks)}
+        stem |= {"hidden_sizes": sizes, "embedding_size": 64 * config.stem.widen, "global_padding": "same"}
+        stem |= {"embedding_dynamic_padding": True, "out_features": [f"stage{len(sizes)}"]}
+        return {
+            "backbone_config": stem,
+            "backbone_featmap_shape": [1, sizes[-1], *(side // config.stem.stride for side in config.image_size)],
+        }
     if kind == "CLIP":
         return {"projection_dim": config.projection or 512}
     if kind.startswith("DINOv2"):

@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 from plainvit.config import ViTConfig
 from plainvit.weights.layout import FIRST_ROW, LEADING_AXIS, PATCHES, SAME, Layout, entry, linear
+from plainvit.weights.timm_resnet import unit_layout
+
+STEM = "embeddings.patch_embeddings.backbone.bit."  # ViTHybrid's ResNet
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("ViT", "vit."),
+        Kind("ViTHybrid", "vit."),
         Kind("DeiT", "deit."),
         Kind("CLIP", "vision_model.", TOWER, 1e-5, "quick_gelu", assumed=("activation",)),
         Kind("SigLIP", "vision_model.", TOWER, 1e-6, "gelu_pytorch_tanh"),
@@ -136,9 +140,18 @@ def vit_layout(kind: Kind, prefix: str, config: ViTConfig) -> Layout:
         **linear("head_distillation", "distillation_classifier."),
         **_pool_layout(f"{prefix}head."),
     }
+    if config.stem:
+        layout |= _stem_layout(f"{prefix}{STEM}")
     if config.block_bias == "no_k":
         layout["blocks.{i}.attention.qkv.bias"] = entry(block + names.qkv[0] + "bias", block + names.qkv[2] + "bias")
     return layout
+
+
+def _stem_layout(stem: str) -> Layout:
+    """ViTHybrid's BiT, whose units have timm's names."""
+    layout = {"stem.root.weight": entry(f"{stem}embedder.convolution.weight")}
+    layout |= linear("stem.root_norm", f"{stem}embedder.norm.")
+    return layout | unit_layout("stem.stages.{s}.{u}.", stem + "encoder.stages.{s}.layers.{u}.")
 
 
 def _pool_layout(head: str) -> Layout:
@@ -155,7 +168,9 @@ def choose_kind(config: ViTConfig) -> Kind:
     """The class that a model is written as."""
     second = config.distillation or (config.registers == 1 and config.posemb_prefix == "all")
     name = "ViT"
-    if config.posemb == "bias":
+    if config.stem:
+        name = "ViTHybrid"
+    elif config.posemb == "bias":
         name = "BEiT"
     elif config.rotary != "none":
         name = "DINOv3"

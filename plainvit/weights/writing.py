@@ -156,7 +156,9 @@ def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: 
             return config.replace(**{part: VIT_NUMERICS[format][part]})
         case "standardise" if isinstance(config, ViTConfig):
             assert config.stem
-            return config.replace(stem=config.stem.replace(**STEM_NUMERICS[format], padding="same"))
+            return config.replace(
+                stem=config.stem.replace(**STEM_NUMERICS.get(format, STEM_NUMERICS["timm"]), padding="same")
+            )
         case "standardise":
             return config.replace(**RESNET_NUMERICS[format], padding="symmetric")
         case "normalisation":

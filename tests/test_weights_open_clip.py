@@ -1,0 +1,83 @@
+"""open_clip's image towers, compared with the library itself (skipped where it is not installed)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from peers import scramble
+
+import plainvit
+
+open_clip = pytest.importorskip("open_clip")
+VISION: dict[str, Any] = {"layers": 2, "width": 64, "head_width": 16, "patch_size": 8, "image_size": 32}
+TEXT = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
+CLIPA = {"no_ln_pre": True, "pool_type": "avg", "final_ln_after_pool": True}
+TOWERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "gelu": ({}, False),
+    "quick gelu": ({}, True),
+    "LayerScale": ({"ls_init_value": 0.1}, False),
+    "CLIPA": (CLIPA, False),
+    "rectangle": ({"image_size": (24, 40)}, False),
+}
+
+
+def make(settings: dict[str, Any], quick_gelu: bool, folder: Path) -> Any:
+    """A model of open_clip, saved as its push_to_hf_hub does."""
+    model = {"embed_dim": 24, "vision_cfg": VISION | settings, "text_cfg": TEXT, "quick_gelu": quick_gelu}
+    peer = open_clip.CLIP(**model).eval()
+    scramble(peer)
+    folder.mkdir()
+    safetensors.torch.save_file(peer.state_dict(), folder / "open_clip_model.safetensors")
+    pixels = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear", "resize_mode": "squash"}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model, "preprocess_cfg": pixels}))
+    return peer
+
+
+def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (model.config.mean, model.config.std))
+    return (images - mean) / std
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("settings", "quick_gelu"), TOWERS.values(), ids=TOWERS)
+def test_tower_equals_open_clip_and_is_written_back(tmp_path: Path, settings: dict[str, Any], quick_gelu: bool) -> None:
+    peer = make(settings, quick_gelu, tmp_path / "hub")
+    size = settings.get("image_size", (32, 32))
+    model = plainvit.load(tmp_path / "hub")
+    assert (model.config.mean, model.about.preprocess.resize) == ((0.1, 0.2, 0.3), "squash")
+    images = tiny.images(2, size)
+    theirs = peer.double().encode_image(normalise(model, images))
+    assert tiny.difference(model(images.float()), theirs.float()) < 1e-5 * theirs.abs().max()
+    written = safetensors.torch.load_file(plainvit.save(model, tmp_path / "m.safetensors", format="open_clip"))
+    assert tiny.difference(model.double()(images), theirs) < 1e-10
+    original = safetensors.torch.load_file(tmp_path / "hub" / "open_clip_model.safetensors")
+    assert written.keys() == {name for name in original if name.startswith("visual.")}
+    assert all(torch.equal(x, original[name]) for name, x in written.items())
+
+
+@torch.inference_mode()
+def test_other_resolution_equals_open_clip(tmp_path: Path) -> None:
+    make({}, False, tmp_path / "hub")
+    state = safetensors.torch.load_file(tmp_path / "hub" / "open_clip_model.safetensors")
+    larger = open_clip.CLIP(embed_dim=24, vision_cfg=VISION | {"image_size": (48, 24)}, text_cfg=TEXT).eval()
+    open_clip.model.resize_pos_embed(state, larger)
+    larger.load_state_dict(state)
+    model = plainvit.load(tmp_path / "hub", image_size=(48, 24)).double()
+    images = tiny.images(2, (48, 24))
+    theirs = larger.double().encode_image(normalise(model, images))
+    assert tiny.difference(model(images), theirs) < 1e-5  # positions are resampled in fp32
+
+
+REFUSED = [{"attentional_pool": True}, {"pool_type": "avg"}, {"norm_kwargs": {"eps": 1e-3}}]
+REFUSED += [{"block_type": "custom", "scale_heads": True}]
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_other_tower_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    make(settings, False, tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"open_clip|CoCa|unknown weights"):
+        plainvit.load(tmp_path / "hub")
