@@ -90,7 +90,8 @@ def test_answers_equal_the_predictor_on_the_same_batch(server: Running, predicto
 def test_raw_multipart_and_json_requests_give_the_same_answer(server: Running) -> None:
     (one,) = photos(1)
     texts = {"images": [base64.b64encode(one).decode()]}
-    answers = [server.post(content=one, headers={"content-type": kind}) for kind in ("image/jpeg", "")]
+    kinds = ("image/jpeg", "application/x-www-form-urlencoded", "")  # the second is curl's --data-binary
+    answers = [server.post(content=one, headers={"content-type": kind}) for kind in kinds]
     answers += [server.post(files=as_files([one])), server.post(json=texts)]
     assert len({response.text for response in answers}) == 1
     assert len(probabilities(server.post("/predict?k=2", content=one))[0]) == 2

@@ -37,6 +37,7 @@ from plainvit.serve.service import FormatError, Service, SizeError
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
+CURL_DEFAULT = "application/x-www-form-urlencoded"  # what `curl --data-binary` says of any file
 MAX_EXPLAINED = 4  # requests to /explain that wait; each needs a backward pass
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -181,7 +182,7 @@ def _say(error: BaseException) -> str:
 async def read_photos(request: Request, service: Service) -> list[bytes]:
     """The encoded photos of a request, after its size has been checked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    known = ("multipart/form-data", "application/json", "application/octet-stream", "")
+    known = ("multipart/form-data", "application/json", "application/octet-stream", CURL_DEFAULT, "")
     if kind not in known and not kind.startswith("image/"):
         raise HTTPException(415, "send an image, multipart/form-data, or application/json")
     if request.headers.get("content-encoding", "identity") != "identity":
