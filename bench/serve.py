@@ -2,12 +2,13 @@
 
     python -m bench.serve --data DIR [--weights FILE] [--clients 64] [--seconds 20] [--json FILE]
 
-DIR is the data root: its imagenet-photos are sent as multipart/form-data, since LitServe takes no raw bodies. The three
+DIR is the data root: its imagenet-photos are sent as multipart/form-data, since LitServe takes no raw bodies. The
 servers run one after the other, in rounds, each in processes of its own on the loopback interface. The clients are one
 process on the same cores. CPU ms is the time that a server's processes spent per image, which other load on the machine
 hardly changes; images/s and latency mean something only on idle cores.
 
-plainvit     `plainvit serve`, the backend it chooses by itself (--backend to force one)
+plainvit     `plainvit serve`, with the backend that it chooses by itself
+torch        `plainvit serve --backend torch`: the model runs in PyTorch, as in the two others
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
 plain        a Starlette route that decodes by Pillow and calls the model, one image at a time, in a thread pool
 
@@ -29,7 +30,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow.parquet as pq
 
@@ -101,29 +101,28 @@ uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), po
 """
 
 
-HEADERS = {"content-type": "multipart/form-data; boundary=plainvit-bench"}
-
-
-def encode_form(photo: bytes) -> bytes:
-    """The body of a form with one file."""
-    head = b'--plainvit-bench\r\ncontent-disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
-    return head + photo + b"\r\n--plainvit-bench--\r\n"
+def encode_request(photo: bytes) -> bytes:
+    """An HTTP request with a form of one file."""
+    form = b'--border\r\ncontent-disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
+    body = form + photo + b"\r\n--border--\r\n"
+    head = "POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=border\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @contextlib.contextmanager
-def start(command: Sequence[str], port: int, photo: bytes) -> Iterator[tuple[str, int]]:
-    """Runs a server until the block ends; it is ready when it answers a photo."""
+def start(command: Sequence[str], port: int, photos: Sequence[bytes]) -> Iterator[int]:
+    """Runs a server until the block ends, and gives its session; it is ready when it answers a photo."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    address, end = f"http://127.0.0.1:{port}/predict", time.monotonic() + 300
+    end = time.monotonic() + 300
     try:
         while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.post(address, content=photo, headers=HEADERS, timeout=60, trust_env=False).is_success:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                if not asyncio.run(load(port, process.pid, photos, 1, 0.01))["failed"]:
                     break
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {' '.join(command)}")
             time.sleep(0.2)
-        yield address, process.pid
+        yield process.pid
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,30 +141,37 @@ def read_cpu_seconds(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def load(address: str, session: int, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
-    """Each client sends one photo after the other until the time is over."""
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
+    """Sends a request and reads its answer; returns the status. A full HTTP client would take a fifth of the cores."""
+    writer.write(request)
+    await writer.drain()
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
+    return int(head.split(None, 2)[1])
+
+
+async def load(port: int, session: int, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
+    """Each client sends one photo after the other on its connection until the time is over."""
     cpu = read_cpu_seconds(session)
     times: list[float] = []
     failed = 0
-    end = time.monotonic() + seconds
+    begun = time.monotonic()
 
-    async def run(client: httpx.AsyncClient, number: int) -> None:
+    async def run(number: int) -> None:
         nonlocal failed
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         at = number
-        while time.monotonic() < end:
+        while time.monotonic() < begun + seconds:
             start = time.monotonic()
-            response = await client.post(address, content=photos[at % len(photos)], headers=HEADERS)
-            if response.is_success:
+            if await post(reader, writer, photos[at % len(photos)]) == 200:
                 times.append(time.monotonic() - start)
             else:
                 failed += 1
                 await asyncio.sleep(0.05)
             at += clients
+        writer.close()
 
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    begun = time.monotonic()
-    async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as client:
-        await asyncio.gather(*(run(client, number) for number in range(clients)))
+    await asyncio.gather(*(run(number) for number in range(clients)))
     p50, p99 = (float(np.quantile(times or [np.nan], q)) for q in (0.5, 0.99))
     cpu = (read_cpu_seconds(session) - cpu) / max(len(times), 1)
     return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "cpu": cpu, "failed": failed}
@@ -177,12 +183,13 @@ def find_port() -> int:
         return free.getsockname()[1]
 
 
-def commands(weights: Path, backend: str, folder: Path) -> dict[str, tuple[list[str], int]]:
+def commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
     """system -> its command and its port."""
     found: dict[str, tuple[list[str], int]] = {}
-    port = find_port()
-    flags = ["--port", str(port), "--backend", backend, "--deadline", "60", "--no-explain"]
-    found["plainvit"] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
+    for name, backend in (("plainvit", "auto"), ("torch", "torch")):
+        port = find_port()
+        flags = ["--port", str(port), "--backend", backend, "--deadline", "60", "--no-explain"]
+        found[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()
         script = folder / f"{name}_server.py"
@@ -195,25 +202,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, repeats=3)
     parser.add_argument("--data", type=Path, required=True, help="the data root, with imagenet-photos and weights")
     parser.add_argument("--weights", type=Path, help="ViT-Ti/16 weights; default: weights/ of the data root")
-    parser.add_argument("--backend", default="auto", help="of plainvit: auto, torch, onnx or openvino")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     options = parser.parse_args(arguments)
     table = pq.read_table(options.data / "imagenet-photos" / "photos-00.parquet", columns=["image"])
-    photos = [encode_form(row["bytes"]) for row in table["image"].to_pylist()]
+    photos = [encode_request(row["bytes"]) for row in table["image"].to_pylist()]
     weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
     left_out: list[str] = []
     results: dict[str, list[dict[str, float]]] = {}
     with TemporaryDirectory() as folder:
-        systems = commands(weights.resolve(), options.backend, Path(folder))
+        systems = commands(weights.resolve(), Path(folder))
         if importlib.util.find_spec("litserve") is None:
             tell("litserve: it is not installed (pip install litserve)", left_out)
             del systems["litserve"]
         for _ in range(options.repeats):
             for name, (command, port) in systems.items():
-                with start(command, port, photos[0]) as (address, session):
-                    asyncio.run(load(address, session, photos, options.clients, 2.0))  # warm up
-                    found = asyncio.run(load(address, session, photos, options.clients, options.seconds))
+                with start(command, port, photos) as session:
+                    asyncio.run(load(port, session, photos, options.clients, 2.0))  # warm up
+                    found = asyncio.run(load(port, session, photos, options.clients, options.seconds))
                 results.setdefault(name, []).append(found)
     rows = [summarise(name, some, results.get("litserve")) for name, some in results.items()]
     columns = ("server", "images/s", "p50 ms", "p99 ms", "CPU ms", "failed", "times litserve")
