@@ -13,9 +13,9 @@ from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
 from plainvit.studies.bases import base, complete_model
 from plainvit.studies.execute import first_seed
+from plainvit.studies.published import published_model
 from plainvit.studies.runs import is_done, run_name
 from plainvit.studies.study import Arm, Budget, Study
-from plainvit.studies.transfer import published_model
 
 STEP, LEAST_STEP, DRAWN, START = 2.9e-3, 1e-3, 25e-6, 5.0  # seconds
 

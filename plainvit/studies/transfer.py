@@ -3,12 +3,10 @@
     plainvit study transfer --budget cpu          also resolution, head
 
 Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
-and steps, and the best of its learning rates. On a GPU, 6 and 7 are also run from published weights, ViT-Ti/16 (AugReg)
-at 224 pixels: DATA_ROOT/weights/vit_ti16_augreg.safetensors. Images of CIFAR-10 and digits are enlarged, as in the
-paper.
+and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
+`plainvit/studies/published.py` runs 6 and 7 from published weights.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,11 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from plainvit.config import About, Config, ViTConfig, pair
+from plainvit.config import About, Config, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
-from plainvit.names import configure
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
 from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, above, welch
@@ -29,8 +26,6 @@ from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.weights import load
 
 BEFORE = "pre-training"
-PUBLISHED = "weights/vit_ti16_augreg.safetensors"
-PUBLISHED_SIZES = (224, 288, 384)  # the first is that of its pre-training
 
 
 # 6: pre-training against scratch --------------------------------------------------------------------------------------
@@ -46,45 +41,27 @@ def tasks(budget: Budget) -> dict[str, Config]:
     return found
 
 
-def published_model() -> ViTConfig:
-    model = configure("ViT-Ti/16")
-    assert isinstance(model, ViTConfig)
-    return model.replace(classes=0, representation=0, image_size=pair(PUBLISHED_SIZES[0]))
-
-
 def arms(budget: Budget) -> dict[str, Arm]:
-    """A group for each task, of the project's own pre-training and of published weights."""
+    """A group for each task."""
     found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
     for task, config in tasks(budget).items():
         scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
         found[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
         found |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
-        if budget == "gpu":
-            group = f"{task}, published"
-            found[f"{group}, pre-trained"] = Arm(config.replace(init=PUBLISHED), group=group)
-            scratch = config.replace(model=published_model())
-            found |= rate_arms(f"{group}, scratch", scratch, finetune_rates(budget), group=group)
     return found
 
 
 def parts(found: Results) -> list[Part]:
-    """Pre-training gains in every task, and more where a class has few images; of published weights as well."""
-    gains = {task: {f"{task}, pre-trained": 1.0, found.best(f"{task}, scratch"): -1.0} for task in found.groups()}
+    """Pre-training gains in every task, and more where a class has few images."""
+    tasks = found.groups()
+    gains = {task: {f"{task}, pre-trained": 1.0, found.best(f"{task}, scratch"): -1.0} for task in tasks}
+    few = [task for task in tasks if task in FEW]
+    factors = {task: 1 / len(few) if task in few else -1 / (len(tasks) - len(few)) for task in tasks}
+    more = {arm: factors[task] * weight for task in tasks for arm, weight in gains[task].items()}
     return [
         *(found.contrast(f"{task}, pre-trained - scratch", weights) for task, weights in gains.items()),
-        *_gain_on_few({task: one for task, one in gains.items() if "published" not in task}, found, ""),
-        *_gain_on_few({task: one for task, one in gains.items() if "published" in task}, found, ", published"),
+        found.contrast("gain with few images a class - with many", more),
     ]
-
-
-def _gain_on_few(gains: dict[str, dict[str, float]], found: Results, suffix: str) -> list[Part]:
-    if not gains:
-        return []
-    few = [task for task in gains if task.removesuffix(suffix) in FEW]
-    many = [task for task in gains if task not in few]
-    shares = {task: 1 / len(few) if task in few else -1 / len(many) for task in gains}
-    weights = {arm: shares[task] * weight for task, one in gains.items() for arm, weight in one.items()}
-    return [found.contrast(f"gain with few images a class - with many{suffix}", weights)]
 
 
 # 7: resolution --------------------------------------------------------------------------------------------------------
@@ -95,24 +72,17 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
-    found |= _size_arms(config, SIZES[budget], "", parent=BEFORE)
-    if budget == "gpu":
-        found |= _size_arms(config.replace(init=PUBLISHED), PUBLISHED_SIZES, ", published")
-    return found
+    return {BEFORE: Arm(pretrain_config(budget), is_compared=False)} | size_arms(config, SIZES[budget], BEFORE)
 
 
-def _size_arms(config: Config, sizes: tuple[int, ...], suffix: str, parent: str = "") -> dict[str, Arm]:
+def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[str, Arm]:
     """The first size is that of pre-training."""
     found: dict[str, Arm] = {}
     for size in sizes:
-        one = config.replace(image_size=0 if size == sizes[0] else size)
-        kinds: dict[str, Callable[[Path, Config], ViT] | None] = {RESAMPLED: None}
+        changed = config.replace(image_size=0 if size == sizes[0] else size)
+        found[f"{RESAMPLED}, {size} px"] = Arm(changed, x=size, group=RESAMPLED, parent=parent)
         if size > sizes[0]:
-            kinds[REDRAWN] = redraw_positions
-        for kind, edit in kinds.items():
-            group = kind + suffix
-            found[f"{group}, {size} px"] = Arm(one, x=size, group=group, parent=parent, edit=edit)
+            found[f"{REDRAWN}, {size} px"] = Arm(changed, x=size, group=REDRAWN, parent=parent, edit=redraw_positions)
     return found
 
 
@@ -131,14 +101,12 @@ def redraw_positions(before: Path, config: Config) -> ViT:
 
 def resolution_parts(found: Results) -> list[Part]:
     """Accuracy rises from the first size to the last, no step falls by a point, and resampled positions are better."""
-    parts: list[Part] = []
-    for group in (RESAMPLED, f"{RESAMPLED}, published"):
-        kept, new = found.group(group), found.group(group.replace(RESAMPLED, REDRAWN))
-        if kept:
-            parts.append(found.above(kept[-1], kept[0]))
-            parts += [found.not_worse(high, low) for low, high in pairwise(kept)]
-            parts += [found.above(one, other) for one, other in zip(kept[1:], new, strict=True)]
-    return parts
+    resampled, new = found.group(RESAMPLED), found.group(REDRAWN)
+    return [
+        found.above(resampled[-1], resampled[0]),
+        *(found.not_worse(high, low) for low, high in pairwise(resampled)),
+        *(found.above(kept, redrawn) for kept, redrawn in zip(resampled[1:], new, strict=True)),
+    ]
 
 
 # 8: the new head ------------------------------------------------------------------------------------------------------
