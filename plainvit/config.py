@@ -118,13 +118,11 @@ class Optim(Checked):
     layer_decay: float = 1.0  # Factor of the learning rate from each layer to the one below
     grid: tuple[float, ...] = ()  # Learning rates that --search tries
     frozen: tuple[str, ...] = ()  # Patterns of parameters to freeze, such as 'embedding.*' or 'blocks.*'
-    lora: int = 0  # Rank of LoRA updates, trained in place of the blocks' matrices; 0: off
 
     def __post_init__(self) -> None:
         for name in ("milestones", "betas", "grid", "frozen"):
             self._set(name, tuple(getattr(self, name)))
         self._check(
-            natural=("lora",),
             rates=("momentum",),
             not_negative=("warmup", "cooldown", "weight_decay", "lr_end", "clip"),
             above_zero=("eps", "timescale"),
@@ -194,9 +192,7 @@ class Config(Checked):
     loss: Literal["softmax", "sigmoid", "binary"] = "softmax"
     head_bias: float = 0.0  # Initial bias of a new head, such as -10 for sigmoid with 21k classes
     class_weights: bool = False  # Weight each class by the inverse of its number of images
-    teacher: str = ""  # Weights of a teacher for distillation
-    distil: Literal["hard", "soft"] = "hard"  # Distillation target: the teacher's top class, or its distribution
-    temperature: float = 1.0  # Temperature of soft distillation
+    teacher: str = ""  # Weights of a teacher whose predicted classes are learned too (DeiT's hard distillation)
     optim: Optim = Optim()
     augment: Augment = Augment()
     preprocess: Preprocess | None = None  # Preprocessing for evaluation; None: that of init, or the default
@@ -219,14 +215,13 @@ class Config(Checked):
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Also log metrics to these
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Several devices: replicate the model (ddp) or shard it (fsdp)
     recompute: bool = False  # Recompute activations in the backward pass: less memory, a third more compute
-    sharded: bool = False  # Under fsdp, save one checkpoint file per process
-    timeout: float = 300.0  # Seconds that a process waits for the others before it fails
+    timeout: float = 600.0  # Seconds that a process waits for the others before it fails
 
     # Settings that may change on resume: they do not change the result
     OPERATIONAL: ClassVar[frozenset[str]] = frozenset(
         {
             *("data_root", "hours", "save_every", "keep", "device", "compile", "graphs", "fast_path"),
-            *("workers", "track", "parallel", "recompute", "sharded", "timeout"),
+            *("workers", "track", "parallel", "recompute", "timeout"),
         }
     )
 
@@ -237,7 +232,7 @@ class Config(Checked):
             natural=("steps", "micro_batch", "save_every", "patience", "max_skipped_steps", "seed", "image_size"),
             rates=("holdout", "search_holdout", "ema", "ema_window"),
             not_negative=("epochs", "hours"),
-            above_zero=("temperature", "timeout"),
+            above_zero=("timeout",),
         )
         if not 0 < self.train_fraction <= 1:
             raise ValueError(f"train_fraction must be above 0 and at most 1, got {self.train_fraction}")

@@ -24,7 +24,6 @@ from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import LostError, World, raise_lost_peer
 from plainvit.runtime.folder import metrics
-from plainvit.runtime.watchdog import find_missing
 from plainvit.train.step import PendingStep
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -95,14 +94,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAYOUTS = {
     "ddp": (),
     "fsdp": ("--parallel", "fsdp"),
-    "sharded": ("--parallel", "fsdp", "--sharded"),
     "micro": ("--micro-batch", "4"),
     "fsdp-micro-recompute": ("--parallel", "fsdp", "--micro-batch", "8", "--recompute"),
 }
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name == "sharded" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_two_processes_equal_one(layout: str, alone: Path, tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--devices", "2", *LAYOUTS[layout])
@@ -163,7 +161,7 @@ def test_resume_with_another_number_of_processes_sees_the_same_samples(tmp_path:
     assert train(whole, steps=60, save=1).returncode == 0
     stop_at(parts, 10, steps=60)
     first = len(losses(parts))
-    stop_at(parts, first + 10, "--devices", "2", "--parallel", "fsdp", "--sharded", steps=60)
+    stop_at(parts, first + 10, "--devices", "2", "--parallel", "fsdp", steps=60)
     second = len(losses(parts))
     assert 10 <= first < second < 60, "each part of the run must make steps"
     done = train(parts, steps=60, save=1)
@@ -281,44 +279,14 @@ def test_a_signal_to_one_process_ends_all_with_its_exit_code(tmp_path: Path, num
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_in_status_and_output(tmp_path: Path, rank: int) -> None:
-    """Also if it is rank 0, which otherwise writes the status."""
+    """Also if it is rank 0, which otherwise writes the status: the other writes that it lost a process."""
     launcher, workers = started(tmp_path / "run")
     os.kill(workers[rank], signal.SIGKILL)
     _, err = launcher.communicate(timeout=60)
     ended = status(tmp_path / "run")
-    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("failed", 137, 137)
-    assert f"rank {rank} was killed by SIGKILL" in ended["reason"]
-    assert f"plainvit: {ended['reason']}" in lines(err)
-
-
-@pytest.mark.slow
-def test_processes_that_do_not_react_to_sigterm_are_recorded_as_interrupted(tmp_path: Path) -> None:
-    """They are stopped; torchrun would kill them after a while, which the test does itself."""
-    launcher, workers = started(tmp_path / "run")
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    launcher.send_signal(signal.SIGTERM)
-    time.sleep(1)
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    _, err = launcher.communicate(timeout=60)
-    ended = status(tmp_path / "run")
-    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("interrupted", 143, 143), err
-    assert ended["reason"].startswith("SIGTERM")
-
-
-@pytest.mark.parametrize(
-    ("earlier", "now", "missing"),
-    [
-        ([(5, 9), (5, 7)], [(5, 9), (5, 7)], [1]),
-        ([(5, 9), (4, 7), (-1, 0)], [(5, 12), (4, 7), (-1, 0)], [1, 2]),
-        ([(5, 9), (4, 7), (5, 1)], [(5, 12), (4, 9), (5, 3)], [1]),
-    ],
-)
-def test_the_missing_ranks_are_the_silent_ones_or_the_slowest(
-    earlier: list[tuple[int, int]], now: list[tuple[int, int]], missing: list[int]
-) -> None:
-    assert find_missing(0, earlier, now) == missing
+    assert (ended["state"], ended["exit_code"], launcher.returncode) == ("failed", 5, 137)
+    assert f"rank {1 - rank} lost another process" in ended["reason"]
+    assert any(f"rank {rank} was killed by SIGKILL" in line for line in lines(err))
 
 
 @pytest.mark.parametrize(
@@ -338,23 +306,19 @@ def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: 
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_by_the_watchdog_of_the_other(tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     """SIGSTOP: the process is alive for torchrun, but silent."""
     folder = tmp_path / "run"
     launcher, workers = started(folder, "--timeout", "6", steps=5000, save=0)
-    time.sleep(1.5)  # the heartbeat is about one second
     os.kill(workers[1], signal.SIGSTOP)
-    stopped, note = time.monotonic(), folder / "stalled-rank-0.txt"
-    while not note.is_file() and time.monotonic() - stopped < 6 + 10:
+    deadline = time.monotonic() + 6 + 10
+    while status(folder)["state"] == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert note.is_file(), "it must be named within ten seconds of the timeout"
     os.kill(workers[1], signal.SIGCONT)  # so that it gets torchrun's SIGTERM
-    _, err = launcher.communicate(timeout=60)
+    launcher.communicate(timeout=60)
     ended = status(folder)
     assert (ended["state"], ended["exit_code"], launcher.returncode) == ("failed", 5, 5)
-    assert "rank 1 (last at step " in ended["reason"]
-    assert f"plainvit: {ended['reason']}; stacks in {note}" in err
-    assert "train/loop.py" in note.read_text(), "the stack of the training loop"
+    assert "rank 0 lost another process" in ended["reason"]
     assert not any(map(is_running, workers))
 
 

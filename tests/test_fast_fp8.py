@@ -393,7 +393,6 @@ def test_run_on_a_cpu_exits_2_and_writes_nothing(tmp_path: Path, capsys: Any) ->
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], World]] = {
     "ResNet": ({"model": configure("BiT-R26x1")}, World(device="cuda")),
-    "lora": ({"optim": Optim(lora=4)}, World(device="cuda")),
     "fsdp": ({"parallel": "fsdp"}, World(0, 2, "cuda")),
 }
 

@@ -1,7 +1,6 @@
 """Whatever scores a model leaves its mode as it was, also after an exception, and takes no NaN or Inf for an answer."""
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +25,7 @@ from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.models.inference import NonFiniteError, check_finite
-from plainvit.runtime.folder import NOTE, Folder
-from plainvit.runtime.launch import launch
+from plainvit.runtime.folder import Folder
 from plainvit.train import setup
 from plainvit.train.finalize import choose_final_model
 from plainvit.train.guards import DivergedError
@@ -337,20 +335,3 @@ def test_averaged_weights_that_do_not_fit_leave_the_models_own() -> None:
     with pytest.raises(RuntimeError), averaged_weights(model, cast(Any, SimpleNamespace(weights=wrong))):
         pass
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_failed_launch_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.launcher import api
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before, seen = dict(os.environ), {}
-
-    def fail(*_: object) -> None:
-        seen.update(os.environ)
-        raise Planted
-
-    monkeypatch.setattr(api, "elastic_launch", fail)
-    with pytest.raises(Planted):
-        launch(["train", "digits"], 1, 0, "cpu")
-    assert seen.keys() - before.keys() == {NOTE, "OMP_NUM_THREADS"}
-    assert dict(os.environ) == before

@@ -17,12 +17,10 @@ from plainvit.train.optim import (
     Lamb,
     Muon,
     Optimizers,
-    add_lora,
     convert_big_vision_decay,
     depth_of,
     freeze,
     is_matrix,
-    merge_lora,
 )
 from plainvit.train.schedule import learning_rate
 
@@ -390,38 +388,3 @@ def test_the_window_grows_with_the_run() -> None:
         decay = min(0.9999, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert float(average.weights["weight"]) == pytest.approx(expected, rel=1e-5)
-
-
-# LoRA -----------------------------------------------------------------------------------------------------------------
-
-
-def test_lora_starts_as_the_model_and_merges_into_one() -> None:
-    model = vit().eval()
-    images = torch.rand(2, 3, *model.config.image_size)
-    with torch.no_grad():
-        nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
-        before, names = model(images), list(model.state_dict())
-        add_lora(model, 2, seed=0)
-        assert torch.equal(model(images), before)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert all(name.startswith("head") or name.endswith((".down", ".up")) for name in trained)
-        for name, parameter in model.named_parameters():
-            if name.endswith(".up"):
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-        changed = model(images)
-        assert not torch.allclose(changed, before)
-        merge_lora(model)
-        assert sorted(model.state_dict()) == sorted(names)
-        torch.testing.assert_close(model(images), changed)
-
-
-def test_lora_changes_by_its_rank_only() -> None:
-    model = vit()
-    before = model.blocks[0].mlp.fc1.weight.detach().clone()
-    add_lora(model, 2, seed=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".up"):
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-    merge_lora(model)
-    assert torch.linalg.matrix_rank(model.blocks[0].mlp.fc1.weight.detach() - before) == 2

@@ -339,7 +339,7 @@ def test_self_supervision_is_planned_without_a_head(name: str) -> None:
 NOTES: dict[str, tuple[dict[str, Any], str]] = {
     "no length": ({"steps": 0}, "--epochs"),
     "teacher": ({"teacher": "weights.npz"}, "teacher"),
-    "LoRA": ({"optim": Optim(lora=2)}, "upper bound"),
+    "frozen": ({"optim": Optim(frozen=("head*",))}, "upper bound"),
     "MAE": ({"objective": "mae"}, "MAE"),
     "ResNet": ({"model": configure("BiT-R50x1")}, "convolutions"),
 }

@@ -346,11 +346,6 @@ def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
     [
         (2, {"objective": "masked"}, "--parallel ddp"),
         (2, {"optim": Optim(name="muon")}, "--parallel ddp"),
-        (
-            1,
-            {"optim": Optim(lora=2), "model": ResNetConfig(blocks=(1,), image_size=(16, 16), classes=0)},
-            "--optim.lora",
-        ),
     ],
 )
 def test_incompatible_settings_are_errors(size: int, changes: dict[str, Any], words: str) -> None:
@@ -370,20 +365,6 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
     assert done.model.config == expected.config
     for name, tensor in expected.state_dict().items():
         assert torch.equal(done.model.state_dict()[name], tensor) == (not name.startswith("head")), name
-
-
-def test_lora_leaves_the_weights_and_gives_a_plain_model(tmp_path: Path) -> None:
-    source = build(TINY.replace(classes=3))
-    plainvit.save(source, tmp_path / "w.safetensors")
-    config = tiny(model=None, init=str(tmp_path / "w.safetensors"), optim=Optim(lr=1e-2, lora=2), ema=0.5)
-    done = fit(config, tmp_path / "run", quiet=True)
-    before, after = source.state_dict(), plainvit.load(tmp_path / "run").state_dict()
-    assert before.keys() == after.keys()
-    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
-    change = after["blocks.0.mlp.fc1.weight"] - before["blocks.0.mlp.fc1.weight"]
-    assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) <= 2
-    assert change.abs().max() > 0
-    assert done.model.config == source.config.replace(classes=3)
 
 
 def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:

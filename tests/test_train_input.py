@@ -237,15 +237,6 @@ def raising(error: Exception) -> Any:
     return fail
 
 
-def test_frozen_weights_stay_under_low_rank_updates(tmp_path: Path) -> None:
-    fit(made(), tmp_path / "first", quiet=True)
-    optim = Optim(lr=1e-2, lora=2, frozen=("head*",))
-    fit(made(init=str(tmp_path / "first"), model=None, head="keep", optim=optim, ema=0.0), tmp_path / "run", quiet=True)
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "run"))
-    assert torch.equal(before["head.weight"], after["head.weight"])
-    assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
-
-
 def test_a_run_begun_from_weights_notices_that_they_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,10 +355,8 @@ def test_a_changed_config_is_resumed_when_forced(tmp_path: Path, recipe: str, ca
         [
             ("--model.depth 2", {}),
             ("--model.width 32", {}),
-            ("--optim.lora 2", {}),
             ("", {"optim": Optim(name="sgd")}),
             ("", {"ema": 0.0}),
-            ("", {"optim": Optim(lora=2)}),
         ],
         2,
     ),

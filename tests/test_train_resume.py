@@ -192,7 +192,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batch": 4},
     "streamed": {"augment": Augment(flip=0.5, cutmix=1.0, mixup=0.5, three_augment=True, colour=0.3, erase=0.3)},
     "repeated": {"augment": Augment(crop="none", repeats=3, smoothing=0.1)},
-    "low rank": {"optim": Optim(lr=1e-2, lora=2)},
     "frozen": {"optim": Optim(name="sgd", lr=1e-1, frozen=("embedding*", "positions*"))},
     "decay by layer": {"optim": Optim(name="lamb", lr=1e-2, layer_decay=0.7, weight_decay=0.02)},
     "muon": {"optim": Optim(name="muon", lr=1e-2, weight_decay=0.1, schedule="rsqrt", timescale=4.0, cooldown=0.2)},

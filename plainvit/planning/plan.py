@@ -191,8 +191,8 @@ def _list_assumptions(config: Config, model: Model, report: Report) -> Iterator[
         yield "planned as if the encoder saw all tokens: a step of MAE takes about half of this"
     if config.teacher:
         yield "memory and time of the teacher are not planned"
-    if config.optim.frozen or config.optim.lora:
-        yield "planned for training every weight: an upper bound with --optim.frozen and --optim.lora"
+    if config.optim.frozen:
+        yield "planned for training every weight: an upper bound with --optim.frozen"
     if report["devices"] > 1 and report["on"]:
         speed = DEVICES[report["on"]].collective_bandwidth(report["devices"]) / 1e9
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"

@@ -129,8 +129,7 @@ def join(device: str, timeout: float) -> World:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store = _connect_store(rank, size, timedelta(seconds=timeout))
-        limit = timedelta(seconds=2 * timeout + 20)  # later than the watchdog, whose message says more
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {reason}") from error

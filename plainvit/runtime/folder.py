@@ -26,8 +26,6 @@ from typing import Any, Self
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
-NOTE = "PLAINVIT_FOLDERS"  # environment variable: a file in which a process lists its run folders for the launcher
-
 
 class Folder:
     """One run's folder, locked while it is open. Only the main process writes into it."""
@@ -37,7 +35,6 @@ class Folder:
         self._metrics, self._lock = None, None
         if writes:
             self._acquire_lock()
-            self._list_for_launcher()
             self._delete_temporary_files()
 
     def _acquire_lock(self) -> None:
@@ -60,11 +57,6 @@ class Folder:
         with contextlib.suppress(OSError):  # the first write that matters reports a full disk
             self._lock.truncate(0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
-
-    def _list_for_launcher(self) -> None:
-        if note := os.environ.get(NOTE):
-            with contextlib.suppress(OSError), Path(note).open("a") as file:
-                file.write(f"{self.path.resolve()}\n")
 
     def _delete_temporary_files(self) -> None:
         """Of a process that was killed."""
@@ -140,12 +132,10 @@ def _describe_process() -> dict[str, Any]:
     return {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def write_status_for(
-    path: Path, state: str, reason: str, exit_code: int, unsaid: tuple[str, ...] = ("running",)
-) -> None:
-    """Writes how a run ended for a main process that died or hangs; only over the states in `unsaid`."""
+def write_status_for(path: Path, state: str, reason: str, exit_code: int) -> None:
+    """Writes how a run ended for a main process that died or hangs."""
     status = read_json(path / "status.json")
-    if status.get("state") in unsaid:
+    if status.get("state") == "running":
         ended = {"state": state, "reason": reason, "exit_code": exit_code}
         write_text(path / "status.json", _json(status | ended | _describe_process()) + "\n")
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from plainvit.runtime.distributed import World
@@ -43,14 +42,6 @@ def replicate(objective: nn.Module, world: World) -> nn.Module:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from its shards. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_shard(tensor: Tensor) -> tuple[Tensor, int]:
-    """The local rows of a tensor, and the index of the first."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offset[0] if offset else 0
 
 
 def shard_like(full: Tensor, example: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from plainvit.runtime.sharding import full_tensor
 from plainvit.train.guards import DivergedError
 from plainvit.train.masked import PredictPatches
 from plainvit.train.masked_evaluation import evaluate_masked
-from plainvit.train.optim import add_lora, merge_lora
 from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import load, save
 
@@ -164,10 +163,7 @@ def copy_model(run: Training) -> ViT | ResNet:
     """The model as it is now, averaged with --ema, as a plain model: gathered, with LoRA merged, in eval mode."""
     trained = run.objective.model
     model = build(trained.config).to(run.loader.device)
-    if run.config.optim.lora and isinstance(model, ViT):
-        add_lora(model, run.config.optim.lora, seed=0)
     with averaged_weights(trained, run.average):
         model.load_state_dict({name: full_tensor(tensor) for name, tensor in trained.state_dict().items()})
-    merge_lora(model)
     model.about = trained.about
     return model.eval()

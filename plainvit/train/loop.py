@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
-from plainvit.runtime.watchdog import Watchdog
 from plainvit.train.guards import DivergedError, InterruptedRunError, capture, catch_signals, choose_micro_batch
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import averaged_weights
@@ -34,7 +33,6 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
         contextlib.closing(run.loader.batches(progress.step, config.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
         catch_signals() as run.signals,
-        Watchdog(run.world, config.timeout, run.folder.path) as watchdog,
     ):
         if progress.step:
             display.tell(f"resumed from step {progress.step}")
@@ -42,7 +40,6 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
             display.tell("compiling the model in the first step, which may take minutes")
         prefetcher = Prefetcher(run, batches)
         while progress.step < run.steps and not is_out_of_patience(run):
-            watchdog.at(progress.step)
             line, stop_signal = take_step(run, prefetcher, display)
             progress.step += 1
             run.record(line)
@@ -51,8 +48,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
                 raise DivergedError(describe_divergence(run))
             is_due = progress.step % run.evaluation_interval == 0 or progress.step == run.steps
             if is_due and run.evaluate:
-                with watchdog.paused():
-                    validate(run, display)
+                validate(run, display)
             if is_due and budget:
                 budget.replan(display)
             if is_due or stop_signal or (config.save_every and progress.step % config.save_every == 0):

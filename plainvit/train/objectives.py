@@ -65,7 +65,7 @@ class Classify(nn.Module):
 
     @torch.no_grad()
     def predict_by_teacher(self, images: Tensor) -> Tensor:
-        """The teacher's distribution, or its top class as one-hot, for images resized to its own size."""
+        """The teacher's top classes as one-hot [B, K], for images resized to its own size."""
         teacher = self.teacher[0]
         size = teacher.config.image_size
         if tuple(images.shape[2:]) != size:
@@ -74,21 +74,18 @@ class Classify(nn.Module):
         dtype = choose_precision(self.config.precision, device)  # as the student
         with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
             logits = teacher(images).float()
-        if self.config.distil == "hard":
-            return F.one_hot(logits.argmax(-1), self.classes).float()
-        return F.softmax(logits / self.config.temperature, -1)
+        return F.one_hot(logits.argmax(-1), self.classes).float()
 
     def forward(
-        self, images: Tensor, targets: Tensor, labels: Tensor, soft: Tensor | None = None
+        self, images: Tensor, targets: Tensor, labels: Tensor, predicted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.model(images)
         both = logits if isinstance(logits, tuple) else (logits, logits)  # DeiT's second head learns from the teacher
-        if soft is None and isinstance(logits, tuple):  # train the mean of both heads, which inference uses (timm)
+        if predicted is None and isinstance(logits, tuple):  # train the mean of both heads, which inference uses (timm)
             both = ((logits[0] + logits[1]) / 2,) * 2
         loss = self.loss(both[0], targets)
         if self.weights is not None:
             loss = loss * (targets @ self.weights)
-        if soft is not None:
-            temperature = self.config.temperature if self.config.distil == "soft" else 1.0
-            loss = (loss + softmax_loss(both[1] / temperature, soft) * temperature**2) / 2
+        if predicted is not None:
+            loss = (loss + softmax_loss(both[1], predicted)) / 2
         return loss.mean(), (both[0].argmax(-1) == labels).sum()

@@ -1,16 +1,14 @@
-"""Optimizers, parameter groups for weight and layer decay, averaged weights, LoRA.
+"""Optimizers, parameter groups for weight and layer decay, averaged weights.
 
 AdamW and SGD are PyTorch's own. LAMB, which it lacks, and Muon, which it runs matrix by matrix, are written here.
 Each step sets its learning rate (schedule.py), so there is no scheduler state to save.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, _foreach_add_, _foreach_lerp_, _foreach_mul_, nn  # pyright: ignore
-from torch.nn.utils import parametrize
 
 from plainvit.config import Optim
 from plainvit.models import ResNet, ViT
@@ -24,7 +22,7 @@ def convert_big_vision_decay(lr: float, wd: float) -> float:
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter decays, and Muon orthogonalises it: kernels, not biases, norms, tokens or positions."""
-    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] in ("weight", "original", "down", "up")
+    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight"
 
 
 def depth_of(name: str, layers: int) -> int:
@@ -278,34 +276,3 @@ class Average:
         """Moves the average towards the model's current weights."""
         decay = min(self.decay, (1 + step) / (10 + step))
         _foreach_lerp_(*self._both, 1 - decay)
-
-
-class LowRank(nn.Module):
-    """W + up @ down (LoRA, arXiv 2106.09685, with alpha = rank): starts as W, which is frozen."""
-
-    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
-        super().__init__()
-        down = torch.empty(rank, weight.shape[1])
-        nn.init.kaiming_uniform_(down, math.sqrt(5), generator=generator)
-        self.down = nn.Parameter(down.to(weight))
-        self.up = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.up @ self.down
-
-
-def add_lora(model: ViT, rank: int, seed: int) -> None:
-    """Freezes all but the head, and adds a trainable low-rank update to every matrix of the blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("head"))
-    for module in model.blocks.modules():
-        if isinstance(module, nn.Linear):
-            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
-
-
-def merge_lora(model: nn.Module) -> None:
-    """Replaces each pair by its sum, which gives a plain model."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
-            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

@@ -85,6 +85,6 @@ def is_fixed(name: str, before: object, after: object) -> bool:
     """Whether a setting decides the tensors of a checkpoint, so that it cannot change in a resumed run."""
     is_free = name.rpartition(".")[2] in ("dropout", "stochastic_depth")
     decoder = tuple(f"masked.{part}" for part in ("target", "depth", "width", "heads"))
-    shapes = name.startswith("model") or name in ("optim.name", "optim.lora", *decoder)
+    shapes = name.startswith("model") or name in ("optim.name", *decoder)
     shapes = shapes or (name == "objective" and "mae" in (before, after))
     return (shapes and not is_free) or (name in ("ema", "ema_window") and not (before and after))

@@ -25,7 +25,7 @@ from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
 from plainvit.train.masked import PredictPatches
 from plainvit.train.masked_evaluation import validate_masked
 from plainvit.train.objectives import Classify
-from plainvit.train.optim import Average, Optimizers, add_lora, freeze
+from plainvit.train.optim import Average, Optimizers, freeze
 from plainvit.train.state import Training, autocast, uses_compiler, uses_fsdp
 from plainvit.train.step import Gradients
 from plainvit.train.transfer import initial_model, load_teacher
@@ -58,9 +58,7 @@ def build_training(
         average=Average(objective.model, config.decay(config.steps)) if has_average else None,
         loader=loader,
         folder=folder,
-        checkpoints=Checkpoints(
-            folder.path / "checkpoints", config.keep, world, sharded=uses_fsdp(config, world) and config.sharded
-        ),
+        checkpoints=Checkpoints(folder.path / "checkpoints", config.keep, world),
         world=world,
         gradients=GraphedGradients(gradients, optimizers) if uses_graphs else gradients,
         update=Graph(optimizers.step) if uses_graphs else optimizers.step,
@@ -94,9 +92,6 @@ def build_objective(config: Config, splits: Splits, world: World) -> Classify | 
     """The model with its loss: accelerated, and sharded for FSDP."""
     check_combinations(config, world)
     model = initial_model(config, splits).to(world.device)
-    if config.optim.lora:
-        assert isinstance(model, ViT)
-        add_lora(model, config.optim.lora, config.seed)
     if config.precision == "fp8":
         from plainvit.models.fast.fp8 import use_fp8
 
@@ -117,13 +112,12 @@ def build_objective(config: Config, splits: Splits, world: World) -> Classify | 
 def check_combinations(config: Config, world: World) -> None:
     """Raises ValueError for settings that do not work together, or not on this machine."""
     has_fsdp = uses_fsdp(config, world)
-    if config.optim.lora and isinstance(config.model, ResNetConfig):
-        raise ValueError("--optim.lora is not supported for ResNets: remove it, or choose a ViT with --model")
     if has_fsdp and config.objective != "classify":
         raise ValueError(f"--objective {config.objective} does not support --parallel fsdp: use --parallel ddp")
-    if has_fsdp and (config.optim.name == "muon" or config.optim.lora):
-        name = "--optim.lora" if config.optim.lora else "--optim.name muon"
-        raise ValueError(f"{name} does not support --parallel fsdp, which splits matrices: use --parallel ddp")
+    if has_fsdp and config.optim.name == "muon":
+        raise ValueError(
+            "--optim.name muon does not support --parallel fsdp, which splits matrices: use --parallel ddp"
+        )
     if config.precision == "fp8":
         check_fp8(config, world)
 
@@ -136,8 +130,6 @@ def check_fp8(config: Config, world: World) -> None:
     reason = explain_unsupported(world.device)
     if isinstance(config.model, ResNetConfig):
         reason = "--precision fp8 is not supported for ResNets"
-    elif config.optim.lora:
-        reason = "--precision fp8 is not supported with --optim.lora: it would round away the low-rank updates"
     elif uses_fsdp(config, world):
         reason = "--precision fp8 is not supported with --parallel fsdp, which splits rows (--parallel ddp works)"
     if reason:
