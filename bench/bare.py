@@ -1,0 +1,65 @@
+"""A bare PyTorch script that predicts the classes of photos by a ViT in timm's format: the peer of `plainvit predict`.
+
+    python bench/bare.py WEIGHTS photos/
+
+It imports torch, safetensors and Pillow only, and does what the command does with such a file: squares of 224 px (90 %
+of the resized side), mean and deviation 0.5, one batch. Prints the five most probable classes of each photo as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+SIZE, CROP, HEAD = 224, 0.9, 64
+
+
+def read(path: Path) -> Tensor:
+    image = Image.open(path).convert("RGB")
+    short = int(SIZE / CROP)
+    scale = short / min(image.size)
+    wide, high = (short if side == min(image.size) else int(side * scale) for side in image.size)
+    image = image.resize((wide, high), Image.Resampling.BICUBIC)
+    left, top = round((wide - SIZE) / 2), round((high - SIZE) / 2)
+    pixels = np.array(image.crop((left, top, left + SIZE, top + SIZE)))
+    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1
+
+
+@torch.inference_mode()
+def forward(w: dict[str, Tensor], images: Tensor) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    kernel = w["patch_embed.proj.weight"]
+    x = F.conv2d(images, kernel, w["patch_embed.proj.bias"], stride=kernel.shape[-1]).flatten(2).mT  # [B, N, D]
+    x = torch.cat((w["cls_token"].expand(len(x), -1, -1), x), 1) + w["pos_embed"]
+    for at in range(sum(name.endswith("norm1.weight") for name in w)):
+        block = f"blocks.{at}"
+        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").unflatten(-1, (3, -1, HEAD))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, H, N, d] each
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + linear(heads, f"{block}.attn.proj")
+        x = x + linear(F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
+    return linear(norm(x, "norm")[:, 0], "head")
+
+
+def main() -> None:
+    weights, folder = sys.argv[1:]
+    files = sorted(Path(folder).iterdir())
+    probabilities = forward(load_file(weights), torch.stack([read(path) for path in files])).softmax(-1)
+    best = probabilities.topk(5)
+    for path, values, classes in zip(files, best.values.tolist(), best.indices.tolist(), strict=True):
+        print(json.dumps({"name": str(path), "classes": classes, "probabilities": values}))
+
+
+if __name__ == "__main__":
+    main()
