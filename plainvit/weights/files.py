@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -158,7 +157,7 @@ class NpzFile:
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = path, {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._members: dict[str, tuple[zipfile.ZipInfo, np.dtype, bool, int]] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}
         with _report_damage(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())
             if total > 2 * path.stat().st_size + UNPACK_MARGIN:
@@ -172,15 +171,14 @@ class NpzFile:
         with archive.open(member) as stream:
             version = npy.read_magic(stream)
             header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, fortran, dtype = header(stream)
+            shape, _, dtype = header(stream)
             start = stream.tell()
         name = member.filename.removesuffix(".npy")
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which are never loaded")
         if math.prod(shape) * dtype.itemsize != member.file_size - start:
             raise ValueError(f"the header of {name} claims shape {shape}, but it has {member.file_size - start} bytes")
-        self.shapes[name] = shape
-        self._members[name] = member, dtype, fortran, start
+        self.shapes[name], self._members[name] = shape, member
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
@@ -196,17 +194,8 @@ class NpzFile:
         """NumPy archives have no checksum."""
 
     def _array(self, name: str) -> np.ndarray:
-        member, dtype, fortran, start = self._members[name]
-        shape, order = self.shapes[name], "F" if fortran else "C"
-        if member.compress_type != zipfile.ZIP_STORED:
-            with zipfile.ZipFile(self.path) as archive, archive.open(member) as stream:
-                stream.read(start)
-                return np.frombuffer(bytearray(stream.read()), dtype).reshape(shape, order=order)
-        with self.path.open("rb") as file:  # the bytes of an uncompressed member follow its local header
-            file.seek(member.header_offset)
-            fields = struct.unpack("<4s5H3I2H", file.read(30))
-            offset = member.header_offset + 30 + fields[-2] + fields[-1] + start
-        return np.fromfile(self.path, dtype, math.prod(shape), offset=offset).reshape(shape, order=order)
+        with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as stream:
+            return npy.read_array(stream, allow_pickle=False)
 
     @staticmethod
     def _tensor(array: np.ndarray) -> Tensor:

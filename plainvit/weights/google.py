@@ -276,15 +276,12 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         if config.blocks not in UNITS.values():
             yield "blocks", "BiT has no ResNet of this depth"
         return
-    if config.activation != "gelu_tanh":
-        yield "activation", "Google's code has the tanh GELU only"
-    if config.norm_eps != 1e-6:
-        yield "norm_eps", "Google's code has LayerNorm 1e-6 only"
     stem = config.stem
     if stem and (stem.standardise, stem.norm_eps, stem.padding) != ("std+1e-5", 1e-6, "same"):
         yield "standardise", "Google's hybrids compute (w - mean) / (std + 1e-5), GroupNorm 1e-6, SAME padding"
     has = {"stem": ANY, "representation": ANY, "posemb_prefix": ANY, "posemb": ("1d", "sincos2d")}
-    yield from list_unlike(config, "Google's code", **has, pool=("token", "average", "attention"))
+    has |= {"pool": ("token", "average", "attention"), "activation": ("gelu_tanh",), "norm_eps": (1e-6,)}
+    yield from list_unlike(config, "Google's code", **has)
     if config.pool != "token" and config.class_token:
         yield "pool", "Google's average and attention pooling have no class token"
     if config.posemb == "sincos2d" and config.class_token:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, pair
+from plainvit.config import ViTConfig, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import (
@@ -150,22 +150,14 @@ def _is_text(name: str) -> bool:
     return name.startswith(("text.", "token_embedding.", "text_projection", "logit_scale", "ln_final."))
 
 
-def layout_for(config: Model) -> Layout:
-    assert isinstance(config, ViTConfig)
+def layout_for(_: ViTConfig) -> Layout:
     return vit_layout()
 
 
-def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what open_clip's image tower does not have."""
-    if isinstance(config, ResNetConfig):
-        yield "resnet", "open_clip has no BiT"
-        return
-    if config.norm_eps != 1e-5:
-        yield "norm_eps", "open_clip has norms of 1e-5"
-    if config.activation not in ("gelu", "gelu_sigmoid"):
-        yield "activation", "open_clip has the exact and the sigmoid GELU"
-    has: dict[str, Any] = {"projection": ANY, "layer_scale": ANY, "embedding_bias": (False,)}
+    has: dict[str, Any] = {"projection": ANY, "layer_scale": ANY, "embedding_bias": (False,), "norm_eps": (1e-5,)}
     has |= {"norm_embedding": ("tokens",)} if not config.norm_pooled else {"norm_pooled": ANY, "pool": ("average",)}
-    yield from list_unlike(config, "open_clip's image tower", **has)
+    yield from list_unlike(config, "open_clip's image tower", activation=("gelu", "gelu_sigmoid"), **has)
     if config.classes:
         yield "head", "open_clip has no classifier: load with classes=0"

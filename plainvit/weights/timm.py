@@ -282,12 +282,10 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         return
     if config.activation != ("silu" if config.gated else "gelu"):
         yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file; a folder can state another"
-    eps = 1e-5 if has_coarse_norms(config) else 1e-6
-    if config.norm_eps != eps:
-        yield "norm_eps", f"timm has norms of {eps:g} in such a model"
     any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
     has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
     has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
+    has |= {"norm_eps": (1e-5 if has_coarse_norms(config) else 1e-6,)}
     yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"
