@@ -351,11 +351,16 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
 
 def _open_shards(folder: Path) -> Tensors:
     names = read_json(folder / SHARD_INDEX).get("weight_map")
-    shards = list(names.values()) if isinstance(names, dict) else []
+    names = names if isinstance(names, dict) else {}
+    shards = list(names.values())
     if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
         raise ValueError(f"{folder / SHARD_INDEX} is not a list of shards")
     paths = [folder / name for name in sorted(set(shards))]
     missing = next((path.name for path in paths if not path.is_file()), None)
     if missing:
         raise ValueError(f"{folder} lacks the shard {missing!r}")
-    return SafetensorsFiles(paths)
+    tensors = SafetensorsFiles(paths)
+    lost = next((name for name in names if name not in tensors.shapes), None)
+    if lost is not None:
+        raise DamagedError(f"the shards in {folder} lack {lost!r}, which the index lists: download them again")
+    return tensors
