@@ -29,6 +29,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peers import write
 from torch import Tensor, nn
 
 import plainvit
@@ -743,32 +744,37 @@ def test_invalid_index_is_an_error(tmp_path: Path, index: str) -> None:
     expect_error(folder, **HINTS)
 
 
-def shards(folder: Path) -> list[Path]:
+def shards(folder: Path, suffix: str) -> list[Path]:
     """A sound model in two shards with an index."""
     names = sorted(valid_weights("timm"))
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    halves = {f"{stem}-0000{number}-of-00002.{suffix}": names[number - 1 :: 2] for number in (1, 2)}
     for file, part in halves.items():
-        safetensors.torch.save_file({name: valid_weights("timm")[name] for name in part}, folder / file)
+        write({name: valid_weights("timm")[name] for name in part}, folder / file)
     index = {name: file for file, part in halves.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     return [folder / file for file in halves]
 
 
-def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
-    """Each shard cut short anywhere, empty, missing, or without a weight."""
-    paths = shards(tmp_path)
-    assert isinstance(load_or_error(tmp_path, **HINTS), nn.Module)
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_damaged_shard_is_an_error(tmp_path: Path, suffix: str) -> None:
+    """Each shard cut short anywhere, empty, without its weights, with code, or missing."""
+    paths, marker = shards(tmp_path, suffix), tmp_path / "marker"
+    loaded = load_or_error(tmp_path, **HINTS)
+    assert torch.equal(loaded.norm.bias, valid_weights("timm")["norm.bias"])
     for path in paths:
         data = path.read_bytes()
         for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
             path.write_bytes(data[:length])
             expect_error(tmp_path, **HINTS)
-        kept = list(safetensors.torch.load(data).items())[1:]
-        safetensors.torch.save_file(dict(kept), path)
+        write({"other": torch.ones(2)}, path)
+        expect_error(tmp_path, **HINTS)
+        torch.save({"norm.bias": Payload(marker)}, path)
         expect_error(tmp_path, **HINTS)
         path.unlink()
         assert path.name in expect_error(tmp_path, **HINTS)
         path.write_bytes(data)
+    assert not marker.exists()
 
 
 def library_folder(format_: str, folder: Path) -> Path:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from plainvit.disk import read_json
 
-SHARD_INDEX = "model.safetensors.index.json"
+SHARD_INDEX, TORCH_SHARD_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 MAX_WRAPPERS = 4
 UNPACK_MARGIN = 256 * 2**20  # an archive may unpack to twice its size plus this many bytes
 CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
@@ -249,6 +249,14 @@ class TorchFile:
     def check(self) -> None:
         """PyTorch files have no checksum."""
 
+    @staticmethod
+    def merge(shards: "list[TorchFile]") -> "TorchFile":
+        merged = shards[0]
+        for shard in shards[1:]:
+            merged._tensors |= shard._tensors
+            merged.shapes |= shard.shapes
+        return merged
+
 
 class RenamedTensors:
     """A file under other names: {new: (old, None)}, (old, layer) if old stacks all layers, or (old, slice of rows)."""
@@ -332,13 +340,15 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     A folder with both is read from the file, as transformers does: it leaves the index of older shards behind.
     """
     if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
-        return _open_shards(folder)
+        return _open_shards(folder, SHARD_INDEX)
     known = ("model.safetensors",) if safe_only else ("model.safetensors", "pytorch_model.bin", "model.pth")
-    found = [folder / name for name in known if (folder / name).is_file()] or [
+    candidates = [folder / name for name in known if (folder / name).is_file()] or [
         path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
     ]
-    if found:
-        return open_file(found[0])
+    if candidates:
+        return open_file(candidates[0])
+    if not safe_only and (folder / TORCH_SHARD_INDEX).is_file():
+        return _open_shards(folder, TORCH_SHARD_INDEX)
     numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
     numbered.sort(key=lambda path: -int(path.name[11:]))  # of transformers' Trainer, newest first
     checkpoints = [*numbered, *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
@@ -349,17 +359,17 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     raise ValueError(f"{folder} has no weights: expected {' or '.join(known[:2])}, or another .safetensors file")
 
 
-def _open_shards(folder: Path) -> Tensors:
-    names = read_json(folder / SHARD_INDEX).get("weight_map")
+def _open_shards(folder: Path, index: str) -> Tensors:
+    names = read_json(folder / index).get("weight_map")
     names = names if isinstance(names, dict) else {}
     shards = list(names.values())
     if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
-        raise ValueError(f"{folder / SHARD_INDEX} is not a list of shards")
+        raise ValueError(f"{folder / index} is not a list of shards")
     paths = [folder / name for name in sorted(set(shards))]
     missing = next((path.name for path in paths if not path.is_file()), None)
     if missing:
         raise ValueError(f"{folder} lacks the shard {missing!r}")
-    tensors = SafetensorsFiles(paths)
+    tensors = SafetensorsFiles(paths) if index == SHARD_INDEX else TorchFile.merge([TorchFile(path) for path in paths])
     lost = next((name for name in names if name not in tensors.shapes), None)
     if lost is not None:
         raise DamagedError(f"the shards in {folder} lack {lost!r}, which the index lists: download them again")

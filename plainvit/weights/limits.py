@@ -46,7 +46,7 @@ def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tup
         if values is ANY or value in values or part in listed or _has_no_effect(name, config):
             continue
         listed.add(part)
-        supported = " or ".join(str(one) for one in values)
+        supported = " or ".join(map(str, values))
         yield part, f"{library} has {name} {supported}, the model {value}"
 
 

@@ -54,14 +54,14 @@ def vit_layout(prefix: str = "visual.") -> Layout:
 def _find_prefix(tensors: Tensors) -> str | None:
     kernels = (name for name in tensors.shapes if re.search(r"(^|\.)conv1\.weight$", name))
     prefixes = [name.removesuffix("conv1.weight") for name in kernels]
-    return next((one for one in prefixes if f"{one}class_embedding" in tensors.shapes), None)
+    return next((prefix for prefix in prefixes if f"{prefix}class_embedding" in tensors.shapes), None)
 
 
 def matches(tensors: Tensors) -> bool:
     return _find_prefix(tensors) is not None
 
 
-def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """`sidecar` is open_clip_config.json, or {}."""
     prefix = _find_prefix(tensors)
     assert prefix is not None
@@ -75,7 +75,7 @@ def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detected
     if len(patches) != 4 or len(fc1) != 2 or len(table) != 2:
         raise ValueError("this open_clip file has no valid conv1, positions or first layer: it is incomplete")
     width, channels, *patch = patches
-    stated = sidecar and sidecar["model_cfg"]["vision_cfg"].get("image_size")
+    stated = sidecar["model_cfg"]["vision_cfg"].get("image_size") if sidecar else None
     if stated and not hints.grid:
         height, wide = pair(stated)
         hints = Hints(heads=hints.heads, grid=(height // patch[0], wide // patch[1]))

@@ -34,7 +34,7 @@ def matches(tensors: Tensors) -> bool:
     return "encoder.pos_embedding" in tensors.shapes and any(name.startswith("conv_proj.") for name in tensors.shapes)
 
 
-def find(tensors: Tensors, hints: Hints) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
     shapes = tensors.shapes
     if any(name.startswith("conv_proj.conv_bn") for name in shapes):
         raise unsupported_model("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")

@@ -44,7 +44,7 @@ UNSUPPORTED_NAMES = {
 
 def find_kernel(names: Shapes) -> str | None:
     """The name of the patch kernel in a file; None if it is not transformers'."""
-    return next((name for name in names if f".{name}".endswith(tuple(f".{one}" for one in PATCH_KERNELS))), None)
+    return next((name for name in names if f".{name}".endswith(tuple(f".{kernel}" for kernel in PATCH_KERNELS))), None)
 
 
 def matches(tensors: Tensors) -> bool:
@@ -77,11 +77,11 @@ def _read_names(kind: Kind, shapes: Shapes) -> Names:
     return names if is_old or names.out == "attention.o_proj." else replace(in_memory(names), block=names.block)
 
 
-def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
     kernel = find_kernel(tensors.shapes)
     assert kernel
-    suffix = next(one for one in PATCH_KERNELS if f".{kernel}".endswith(f".{one}"))
+    suffix = next(suffix for suffix in PATCH_KERNELS if f".{kernel}".endswith(f".{suffix}"))
     prefix = kernel.removesuffix(suffix)
     if prefix not in (*OWN_PREFIXES, ""):
         raise unsupported_model(f"a model with a ViT inside, under {prefix!r}", suffix)

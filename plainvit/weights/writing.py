@@ -76,7 +76,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
     """Writes a file of weights, and next to it their description."""
-    digest, sidecar = "", own.sidecar(path)
+    digest, sidecar = "", own.sidecar_path(path)
 
     def write_weights(target: Path) -> None:
         nonlocal digest
