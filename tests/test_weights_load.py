@@ -406,12 +406,6 @@ def same_as(path: Path, peer: nn.Module, family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_parallel_and_compiled_models_are_removed(tmp_path: Path, prefix: str) -> None:
-    peer, state = encoder()
-    same_as(write(deit(prefixed(state, prefix)), tmp_path / "m.pth"), peer, "DeiT")
-
-
 @pytest.mark.parametrize(
     ("plain", "averaged"), [("model", "model_ema"), ("state_dict", "state_dict_ema"), ("student", "teacher")]
 )

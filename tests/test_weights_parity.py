@@ -34,7 +34,6 @@ from transformers.utils import logging as transformers_logging
 import plainvit
 from plainvit.config import About, Preprocess
 from plainvit.data.transforms import preprocess_image
-from plainvit.models import ViT
 from plainvit.weights import inspect_weights
 
 transformers_logging.disable_progress_bar()
@@ -266,48 +265,6 @@ def test_shape_without_a_name_in_timm_is_an_error(tmp_path: Path) -> None:
 
 
 # Processors of transformers -------------------------------------------------------------------------------------------
-
-PIXELS = {
-    "Google's": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "ImageNet's": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
-
-
-def with_crop(model: ViT, resize: str) -> ViT:
-    prepared = type(model.about.preprocess)(resize=resize, crop=0.5 if resize == "crop" else 1.0)
-    model.about = type(model.about)(preprocess=prepared)
-    return model
-
-
-@pytest.mark.parametrize("resize", ["squash", "crop"])
-@pytest.mark.parametrize("deit", [False, True], ids=["ViT", "DeiT"])
-@pytest.mark.parametrize(("mean", "std"), PIXELS.values(), ids=PIXELS)
-def test_written_processor_normalises_like_the_config(
-    tmp_path: Path, mean: tuple[float, ...], std: tuple[float, ...], deit: bool, resize: str
-) -> None:
-    """One colour all over stays so under any resize; what comes out is the normalisation alone."""
-    model = tiny.vit(numerics="transformers", image_size=32, distillation=deit, mean=mean, std=std)
-    folder = plainvit.save(with_crop(model, resize), tmp_path / "folder", format="transformers")
-    colour = (10, 100, 250)
-    out = AutoImageProcessor.from_pretrained(folder)(Image.new("RGB", (50, 70), colour), return_tensors="np")
-    assert out["pixel_values"].shape == (1, 3, 32, 32)
-    expected = (np.array(colour) / 255 - mean) / std
-    assert np.abs(out["pixel_values"] - expected[None, :, None, None]).max() < 1e-5
-
-
-@pytest.mark.parametrize("resize", ["squash", "crop"])
-def test_written_processor_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
-    """A photo with a border of a quarter: the crop of one half of the side loses it, the square resize keeps it."""
-    model = with_crop(tiny.vit(numerics="transformers", image_size=32), resize)
-    folder = plainvit.save(model, tmp_path / "folder", format="transformers")
-    photo = np.zeros((128, 128, 3), np.uint8)
-    photo[32:96, 32:96] = 255
-    pixels = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(photo), return_tensors="np")["pixel_values"]
-    assert pixels[0, 0, 16, 16] == 1.0
-    corner = pixels[0, :, 2, 2]
-    assert (corner == (1.0 if resize == "crop" else -1.0)).all()
-    assert plainvit.load(folder).about.preprocess == model.about.preprocess
-
 
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ViTImageProcessor", {}),

@@ -467,16 +467,6 @@ def test_newer_schema_is_a_one_line_error(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("format_", ["plainvit", "timm", "transformers", "torchvision"])
-def test_every_safetensors_file_keeps_config_and_about(tmp_path: Path, format_: str) -> None:
-    model = exact(**IMAGENET)()
-    prepared = Preprocess(resize="crop", crop=0.5, interpolation="bicubic")
-    names = tuple(f"class {number}" for number in range(7))
-    model.about = About(family="mine", preprocess=prepared, class_names=names, sources={"mean": "my own data"})
-    found = plainvit.load(save_as(model, tmp_path / "out", format_), dtype=None)
-    assert (found.config, found.about) == (model.config, model.about)
-
-
 def test_own_format_keeps_every_setting(tmp_path: Path) -> None:
     for settings in (
         {"activation": "gelu_sigmoid", "norm_eps": 1e-3},
