@@ -844,6 +844,30 @@ def test_invalid_config_is_an_error(tmp_path: Path, format_: str, file: str, fie
         expect_error(folder, **({} if format_ == "transformers" else HINTS))
 
 
+OPEN_CLIP: dict[str, tuple[Any, ...]] = {
+    "model_cfg": (REMOVED, 3, "abc", []),
+    "model_cfg.vision_cfg": (REMOVED, 3, None),
+    "model_cfg.vision_cfg.head_width": (0, -8, "x", [8], 1.5, 5),
+    "model_cfg.vision_cfg.image_size": ("big", -16, [16], [16, 16, 16], 32),
+    "model_cfg.vision_cfg.pool_type": ("avg", 3),
+    "preprocess_cfg": (3, "abc"),
+    "preprocess_cfg.mean": ("abc", 3, [0.5, 0.5], [None] * 3, [NAN] * 3),
+    "preprocess_cfg.interpolation": ("sharp", 3),
+}
+
+
+@pytest.mark.parametrize("field", OPEN_CLIP)
+def test_invalid_open_clip_config_is_an_error(tmp_path: Path, field: str) -> None:
+    store("open_clip", valid_weights("open_clip"), tmp_path)
+    sound = {"model_cfg": {"vision_cfg": {"head_width": 8, "image_size": 16}}, "preprocess_cfg": {}}
+    config = tmp_path / "open_clip_config.json"
+    config.write_text(json.dumps(sound))
+    assert load_or_error(tmp_path).config.heads == 2
+    for value in OPEN_CLIP[field]:
+        config.write_text(json.dumps(change(json.loads(json.dumps(sound)), field, value)))
+        expect_error(tmp_path)
+
+
 # plainvit's own description -------------------------------------------------------------------------------------------
 
 

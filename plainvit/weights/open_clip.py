@@ -119,8 +119,8 @@ def _read_numerics(
     names: Iterable[str], width: int, is_clipa: bool, hints: Hints, sidecar: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(heads and activation, their sources)."""
-    heads, heads_source = read_heads(width, hints, "open_clip")
     if not sidecar:
+        heads, heads_source = read_heads(width, hints, "open_clip")
         is_openai = any(name in OPENAI for name in names)
         other = "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
         sources = {"heads": heads_source, "activation": "OpenAI's code: sigmoid GELU" if is_openai else other}
@@ -133,9 +133,10 @@ def _read_numerics(
     for name, value in usual.items():
         if (vision.get(name, default.get(name)) or None) != (value or None):
             raise unsupported_model(f"an open_clip tower with {name} {vision.get(name)!r}", CONFIG)
-    heads, heads_source = (heads, heads_source) if hints.heads else (width // vision.get("head_width", 64), CONFIG)
+    heads = hints.heads or width // vision.get("head_width", 64)
     activation = "gelu_sigmoid" if model.get("quick_gelu") else "gelu"
-    return {"heads": heads, "activation": activation}, {"heads": heads_source, "activation": CONFIG}
+    sources = {"heads": "given by the caller" if hints.heads else CONFIG, "activation": CONFIG}
+    return {"heads": heads, "activation": activation}, sources
 
 
 def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, Any]]:
