@@ -1,5 +1,6 @@
 """Weights of other libraries under plainvit's names: a small mapping that shares no code with plainvit.weights."""
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -112,6 +113,19 @@ def write(value: Any, path: Path) -> Path:
         safetensors.torch.save_file({name: x.contiguous() for name, x in value.items()}, path)
     else:
         torch.save(value, path)
+    return path
+
+
+def hollow(state: State, path: Path) -> Path:
+    """A safetensors file of the right names and shapes, all zeros, that takes no room on disk."""
+    header, end = {}, 0
+    for name, x in state.items():
+        start, end = end, end + 4 * x.numel()
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
     return path
 
 

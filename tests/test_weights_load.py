@@ -24,14 +24,14 @@ import timm
 import tiny
 import torch
 import transformers
-from peers import scramble
+from peer_models import timm_vit, torchvision_vit
+from peers import hollow, write
 from timm.layers import resample_abs_pos_embed
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer as TorchvisionViT
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 import plainvit
@@ -42,21 +42,6 @@ EXACT, SINGLE = 1e-10, 1e-6  # timm and torchvision resample in fp32
 HALF = ((0.5,) * 3, (0.5,) * 3)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 State = dict[str, Tensor]
-
-
-def timm_vit(kind: type[nn.Module] = VisionTransformer, **settings: Any) -> Any:
-    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
-    peer = kind(**shape | {"num_classes": 7} | settings).double().eval()
-    scramble(peer)
-    return peer
-
-
-def write(value: Any, path: Path) -> Path:
-    if path.suffix == ".safetensors":
-        safetensors.torch.save_file(value, path)
-    else:
-        torch.save(value, path)
-    return path
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -171,20 +156,6 @@ def test_rows_of_registers_are_not_resampled(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(48, 48), (24, 40), (16, 16)])
-@pytest.mark.parametrize("kind", ["ViT", "DeiT"])
-def test_other_size_equals_transformers(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
-    folder = hub_folder(tmp_path, kind, None)
-    peer = getattr(transformers, f"{kind}ForImageClassification").from_pretrained(folder, dtype=torch.float64)
-    scramble(peer)
-    peer.save_pretrained(folder)
-    model = plainvit.load(folder, image_size=size, dtype=None)
-    images = tiny.images(size=size)
-    theirs = peer(model.normalise(images), interpolate_pos_encoding=True).logits
-    assert tiny.difference(model(images), theirs) < EXACT
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("size", [(48, 48), (24, 40), (16, 16)])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_other_size_equals_timm(tmp_path: Path, size: tuple[int, int], suffix: str) -> None:
     peer = timm_vit()
@@ -271,10 +242,9 @@ def bare(kind: str, size: tuple[int, int], folder: Path) -> Path:
         shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
         config = transformers.ViTConfig(**shape, image_size=size, patch_size=8, num_labels=7)
         return write(transformers.ViTForImageClassification(config).state_dict(), folder / "m.safetensors")
-    cells = size[0] * size[1] // 64
-    peer = TorchvisionViT(image_size=32, patch_size=8, num_layers=1, num_heads=4, hidden_dim=48, mlp_dim=96)
-    state = peer.state_dict() | {"encoder.pos_embedding": torch.randn(1, cells + 1, 48)}
-    return write(state, folder / "m.safetensors")
+    state = torchvision_vit(num_layers=1).float().state_dict()
+    table = {"encoder.pos_embedding": torch.randn(1, size[0] * size[1] // 64 + 1, 48)}
+    return write(state | table, folder / "m.safetensors")
 
 
 BARE = ["timm", "transformers", "torchvision"]
@@ -436,12 +406,6 @@ def same_as(path: Path, peer: nn.Module, family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_parallel_and_compiled_models_are_removed(tmp_path: Path, prefix: str) -> None:
-    peer, state = encoder()
-    same_as(write(deit(prefixed(state, prefix)), tmp_path / "m.pth"), peer, "DeiT")
-
-
 @pytest.mark.parametrize(
     ("plain", "averaged"), [("model", "model_ema"), ("state_dict", "state_dict_ema"), ("student", "teacher")]
 )
@@ -482,16 +446,6 @@ def test_transformers_pixels_without_a_processor(tmp_path: Path, kind: str, pixe
     assert model.config.norm_eps == 1e-12
 
 
-@pytest.mark.parametrize("kind", ["ViT", "DeiT"])
-def test_transformers_pixels_with_a_processor(tmp_path: Path, kind: str) -> None:
-    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": 256, "resample": 3}
-    processor |= {"do_center_crop": True, "crop_size": 224}  # as google's and facebook's folders of 2021 have it
-    model = plainvit.load(hub_folder(tmp_path, kind, processor))
-    assert (model.config.mean, model.config.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    prepared = model.about.preprocess
-    assert (prepared.resize, prepared.crop, prepared.interpolation) == ("squash-crop", 224 / 256, "bicubic")
-
-
 def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     """As transformers leaves and reads it."""
     folder = hub_folder(tmp_path, "ViT", None)
@@ -504,27 +458,6 @@ def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     assert (folder / "model.safetensors.index.json").is_file()
     assert sharded.head is not None
     assert torch.equal(plainvit.load(folder).head.weight, torch.ones_like(sharded.head.weight))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("decoder", ["decoder.decoder_encoder.layer.", "decoder.decoder_layers."])
-def test_encoder_of_transformers_mae_loads_with_old_and_new_names(tmp_path: Path, decoder: str) -> None:
-    """Version 5 writes the decoder's layers under another name than the versions before it."""
-    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
-    inner = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
-    config = transformers.ViTMAEConfig(**shape, **inner, image_size=32, patch_size=8, mask_ratio=0.0)
-    peer = transformers.ViTMAEForPreTraining(config).double().eval()
-    scramble(peer)
-    peer.save_pretrained(tmp_path)
-    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    renamed = {re.sub(r"^decoder\.decoder_(encoder\.layer|layers)\.", decoder, name): x for name, x in state.items()}
-    assert any(name.startswith(decoder) for name in renamed)
-    write(renamed, tmp_path / "model.safetensors")
-    model = plainvit.load(tmp_path, dtype=None)
-    assert (model.config.mean, model.config.std) == IMAGENET
-    images, order = tiny.images(size=(32, 32)), torch.arange(16).expand(2, -1)
-    theirs = peer.vit(model.normalise(images), noise=order).last_hidden_state[:, 0]
-    assert tiny.difference(model(images), theirs) < EXACT
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -549,11 +482,6 @@ def test_normalisation_equals_transformers_processor(tmp_path: Path, settings: d
 # Unsupported ----------------------------------------------------------------------------------------------------------
 
 
-def small(kind: type[nn.Module], **settings: Any) -> State:
-    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 4, "num_classes": 7}
-    return kind(**shape | settings).state_dict()
-
-
 def swin() -> State:
     shape = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4}
     return SwinTransformer(**shape, num_classes=7).state_dict()
@@ -566,10 +494,10 @@ def of_transformers(name: str, **settings: Any) -> State:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], State], str]] = {
-    "BEiT, shared bias": (lambda: small(Beit, use_shared_rel_pos_bias=True, init_values=0.1), "BEiT"),
+    "BEiT, shared bias": (lambda: timm_vit(Beit, use_shared_rel_pos_bias=True, init_values=0.1).state_dict(), "BEiT"),
     "Swin": (swin, "Swin"),
     "chunked DINOv2": (
-        lambda: {n.replace("blocks.", "blocks.0."): x for n, x in small(VisionTransformer).items()},
+        lambda: {n.replace("blocks.", "blocks.0."): x for n, x in timm_vit().state_dict().items()},
         "DINOv2",
     ),
     "a tower of another model": (
@@ -577,10 +505,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], State], str]] = {
         r"a ViT inside, under 'tower\.'",
     ),
     "torchvision's convolutional stem": (
-        lambda: (
-            {"conv_proj.conv_bn_relu_0.0.weight": torch.zeros(8, 3, 3, 3)}
-            | TorchvisionViT(32, 8, 1, 4, 48, 96).state_dict()
-        ),
+        lambda: {"conv_proj.conv_bn_relu_0.0.weight": torch.zeros(8, 3, 3, 3)} | torchvision_vit().state_dict(),
         "a convolutional stem",
     ),
 }
@@ -700,19 +625,6 @@ def test_transformers_knows_the_other_addresses() -> None:
     others = {entry.hub for name, entry in PUBLISHED.items() if name not in OF_TIMM}
     for hub, kind in zip(sorted(others), ("ijepa", "vit", "clip", "clip"), strict=True):
         assert any(hub.split("-large")[0] in path.read_text() for path in (folder / kind).glob("*.py"))
-
-
-def hollow(state: State, path: Path) -> Path:
-    """A safetensors file of the right names and shapes, all zeros, that takes no room on disk."""
-    header, end = {}, 0
-    for name, x in state.items():
-        start, end = end, end + 4 * x.numel()
-        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return path
 
 
 # The hub --------------------------------------------------------------------------------------------------------------

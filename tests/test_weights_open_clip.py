@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import tiny
 import torch
-from peers import scramble
+from peers import normalise, scramble
 
 import plainvit
 
@@ -35,11 +35,6 @@ def make(settings: dict[str, Any], quick_gelu: bool, folder: Path) -> Any:
     pixels = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear", "resize_mode": "squash"}
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model, "preprocess_cfg": pixels}))
     return peer
-
-
-def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (model.config.mean, model.config.std))
-    return (images - mean) / std
 
 
 @torch.inference_mode()

@@ -1,15 +1,14 @@
-"""Weights in and out, side by side with the libraries themselves: timm, transformers and torchvision.
+"""Weights in and out, next to the libraries themselves: timm's and torchvision's ViT, hybrids and BiT; processors.
 
 Each library builds a small model with random weights and writes it; plainvit loads the file and must give the
-library's own logits, to 1e-10 in float64 and to 1e-5 of their scale in fp32. Then the other way: plainvit writes, and
-the library loads with its own strict loader. Pixels are normalised outside plainvit, by the loaded config.
+library's own logits, to 1e-10 in float64 and to 1e-5 of their scale in fp32. Then plainvit writes it back, and the
+library loads that with its own strict loader. Pixels are normalised outside plainvit, by the loaded config.
 """
 
+import copy
 import io
 import json
 import os
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +21,19 @@ import tiny
 import torch
 import torchvision
 import transformers
-from peers import scramble
+from peer_models import timm_bit, timm_hybrid, timm_vit, torchvision_vit
+from peers import hollow, normalise, scramble, write
 from pictures import photo
 from PIL import Image
-from timm.layers import HybridEmbed, StdConv2d
 from timm.models import save_for_hf
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.resnetv2 import ResNetV2
-from timm.models.vision_transformer import VisionTransformer
-from timm.models.vision_transformer_hybrid import _resnetv2
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer as TorchvisionViT
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    DeiTConfig,
-    DeiTForImageClassification,
-    DeiTForImageClassificationWithTeacher,
-    DeiTModel,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import AutoImageProcessor
 from transformers.utils import logging as transformers_logging
 
 import plainvit
 from plainvit.config import About, Preprocess
 from plainvit.data.transforms import preprocess_image
-from plainvit.models import ViT
 from plainvit.weights import inspect_weights
 
 transformers_logging.disable_progress_bar()
@@ -57,31 +41,13 @@ EXACT, CLOSE = 1e-10, 1e-5
 State = dict[str, Tensor]
 
 
-# Comparing ------------------------------------------------------------------------------------------------------------
-
-
-def normalised(images: Tensor, model: Any) -> Tensor:
-    """What the model's config says of pixels, computed here."""
-    mean, std = (torch.tensor(values, dtype=images.dtype) for values in (model.config.mean, model.config.std))
-    return (images - mean[:, None, None]) / std[:, None, None]
-
-
-def answer(peer: nn.Module, pixels: Tensor) -> Tensor:
-    """Logits of a peer, or the representation of one without a head."""
-    out = peer(pixels)
-    for name in ("logits", "pooler_output"):
-        if getattr(out, name, None) is not None:
-            return getattr(out, name)
-    return out if isinstance(out, Tensor) else out.last_hidden_state[:, 0]
-
-
 @torch.inference_mode()
 def gap(model: Any, peer: nn.Module, size: tuple[int, int] | None = None) -> float:
     """Largest difference on random images, relative to the largest logit where the model is in fp32."""
-    weight = next(model.parameters())
-    images = tiny.images(size=size or model.config.image_size, channels=model.config.channels, dtype=weight.dtype)
-    theirs = answer(peer.to(weight.dtype).eval(), normalised(images, model))
-    scale = theirs.abs().max().item() if weight.dtype is torch.float32 else 1.0
+    dtype = next(model.parameters()).dtype
+    images = tiny.images(size=size or model.config.image_size, channels=model.config.channels, dtype=dtype)
+    theirs = copy.deepcopy(peer).to(dtype).eval()(normalise(model, images))
+    scale = theirs.abs().max().item() if dtype is torch.float32 else 1.0
     return tiny.difference(model(images), theirs) / scale
 
 
@@ -90,42 +56,24 @@ def check(path: Path, peer: nn.Module, size: tuple[int, int] | None = None, **hi
     model = plainvit.load(path, dtype=None, **hints)
     assert {weight.dtype for weight in model.state_dict().values()} == {torch.float64}
     assert gap(model, peer, size) < EXACT
-    single = plainvit.load(path, **hints)
-    assert {weight.dtype for weight in single.state_dict().values()} == {torch.float32}
-    assert gap(single, peer, size) < CLOSE
+    assert gap(plainvit.load(path, **hints), peer, size) < CLOSE
     return model
 
 
-def write(state: State, path: Path) -> Path:
-    if path.suffix == ".safetensors":
-        safetensors.torch.save_file({name: x.contiguous() for name, x in state.items()}, path)
-    else:
-        torch.save(state, path)
-    return path
+def check_written(model: Any, peer: nn.Module, format_: str, folder: Path) -> None:
+    """Written as .safetensors and .pth, under the library's own names: the same bits."""
+    for suffix in (".safetensors", ".pth"):
+        path = plainvit.save(model, folder / f"written{suffix}", format=format_)
+        found = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+        theirs = peer.state_dict()
+        assert found.keys() == theirs.keys()
+        assert all(torch.equal(x, theirs[name]) for name, x in found.items())
+        peer.load_state_dict(found, strict=True)
 
 
-# timm in --------------------------------------------------------------------------------------------------------------
+# timm -----------------------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0, "num_classes": 7}
-
-
-def timm_vit(kind: type[VisionTransformer] = VisionTransformer, **settings: Any) -> VisionTransformer:
-    peer = kind(**{"img_size": 32, "patch_size": 8} | SMALL | settings).double().eval()
-    scramble(peer)
-    return peer
-
-
-def timm_hybrid(blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> VisionTransformer:
-    embed = partial(HybridEmbed, backbone=_resnetv2(layers=blocks))
-    return timm_vit(img_size=size, patch_size=patch, embed_layer=embed)
-
-
-def timm_bit(blocks: tuple[int, ...]) -> ResNetV2:
-    peer = ResNetV2(list(blocks), num_classes=7, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8)).double()
-    scramble(peer)
-    return peer.eval()
-
-
+NO_CLASS = {"global_pool": "avg", "class_token": False}
 # timm's settings, and what a bare file of them cannot say
 TIMM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -136,12 +84,9 @@ TIMM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "average, fc_norm": ({"global_pool": "avg"}, {}),
     "map": ({"global_pool": "map"}, {}),
     "map, no class token": ({"global_pool": "map", "class_token": False}, {}),
-    "average, no class token": ({"global_pool": "avg", "class_token": False}, {}),
-    "average, no class token, norm": ({"global_pool": "avg", "class_token": False, "fc_norm": False}, {}),
-    "no class token, registers": (
-        {"global_pool": "avg", "class_token": False, "reg_tokens": 2, "no_embed_class": True},
-        {},
-    ),
+    "average, no class token": (NO_CLASS, {}),
+    "average, no class token, norm": (NO_CLASS | {"fc_norm": False}, {}),
+    "no class token, registers": (NO_CLASS | {"reg_tokens": 2, "no_embed_class": True}, {}),
     "no positions": ({"pos_embed": "none"}, {"image_size": 32}),
     "one channel": ({"in_chans": 1}, {}),
     "headless": ({"num_classes": 0}, {}),
@@ -150,23 +95,21 @@ TIMM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a square number of tokens that is no square": ({"img_size": (16, 64)}, {"grid": (2, 8)}),
     "rectangular patch": ({"img_size": (36, 16), "patch_size": (12, 8)}, {"image_size": (36, 16)}),
     "registers with rows, wide": ({"img_size": (24, 40), "reg_tokens": 2}, {"image_size": (24, 40)}),
+    "distilled": ({"kind": VisionTransformerDistilled}, {}),
 }
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize(("theirs", "hints"), TIMM.values(), ids=TIMM)
-def test_loaded_timm_model_equals_timm(
-    tmp_path: Path, theirs: dict[str, Any], hints: dict[str, Any], suffix: str
-) -> None:
+def test_timm_model_is_equal_and_written_back(tmp_path: Path, theirs: dict[str, Any], hints: dict[str, Any]) -> None:
     peer = timm_vit(**theirs)
-    path = write(peer.state_dict(), tmp_path / f"model{suffix}")
-    check(path, peer, heads=4, **hints)
-
-
-def test_loaded_distilled_deit_equals_timm(tmp_path: Path) -> None:
-    peer = timm_vit(VisionTransformerDistilled)
-    model = check(write(peer.state_dict(), tmp_path / "model.bin"), peer, heads=4)
-    assert model.config.distillation
+    path = write(peer.state_dict(), tmp_path / ("m.pth" if "reg_tokens" in theirs else "m.safetensors"))
+    model = check(path, peer, heads=4, **hints)
+    check_written(model, peer, "timm", tmp_path)
+    folder = plainvit.save(model, tmp_path / "folder", format="timm")
+    assert gap(model.float(), from_folder(folder)) < CLOSE
+    settings = timm.data.resolve_model_data_config(from_folder(folder))
+    assert (tuple(settings["mean"]), tuple(settings["std"])) == (model.config.mean, model.config.std)
+    assert tuple(settings["input_size"]) == (model.config.channels, *model.config.image_size)
 
 
 # stages, patch and image size: as /16, the root alone under patches, and rectangles
@@ -174,17 +117,35 @@ HYBRIDS = [((1, 2), 1, (32, 32)), ((1, 1, 1), 1, (80, 48)), ((), 8, (64, 64)), (
 
 
 @pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
-def test_loaded_hybrid_equals_timm(tmp_path: Path, blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
-    peer = timm_hybrid(blocks, patch, size)
+def test_hybrid_is_equal_and_written_back(
+    tmp_path: Path, blocks: tuple[int, ...], patch: int, size: tuple[int, int]
+) -> None:
+    peer = timm_hybrid(blocks, patch, img_size=size)
     path = write(peer.state_dict(), tmp_path / "model.safetensors")
     model = check(path, peer, heads=4, image_size=None if size[0] == size[1] else size)
     assert model.config.stem.blocks == blocks
+    check_written(model, peer, "timm", tmp_path)
 
 
-def test_loaded_bit_equals_timm(tmp_path: Path) -> None:
+def test_bit_is_equal_and_written_back(tmp_path: Path) -> None:
     peer = timm_bit((2, 1))
     model = check(write(peer.state_dict(), tmp_path / "model.safetensors"), peer, size=(33, 21))
     assert model.config.blocks == (2, 1)
+    check_written(model, peer, "timm", tmp_path)
+
+
+def from_folder(folder: Path) -> nn.Module:
+    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gelu_sigmoid", "relu"])
+@pytest.mark.parametrize("distillation", [False, True])
+def test_timm_folder_states_the_activation(tmp_path: Path, activation: str, distillation: bool) -> None:
+    model = tiny.vit(
+        torch.float32, numerics="timm", activation=activation, distillation=distillation, mlp_dim=488, width=56
+    )
+    assert int(56 * (488 / 56)) == 487  # timm computes int(width * ratio), which must not lose one
+    assert gap(model, from_folder(plainvit.save(model, tmp_path / "folder", format="timm"))) < CLOSE
 
 
 def timm_folder(folder: Path, arguments: dict[str, Any], config: dict[str, Any] | None = None) -> nn.Module:
@@ -195,7 +156,8 @@ def timm_folder(folder: Path, arguments: dict[str, Any], config: dict[str, Any] 
     return peer
 
 
-FOLDER: dict[str, Any] = {"img_size": 32, "patch_size": 8} | SMALL
+FOLDER: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
+FOLDER |= {"mlp_ratio": 2.0, "num_classes": 7}
 TIMM_FOLDERS: dict[str, dict[str, Any]] = {
     "heads that no convention has": {"embed_dim": 64, "num_heads": 4},
     "tanh GELU": {"act_layer": "gelu_tanh"},
@@ -276,96 +238,6 @@ def test_unsupported_crop_mode_is_an_assumption(tmp_path: Path) -> None:
     assert plainvit.load(tmp_path).about.sources["preprocess"].startswith("assumed")
 
 
-# timm out -------------------------------------------------------------------------------------------------------------
-
-GREY = {"mean": (0.4,), "std": (0.3,)}
-# our settings, and timm's
-OUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "registers without rows": (
-        {"registers": 3, "posemb_prefix": "none"},
-        {"reg_tokens": 3, "no_embed_class": True},
-    ),
-    "registers with rows": ({"registers": 3, "posemb_prefix": "all"}, {"reg_tokens": 3}),
-    "no_embed_class": ({"posemb_prefix": "none"}, {"no_embed_class": True}),
-    "LayerScale": ({"layer_scale": 0.1}, {"init_values": 0.1}),
-    "average, fc_norm": ({"pool": "average", "norm_pooled": True}, {"global_pool": "avg"}),
-    "token, fc_norm": ({"norm_pooled": True}, {"fc_norm": True}),
-    "map": ({"pool": "attention"}, {"global_pool": "map"}),
-    "average, no class token": (
-        {"pool": "average", "class_token": False},
-        {"global_pool": "avg", "class_token": False, "fc_norm": False},
-    ),
-    "no positions": ({"posemb": "none"}, {"pos_embed": "none"}),
-    "square": ({"image_size": 32}, {"img_size": 32}),
-    "rectangular patch": (
-        {"image_size": (36, 16), "patch": (12, 8)},
-        {"img_size": (36, 16), "patch_size": (12, 8)},
-    ),
-    "one channel": ({"channels": 1} | GREY, {"in_chans": 1}),
-    "headless": ({"classes": 0}, {"num_classes": 0}),
-    "ImageNet pixels": ({"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}, {}),
-}
-
-
-@pytest.mark.parametrize(("ours", "theirs"), OUT.values(), ids=OUT)
-def test_timm_loads_our_file(tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    model = tiny.vit(numerics="timm", **ours)
-    peer = timm_vit(**{"img_size": (24, 40), "depth": 3} | theirs)
-    for suffix in (".safetensors", ".pth"):
-        path = plainvit.save(model, tmp_path / f"model{suffix}", format="timm")
-        scramble(peer, seed=9)
-        read = safetensors.torch.load_file if suffix == ".safetensors" else partial(torch.load, weights_only=True)
-        peer.load_state_dict(read(path), strict=True)
-        assert gap(model, peer) < EXACT
-
-
-def test_timm_loads_our_distilled_deit(tmp_path: Path) -> None:
-    model = tiny.vit(numerics="timm", distillation=True)
-    peer = timm_vit(VisionTransformerDistilled, img_size=(24, 40), depth=3)
-    plainvit.save(model, tmp_path / "m.pth", format="timm")
-    peer.load_state_dict(torch.load(tmp_path / "m.pth", weights_only=True), strict=True)
-    assert gap(model, peer) < EXACT
-
-
-@pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
-def test_timm_loads_our_hybrids(tmp_path: Path, blocks: tuple[int, ...], patch: int, size: tuple[int, int]) -> None:
-    model = tiny.hybrid(blocks=blocks, patch=patch, image_size=size, numerics="timm")
-    peer = timm_hybrid(blocks, patch, size)
-    path = plainvit.save(model, tmp_path / "m.safetensors", format="timm")
-    scramble(peer, seed=9)
-    peer.load_state_dict(safetensors.torch.load_file(path), strict=True)
-    assert gap(model, peer) < EXACT
-
-
-def test_timm_loads_our_bit(tmp_path: Path) -> None:
-    model, peer = tiny.bit(blocks=(1, 2), numerics="timm"), timm_bit((1, 2))
-    path = plainvit.save(model, tmp_path / "m.safetensors", format="timm")
-    scramble(peer, seed=9)
-    peer.load_state_dict(safetensors.torch.load_file(path), strict=True)
-    assert gap(model, peer, size=(21, 33)) < EXACT
-
-
-def from_folder(folder: Path) -> nn.Module:
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("ours", [ours for ours, _ in OUT.values()], ids=OUT)
-def test_timm_creates_a_model_from_our_folder(tmp_path: Path, ours: dict[str, Any], activation: str) -> None:
-    model = tiny.vit(torch.float32, numerics="timm", activation=activation, **ours)
-    folder = plainvit.save(model, tmp_path / "folder", format="timm")
-    assert gap(model, from_folder(folder)) < CLOSE
-
-
-def test_timm_reads_our_pixels_and_names(tmp_path: Path) -> None:
-    model = tiny.vit(torch.float32, numerics="timm", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    folder = plainvit.save(model, tmp_path / "folder", format="timm")
-    settings = timm.data.resolve_model_data_config(from_folder(folder))
-    assert (*settings["mean"], *settings["std"]) == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    assert tuple(settings["input_size"]) == (3, 24, 40)
-
-
 @pytest.mark.parametrize("resize", ["squash", "crop", "squash-crop"])
 def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
@@ -392,153 +264,7 @@ def test_shape_without_a_name_in_timm_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# transformers in ------------------------------------------------------------------------------------------------------
-
-
-def transformers_settings(**settings: Any) -> dict[str, Any]:
-    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    return shape | {"image_size": 32, "patch_size": 8, "num_labels": 7} | settings
-
-
-TRANSFORMERS: dict[str, tuple[type[nn.Module], type[Any], dict[str, Any]]] = {
-    "ViT": (ViTForImageClassification, ViTConfig, {}),
-    "ViT with pooler": (ViTModel, ViTConfig, {}),
-    "ViT with a narrow pooler": (ViTModel, ViTConfig, {"pooler_output_size": 20}),
-    "ViT, wide": (ViTForImageClassification, ViTConfig, {"image_size": (24, 40)}),
-    "ViT, a square number that is no square": (ViTForImageClassification, ViTConfig, {"image_size": (16, 64)}),
-    "ViT, tanh GELU": (ViTForImageClassification, ViTConfig, {"hidden_act": "gelu_pytorch_tanh"}),
-    "ViT, gelu_new": (ViTForImageClassification, ViTConfig, {"hidden_act": "gelu_new"}),
-    "ViT, quick_gelu": (ViTForImageClassification, ViTConfig, {"hidden_act": "quick_gelu"}),
-    "ViT, eps 1e-5": (ViTForImageClassification, ViTConfig, {"layer_norm_eps": 1e-5}),
-    "DeiT": (DeiTForImageClassification, DeiTConfig, {}),
-    "DeiT with teacher": (DeiTForImageClassificationWithTeacher, DeiTConfig, {}),
-    "DeiT without head": (DeiTModel, DeiTConfig, {}),
-}
-
-
-def transformers_peer(name: str, **more: Any) -> nn.Module:
-    kind, config, settings = TRANSFORMERS[name]
-    peer = kind(config(**transformers_settings(**settings | more))).double().eval()
-    scramble(peer)
-    return peer
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_loaded_folder_equals_transformers(tmp_path: Path, name: str) -> None:
-    peer = transformers_peer(name)
-    peer.save_pretrained(tmp_path)
-    model = check(tmp_path, peer)
-    assert model.config.norm_eps == peer.config.layer_norm_eps
-
-
-def sides(peer: nn.Module) -> dict[str, Any]:
-    """What the file alone cannot say of a grid."""
-    size = peer.config.image_size
-    return {} if isinstance(size, int) else {"grid": (size[0] // 8, size[1] // 8)}
-
-
-PLAIN_FILES = [name for name in TRANSFORMERS if "lu" not in name.lower() and "eps" not in name]
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-@pytest.mark.parametrize("name", PLAIN_FILES)
-def test_loaded_state_dict_equals_transformers(tmp_path: Path, name: str, suffix: str) -> None:
-    peer = transformers_peer(name)
-    assert any(re.search(r"layers\.0\.attention\.q_proj", name) for name in peer.state_dict())
-    check(write(peer.state_dict(), tmp_path / f"m{suffix}"), peer, heads=4, **sides(peer))
-
-
-@pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
-def test_loaded_shards_equal_transformers(tmp_path: Path, name: str) -> None:
-    peer = transformers_peer(name)
-    peer.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    check(tmp_path, peer)
-
-
-def test_transformers_class_names_are_loaded(tmp_path: Path) -> None:
-    names = ["tench", "goldfish", "shark", "ray", "cock", "hen", "ostrich"]
-    peer = transformers_peer("ViT", id2label=dict(enumerate(names)))
-    peer.save_pretrained(tmp_path)
-    assert plainvit.load(tmp_path).about.class_names == tuple(names)
-    transformers_peer("ViT").save_pretrained(tmp_path)
-    assert plainvit.load(tmp_path).about.class_names == ()
-
-
-# transformers out -----------------------------------------------------------------------------------------------------
-
-TO_TRANSFORMERS: dict[str, tuple[dict[str, Any], type[Any]]] = {
-    "ViT": ({}, ViTForImageClassification),
-    "square": ({"image_size": 32}, ViTForImageClassification),
-    "eps 1e-6": ({"norm_eps": 1e-6}, ViTForImageClassification),
-    "tanh GELU": ({"activation": "gelu_tanh"}, ViTForImageClassification),
-    "quick GELU": ({"activation": "gelu_sigmoid"}, ViTForImageClassification),
-    "ReLU": ({"activation": "relu"}, ViTForImageClassification),
-    "one channel": ({"channels": 1} | GREY, ViTForImageClassification),
-    "rectangular patch": ({"image_size": (36, 16), "patch": (12, 8)}, ViTForImageClassification),
-    "pooler": ({"classes": 0, "representation": 48}, ViTModel),
-    "narrow pooler": ({"classes": 0, "representation": 20}, ViTModel),
-    "DeiT": ({"registers": 1, "posemb_prefix": "all"}, DeiTForImageClassification),
-    "DeiT with teacher": ({"distillation": True}, DeiTForImageClassificationWithTeacher),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("ours", "kind"), TO_TRANSFORMERS.values(), ids=TO_TRANSFORMERS)
-def test_transformers_loads_our_folder(
-    tmp_path: Path, ours: dict[str, Any], kind: type[Any], dtype: torch.dtype
-) -> None:
-    model = tiny.vit(dtype, numerics="transformers", **ours)
-    folder = plainvit.save(model, tmp_path / "folder", format="transformers")
-    peer, notes = kind.from_pretrained(folder, output_loading_info=True)
-    assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert peer.dtype is dtype
-    said = AutoConfig.from_pretrained(folder)  # by which the library chooses the class itself
-    assert (type(said), said.architectures) == (kind.config_class, [kind.__name__])
-    assert gap(model, peer) < (EXACT if dtype is torch.float64 else CLOSE)
-
-
-PIXELS = {
-    "Google's": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "ImageNet's": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
-
-
-def with_crop(model: ViT, resize: str) -> ViT:
-    prepared = type(model.about.preprocess)(resize=resize, crop=0.5 if resize == "crop" else 1.0)
-    model.about = type(model.about)(preprocess=prepared)
-    return model
-
-
-@pytest.mark.parametrize("resize", ["squash", "crop"])
-@pytest.mark.parametrize("deit", [False, True], ids=["ViT", "DeiT"])
-@pytest.mark.parametrize(("mean", "std"), PIXELS.values(), ids=PIXELS)
-def test_written_processor_normalises_like_the_config(
-    tmp_path: Path, mean: tuple[float, ...], std: tuple[float, ...], deit: bool, resize: str
-) -> None:
-    """One colour all over stays so under any resize; what comes out is the normalisation alone."""
-    model = tiny.vit(numerics="transformers", image_size=32, distillation=deit, mean=mean, std=std)
-    folder = plainvit.save(with_crop(model, resize), tmp_path / "folder", format="transformers")
-    colour = (10, 100, 250)
-    out = AutoImageProcessor.from_pretrained(folder)(Image.new("RGB", (50, 70), colour), return_tensors="np")
-    assert out["pixel_values"].shape == (1, 3, 32, 32)
-    expected = (np.array(colour) / 255 - mean) / std
-    assert np.abs(out["pixel_values"] - expected[None, :, None, None]).max() < 1e-5
-
-
-@pytest.mark.parametrize("resize", ["squash", "crop"])
-def test_written_processor_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
-    """A photo with a border of a quarter: the crop of one half of the side loses it, the square resize keeps it."""
-    model = with_crop(tiny.vit(numerics="transformers", image_size=32), resize)
-    folder = plainvit.save(model, tmp_path / "folder", format="transformers")
-    photo = np.zeros((128, 128, 3), np.uint8)
-    photo[32:96, 32:96] = 255
-    pixels = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(photo), return_tensors="np")["pixel_values"]
-    assert pixels[0, 0, 16, 16] == 1.0
-    corner = pixels[0, :, 2, 2]
-    assert (corner == (1.0 if resize == "crop" else -1.0)).all()
-    assert plainvit.load(folder).about.preprocess == model.about.preprocess
-
+# Processors of transformers -------------------------------------------------------------------------------------------
 
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ViTImageProcessor", {}),
@@ -622,41 +348,17 @@ def test_unsupported_processor_is_an_assumption(tmp_path: Path, name: str) -> No
 # torchvision ----------------------------------------------------------------------------------------------------------
 
 
-def torchvision_vit(**settings: Any) -> TorchvisionViT:
-    shape = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 48, "mlp_dim": 96}
-    peer = TorchvisionViT(**shape | {"num_classes": 7} | settings).double().eval()
-    scramble(peer)
-    return peer
-
-
-def older(state: State) -> State:
-    """The names before metadata version 2."""
-    return {
-        name.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): x for name, x in state.items()
-    }
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-@pytest.mark.parametrize("old", [False, True], ids=["new names", "old names"])
+@pytest.mark.parametrize("old", [False, True], ids=["new names", "names before metadata version 2"])
 @pytest.mark.parametrize("hidden", [None, 20], ids=["", "pre_logits"])
-def test_loaded_file_equals_torchvision(tmp_path: Path, hidden: int | None, old: bool, suffix: str) -> None:
+def test_torchvision_model_is_equal_and_written_back(tmp_path: Path, hidden: int | None, old: bool) -> None:
     peer = torchvision_vit(representation_size=hidden)
-    state = older(peer.state_dict()) if old else peer.state_dict()
-    assert any("linear_1" in name for name in state) is old
-    model = check(write(state, tmp_path / f"m{suffix}"), peer, heads=4)
+    renames = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."} if old else {}
+    state = peer.state_dict()
+    for new, before in renames.items():
+        state = {name.replace(new, before): x for name, x in state.items()}
+    model = check(write(state, tmp_path / ("m.pth" if old else "m.safetensors")), peer, heads=4)
     assert model.config.representation == (hidden or 0)
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-@pytest.mark.parametrize("hidden", [0, 20])
-def test_torchvision_loads_our_file(tmp_path: Path, hidden: int, suffix: str) -> None:
-    model = tiny.vit(numerics="torchvision", image_size=32, representation=hidden)
-    path = plainvit.save(model, tmp_path / f"m{suffix}", format="torchvision")
-    peer = torchvision_vit(num_layers=3, representation_size=hidden or None)
-    scramble(peer, seed=9)
-    read = safetensors.torch.load_file if suffix == ".safetensors" else partial(torch.load, weights_only=True)
-    peer.load_state_dict(read(path), strict=True)
-    assert gap(model, peer) < EXACT
+    check_written(model, peer, "torchvision", tmp_path)
 
 
 TORCHVISION = {
@@ -682,16 +384,3 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)
     assert same or "SWAG_LINEAR" in source
     assert same is (published.name != "IMAGENET1K_SWAG_LINEAR_V1" or name == "vit_h_14")
-
-
-def hollow(state: State, path: Path) -> Path:
-    """A safetensors file of the right names and shapes, all zeros, that takes no room on disk."""
-    header, end = {}, 0
-    for name, x in state.items():
-        start, end = end, end + 4 * x.numel()
-        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return path

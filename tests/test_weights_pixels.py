@@ -13,6 +13,7 @@ import test_weights_google as google
 import test_weights_load as loading
 import tiny
 import torch
+from peers import write
 
 import plainvit
 from plainvit.config import About, Preprocess
@@ -23,9 +24,9 @@ PIXELS: dict[str, Any] = {"mean": 0.25, "std": (0.5, 0.25, 0.125), "resize": "cr
 PIXELS |= {"interpolation": "lanczos", "antialias": True}
 # Files that do not say how photos are prepared
 SILENT: dict[str, Callable[[Path], Path]] = {
-    "under 'model'": lambda folder: loading.write(loading.deit(loading.encoder()[1]), folder / "m.pth"),
-    "under 'state_dict'": lambda folder: loading.write({"state_dict": loading.encoder()[1]}, folder / "m.pth"),
-    "timm's names": lambda folder: loading.write(loading.encoder()[1], folder / "m.safetensors"),
+    "under 'model'": lambda folder: write(loading.deit(loading.encoder()[1]), folder / "m.pth"),
+    "under 'state_dict'": lambda folder: write({"state_dict": loading.encoder()[1]}, folder / "m.pth"),
+    "timm's names": lambda folder: write(loading.encoder()[1], folder / "m.safetensors"),
     "torchvision": lambda folder: loading.bare("torchvision", (32, 32), folder),
     "transformers": lambda folder: loading.bare("transformers", (32, 32), folder),
     "transformers, no processor": lambda folder: loading.hub_folder(folder, "ViT", None),

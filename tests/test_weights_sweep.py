@@ -18,8 +18,7 @@ import safetensors.torch
 import timm
 import tiny
 import torch
-from peers import scramble
-from test_weights_parity import hollow
+from peers import hollow, scramble
 from timm.models import resnetv2
 from timm.models._hub import save_config_for_hf
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from plainvit.disk import read_json
 
-SHARD_INDEX = "model.safetensors.index.json"
+SHARD_INDEX, TORCH_SHARD_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 MAX_WRAPPERS = 4
 UNPACK_MARGIN = 256 * 2**20  # an archive may unpack to twice its size plus this many bytes
 CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
@@ -158,7 +157,7 @@ class NpzFile:
     def __init__(self, path: Path) -> None:
         self.path, self.metadata = path, {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._members: dict[str, tuple[zipfile.ZipInfo, np.dtype, bool, int]] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}
         with _report_damage(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())
             if total > 2 * path.stat().st_size + UNPACK_MARGIN:
@@ -172,15 +171,14 @@ class NpzFile:
         with archive.open(member) as stream:
             version = npy.read_magic(stream)
             header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, fortran, dtype = header(stream)
+            shape, _, dtype = header(stream)
             start = stream.tell()
         name = member.filename.removesuffix(".npy")
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which are never loaded")
         if math.prod(shape) * dtype.itemsize != member.file_size - start:
             raise ValueError(f"the header of {name} claims shape {shape}, but it has {member.file_size - start} bytes")
-        self.shapes[name] = shape
-        self._members[name] = member, dtype, fortran, start
+        self.shapes[name], self._members[name] = shape, member
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
@@ -196,17 +194,8 @@ class NpzFile:
         """NumPy archives have no checksum."""
 
     def _array(self, name: str) -> np.ndarray:
-        member, dtype, fortran, start = self._members[name]
-        shape, order = self.shapes[name], "F" if fortran else "C"
-        if member.compress_type != zipfile.ZIP_STORED:
-            with zipfile.ZipFile(self.path) as archive, archive.open(member) as stream:
-                stream.read(start)
-                return np.frombuffer(bytearray(stream.read()), dtype).reshape(shape, order=order)
-        with self.path.open("rb") as file:  # the bytes of an uncompressed member follow its local header
-            file.seek(member.header_offset)
-            fields = struct.unpack("<4s5H3I2H", file.read(30))
-            offset = member.header_offset + 30 + fields[-2] + fields[-1] + start
-        return np.fromfile(self.path, dtype, math.prod(shape), offset=offset).reshape(shape, order=order)
+        with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as stream:
+            return npy.read_array(stream, allow_pickle=False)
 
     @staticmethod
     def _tensor(array: np.ndarray) -> Tensor:
@@ -259,6 +248,14 @@ class TorchFile:
 
     def check(self) -> None:
         """PyTorch files have no checksum."""
+
+    @staticmethod
+    def merge(shards: "list[TorchFile]") -> "TorchFile":
+        merged = shards[0]
+        for shard in shards[1:]:
+            merged._tensors |= shard._tensors
+            merged.shapes |= shard.shapes
+        return merged
 
 
 class RenamedTensors:
@@ -343,13 +340,15 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     A folder with both is read from the file, as transformers does: it leaves the index of older shards behind.
     """
     if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
-        return _open_shards(folder)
+        return _open_shards(folder, SHARD_INDEX)
     known = ("model.safetensors",) if safe_only else ("model.safetensors", "pytorch_model.bin", "model.pth")
-    found = [folder / name for name in known if (folder / name).is_file()] or [
+    candidates = [folder / name for name in known if (folder / name).is_file()] or [
         path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
     ]
-    if found:
-        return open_file(found[0])
+    if candidates:
+        return open_file(candidates[0])
+    if not safe_only and (folder / TORCH_SHARD_INDEX).is_file():
+        return _open_shards(folder, TORCH_SHARD_INDEX)
     numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
     numbered.sort(key=lambda path: -int(path.name[11:]))  # of transformers' Trainer, newest first
     checkpoints = [*numbered, *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
@@ -360,13 +359,18 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     raise ValueError(f"{folder} has no weights: expected {' or '.join(known[:2])}, or another .safetensors file")
 
 
-def _open_shards(folder: Path) -> Tensors:
-    names = read_json(folder / SHARD_INDEX).get("weight_map")
-    shards = list(names.values()) if isinstance(names, dict) else []
+def _open_shards(folder: Path, index: str) -> Tensors:
+    names = read_json(folder / index).get("weight_map")
+    names = names if isinstance(names, dict) else {}
+    shards = list(names.values())
     if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
-        raise ValueError(f"{folder / SHARD_INDEX} is not a list of shards")
+        raise ValueError(f"{folder / index} is not a list of shards")
     paths = [folder / name for name in sorted(set(shards))]
     missing = next((path.name for path in paths if not path.is_file()), None)
     if missing:
         raise ValueError(f"{folder} lacks the shard {missing!r}")
-    return SafetensorsFiles(paths)
+    tensors = SafetensorsFiles(paths) if index == SHARD_INDEX else TorchFile.merge([TorchFile(path) for path in paths])
+    lost = next((name for name in names if name not in tensors.shapes), None)
+    if lost is not None:
+        raise DamagedError(f"the shards in {folder} lack {lost!r}, which the index lists: download them again")
+    return tensors

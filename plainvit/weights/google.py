@@ -128,14 +128,14 @@ def matches(tensors: Tensors) -> bool:
     )
 
 
-def find(tensors: Tensors, hints: Hints) -> tuple[DetectedModel, Tensors]:
+def detect(tensors: Tensors, hints: Hints) -> tuple[DetectedModel, Tensors]:
     """The model of an archive, and the archive under the names of its layout."""
     if any(name.startswith("resnet/root_block/") for name in tensors.shapes):
-        return _find_bit(tensors)
+        return _detect_bit(tensors)
     kernel = min((name for name in tensors.shapes if name.endswith("embedding/kernel")), key=len)
     prefix = kernel.removesuffix("embedding/kernel")
     tensors = _unstack(tensors, prefix)
-    return _find_vit(tensors, prefix, hints), tensors
+    return _detect_vit(tensors, prefix, hints), tensors
 
 
 def _unstack(tensors: Tensors, prefix: str) -> Tensors:
@@ -154,7 +154,7 @@ def _unstack(tensors: Tensors, prefix: str) -> Tensors:
     return RenamedTensors(tensors, names)
 
 
-def _find_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
+def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
     big_vision = any("MultiHeadDotProductAttention_0" in name for name in shapes if _BLOCK.match(name))
     layout = vit_layout(prefix, big_vision=big_vision)
@@ -230,7 +230,7 @@ def _find_stem(shapes: dict[str, tuple[int, ...]]) -> ResNetConfig | None:
     )
 
 
-def _find_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
+def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
     """BiT; some files number the convolutions (standardized_conv2d_12), and the numbers have no meaning."""
     names = {re.sub(r"(conv2d|group_norm)_\d+/", r"\1/", name): (name, None) for name in tensors.shapes}
     if len(names) < len(tensors.shapes):
@@ -276,15 +276,12 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         if config.blocks not in UNITS.values():
             yield "blocks", "BiT has no ResNet of this depth"
         return
-    if config.activation != "gelu_tanh":
-        yield "activation", "Google's code has the tanh GELU only"
-    if config.norm_eps != 1e-6:
-        yield "norm_eps", "Google's code has LayerNorm 1e-6 only"
     stem = config.stem
     if stem and (stem.standardise, stem.norm_eps, stem.padding) != ("std+1e-5", 1e-6, "same"):
         yield "standardise", "Google's hybrids compute (w - mean) / (std + 1e-5), GroupNorm 1e-6, SAME padding"
     has = {"stem": ANY, "representation": ANY, "posemb_prefix": ANY, "posemb": ("1d", "sincos2d")}
-    yield from list_unlike(config, "Google's code", **has, pool=("token", "average", "attention"))
+    has |= {"pool": ("token", "average", "attention"), "activation": ("gelu_tanh",), "norm_eps": (1e-6,)}
+    yield from list_unlike(config, "Google's code", **has)
     if config.pool != "token" and config.class_token:
         yield "pool", "Google's average and attention pooling have no class token"
     if config.posemb == "sincos2d" and config.class_token:

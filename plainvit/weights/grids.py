@@ -68,7 +68,7 @@ def _count_patches(size: tuple[int, int] | None, cell: tuple[int, int]) -> int |
 
 def count_layers(names: Iterable[str], pattern: str) -> int:
     """Counts the layers of a file; they must be numbered from 0 without gaps."""
-    numbers = {int(found[1]) for name in names if (found := re.match(pattern, name))}
+    numbers = {int(match[1]) for name in names if (match := re.match(pattern, name))}
     if not numbers or max(numbers) + 1 != len(numbers):
         raise ValueError(f"the file's layers are not numbered 0, 1, 2 ... ({len(numbers)} found): it is incomplete")
     return len(numbers)
@@ -76,9 +76,9 @@ def count_layers(names: Iterable[str], pattern: str) -> int:
 
 def count_units(names: Iterable[str], pattern: str, first: int) -> tuple[int, ...]:
     """Counts the units in each stage of a ResNet; both must be numbered from `first` without gaps."""
-    pairs = {(int(found[1]) - first, int(found[2]) - first) for name in names if (found := re.match(pattern, name))}
+    pairs = {(int(match[1]) - first, int(match[2]) - first) for name in names if (match := re.match(pattern, name))}
     stages = sorted({stage for stage, _ in pairs})
-    units = tuple(sum(1 for stage, _ in pairs if stage == one) for one in stages)
+    units = tuple(sum(1 for stage, _ in pairs if stage == number) for number in stages)
     if stages != list(range(len(stages))) or any((s, u) not in pairs for s, n in enumerate(units) for u in range(n)):
         raise ValueError("the file's stages and units are not numbered without gaps: it is incomplete")
     return units

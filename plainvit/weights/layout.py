@@ -103,14 +103,14 @@ def locate(layout: Layout, name: str) -> Entry | None:
     return Entry(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].conversion)
 
 
-def build_model(found: DetectedModel, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
+def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
     """Builds the model and moves the file's tensors into it one by one, so that memory never holds them twice."""
     with torch.device("meta"):
-        model = build(found.config)
+        model = build(detected.config)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    tensors = _split_thirds(found.layout, shapes, tensors)
-    entries = _check_names(found, shapes, tensors)
-    _check_shapes(found, entries, shapes, tensors)
+    tensors = _split_thirds(detected.layout, shapes, tensors)
+    entries = _check_names(detected, shapes, tensors)
+    _check_shapes(detected, entries, shapes, tensors)
     # Neighbours in the file are read together, so a file that stacks its layers is unpacked once per array
     order = sorted(entries, key=lambda name: (re.sub(r"\d+", "", name), name))
     weights: dict[str, Tensor] = {}
@@ -127,9 +127,9 @@ _THIRD = re.compile(r"(.+)\[([012])/3\]$")
 
 
 def _split_thirds(layout: Layout, shapes: Iterable[str], tensors: Tensors) -> Tensors:
-    """Gives the thirds that a layout names their own names, in place of the whole tensor's."""
-    places = [place for name in shapes if (place := locate(layout, name))]
-    thirds = [match for place in places for name in place.names if (match := _THIRD.match(name))]
+    """Gives the thirds that a layout names their own names instead of the full tensor's."""
+    entries = [located for name in shapes if (located := locate(layout, name))]
+    thirds = [match for located in entries for name in located.names if (match := _THIRD.match(name))]
     sliced = {match[1] for match in thirds if match[1] in tensors.shapes}
     if not sliced:
         return tensors
@@ -178,34 +178,34 @@ def check_values(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _check_names(found: DetectedModel, names: Iterable[str], tensors: Tensors) -> dict[str, Entry]:
+def _check_names(detected: DetectedModel, names: Iterable[str], tensors: Tensors) -> dict[str, Entry]:
     """{our name: its entry}, if the file has exactly the weights of the model."""
-    located = {name: locate(found.layout, name) for name in names}
-    entries = {name: place for name, place in located.items() if place is not None}
-    file = f"this {found.family} file"
+    located = {name: locate(detected.layout, name) for name in names}
+    entries = {name: value for name, value in located.items() if value is not None}
+    file = f"this {detected.family} file"
     if len(entries) < len(located):
-        homeless = join_names(name for name in located if name not in entries)
-        raise ValueError(f"{file} describes a model with {homeless}, which its format does not support")
-    expected = {their for place in entries.values() for their in place.names}
+        unsupported = join_names(name for name in located if name not in entries)
+        raise ValueError(f"{file} describes a model with {unsupported}, which its format does not support")
+    expected = {their for value in entries.values() for their in value.names}
     missing = sorted(expected - tensors.shapes.keys())
     if missing:
         raise ValueError(f"{file} lacks {join_names(missing)}: it is incomplete, or of another model")
-    extra = [name for name in tensors.shapes if name not in expected and not found.ignore(name)]
+    extra = [name for name in tensors.shapes if name not in expected and not detected.ignore(name)]
     if extra:
         raise ValueError(f"{file} has unknown weights: {join_names(extra)}")
     return entries
 
 
 def _check_shapes(
-    found: DetectedModel, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
+    detected: DetectedModel, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors
 ) -> None:
-    for name, place in entries.items():
-        for their, example in write_parameter(place, torch.empty(shapes[name], device="meta"), found.config):
+    for name, value in entries.items():
+        for their, example in write_parameter(value, torch.empty(shapes[name], device="meta"), detected.config):
             actual, expected = tensors.shapes[their], tuple(example.shape)
             # Old files store GroupNorm's vectors as (1, 1, 1, c)
             if actual != expected and not (len(expected) == 1 and actual == (1, 1, 1, *expected)):
                 raise ValueError(
-                    f"{their} has shape {actual} where this {found.family} model has {expected}: "
+                    f"{their} has shape {actual} where this {detected.family} model has {expected}: "
                     "the file is damaged, or of another model"
                 )
 
@@ -219,16 +219,16 @@ def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[s
     """Our weights under a format's names and in its shapes."""
     out: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        place = locate(layout, name)
-        assert place is not None, name
-        out |= {their: tensor.contiguous() for their, tensor in write_parameter(place, weight, config)}
+        located = locate(layout, name)
+        assert located is not None, name
+        out |= {their: tensor.contiguous() for their, tensor in write_parameter(located, weight, config)}
     return _merge_thirds(out)
 
 
-def write_parameter(place: Entry, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]:
+def write_parameter(located: Entry, weight: Tensor, config: Model) -> list[tuple[str, Tensor]]:
     """One of our parameters under a format's names and in its shapes."""
-    parts = weight.chunk(len(place.names))
-    return [(name, place.conversion.write(part, config)) for name, part in zip(place.names, parts, strict=True)]
+    parts = weight.chunk(len(located.names))
+    return [(name, located.conversion.write(part, config)) for name, part in zip(located.names, parts, strict=True)]
 
 
 def join_names(names: Iterable[str], count: int = 3) -> str:

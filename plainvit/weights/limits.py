@@ -27,6 +27,9 @@ PLAIN: dict[str, Any] = {
     "norm_final": True,
     "block_bias": "all",
     "embedding_bias": True,
+    "axial": False,
+    "norm": "pre",
+    "posemb_at": "stem",
 }
 # The names of parts in errors and in --drop
 PARTS = {"representation": "pre_logits", "norm_pooled": "pool", "posemb_prefix": "posemb", "cosine_head": "head"}
@@ -36,15 +39,14 @@ ANY = object()  # every value is supported
 def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tuple[str, str]]:
     """(part, reason) for each setting that is not the paper's, nor among the `allowed` values of the library."""
     listed: set[str] = set()
-    for name, usual in PLAIN.items():
-        values = allowed.get(name, (usual,))
-        value = getattr(config, name)
+    for name, values in ({name: (value,) for name, value in PLAIN.items()} | allowed).items():
+        value, usual = getattr(config, name), PLAIN.get(name)
         value = (value is not None and value != 0) if isinstance(usual, bool) and not isinstance(value, bool) else value
         part = PARTS.get(name, name)
         if values is ANY or value in values or part in listed or _has_no_effect(name, config):
             continue
         listed.add(part)
-        supported = " or ".join(str(one) for one in values)
+        supported = " or ".join(map(str, values))
         yield part, f"{library} has {name} {supported}, the model {value}"
 
 

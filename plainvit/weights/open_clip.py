@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, pair
+from plainvit.config import ViTConfig, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import (
@@ -54,14 +54,14 @@ def vit_layout(prefix: str = "visual.") -> Layout:
 def _find_prefix(tensors: Tensors) -> str | None:
     kernels = (name for name in tensors.shapes if re.search(r"(^|\.)conv1\.weight$", name))
     prefixes = [name.removesuffix("conv1.weight") for name in kernels]
-    return next((one for one in prefixes if f"{one}class_embedding" in tensors.shapes), None)
+    return next((prefix for prefix in prefixes if f"{prefix}class_embedding" in tensors.shapes), None)
 
 
 def matches(tensors: Tensors) -> bool:
     return _find_prefix(tensors) is not None
 
 
-def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """`sidecar` is open_clip_config.json, or {}."""
     prefix = _find_prefix(tensors)
     assert prefix is not None
@@ -75,7 +75,7 @@ def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detected
     if len(patches) != 4 or len(fc1) != 2 or len(table) != 2:
         raise ValueError("this open_clip file has no valid conv1, positions or first layer: it is incomplete")
     width, channels, *patch = patches
-    stated = sidecar and sidecar["model_cfg"]["vision_cfg"].get("image_size")
+    stated = sidecar["model_cfg"]["vision_cfg"].get("image_size") if sidecar else None
     if stated and not hints.grid:
         height, wide = pair(stated)
         hints = Hints(heads=hints.heads, grid=(height // patch[0], wide // patch[1]))
@@ -119,8 +119,8 @@ def _read_numerics(
     names: Iterable[str], width: int, is_clipa: bool, hints: Hints, sidecar: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(heads and activation, their sources)."""
-    heads, heads_source = read_heads(width, hints, "open_clip")
     if not sidecar:
+        heads, heads_source = read_heads(width, hints, "open_clip")
         is_openai = any(name in OPENAI for name in names)
         other = "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
         sources = {"heads": heads_source, "activation": "OpenAI's code: sigmoid GELU" if is_openai else other}
@@ -133,9 +133,10 @@ def _read_numerics(
     for name, value in usual.items():
         if (vision.get(name, default.get(name)) or None) != (value or None):
             raise unsupported_model(f"an open_clip tower with {name} {vision.get(name)!r}", CONFIG)
-    heads, heads_source = (heads, heads_source) if hints.heads else (width // vision.get("head_width", 64), CONFIG)
+    heads = hints.heads or width // vision.get("head_width", 64)
     activation = "gelu_sigmoid" if model.get("quick_gelu") else "gelu"
-    return {"heads": heads, "activation": activation}, {"heads": heads_source, "activation": CONFIG}
+    sources = {"heads": "given by the caller" if hints.heads else CONFIG, "activation": CONFIG}
+    return {"heads": heads, "activation": activation}, sources
 
 
 def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, Any]]:
@@ -150,22 +151,14 @@ def _is_text(name: str) -> bool:
     return name.startswith(("text.", "token_embedding.", "text_projection", "logit_scale", "ln_final."))
 
 
-def layout_for(config: Model) -> Layout:
-    assert isinstance(config, ViTConfig)
+def layout_for(_: ViTConfig) -> Layout:
     return vit_layout()
 
 
-def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what open_clip's image tower does not have."""
-    if isinstance(config, ResNetConfig):
-        yield "resnet", "open_clip has no BiT"
-        return
-    if config.norm_eps != 1e-5:
-        yield "norm_eps", "open_clip has norms of 1e-5"
-    if config.activation not in ("gelu", "gelu_sigmoid"):
-        yield "activation", "open_clip has the exact and the sigmoid GELU"
-    has: dict[str, Any] = {"projection": ANY, "layer_scale": ANY, "embedding_bias": (False,)}
+    has: dict[str, Any] = {"projection": ANY, "layer_scale": ANY, "embedding_bias": (False,), "norm_eps": (1e-5,)}
     has |= {"norm_embedding": ("tokens",)} if not config.norm_pooled else {"norm_pooled": ANY, "pool": ("average",)}
-    yield from list_unlike(config, "open_clip's image tower", **has)
+    yield from list_unlike(config, "open_clip's image tower", activation=("gelu", "gelu_sigmoid"), **has)
     if config.classes:
         yield "head", "open_clip has no classifier: load with classes=0"

@@ -50,7 +50,7 @@ def describe(format: str, config: Model, about: About) -> dict[str, Any]:  # noq
     return {"schema": SCHEMA, "format": format, "config": to_json(config), "about": asdict(about)}
 
 
-def sidecar(path: Path) -> Path:
+def sidecar_path(path: Path) -> Path:
     """The file next to a .pth or .npz file that describes it."""
     return path.with_name(f"{path.name}.plainvit.json")
 
@@ -63,7 +63,7 @@ def hash_with_description(path: Path, described: Mapping[str, Any]) -> str:
 
 def read_sidecar(path: Path) -> dict[str, str]:
     """The metadata of a weights file from its sidecar; {} if there is none."""
-    described, name = read_json(sidecar(path)), sidecar(path).name
+    described, name = read_json(sidecar_path(path)), sidecar_path(path).name
     if described and described.pop("sha256", "") != hash_with_description(path, described):
         raise DamagedError(
             f"{path} does not match {name}: one of them is damaged or was changed. Copy both again, or delete {name} "
@@ -80,7 +80,7 @@ def _check_size(config: Model, tensors: Tensors) -> None:
         raise ValueError(f"it describes {sum(config.blocks):,} units, more than the file has")
 
 
-def find(tensors: Tensors, path: Path) -> DetectedModel:
+def detect(tensors: Tensors, path: Path) -> DetectedModel:
     try:
         described = json.loads(tensors.metadata["plainvit"])
         schema, format_, about = int(described["schema"]), described["format"], described["about"]
@@ -98,9 +98,9 @@ def find(tensors: Tensors, path: Path) -> DetectedModel:
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the description in {path} is invalid: {reason}") from error
-    found = DetectedModel(
+    detected = DetectedModel(
         str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names}
     )
-    found.default = "the file's own description"
-    found.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
-    return found
+    detected.default = "the file's own description"
+    detected.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
+    return detected

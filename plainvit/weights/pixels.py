@@ -26,7 +26,7 @@ class Pixels(TypedDict, total=False):
     antialias: bool | None
 
 
-def set_pixels(found: DetectedModel, pixels: Pixels) -> None:
+def set_pixels(detected: DetectedModel, pixels: Pixels) -> None:
     """Replaces the settings that the caller gives."""
     for name in pixels:
         if name not in Pixels.__annotations__:
@@ -34,35 +34,35 @@ def set_pixels(found: DetectedModel, pixels: Pixels) -> None:
     given: dict[str, Any] = {name: value for name, value in pixels.items() if value is not None}
     if not given:
         return
-    found.sources = {"std": find_source(found, "std")} | found.sources | dict.fromkeys(given, GIVEN)
+    detected.sources = {"std": find_source(detected, "std")} | detected.sources | dict.fromkeys(given, GIVEN)
     colours = {name: given.pop(name) for name in ("mean", "std") if name in given}
     values = {name: (value,) if isinstance(value, int | float) else tuple(value) for name, value in colours.items()}
-    found.config = found.config.replace(**values)
-    preprocess = Preprocess(**found.about.get("preprocess", {})).replace(**given)
+    detected.config = detected.config.replace(**values)
+    preprocess = Preprocess(**detected.about.get("preprocess", {})).replace(**given)
     if "crop" in given and preprocess.resize == "squash":
         raise ValueError("--crop needs a centre crop: add --resize crop or --resize squash-crop")
-    found.about["preprocess"] = asdict(preprocess)
+    detected.about["preprocess"] = asdict(preprocess)
 
 
-def find_source(found: DetectedModel, name: str) -> str:
+def find_source(detected: DetectedModel, name: str) -> str:
     """The source of a preprocessing setting."""
     group = "mean" if name in ("mean", "std") else "preprocess"
-    return found.sources.get(name, found.sources.get(group, found.default))
+    return detected.sources.get(name, detected.sources.get(group, detected.default))
 
 
-def describe_assumptions(found: DetectedModel) -> str:
+def describe_assumptions(detected: DetectedModel) -> str:
     """One line with the settings that neither the file, nor one next to it, nor the caller states; "" if none."""
-    preprocess = Preprocess(**found.about.get("preprocess", {}))
+    preprocess = Preprocess(**detected.about.get("preprocess", {}))
     values: dict[str, object] = {
-        "mean": " ".join(map(str, _merge_equal(found.config.mean))),
-        "std": " ".join(map(str, _merge_equal(found.config.std))),
+        "mean": " ".join(map(str, _merge_equal(detected.config.mean))),
+        "std": " ".join(map(str, _merge_equal(detected.config.std))),
         "resize": preprocess.resize,
         "crop": f"{preprocess.crop:.4g}",
         "interpolation": preprocess.interpolation + ("" if preprocess.antialias else " without antialias"),
     }
     if preprocess.resize == "squash":
         del values["crop"]
-    sources = {name: source for name in values if not (source := find_source(found, name)).startswith(STATED)}
+    sources = {name: source for name in values if not (source := find_source(detected, name)).startswith(STATED)}
     if not sources:
         return ""
     settings = ", ".join(f"{name} {values[name]}" for name in sources)

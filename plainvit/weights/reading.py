@@ -33,6 +33,7 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json"]
 LIST_ALL = "`plainvit weights` lists them all"
 # One weight of each family, which a model has exactly once
 ANCHORS = ("patch_embed.proj.weight", "stem.conv.weight", "conv_proj.weight", *transformers.PATCH_KERNELS)
+Size = int | tuple[int, int] | None
 log = logging.getLogger("plainvit")
 
 
@@ -40,7 +41,7 @@ log = logging.getLogger("plainvit")
 def load(
     source: str | Path,
     classes: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: Size = None,
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
@@ -56,7 +57,7 @@ def load(
 def load(
     source: str | Path,
     classes: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: Size = None,
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
@@ -70,7 +71,7 @@ def load(
 def load(
     source: str | Path,
     classes: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: Size = None,
     *,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
@@ -103,11 +104,11 @@ def load(
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
-    found, tensors = inspect_weights(source, heads=heads, image_size=image_size, grid=grid, **pixels)
+    detected, tensors = inspect_weights(source, heads=heads, image_size=image_size, grid=grid, **pixels)
     tensors.check()
-    model = build_model(found, tensors, dtype)
-    model.about = _make_about(found)
-    notes = list(found.notes)
+    model = build_model(detected, tensors, dtype)
+    model.about = _make_about(detected)
+    notes = list(detected.notes)
     if model.head is not None and classes is None and not model.head.weight.any():
         notes.append("its head is all zeros: features only, until it is trained")
     model = _adapt(model, classes, None if image_size is None else pair(image_size), resample, notes)
@@ -128,7 +129,7 @@ def inspect_weights(
     source: str | Path,
     *,
     heads: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: Size = None,
     grid: tuple[int, int] | None = None,
     **pixels: Unpack[Pixels],
 ) -> tuple[DetectedModel, Tensors]:
@@ -148,43 +149,43 @@ def inspect_weights(
     tensors.metadata |= own.read_sidecar(tensors.path)
     described = "plainvit" in tensors.metadata
     try:
-        found, tensors = _find(tensors, path, hints)
+        detected, tensors = _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
-    set_pixels(found, pixels)
-    assumed = "" if described else describe_assumptions(found)
+    set_pixels(detected, pixels)
+    assumed = "" if described else describe_assumptions(detected)
     # One line for all assumptions about pixels
-    found.notes = [note for note in found.notes if not note.startswith(("mean: ", "preprocess: "))]
-    found.notes += [assumed] if assumed else []
+    detected.notes = [note for note in detected.notes if not note.startswith(("mean: ", "preprocess: "))]
+    detected.notes += [assumed] if assumed else []
     weights = "its first result" if (path / "first.json").is_file() else "the weights from before it was made longer"
-    found.notes += [f"{unfinished}: these are {weights}"] if unfinished else []
-    return found, tensors
+    detected.notes += [f"{unfinished}: these are {weights}"] if unfinished else []
+    return detected, tensors
 
 
-def _find(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
+def _detect(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     """Asks each format whether these are its names."""
     if "plainvit" in tensors.metadata:
-        return own.find(tensors, path), tensors
+        return own.detect(tensors, path), tensors
     tensors, outside = _strip_prefix(tensors)
-    found, tensors = _find_foreign(tensors, path, hints)
+    detected, tensors = _detect_format(tensors, path, hints)
     if outside:
-        found.notes.append(f"left out weights that are not the model's: {join_names(outside)}")
-    return found, tensors
+        detected.notes.append(f"left out weights that are not the model's: {join_names(outside)}")
+    return detected, tensors
 
 
-def _find_foreign(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
+def _detect_format(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     config = read_json(path / "config.json") if path.is_dir() else {}
     if transformers.matches(tensors):
         processor = read_json(path / "preprocessor_config.json") if path.is_dir() else {}
-        return transformers.find(tensors, hints, config, processor), tensors
+        return transformers.detect(tensors, hints, config, processor), tensors
     if torchvision.matches(tensors):
-        return torchvision.find(tensors, hints), tensors
+        return torchvision.detect(tensors, hints), tensors
     if google.matches(tensors):
-        return google.find(tensors, hints)
+        return google.detect(tensors, hints)
     if timm.matches(tensors):
-        return timm.find(tensors, hints, config)
+        return timm.detect(tensors, hints, config)
     if open_clip.matches(tensors):
-        return open_clip.find(tensors, hints, read_json(path / open_clip.CONFIG) if path.is_dir() else {}), tensors
+        return open_clip.detect(tensors, hints, read_json(path / open_clip.CONFIG) if path.is_dir() else {}), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(
@@ -203,7 +204,7 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     prefixes = {
         _find_prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
     }
-    outer = sorted(one for one in prefixes if not any(one != other and one.startswith(other) for other in prefixes))
+    outer = sorted(p for p in prefixes if not any(p != other and p.startswith(other) for other in prefixes))
     if not outer or outer == [""]:
         return tensors, []
     if len(outer) > 1:
@@ -231,7 +232,9 @@ def _find_prefix(name: str, anchor: str) -> str:
     prefix = name.removesuffix(anchor)
     if anchor not in transformers.PATCH_KERNELS:
         return prefix
-    inner = next((one for one in transformers.OWN_PREFIXES if f".{prefix}".endswith(f".{one}")), None)
+    inner = next(
+        (own_prefix for own_prefix in transformers.OWN_PREFIXES if f".{prefix}".endswith(f".{own_prefix}")), None
+    )
     if inner:
         return prefix.removesuffix(inner)
     return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
@@ -254,7 +257,7 @@ def _describe_unfinished_run(folder: Path) -> tuple[str, str]:
 
 
 def resolve(source: str | Path) -> Path:
-    """The path of a source; a hub address or a published name is fetched, or found in the hub's cache."""
+    """The path of a source; a hub address or a published name is fetched, or detected in the hub's cache."""
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)
     if source.startswith("hf:"):
@@ -291,10 +294,10 @@ def _adapt(
     return model
 
 
-def _make_about(found: DetectedModel) -> About:
-    names = tuple(found.about.get("class_names") or ())
-    if names and len(names) != found.config.classes:
-        found.notes.append(f"{len(names)} class names for {found.config.classes} classes: left out")
+def _make_about(detected: DetectedModel) -> About:
+    names = tuple(detected.about.get("class_names") or ())
+    if names and len(names) != detected.config.classes:
+        detected.notes.append(f"{len(names)} class names for {detected.config.classes} classes: left out")
         names = ()
-    preprocess = Preprocess(**found.about.get("preprocess", {}))
-    return About(family=found.family, preprocess=preprocess, class_names=names, sources=found.sources)
+    preprocess = Preprocess(**detected.about.get("preprocess", {}))
+    return About(family=detected.family, preprocess=preprocess, class_names=names, sources=detected.sources)

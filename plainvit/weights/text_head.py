@@ -37,8 +37,8 @@ def load_text_head(model: ViT, path: str | Path) -> ViT:
     """
     file = SafetensorsFiles([Path(path)])
     if len(file.shapes.get("embeddings", ())) != 2 or not all(file.shapes["embeddings"]):
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in list(file.shapes.items())[:3]) or "no tensor"
-        raise ValueError(f"{path}: expected a tensor 'embeddings' of shape [classes, width], found {found}")
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in list(file.shapes.items())[:3]) or "no tensor"
+        raise ValueError(f"{path}: expected a tensor 'embeddings' of shape [classes, width], found {listed}")
     names = _read_names(path, file.metadata.get("names"), file.shapes["embeddings"][0])
     embeddings = check_values(file.read("embeddings"), "embeddings").float()
     if model.head is not None and model.projection is None:

@@ -17,7 +17,7 @@ from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.timm_architectures import check_architecture, read_about
 from plainvit.weights.timm_layout import Spelling, choose_spelling, read_spelling, uses_eva, vit_layout
 from plainvit.weights.timm_parts import guess_rotary, has_coarse_norms, read_numerics, read_parts
-from plainvit.weights.timm_resnet import ROOTS, UNITS, bit_layout, check_stem, find_bit, find_stem, stem_layout
+from plainvit.weights.timm_resnet import ROOTS, UNITS, bit_layout, check_stem, detect_bit, find_stem, stem_layout
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -62,7 +62,7 @@ def _strip_wrapper(name: str) -> str:
     return re.sub(r"^(module\.|_orig_mod\.|backbone\.)+", "", name)
 
 
-def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[DetectedModel, Tensors]:
+def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[DetectedModel, Tensors]:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
     names: dict[str, tuple[str, int | None]] = {_strip_wrapper(name): (name, None) for name in tensors.shapes}
     if len(names) < len(tensors.shapes):
@@ -74,12 +74,12 @@ def find(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[De
         if culprit:
             raise unsupported_model(what, culprit)
     if "stem.conv.weight" in tensors.shapes:
-        return find_bit(tensors, sidecar), tensors
-    found = _find_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
-    if found.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
-        found.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
-        found.notes.append(f"rotary: {found.sources['rotary']}")
-    return found, tensors
+        return detect_bit(tensors, sidecar), tensors
+    detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
+    if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
+        detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
+        detected.notes.append(f"rotary: {detected.sources['rotary']}")
+    return detected, tensors
 
 
 def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
@@ -117,7 +117,7 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
     return "timm", "assumed: timm's names without config.json"
 
 
-def _find_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> DetectedModel:
+def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> DetectedModel:
     shapes = tensors.shapes
     spelling = read_spelling(shapes)
     _check_vit(shapes, spelling, family[0])
@@ -269,7 +269,7 @@ def layout_for(config: Model) -> Layout:
     if isinstance(config, ResNetConfig):
         return bit_layout()
     layout = {**vit_layout(choose_spelling(config)), **(stem_layout(config.stem.blocks) if config.stem else {})}
-    return {name: place for name, place in layout.items() if not name.startswith("pre_logits")}
+    return {name: theirs for name, theirs in layout.items() if not name.startswith("pre_logits")}
 
 
 def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
@@ -282,12 +282,10 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         return
     if config.activation != ("silu" if config.gated else "gelu"):
         yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file; a folder can state another"
-    eps = 1e-5 if has_coarse_norms(config) else 1e-6
-    if config.norm_eps != eps:
-        yield "norm_eps", f"timm has norms of {eps:g} in such a model"
     any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
     has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
     has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
+    has |= {"norm_eps": (1e-5 if has_coarse_norms(config) else 1e-6,)}
     yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"

@@ -108,4 +108,4 @@ def _qkv_layout(ours: str, theirs: str, kind: str) -> Layout:
         weights = entry(*(f"{theirs}{letter}_proj.weight" for letter in "qkv"))
         return {f"{ours}.weight": weights, f"{ours}.bias": entry(f"{theirs}q_proj.bias", f"{theirs}v_proj.bias")}
     biases = {"qv": ("q_bias", "v_bias"), "masked": ("qkv.bias[0/3]", "qkv.bias[2/3]")}.get(kind, ("qkv.bias",))
-    return {f"{ours}.weight": entry(f"{theirs}qkv.weight"), f"{ours}.bias": entry(*(theirs + one for one in biases))}
+    return {f"{ours}.weight": entry(f"{theirs}qkv.weight"), f"{ours}.bias": entry(*(theirs + bias for bias in biases))}

@@ -61,7 +61,7 @@ def find_stem(shapes: Mapping[str, tuple[int, ...]], roots: tuple[str, ...], uni
     )
 
 
-def find_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
+def detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     root, published = tensors.shapes["stem.conv.weight"], sidecar.get("pretrained_cfg") or {}
     culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
     if len(root) != 4 or culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from plainvit.config import Model, ResNetConfig, ViTConfig
+from plainvit.config import ViTConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import LEADING_AXIS, PATCHES, DetectedModel, Layout, entry, linear, list_assumptions
@@ -34,7 +34,7 @@ def matches(tensors: Tensors) -> bool:
     return "encoder.pos_embedding" in tensors.shapes and any(name.startswith("conv_proj.") for name in tensors.shapes)
 
 
-def find(tensors: Tensors, hints: Hints) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
     shapes = tensors.shapes
     if any(name.startswith("conv_proj.conv_bn") for name in shapes):
         raise unsupported_model("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
@@ -88,20 +88,13 @@ def find(tensors: Tensors, hints: Hints) -> DetectedModel:
     return DetectedModel("torchvision", config, vit_layout(old=old), sources, {"preprocess": preprocess}, notes=notes)
 
 
-def layout_for(config: Model) -> Layout:
-    assert isinstance(config, ViTConfig)
+def layout_for(_: ViTConfig) -> Layout:
     return vit_layout()
 
 
-def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what torchvision's ViT computes differently or does not have."""
-    if isinstance(config, ResNetConfig):
-        yield "resnet", "torchvision has no BiT"
-        return
-    if config.activation != "gelu":
-        yield "activation", "torchvision has the exact GELU only"
-    if config.norm_eps != 1e-6:
-        yield "norm_eps", "torchvision's ViT has LayerNorm 1e-6"
-    yield from list_unlike(config, "torchvision's ViT", representation=ANY, posemb_prefix=("class", "all"))
+    has = {"representation": ANY, "posemb_prefix": ("class", "all"), "activation": ("gelu",), "norm_eps": (1e-6,)}
+    yield from list_unlike(config, "torchvision's ViT", **has)
     if config.image_size[0] != config.image_size[1] or config.patch[0] != config.patch[1]:
         yield "image_size", "torchvision's ViT takes square images and patches"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, nearest, pair
+from plainvit.config import ViTConfig, nearest, pair
 from plainvit.weights.files import Tensors
 from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
 from plainvit.weights.layout import DetectedModel, Layout, list_assumptions
@@ -44,7 +44,7 @@ UNSUPPORTED_NAMES = {
 
 def find_kernel(names: Shapes) -> str | None:
     """The name of the patch kernel in a file; None if it is not transformers'."""
-    return next((name for name in names if f".{name}".endswith(tuple(f".{one}" for one in PATCH_KERNELS))), None)
+    return next((name for name in names if f".{name}".endswith(tuple(f".{kernel}" for kernel in PATCH_KERNELS))), None)
 
 
 def matches(tensors: Tensors) -> bool:
@@ -77,11 +77,11 @@ def _read_names(kind: Kind, shapes: Shapes) -> Names:
     return names if is_old or names.out == "attention.o_proj." else replace(in_memory(names), block=names.block)
 
 
-def find(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
+def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
     kernel = find_kernel(tensors.shapes)
     assert kernel
-    suffix = next(one for one in PATCH_KERNELS if f".{kernel}".endswith(f".{one}"))
+    suffix = next(suffix for suffix in PATCH_KERNELS if f".{kernel}".endswith(f".{suffix}"))
     prefix = kernel.removesuffix(suffix)
     if prefix not in (*OWN_PREFIXES, ""):
         raise unsupported_model(f"a model with a ViT inside, under {prefix!r}", suffix)
@@ -274,8 +274,7 @@ def _add_config_grid(hints: Hints, config: Mapping[str, Any], patch: tuple[int, 
     return Hints(heads=hints.heads, grid=(height // patch[0], width // patch[1]))
 
 
-def layout_for(config: Model) -> Layout:
-    assert isinstance(config, ViTConfig)
+def layout_for(config: ViTConfig) -> Layout:
     kind = choose_kind(config)
     return vit_layout(kind, kind.prefix if config.classes or config.projection else "", config)
 
@@ -300,11 +299,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
 }
 
 
-def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
+def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what the closest of transformers' classes does not have."""
-    if isinstance(config, ResNetConfig):
-        yield "resnet", "plainvit does not write transformers' BiT"
-        return
     kind = choose_kind(config)
     library = f"transformers' {kind.name}"
     yield from list_unlike(config, library, **ALLOWED[kind.name])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ViTConfig, nearest
+from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ResNetConfig, ViTConfig, nearest
 from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm_architectures, transformers_files
@@ -76,7 +76,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
     """Writes a file of weights, and next to it their description."""
-    digest, sidecar = "", own.sidecar(path)
+    digest, sidecar = "", own.sidecar_path(path)
 
     def write_weights(target: Path) -> None:
         nonlocal digest
@@ -126,51 +126,30 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
     """(part, reason) for everything that a format does not support."""
     if format == "plainvit":
         return []
-    ablations = _list_ablations(config) if isinstance(config, ViTConfig) else ()
+    if isinstance(config, ResNetConfig) and format not in ("google", "timm"):
+        return [("resnet", f"plainvit writes BiT for google and timm, not for {format}")]
     supported = timm_architectures.IN_SIDECAR if format == "timm" and folder else ()
-    parts = own.LIBRARIES[format].list_unsupported(config)
-    return [*ablations, *((part, reason) for part, reason in parts if part not in supported)]
+    return [(part, why) for part, why in own.LIBRARIES[format].list_unsupported(config) if part not in supported]
 
 
-def _list_ablations(config: ViTConfig) -> Iterable[tuple[str, str]]:
-    """The paper's ablations, which no other library has."""
-    if config.axial:
-        yield "axial", "only plainvit has axial blocks"
-    if config.norm == "post":
-        yield "norm", "only plainvit has post-norm"
-    if config.posemb_at != "stem":
-        yield "posemb_at", "only plainvit adds positions at every layer"
-
-
-# What --drop accepts; without any other part the rest of the model has no meaning
-DROPS = (
-    *("activation", "norm_eps", "standardise", "normalisation"),  # replaced by the target's own
-    *("pre_logits", "registers", "layer_scale", "distillation"),
-)
+# What --drop accepts: numerics, replaced by the target's own; a hidden layer, with the head that reads it; LayerScale,
+# merged into the layer before. Without any other part the rest of the model has no meaning
+DROPS = ("activation", "norm_eps", "standardise", "normalisation", "pre_logits", "layer_scale")
 
 
 def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: A002
     """The config without a part, or with the target's own in its place."""
-    match part:
-        case "activation" | "norm_eps":
-            return config.replace(**{part: VIT_NUMERICS[format][part]})
-        case "standardise" if isinstance(config, ViTConfig):
-            assert config.stem
-            return config.replace(
-                stem=config.stem.replace(**STEM_NUMERICS.get(format, STEM_NUMERICS["timm"]), padding="same")
-            )
-        case "standardise":
-            return config.replace(**RESNET_NUMERICS[format], padding="symmetric")
-        case "normalisation":
-            return config.replace(mean=(0.5,), std=(0.5,))
-        case "pre_logits":
-            return config.replace(representation=0, classes=0)
-        case "registers":
-            return config.replace(registers=0)
-        case "layer_scale":
-            return config.replace(layer_scale=None)
-        case _:
-            return config.replace(distillation=False)
+    if part == "standardise" and isinstance(config, ViTConfig):
+        assert config.stem
+        numerics = STEM_NUMERICS.get(format, STEM_NUMERICS["timm"])
+        return config.replace(stem=config.stem.replace(**numerics, padding="same"))
+    settings: dict[str, Any] = {
+        "standardise": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
+        "normalisation": {"mean": (0.5,), "std": (0.5,)},
+        "pre_logits": {"representation": 0, "classes": 0},
+        "layer_scale": {"layer_scale": None},
+    }
+    return config.replace(**settings[part] if part in settings else {part: VIT_NUMERICS[format][part]})
 
 
 def _drop_parts(
@@ -191,7 +170,7 @@ def _drop_parts(
         raise UnsupportedPartError(f"format {format!r} does not support {parts}{hint}", (part for part, _ in remaining))
     config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     for part, _ in unsupported:
-        weights = _drop_weights(part, config, weights)
+        weights = _drop_weights(part, weights)
         config = _drop_from_config(part, config, format)
         log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
     for part in set(drop) - {part for part, _ in unsupported}:
@@ -199,25 +178,15 @@ def _drop_parts(
     return config, weights
 
 
-def _drop_weights(part: str, config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefixes = {
-        "pre_logits": ("pre_logits.", "head."),  # the head reads the hidden layer
-        "registers": ("registers",),
-        "distillation": ("distillation_token", "head_distillation."),
-    }.get(part, ())
-    kept = {name: weight for name, weight in weights.items() if not prefixes or not name.startswith(prefixes)}
-    if part == "layer_scale":  # merged into the layer before it: the same function up to rounding
-        for name in [name for name in kept if name.endswith(".scale")]:
-            layer = name.replace("residual1.scale", "attention.out").replace("residual2.scale", "mlp.fc2")
-            scale = kept.pop(name)
-            kept[f"{layer}.weight"] = kept[f"{layer}.weight"] * scale[:, None]
-            kept[f"{layer}.bias"] = kept[f"{layer}.bias"] * scale
-    table = kept.get("positions.0.table")
-    if table is not None and isinstance(config, ViTConfig) and part in ("registers", "distillation"):
-        first = config.class_token + (config.distillation if part == "registers" else 0)
-        lost = (config.registers if config.posemb_prefix == "all" else 0) if part == "registers" else 1
-        lost = 0 if config.posemb_prefix == "none" else lost
-        kept["positions.0.table"] = torch.cat((table[:first], table[first + lost :])) if lost else table
+def _drop_weights(part: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    if part == "pre_logits":
+        return {name: weight for name, weight in weights.items() if not name.startswith(("pre_logits.", "head."))}
+    kept = dict(weights)
+    for name in [name for name in weights if name.endswith(".scale") and part == "layer_scale"]:
+        layer = name.replace("residual1.scale", "attention.out").replace("residual2.scale", "mlp.fc2")
+        scale = kept.pop(name)  # the same function, up to rounding
+        kept[f"{layer}.weight"] = kept[f"{layer}.weight"] * scale[:, None]
+        kept[f"{layer}.bias"] = kept[f"{layer}.bias"] * scale
     return kept
 
 
