@@ -19,7 +19,7 @@ import plainvit
 from plainvit.config import Config, Masked, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.models import ViT
-from plainvit.models.masked import Decoder, MaskedViT, check_maskable, hidden_patches
+from plainvit.models.masked import Decoder, MaskedViT, check_maskable, count_hidden_patches
 from plainvit.models.vit import patchify
 from plainvit.names import configure
 from plainvit.train.masked import PredictPatches
@@ -436,5 +436,5 @@ def test_contradictory_settings_are_errors(settings: dict[str, Any], words: str)
 def test_number_of_hidden_patches_is_rounded_up() -> None:
     for n, ratio in ((196, 0.75), (49, 0.6), (50, 0.75), (100, 0.55), (10, 0.9), (256, 0.75)):
         config = PLAIN.replace(image_size=(8, 8 * n))
-        assert hidden_patches(config, Masked(ratio=ratio)) == math.ceil(round(n * ratio, 6))
-    assert hidden_patches(PLAIN.replace(image_size=(112, 112)), Masked(ratio=0.6, unit=2)) == 4 * 30
+        assert count_hidden_patches(config, Masked(ratio=ratio)) == math.ceil(round(n * ratio, 6))
+    assert count_hidden_patches(PLAIN.replace(image_size=(112, 112)), Masked(ratio=0.6, unit=2)) == 4 * 30

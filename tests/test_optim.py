@@ -17,7 +17,7 @@ from plainvit.train.optim import (
     Muon,
     Optimizers,
     convert_big_vision_decay,
-    depth_of,
+    find_depth,
     freeze,
     is_matrix,
 )
@@ -253,7 +253,7 @@ def test_layer_decay_slows_the_lower_layers(graphs: bool) -> None:
 
 def test_depths_of_a_resnet() -> None:
     names = [name for name, _ in create("BiT-R26x1", device="meta").named_parameters()]
-    found = {name: depth_of(name, 4) for name in names}
+    found = {name: find_depth(name, 4) for name in names}
     assert found["body.root.weight"] == 0
     assert found["head.weight"] == 5
     assert {found[n] for n in names if ".stages.2." in n} == {3}

@@ -650,7 +650,7 @@ def choose_as_one_of_two(rank: int, store: Path, most: int, fsdp: bool) -> None:
     try:
         chosen = choose_micro_batch(run, (OnDevice(64),))  # pyright: ignore
     except DeviceMemoryError as error:
-        chosen = 0 if error.agreed else None
+        chosen = 0 if error.raised_by_all else None
     print(json.dumps([chosen, tried]))
     torch.distributed.destroy_process_group()
 

@@ -31,13 +31,13 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def hidden_patches(config: ViTConfig, masked: Masked) -> int:
+def count_hidden_patches(config: ViTConfig, masked: Masked) -> int:
     """k, the hidden patches of each image: rounded up to whole units, as in MAE's and SimMIM's code."""
     units = math.prod(side // masked.unit for side in config.grid)
     return math.ceil(round(masked.ratio * units, 6)) * masked.unit**2
 
 
-def answer_size(config: ViTConfig, masked: Masked) -> int:
+def count_target_values(config: ViTConfig, masked: Masked) -> int:
     """The number of values predicted for a hidden patch."""
     if masked.target == "pixels":
         return config.channels * math.prod(config.patch)
@@ -56,7 +56,7 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
         raise ValueError(
             f"a grid of {h} x {w} patches is not made of squares of --masked.unit {masked.unit}: use --masked.unit 1"
         )
-    hidden = hidden_patches(config, masked)
+    hidden = count_hidden_patches(config, masked)
     if not 0 < hidden < h * w:
         raise ValueError(
             f"--masked.ratio {masked.ratio:g} hides {hidden} of {h} x {w} patches, but some must be hidden and some "
@@ -130,7 +130,7 @@ class MaskedViT(nn.Module):
         config = model.config
         check_maskable(config, objective, masked)
         self.model, self.objective, self.masked = model, objective, masked
-        self.hidden, out = hidden_patches(config, masked), answer_size(config, masked)
+        self.hidden, out = count_hidden_patches(config, masked), count_target_values(config, masked)
         self.register_buffer("squares", squares(*config.grid, masked.unit), persistent=False)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)

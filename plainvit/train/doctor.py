@@ -23,7 +23,7 @@ from plainvit.device import choose_device, processor
 from plainvit.models import build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.train.optim import freeze
-from plainvit.train.transfer import resolve, starting_model
+from plainvit.train.transfer import read_starting_model, resolve
 
 REQUIRED = (
     "torch",
@@ -107,7 +107,7 @@ def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
     model, is_readable = config.model, True
     if config.init:
         try:
-            implied, _ = starting_model(config)
+            implied, _ = read_starting_model(config)
             model = model or implied
             yield from check_weights(config, implied)
         except (ValueError, OSError) as error:

@@ -23,14 +23,14 @@ from plainvit.runtime.sharding import replicate, shard
 from plainvit.runtime.track import tracker
 from plainvit.train.compile_choice import choose_compile
 from plainvit.train.finalize import make_predictor, open_evaluation_set
-from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
+from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
 from plainvit.train.masked import PredictPatches
 from plainvit.train.masked_evaluation import validate_masked
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, freeze
 from plainvit.train.state import Training, autocast, uses_fsdp
 from plainvit.train.step import Gradients
-from plainvit.train.transfer import initial_model, load_teacher
+from plainvit.train.transfer import load_teacher, make_initial_model
 
 NARROW = 1024  # widest row of which three stages fit into the shared memory of any GPU
 
@@ -47,7 +47,7 @@ def build_training(
     """Everything that a run needs, as it is before its first step."""
     world = world or World(device=choose_device(config.device))
     objective = build_objective(config, splits, world)
-    uses_graphs = graphs_fit(config, world)
+    uses_graphs = can_use_graphs(config, world)
     optimizers = Optimizers(objective.model, list_trained(objective), config.optim, graphs=uses_graphs)
     has_average = bool(config.ema or config.ema_window)
     loader = build_loader(config, splits, folder, world, force=force)
@@ -97,7 +97,7 @@ def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *
 def build_objective(config: Config, splits: Splits, world: World) -> Classify | PredictPatches:
     """The model with its loss: accelerated, and sharded for FSDP."""
     check_combinations(config, world)
-    model = initial_model(config, splits).to(world.device)
+    model = make_initial_model(config, splits).to(world.device)
     if config.precision == "fp8":
         from plainvit.models.fast.fp8 import use_fp8
 
@@ -147,7 +147,8 @@ def accelerate_objective(objective: Any, config: Config) -> Any:
     if config.fast_path == "auto" and has_fast_path():
         from plainvit.models.fast import accelerate
 
-        accelerate(objective, low_precision_residual=True)
+        on_gpu = next(objective.parameters()).is_cuda  # on a CPU it saves no time
+        accelerate(objective, low_precision_residual=on_gpu)
     return recompute_activations(objective) if config.recompute else objective
 
 

@@ -27,7 +27,7 @@ BF16_WIDTH = 192  # of the narrowest model that is fine-tuned in bf16 on a CPU
 FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not fix
 
 
-def starting_model(config: Config) -> tuple[Model, Preprocess]:
+def read_starting_model(config: Config) -> tuple[Model, Preprocess]:
     """The model and preprocessing of init, from its headers alone; without a head if a new one replaces it."""
     found, _ = inspect_weights(config.init, image_size=config.image_size or None)
     model: Model = found.config
@@ -45,7 +45,7 @@ def resolve(config: Config, splits: Splits) -> Config:
     classes = len(splits.classes) if config.objective == "classify" else 0
     model, preprocess = config.model, Preprocess()
     if config.init:
-        implied, preprocess = starting_model(config)
+        implied, preprocess = read_starting_model(config)
         model = model or implied
     if model is None:
         raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
@@ -131,7 +131,7 @@ def choose_steps(config: Config, images: int) -> int:
     return steps
 
 
-def init_hash(config: Config) -> str:
+def hash_init(config: Config) -> str:
     """Hash of the files of init, by which changed weights are detected."""
     path = weights_path(config.init)
     if not path.exists():
@@ -140,7 +140,7 @@ def init_hash(config: Config) -> str:
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
-def initial_model(config: Config, splits: Splits) -> ViT | ResNet:
+def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     """New weights drawn from the seed, or those of init."""
     wanted = config.model
     assert wanted
