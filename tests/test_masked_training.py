@@ -32,11 +32,10 @@ KINDS: dict[str, tuple[Any, Masked]] = {
     "colours16": ("masked", Masked(target="colours16")),
     "pixels": ("masked", Masked(target="pixels")),
     "mae": ("mae", MAE),
-    "simmim": ("simmim", Masked(ratio=0.6, unit=2, target="pixels")),
 }
 
 
-SLOW = ("colours16", "pixels", "simmim")
+SLOW = ("colours16", "pixels")
 
 
 def config(kind: str = "mae", **changes: Any) -> Config:
@@ -61,25 +60,20 @@ def test_the_paper_s_recipe_is_the_paper_s() -> None:
         assert (made.objective, made.data, made.steps, made.batch) == ("masked", data, steps, 4096)
         optim = made.optim
         assert (optim.name, optim.lr, optim.warmup, optim.schedule) == ("adamw", 2e-4, 10_000, "cosine")
-        assert (made.masked.ratio, made.masked.unit, made.masked.target) == (0.5, 1, "colour")
+        assert (made.masked.ratio, made.masked.target) == (0.5, "colour")
         assert isinstance(made.model, ViTConfig)
         assert (made.model.width, made.model.depth, made.model.patch) == (768, 12, (16, 16))
     assert "79.9 %" in about("masked-b16-jft")["expected"]
 
 
-def test_mae_and_simmim_are_the_published_ones() -> None:
-    mae, simmim = RECIPES["mae-b16-i1k"](), RECIPES["simmim-b16-i1k"]()
+def test_mae_is_the_published_one() -> None:
+    mae = RECIPES["mae-b16-i1k"]()
     masked, optim = mae.masked, mae.optim
     assert (masked.ratio, masked.target, masked.normalise) == (0.75, "pixels", True)
     assert (masked.depth, masked.width, masked.heads) == (8, 512, 16)
     assert (mae.epochs, mae.batch, mae.augment.area) == (800, 4096, (0.2, 1.0))
     assert (optim.lr, optim.betas, optim.weight_decay) == (pytest.approx(2.4e-3), (0.9, 0.95), 0.05)
     assert optim.warmup == pytest.approx(40 / 800)
-    masked, optim = simmim.masked, simmim.optim
-    assert (masked.ratio, masked.unit, masked.target, masked.normalise) == (0.6, 2, "pixels", False)
-    assert (simmim.epochs, simmim.batch, simmim.augment.area) == (800, 2048, (0.67, 1.0))
-    assert (optim.lr, optim.schedule, optim.milestones) == (pytest.approx(4e-4), "steps", (0.875,))
-    assert (optim.betas, optim.weight_decay, optim.clip) == ((0.9, 0.999), 0.05, 5)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -104,7 +98,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, quick: None) 
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "masked.target": ("colour", {"masked": Masked(target="pixels")}),
     "masked.width": ("mae", {"masked": MAE.replace(width=32)}),
-    "objective": ("mae", {"objective": "simmim"}),
+    "objective": ("mae", {"objective": "masked"}),
 }
 
 
@@ -219,7 +213,6 @@ def test_the_command_trains_and_fine_tunes(
         (("--masked.ratio", "0"), "ratio must be above 0 and below 1, got 0"),
         (("--masked.ratio", "1"), "ratio must be above 0 and below 1, got 1"),
         (("--model.patch", "16", "16"), "hides 1 of 1 x 1 patches"),
-        (("--masked.unit", "3"), "not made of squares"),
         (("--masked.target", "colours16", "--masked.no-normalise", "--model.patch", "2", "2"), "divisible by 4"),
         (("--augment.mixup", "0.5"), "augment.mixup is not supported"),
         (("--objective", "mea"), "objective"),

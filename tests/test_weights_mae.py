@@ -202,8 +202,8 @@ def test_unsupported_model_is_not_written(tmp_path: Path, settings: dict[str, An
 
 
 def test_other_objectives_and_suffixes_are_not_written(tmp_path: Path) -> None:
-    made = MaskedViT(net().model, "simmim", Masked(target="pixels"))
-    with pytest.raises(ValueError, match=r"simmim.*\.model"):
+    made = MaskedViT(net().model, "masked", Masked(target="pixels"))
+    with pytest.raises(ValueError, match=r"masked.*\.model"):
         write_mae(made, tmp_path / "mae.pth")
     with pytest.raises(ValueError, match=r"\.pth"):
         write_mae(made, tmp_path / "mae.safetensors")
