@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         from plainvit.disk import exit_code
 
-        if getattr(error, "agreed", False) and os.environ.get("RANK", "0") != "0":
+        if getattr(error, "raised_by_all", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(exit_code(error))  # the main process prints it
         exit_with_error(_describe_error(error), exit_code(error))
     except (RuntimeError, MemoryError) as error:

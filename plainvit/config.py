@@ -145,9 +145,8 @@ class Masked(Checked):
     depth, width and heads describe MAE's decoder; the other objectives predict from each token with one linear layer.
     """
 
-    ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75, SimMIM 0.6)
-    unit: int = 1  # Side in patches of the squares that are masked together (SimMIM 2)
-    #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2 (SimMIM L1)
+    ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75)
+    #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2
     target: Literal["colour", "colours16", "pixels"] = "colour"
     normalise: bool = False  # Target pixels: normalize each patch by its own mean and std, as MAE
     depth: int = 8  # Number of blocks of MAE's decoder
@@ -155,7 +154,7 @@ class Masked(Checked):
     heads: int = 16  # Number of attention heads of MAE's decoder
 
     def __post_init__(self) -> None:
-        self._check(positive=("unit", "depth", "width", "heads"))
+        self._check(positive=("depth", "width", "heads"))
         if not 0 < self.ratio < 1:
             raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}; the paper uses 0.5")
         if self.normalise and self.target != "pixels":
@@ -185,8 +184,8 @@ class Config(Checked):
     hours: float = 0.0  # Time limit, to which steps and schedule are fitted; 0: none (0.17 with --head linear on a CPU)
     batch: int = 512  # Images per step, over all devices
     micro_batch: int = 0  # Images per forward pass on a device (gradient accumulation); 0: what fits
-    #: Training objective: classify labels, or predict masked patches as in the ViT paper, MAE or SimMIM
-    objective: Literal["classify", "masked", "mae", "simmim"] = "classify"
+    #: Training objective: classify labels, or predict masked patches as in the ViT paper or MAE
+    objective: Literal["classify", "masked", "mae"] = "classify"
     masked: Masked = Masked()  # Masked image modelling
     #: Loss: sigmoid sums over classes, binary averages over classes with 0/1 targets
     loss: Literal["softmax", "sigmoid", "binary"] = "softmax"
@@ -205,9 +204,11 @@ class Config(Checked):
     max_skipped_steps: int = 3  # Number of steps with a non-finite loss or gradient to skip before the run stops
     seed: int = 0  # Seed of the initial weights, the image order and the augmentation
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
-    #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU; fp8: bf16, with fp8 matmuls in ViT blocks
+    #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU, and for finetune on a CPU if it is faster
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # Compile the model with torch.compile; auto: on a GPU
+    compile: Literal["auto", "on", "off"] = (
+        "auto"  # Compile the model with torch.compile; auto: on a GPU, in runs that win the time back
+    )
     graphs: Literal["auto", "off"] = "auto"  # Capture training steps as CUDA graphs; auto: small models on a single GPU
     #: Use fused kernels, skip unused outputs, sample stochastic depth from 0.2 on jointly; off: plain PyTorch
     fast_path: Literal["auto", "off"] = "auto"

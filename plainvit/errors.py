@@ -4,7 +4,7 @@
 class NonFiniteError(ValueError):
     """A model's outputs are NaN or Inf, so there is nothing to score; the command ends with exit code 4."""
 
-    exit_code, agreed = 4, True  # all processes of a run raise it
+    exit_code, raised_by_all = 4, True  # all processes of a run raise it
 
     def __init__(self, message: str, images: int = 0) -> None:
         super().__init__(message)

@@ -122,10 +122,6 @@ def test_invalid_images(make: Any, case: str) -> None:
     assert ("int64" if case == "wrong dtype" else "images") in message
 
 
-def test_a_vit_names_the_size_that_it_takes() -> None:
-    assert "[batch, 3, 24, 40]" in error_of(tiny.vit(torch.float32), torch.zeros(2, 3, 40, 24))
-
-
 def test_a_config_is_checked_when_replaced() -> None:
     config = ViTConfig()
     assert "heads" in error_of(config.replace, heads=7)
@@ -204,15 +200,3 @@ def test_list_models(pattern: str, count: int) -> None:
     names = plainvit.list_models(pattern)
     assert len(names) == len(set(names)) == count
     assert all(configure(name) for name in names)
-
-
-def test_settings_reach_the_config() -> None:
-    config = plainvit.create("ViT-Ti/16", 10, (32, 64), pool="average", posemb="sincos2d", class_token=False).config
-    assert (config.classes, config.image_size, config.pool, config.posemb) == (10, (32, 64), "average", "sincos2d")
-    assert (config.width, config.heads, config.class_token) == (192, 3, False)
-
-
-@pytest.mark.parametrize("name", ["ViT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1"])
-def test_any_number_of_channels(name: str) -> None:
-    config = configure(name, channels=5)
-    assert (config.channels, len(config.mean), len(config.std)) == (5, 5, 5)

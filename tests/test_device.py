@@ -13,6 +13,11 @@ import torch
 
 import plainvit
 from plainvit import device
+from plainvit.config import Config
+from plainvit.device import CpuSpeed
+from plainvit.names import configure
+from plainvit.train import transfer
+from plainvit.train.doctor import describe_bf16
 
 DIES = "import os, signal; os.kill(os.getpid(), signal.{name})"
 
@@ -74,7 +79,7 @@ def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str
     (file,) = cache.iterdir()
     file.write_text(broken)
     assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
-    assert json.loads(file.read_text()) == {"kills": True}
+    assert json.loads(file.read_text()) == {"crash": "SIGILL"}
     assert list(cache.iterdir()) == [file]  # no temporary files are left
 
 
@@ -83,6 +88,60 @@ def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypa
     monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
     probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
     assert device.cpu_bf16_kills(cpuinfo, probe, tmp_path / "cache") is True
+
+
+# bf16 against fp32 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "prefers"),
+    [
+        (DIES.format(name="SIGILL"), CpuSpeed(crash="SIGILL"), False),
+        (DIES.format(name="SIGKILL"), CpuSpeed(), False),  # no memory: unknown
+        ("raise SystemExit(1)", CpuSpeed(), False),
+        ('print(\'{"fp32": 0.02, "bf16": 0.1}\')', CpuSpeed(0.02, 0.1), False),  # AVX2: five times slower
+        ('print(\'{"fp32": 0.10, "bf16": 0.095}\')', CpuSpeed(0.10, 0.095), False),  # not worth the rounding
+        ('print(\'{"fp32": 0.05, "bf16": 0.025}\')', CpuSpeed(0.05, 0.025), True),
+        ("print('{\"fp32\": 0.05}')", CpuSpeed(), False),
+    ],
+)
+def test_bf16_is_preferred_where_a_child_measures_it_faster(
+    tmp_path: Path, code: str, expected: CpuSpeed, prefers: bool
+) -> None:
+    speed = device.measure_cpu(code, tmp_path)
+    assert speed == expected
+    assert speed.prefers_bf16 is prefers
+    assert describe_bf16(speed).startswith("used") is prefers
+    assert expected.crash in describe_bf16(speed)
+
+
+def test_the_measurement_runs_and_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = device.measure_cpu(cache=tmp_path)
+    assert first.crash or min(first.fp32, first.bf16) > 0
+    monkeypatch.setattr(subprocess, "run", None)
+    device.measure_cpu.cache_clear()
+    assert device.measure_cpu(cache=tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "speed", "expected"),
+    [
+        ({}, CpuSpeed(2.0, 1.0), "bf16"),
+        ({}, CpuSpeed(1.0, 5.0), "auto"),
+        ({}, CpuSpeed(crash="SIGILL"), "auto"),
+        ({"precision": "fp32"}, CpuSpeed(2.0, 1.0), "fp32"),
+        ({"head": "zero"}, CpuSpeed(2.0, 1.0), "auto"),
+        ({"init": ""}, CpuSpeed(2.0, 1.0), "auto"),
+    ],
+)
+def test_fine_tuning_on_a_cpu_uses_bf16_where_it_is_faster(
+    changes: dict[str, Any], speed: CpuSpeed, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "measure_cpu", lambda: speed)
+    config = Config(**{"init": "weights.npz", "head": "linear", "device": "cpu"} | changes)
+    chosen = "bf16" if transfer.prefers_bf16(config, configure("ViT-Ti/16")) else config.precision
+    assert chosen == expected
+    assert not transfer.prefers_bf16(config, configure("ViT-Ti/16", width=96))  # too narrow to gain
 
 
 # When the cap is set --------------------------------------------------------------------------------------------------

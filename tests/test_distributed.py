@@ -408,15 +408,6 @@ def test_ranks_with_different_configs_fail_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_absent_rendezvous_is_an_error_with_its_address(tmp_path: Path) -> None:
-    one = start_rank(tmp_path / "run", 1, free_port(), "--timeout", "1")
-    _, err = one.communicate(timeout=60)
-    assert one.returncode == 2
-    assert "127.0.0.1" in lines(err)[0]
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
 def test_two_torchrun_agents_make_one_run(alone: Path, tmp_path: Path) -> None:
     """The command of the docs for several machines, with two of them on this one."""
     port, folder = free_port(), tmp_path / "run"

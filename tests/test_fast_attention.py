@@ -310,24 +310,6 @@ def test_tiles_cover_a_length_with_less_than_16_rows_of_padding(widest: int) -> 
         assert sum(tiles[:-1]) < length, "a tile of padding alone"
 
 
-def test_tiles_of_known_lengths() -> None:
-    assert split(197, 128) == (128, 64, 16)
-    assert split(257, 256) == (256, 16)
-    assert split(250, 64) == (64, 64, 64, 64)
-    assert split(80, 64) == (64, 16)
-
-
-def test_launches_have_valid_tile_sizes() -> None:
-    for launch in (launch for tiles in ours.TILES.values() for launch in (tiles.forward, tiles.queries, tiles.keys)):
-        assert {launch.rows, launch.keys} <= {16, 32, 64, 128, 256}
-        assert launch.warps in (1, 2, 4, 8)
-
-
-def test_every_supported_shape_has_tiles() -> None:
-    for tokens, width in itertools.product(range(1, ours.MAX_TOKENS + 1), ours.HEAD_WIDTHS):
-        assert isinstance(ours.choose(tokens, width), Tiles)
-
-
 def test_unfit_names_the_unsupported_property() -> None:
     """On fake CUDA tensors; the GPU itself is checked last."""
     half = {"device": "cuda", "dtype": torch.bfloat16}
@@ -351,24 +333,6 @@ def test_qkv_gradients_of_a_model(interpreter: Interpreter) -> None:
         expected = torch.tensor(right[name])
         assert error(torch.tensor(gradient), expected) < 2e-5, name
         assert expected.abs().max() > 1e-3, name
-
-
-def test_device_is_not_ready_without_triton_or_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert not ours.device_ready(0)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert not ours.device_ready(0)
-
-
-def test_cpu_is_not_supported() -> None:
-    qkv = torch.zeros(1, 8, 192, dtype=torch.float16)
-    assert not fits(qkv, 1)
-    with pytest.raises(ValueError, match="CUDA"):
-        short_attention(qkv, 1)
 
 
 def test_small_inputs_use_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

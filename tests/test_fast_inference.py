@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import plainvit
 from plainvit import Predictor
+from plainvit.device import CpuSpeed
 from plainvit.models.fast import inference
 from plainvit.models.fast.inference import PLAIN, Choice, InferenceModel, compile_call, measure
 
@@ -91,10 +92,10 @@ def test_inference_model_cannot_be_trained() -> None:
 
 
 @pytest.mark.parametrize(("supported", "refused"), [(True, False), (True, True), (False, False), (False, True)])
-def test_bf16_is_tried_only_on_cpus_that_support_it(
+def test_bf16_is_tried_only_on_cpus_where_it_is_faster(
     supported: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    monkeypatch.setattr(inference.device, "measure_cpu", lambda: CpuSpeed(2.0, 1.0 if supported else 5.0))
     monkeypatch.setattr(inference.device, "cpu_bf16_refused", lambda: refused)
     tried = any(way.precision == "bf16" for way in inference.list_choices(CPU))
     assert tried == (supported and not refused)

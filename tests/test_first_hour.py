@@ -263,8 +263,8 @@ def test_a_run_is_shortened_and_lengthened_up_to_the_length_asked_for(monkeypatc
         progress.step, clock[0] = step, seconds
         watch.replan(said)  # pyright: ignore
         lengths.append(progress.length)
-    # 350 more fit at 1 s per step, 77 at 4 s, 610 at 0.5 s, but 500 were asked for
-    assert lengths == [360, 97, 500, 500, 500]
+    # 350 more fit at 1 s per step, 124 at 2.5 s (the mean of 1 and 4), 203 at 1.5 s, ...; 500 were asked for
+    assert lengths == [360, 144, 233, 441, 500]
     assert said.total == 500
 
 

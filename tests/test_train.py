@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,16 +30,12 @@ from plainvit.models import ViT, build
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder, metrics
-from plainvit.train import loop
-from plainvit.train.doctor import check_optim
-from plainvit.train.finalize import find_better_step
 from plainvit.train.loop import train
 from plainvit.train.run import fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.setup import build_objective, build_training
-from plainvit.train.state import Progress
 from plainvit.train.time_budget import TIMED_STEPS
-from plainvit.train.transfer import load_teacher, resolve
+from plainvit.train.transfer import resolve
 from plainvit.weights.published import TO_START
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
@@ -251,13 +246,6 @@ def test_results_are_those_of_the_final_weights(tmp_path: Path) -> None:
     assert np.sum(done.numbers["test"]["confusion"]) == len(source)
 
 
-def test_without_out_a_config_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    first = fit(tiny(steps=1), quiet=True).folder
-    assert fit(tiny(steps=1, workers=1), quiet=True).folder == first  # what does not change the result is the same run
-    assert fit(tiny(steps=1, seed=1), quiet=True).folder != first
-
-
 def test_patience_stops_and_keeps_the_best(tmp_path: Path) -> None:
     """A rate that only does harm: the best is the first evaluation."""
     config = tiny(steps=40, evaluations=20, patience=3, optim=Optim(lr=1.0, schedule="constant", clip=0), holdout=0.3)
@@ -287,14 +275,6 @@ def test_weights_that_are_not_the_best_are_said_to_be_the_last(tmp_path: Path) -
             plainvit.load(place)
 
 
-@pytest.mark.parametrize(("best", "told"), [(0.839, False), (0.841, True)])
-def test_within_two_standard_errors_no_step_was_better(best: float, told: bool) -> None:
-    """Of 400 images with 80 % of them right: sqrt(0.8 * 0.2 / 400) is 2 points."""
-    run: Any = SimpleNamespace(config=tiny(), progress=Progress(best=best, best_step=3))
-    found = find_better_step(run, {"val": {"top1": 0.8, "images": 400}})
-    assert found == ({"better_before": {"step": 3, "top1": best}} if told else {})
-
-
 @pytest.mark.slow
 def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path) -> None:
     model = TINY.replace(image_size=(8, 8))
@@ -307,7 +287,9 @@ def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path)
     assert all("test" not in numbers for numbers in held.values())  # test images are read once
     assert held["lr-0.005"]["val"]["top1"] > held["lr-1e-07"]["val"]["top1"]
     sizes = [json.loads((path / "data.json").read_text())["splits"] for path in (*searched.values(), tmp_path)]
-    assert [size["train"]["images"] for size in sizes] == [1437 - 143, 1437 - 143, 1437]
+    fewer = len(open_splits(config.replace(holdout=0.1)).train)
+    assert [size["train"]["images"] for size in sizes] == [fewer, fewer, 1437]
+    assert 1437 * 0.88 < fewer < 1437 * 0.92
     assert "val" not in done.numbers
 
 
@@ -329,16 +311,6 @@ def test_every_step_is_in_training_mode_and_every_validation_in_eval_mode(
     assert sum(learns for learns, _ in modes) == 1 + TIMED_STEPS + 6
     assert {modes_of for learns, modes_of in modes if learns} == {frozenset({True})}
     assert {modes_of for learns, modes_of in modes if not learns} == {frozenset({False})}
-
-
-def test_a_step_in_eval_mode_is_an_error(tmp_path: Path) -> None:
-    splits = open_splits(tiny())
-    with Folder(tmp_path) as folder:
-        run = build_training(resolve(tiny(), splits), splits, folder, quiet=True)
-        batch = next(run.loader.batches(0, 1))
-        run.objective.model.blocks[-1].eval()  # a part is enough
-        with pytest.raises(AssertionError):
-            loop.launch(run, run.objective.prepare(batch, 0))
 
 
 @pytest.mark.parametrize(
@@ -374,16 +346,6 @@ def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
     torch.testing.assert_close(done.model.head.bias, torch.full((3,), -4.0))
 
 
-def test_a_run_too_short_for_its_window_can_be_made_longer(tmp_path: Path) -> None:
-    """A tenth of 6 steps is less than one: their average is the last weights, and still the one to go on from."""
-    short = fit(tiny(ema_window=0.1), tmp_path / "run", quiet=True)
-    plain = fit(tiny(), tmp_path / "plain", quiet=True)
-    for name, weight in short.model.state_dict().items():
-        assert torch.equal(weight, plain.model.state_dict()[name])
-    fit(tiny(ema_window=0.1, steps=30), tmp_path / "run", force=True, quiet=True)
-    assert len(losses(tmp_path / "run")) == 30
-
-
 def test_a_binary_loss_rejects_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))
@@ -411,16 +373,6 @@ def test_a_teacher_of_classes_in_another_order_is_an_error(tmp_path: Path) -> No
     plainvit.save(teacher, tmp_path / "t.safetensors")
     with pytest.raises(DataError, match="triangle"):
         fit(tiny(teacher=str(tmp_path / "t.safetensors")), tmp_path / "run", quiet=True)
-
-
-def test_a_teacher_with_other_words_for_the_classes_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    teacher = build(TINY.replace(classes=3))
-    teacher.about = About(class_names=("disc", "square", "triangle"))
-    plainvit.save(teacher, tmp_path / "t.safetensors")
-    load_teacher(tiny(teacher=str(tmp_path / "t.safetensors")), ("circle", "square", "triangle"))
-    assert "has the class 'disc'" in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{}, {"patience": 2}, {"ema": 0.0}], ids=str)
@@ -522,17 +474,3 @@ def test_problems_with_the_number_of_images_are_found(tmp_path: Path) -> None:
         new = longer.replace(init="", model=TINY, device=device)
         ((_, fix),) = find_data_problems(new, open_splits(new))
         assert f"--init {TO_START[machine]} " in fix
-
-
-@pytest.mark.parametrize(("data", "known"), [("digits", True), ("digits:01234", True), ("my-digits", False)])
-def test_the_digits_are_known_by_their_name_alone(
-    data: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by a word in the path of somebody's folder."""
-    monkeypatch.chdir(tmp_path)
-    plant_classes(tmp_path / "my-digits", {"cat": 6, "dog": 6})
-    config = Config(data=data, batch=1, steps=500, model=TINY, augment=Augment(flip=0.5))
-    assert [risk.split()[-1] for risk, _ in find_data_problems(config, open_splits(config))] == (
-        [] if known else ["alone"]
-    )
-    assert any("mirrored" in risk for risk, _ in check_optim(config)) == known

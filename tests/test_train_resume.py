@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import platform
 import random
 import shutil
 import signal
@@ -28,12 +26,10 @@ from plainvit.data.resident import ResidentMemoryError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
-from plainvit.studies.runs import is_done
 from plainvit.train import finalize, loop
 from plainvit.train.run import fit
 from plainvit.train.state import Training
 from plainvit.train.time_budget import TimeBudget
-from plainvit.weights import load
 
 
 @pytest.fixture(autouse=True)
@@ -131,30 +127,11 @@ def test_a_run_killed_between_any_two_writes_ends_the_same(tmp_path: Path, whole
     assert litter(out) == []
 
 
-def test_a_run_killed_before_it_began_can_begin(tmp_path: Path, whole_streamed: dict[str, Any]) -> None:
-    """Its config is written, the description of its data is not."""
-    kill_at(("begun", "begun:2"), runs.streamed(), tmp_path / "run")
-    assert outcome(tmp_path / "run") == whole_streamed
-
-
 @pytest.mark.slow
 def test_a_run_killed_at_random_ends_the_same(tmp_path: Path) -> None:
     made = runs.streamed(steps=60, evaluations=4)
     kill_at_random(8, made, tmp_path / "run", seed=1)
     assert outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
-
-
-@pytest.mark.parametrize("workers", tiny.mostly_slow([2, 0], 2))
-def test_a_killed_run_can_be_started_again_at_once(
-    tmp_path: Path, whole_streamed: dict[str, Any], workers: int
-) -> None:
-    """Only the process itself is killed: its data workers live on for seconds, and must not keep the folder locked."""
-    out = tmp_path / "run"
-    child = Child(runs.train, runs.streamed(workers=workers), out, "recorded:5", log=tmp_path / "log")
-    with stalled(child, out):
-        child.kill(alone=True)
-        fit(runs.streamed(), out, quiet=True)
-    assert outcome(out) == whole_streamed
 
 
 def test_the_run_by_the_command_line_ends_as_the_one_from_python(tmp_path: Path) -> None:
@@ -394,20 +371,6 @@ def test_what_follows_the_checkpoint_in_the_metrics_is_dropped(tmp_path: Path, w
     assert outcome(tmp_path / "run") == whole
 
 
-def test_the_status_of_a_run_that_lives_says_where_it_is(tmp_path: Path) -> None:
-    """And of one that was killed, where it was last saved: it has no exit code, as it never said that it ended."""
-    out = tmp_path / "run"
-    with stalled(Child(runs.train, runs.config(), out, "recorded:8", log=tmp_path / "log"), out):
-        said = status(out)  # in step 7, the validation of step 4 being a line too
-    assert (said["state"], said["step"], said["steps"], said["exit_code"]) == ("running", 6, 12, None)
-    assert said["host"] == platform.node()
-    with pytest.raises(ValueError, match=r"last checkpoint is of step [46] of 12"):  # that of 6 may still be written
-        load(out)
-    assert not is_done(out)
-    fit(runs.config(), out, quiet=True)
-    assert (status(out)["state"], status(out)["exit_code"]) == ("done", 0)
-
-
 def test_metrics_have_times_and_tell_when_a_run_went_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, began = tmp_path / "run", time.time()
     stopped_run(runs.config(), out, 8)
@@ -436,20 +399,6 @@ def test_another_machine_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     (said,) = [line for line in caplog.messages if "bits" in line]
     assert f"{name} {value} -> {known[name]}" in said
     assert json.loads((out / "environment.json").read_text())[name] == value, "of the beginning"
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
-def test_checkpoints_are_as_open_to_others_as_the_umask_leaves_them(tmp_path: Path, mask: int, mode: int) -> None:
-    before = os.umask(mask)
-    try:
-        kept = Checkpoints(tmp_path / "checkpoints", 1)
-        kept.save(1, {"a": torch.zeros(3)}, {})
-        kept.wait()
-    finally:
-        os.umask(before)
-    files = sorted((tmp_path / "checkpoints").glob("*/*"))
-    assert [path.name for path in files] == [STATE, TENSORS]
-    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 # Damaged checkpoints --------------------------------------------------------------------------------------------------
@@ -682,12 +631,6 @@ def test_the_newest_and_the_best_are_kept(
     forced_accuracies(monkeypatch, 0.1, 0.9, 0.2, 0.3, 0.4, 0.5)  # validated at 2, 4, 6, 8, 10, 12; saved at 3, 9 too
     fit(runs.config(evaluations=6, keep=keep), tmp_path / "run", quiet=True)
     assert kept_steps(tmp_path / "run") == kept
-
-
-def test_the_best_is_no_longer_kept_once_there_is_a_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forced_accuracies(monkeypatch, 0.1, 0.6, 0.2, 0.7, 0.4, 0.5)
-    fit(runs.config(evaluations=6, keep=1), tmp_path / "run", quiet=True)
-    assert kept_steps(tmp_path / "run") == {8, 12}
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])

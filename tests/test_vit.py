@@ -89,14 +89,6 @@ def test_equals_timm(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         assert tiny.difference(model(images), peer((images - 0.5) / 0.5)) < EXACT
 
 
-def test_google_numerics_equal_timm_with_tanh_gelu() -> None:
-    peer = timm_vit(act_layer="gelu_tanh")
-    model = tiny.vit()
-    model.load_state_dict(from_timm(peer.state_dict()))
-    with torch.inference_mode():
-        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
-
-
 def test_distilled_deit_equals_timm() -> None:
     peer = timm_vit(VisionTransformerDistilled)
     model = tiny.vit(numerics="timm", distillation=True)
@@ -117,19 +109,6 @@ def test_distilled_deit_returns_both_heads_in_training() -> None:
     with torch.inference_mode():
         for ours, theirs in zip(model.train()(images), peer.train()(images * 2 - 1), strict=True):
             assert tiny.difference(ours, theirs) < EXACT
-
-
-def test_distilled_deit_without_prefix_rows() -> None:
-    """The rows of the two first tokens may as well be folded into the tokens themselves (DeiT-III's way)."""
-    peer = timm_vit(VisionTransformerDistilled)
-    state = from_timm(peer.state_dict())
-    table = state["positions.0.table"]
-    state |= {"class_token": state["class_token"] + table[:1], "positions.0.table": table[2:]}
-    state["distillation_token"] = state["distillation_token"] + table[1:2]
-    model = tiny.vit(numerics="timm", distillation=True, posemb_prefix="none")
-    model.load_state_dict(state)
-    with torch.inference_mode():
-        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
 
 
 def test_positions_of_the_class_token_but_not_of_registers() -> None:
@@ -275,33 +254,11 @@ def test_table_8(cell: tuple[str, str]) -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())  # every position is in use
 
 
-@pytest.mark.parametrize("cell", TABLE_8, ids=" ".join)
-def test_positions_make_the_order_of_patches_matter(cell: tuple[str, str]) -> None:
-    """Without positions an image is a bag of patches; with any of the others it is not."""
-    model = tiny.vit(posemb=cell[0], posemb_at=cell[1])
-    images = tiny.images()
-    swapped = images.clone()
-    swapped[..., :8, :8], swapped[..., 8:16, 16:24] = images[..., 8:16, 16:24], images[..., :8, :8]
-    change = (model(images) - model(swapped)).abs().max()
-    assert change < EXACT if cell[0] == "none" else change > 1e-3
-
-
 def added_by_positions(model: ViT) -> Tensor:
     """What the positions add to the tokens of an image, seen from outside."""
     without = copy.deepcopy(model)
     without.positions = nn.ModuleList()
     return (model.embed(tiny.images(1)) - without.embed(tiny.images(1)))[0]
-
-
-def test_2d_positions_share_rows_and_columns() -> None:
-    """The patch in column x and row y gets concat(X[x], Y[y]); the class token gets nothing."""
-    model = tiny.vit(posemb="2d")
-    table = added_by_positions(model)
-    assert not table[0].any()
-    X, Y = model.positions[0].columns, model.positions[0].rows
-    for y in range(ROWS):
-        for x in range(COLUMNS):
-            assert tiny.difference(table[1 + y * COLUMNS + x], torch.cat((X[x], Y[y]))) < EXACT
 
 
 def test_sincos2d_positions() -> None:
@@ -373,21 +330,6 @@ def test_axial_blocks_equal_loops_over_rows_and_columns() -> None:
         attend = (reference.along_rows, reference.along_columns)[layer % 2]((ROWS, COLUMNS))
         x = reference.block(x, reference.under(weights, f"blocks.{layer}."), HEADS, attend)
         assert tiny.difference(trace[f"block{layer}/tokens"], torch.from_numpy(x)) < EXACT
-
-
-def test_axial_row_block_does_not_mix_rows() -> None:
-    model = tiny.vit(**AXIAL)
-    images = tiny.images(1)
-    changed = images.clone()
-    changed[..., 8:16, 16:24] = 0  # the patch in row 1, column 2
-    traces = Trace("block0/tokens", "block1/tokens"), Trace("block0/tokens", "block1/tokens")
-    for x, trace in zip((images, changed), traces, strict=True):
-        model(x, trace)
-    after_rows, after_columns = (
-        (traces[0][name] != traces[1][name]).any(-1).view(ROWS, COLUMNS) for name in ("block0/tokens", "block1/tokens")
-    )
-    assert after_rows.tolist() == [[False] * 5, [True] * 5, [False] * 5]
-    assert after_columns.all()
 
 
 # Heads ----------------------------------------------------------------------------------------------------------------
@@ -474,15 +416,6 @@ def test_dropout_is_applied_where_the_paper_does(monkeypatch: pytest.MonkeyPatch
     assert tiny.difference(logits, model.head(model.norm(x)[:, 0])) < EXACT
 
 
-def test_dropout_drops_at_its_rate() -> None:
-    torch.manual_seed(0)
-    for x, y in dropouts(tiny.vit(dropout=0.4).train())[:-1]:
-        kept = y != 0
-        assert torch.allclose(y[kept], x[kept] / 0.6, rtol=1e-12)
-        count = x.numel()
-        assert abs(kept.sum().item() - 0.6 * count) < 5 * (0.6 * 0.4 * count) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
@@ -530,14 +463,6 @@ def test_seed_makes_weights_repeatable(name: str, settings: dict[str, Any], dtyp
     drawn = [key for key, x in first.items() if x.unique().numel() > 1]
     assert len(drawn) > 2
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
-
-
-def test_seed_does_not_change_the_default_generator() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    plainvit.create("ViT-Ti/8", image_size=32, seed=1, **tiny.SHAPE)
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ from plainvit.evaluate.statistics import FEW, describe_confidence
 OBJECTIVES = {
     "masked": " without labels, by masked patch prediction",
     "mae": " without labels, as a masked autoencoder",
-    "simmim": " without labels, by SimMIM",
 }
 STATES = {
     "running": "This run is not finished",

@@ -88,18 +88,18 @@ def _implied_preprocess(start: Config, command: str) -> Preprocess:
     """The preprocessing of a config that has none: that of init, or the default. A plan does not depend on it."""
     if not start.init or command == "plan":
         return Preprocess()
-    from plainvit.train.transfer import starting_model
+    from plainvit.train.transfer import read_starting_model
 
-    return starting_model(start)[1]
+    return read_starting_model(start)[1]
 
 
 def _load_model_config(start: Config, command: str) -> Model | None:
     """The model of the weights to start from."""
     from plainvit.hub import UnreachableError
-    from plainvit.train.transfer import starting_model
+    from plainvit.train.transfer import read_starting_model
 
     try:
-        return starting_model(start)[0]
+        return read_starting_model(start)[0]
     except (ValueError, OSError) as error:
         if command == "doctor":  # which reports the error
             return None

@@ -1,11 +1,11 @@
-"""Masked image modelling around the same ViT: the paper's masked patch prediction (4.6), MAE and SimMIM.
+"""Masked image modelling around the same ViT: the paper's masked patch prediction (4.6) and MAE.
 
     net = MaskedViT(model, "mae", Masked(ratio=0.75, target="pixels", normalise=True))
     predictions = net.predict(images, order)  # [B, k, ...]: for the hidden patches alone
 
 `order` [B, n] lists the patches of each image, the k hidden ones first. MAE (arXiv 2111.06377) drops these before the
-first layer, so that the blocks process n - k tokens only, and a small decoder predicts them. The paper (B.1.2) and
-SimMIM (arXiv 2111.09886) replace them by a learned embedding, and one linear layer predicts them.
+first layer, so that the blocks process n - k tokens only, and a small decoder predicts them. The paper (B.1.2)
+replaces them by a learned embedding, and one linear layer predicts them.
 Letters are those of vit.py; n = h * w patches, k of them hidden.
 """
 
@@ -21,7 +21,7 @@ from plainvit.models.parts import make_norm
 from plainvit.models.positions import Positions, sincos2d
 from plainvit.models.vit import Block, ViT, patchify
 
-Objective = Literal["masked", "mae", "simmim"]
+Objective = Literal["masked", "mae"]
 COLOURS = 512  # 3 bits of each of red, green and blue
 CELLS = {"colour": 1, "colours16": 4}  # rows and columns of colours in a patch
 
@@ -31,13 +31,12 @@ def take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def hidden_patches(config: ViTConfig, masked: Masked) -> int:
-    """k, the hidden patches of each image: rounded up to whole units, as in MAE's and SimMIM's code."""
-    units = math.prod(side // masked.unit for side in config.grid)
-    return math.ceil(round(masked.ratio * units, 6)) * masked.unit**2
+def count_hidden_patches(config: ViTConfig, masked: Masked) -> int:
+    """k, the hidden patches of each image: rounded up, as in MAE's code."""
+    return math.ceil(round(masked.ratio * math.prod(config.grid), 6))
 
 
-def answer_size(config: ViTConfig, masked: Masked) -> int:
+def count_target_values(config: ViTConfig, masked: Masked) -> int:
     """The number of values predicted for a hidden patch."""
     if masked.target == "pixels":
         return config.channels * math.prod(config.patch)
@@ -52,11 +51,7 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
     if config.stem:
         raise ValueError(f"{flag} needs a plain ViT: a hybrid's stem mixes the pixels of hidden and visible patches")
     h, w = config.grid
-    if h % masked.unit or w % masked.unit:
-        raise ValueError(
-            f"a grid of {h} x {w} patches is not made of squares of --masked.unit {masked.unit}: use --masked.unit 1"
-        )
-    hidden = hidden_patches(config, masked)
+    hidden = count_hidden_patches(config, masked)
     if not 0 < hidden < h * w:
         raise ValueError(
             f"--masked.ratio {masked.ratio:g} hides {hidden} of {h} x {w} patches, but some must be hidden and some "
@@ -123,15 +118,12 @@ class Decoder(nn.Module):
 class MaskedViT(nn.Module):
     """A ViT (`model`, the part to keep) and the decoder or linear layer that predicts hidden patches."""
 
-    squares: Tensor
-
     def __init__(self, model: ViT, objective: Objective, masked: Masked) -> None:
         super().__init__()
         config = model.config
         check_maskable(config, objective, masked)
         self.model, self.objective, self.masked = model, objective, masked
-        self.hidden, out = hidden_patches(config, masked), answer_size(config, masked)
-        self.register_buffer("squares", squares(*config.grid, masked.unit), persistent=False)
+        self.hidden, out = count_hidden_patches(config, masked), count_target_values(config, masked)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)
         self.initialise()
@@ -199,9 +191,3 @@ class MaskedViT(nn.Module):
         """Normalises all tokens, also if the model normalises the pooled vector: here nothing is pooled."""
         x = self.model.encode_tokens(x)
         return self.model.norm(x) if self.model.config.norm_pooled else x
-
-
-def squares(h: int, w: int, unit: int) -> Tensor:
-    """The patches of each unit x unit square of the grid: [h*w / unit^2, unit^2]."""
-    grid = torch.arange(h * w).view(h // unit, unit, w // unit, unit)
-    return grid.transpose(1, 2).reshape(-1, unit * unit)

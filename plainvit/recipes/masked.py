@@ -1,10 +1,10 @@
-"""Self-supervised recipes: the paper's masked patch prediction, MAE and SimMIM, as published and small.
+"""Self-supervised recipes: the paper's masked patch prediction and MAE, as published and small.
 
     plainvit train mae-cifar10 --data-root DIR --out runs/mae
     plainvit train cifar10 --init runs/mae --data-root DIR           or: plainvit finetune --init runs/mae ...
 
-Sources: ViT (arXiv 2010.11929, 4.6 and B.1.2), MAE (arXiv 2111.06377) and SimMIM (arXiv 2111.09886) with the code
-released with them. The run folder holds a plain ViT without a head: whatever takes weights takes it.
+Sources: ViT (arXiv 2010.11929, 4.6 and B.1.2) and MAE (arXiv 2111.06377) with the code released with them. The run
+folder holds a plain ViT without a head: whatever takes weights takes it.
 """
 
 from functools import partial
@@ -69,26 +69,6 @@ def mae_b16_i1k() -> Config:
         optim=Optim(lr=1.5e-4 * 4096 / 256, betas=(0.9, 0.95), warmup=40 / 800, weight_decay=0.05, clip=0.0),
         augment=Augment(area=(0.2, 1.0)),
         preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
-    )
-
-
-def simmim_b16_i1k() -> Config:
-    """ViT-B/16 predicts the pixels of 32-pixel squares that hide 60 % of an image, 800 epochs of ImageNet.
-
-    Source: SimMIM (arXiv 2111.09886), its code's ViT-B; positions are learned, not a shared relative bias
-    Command: plainvit train simmim-b16-i1k --data-root DIR
-    Expected: ImageNet 83.8 % after SimMIM's fine-tuning (published, with its own positions)
-    Cost: that of the same epochs with labels
-    """
-    shape = {"layer_scale": 0.1, "stochastic_depth": 0.1, **IMAGENET_PIXELS}
-    schedule: dict[str, Any] = {"schedule": "steps", "milestones": (700 / 800,), "warmup": 10 / 800}
-    return mae_b16_i1k().replace(
-        model=configure("ViT-B/16", classes=0, numerics="timm", **shape),
-        batch=2048,
-        objective="simmim",
-        masked=Masked(ratio=0.6, unit=2, target="pixels"),
-        optim=Optim(lr=1e-4 * 2048 / 512, weight_decay=0.05, clip=5.0, **schedule),
-        augment=Augment(area=(0.67, 1.0)),
     )
 
 
@@ -167,7 +147,6 @@ RECIPES: dict[str, Recipe] = {
     "masked-b16-jft": masked_b16_jft,
     "masked-b16-i1k": masked_b16_i1k,
     "mae-b16-i1k": mae_b16_i1k,
-    "simmim-b16-i1k": simmim_b16_i1k,
     **{name: _describe_small(name) for name in SMALL_COSTS},
     "mae-photos": mae_photos,
 }

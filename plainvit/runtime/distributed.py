@@ -38,7 +38,7 @@ class DisagreementError(ValueError):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code, self.agreed = exit_code, True
+        self.exit_code, self.raised_by_all = exit_code, True
 
 
 @dataclass(frozen=True)

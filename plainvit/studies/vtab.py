@@ -30,7 +30,7 @@ from plainvit.runtime.folder import finite
 from plainvit.studies.runs import code_hash
 from plainvit.train.guards import DivergedError
 from plainvit.train.run import fit
-from plainvit.train.transfer import starting_model
+from plainvit.train.transfer import read_starting_model
 
 Setting = Literal["paper", "light"]
 
@@ -59,7 +59,7 @@ def run_tasks(
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"unknown VTAB task {task!r}; {nearest(task, TASKS)}")
-    starting_model(config)  # fails now if the weights cannot be read
+    read_starting_model(config)  # fails now if the weights cannot be read
     configs = {task: task_config(config, task, data_root) for task in tasks if _has_images(config, task, data_root)}
     if not configs:
         raise DataError(f"{data_root} has images of none of these tasks: {', '.join(tasks)}")

@@ -25,7 +25,7 @@ OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on t
 log = logging.getLogger("plainvit")
 
 
-def graphs_fit(config: "Config", world: "World") -> bool:
+def can_use_graphs(config: "Config", world: "World") -> bool:
     """Whether steps run on one GPU, are so small that the host limits them, and need no value on the host."""
     small = config.model is not None and is_small(config.model, config.batch)
     wanted = config.graphs == "auto" and small and not config.recompute

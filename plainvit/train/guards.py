@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class DivergedError(ValueError):
     """Too many steps had non-finite values; the command ends with exit code 4."""
 
-    exit_code, agreed = 4, True  # all processes of a run raise it
+    exit_code, raised_by_all = 4, True  # all processes of a run raise it
 
 
 class DeviceMemoryError(ValueError):
     """The device has too little memory; the command ends with exit code 5."""
 
-    exit_code, agreed = 5, False
+    exit_code, raised_by_all = 5, False
 
 
 class InterruptedRunError(ValueError):
@@ -39,7 +39,7 @@ class InterruptedRunError(ValueError):
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: saved at step {step}; run the same command to resume")
-        self.exit_code, self.agreed = 128 + number, True
+        self.exit_code, self.raised_by_all = 128 + number, True
 
 
 class Terminated(SystemExit):
@@ -108,7 +108,7 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     size = int(run.world.gather_rows(torch.tensor([size], device=run.world.device)).min())
     if not size:
         error = DeviceMemoryError("not even one image at a time fits into the device's memory: choose a smaller model")
-        error.agreed = True  # all processes raise it
+        error.raised_by_all = True  # all processes raise it
         raise error
     return size
 

@@ -10,6 +10,8 @@ rest of a batch does not matter; a colour's 3 bits are the highest of the mean's
 Masks follow from (seed, step, position in the batch), those of held-out images from the image alone.
 """
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -48,17 +50,15 @@ class PredictPatches(MaskedViT):
 
     def hide(self, seed: int, step: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """(order [B, n],) with the hidden patches first; and source [B, n] for `predict` unless they are dropped."""
-        units, k = len(self.squares), self.hidden
-        u = uniforms(seed ^ SALT, step, position, units + (2 * k if self.objective == "masked" else 0))
-        order = self.squares[u[:, :units].argsort(dim=1, stable=True)].flatten(1)  # [B, n]
+        n, k, B = math.prod(self.model.config.grid), self.hidden, len(position)
+        u = uniforms(seed ^ SALT, step, position, n + (2 * k if self.objective == "masked" else 0))
+        order = u[:, :n].argsort(dim=1, stable=True)  # [B, n]
         if self.objective == "mae":
             return (order,)
-        hidden, (B, n) = order[:, :k], order.shape
-        source = torch.full_like(hidden, -1)
-        if self.objective == "masked":
-            kind, distance = u[:, units:].view(B, 2, k).unbind(1)
-            other = (hidden + 1 + (distance * (n - 1)).long().clamp(max=n - 2)) % n  # any but the patch itself
-            source = torch.where(kind < MASK, source, torch.where(kind < MASK + OTHER, other, hidden))
+        hidden = order[:, :k]
+        kind, distance = u[:, n:].view(B, 2, k).unbind(1)
+        other = (hidden + 1 + (distance * (n - 1)).long().clamp(max=n - 2)) % n  # any but the patch itself
+        source = torch.where(kind < MASK, -1, torch.where(kind < MASK + OTHER, other, hidden))
         return order, torch.arange(n, device=order.device).expand(B, n).scatter(1, hidden, source)
 
     def forward(self, images: Tensor, order: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,7 @@ class PredictPatches(MaskedViT):
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         hidden = order[:, : self.hidden]
         if self.masked.target == "pixels":
-            error = predicted - self.pixels(images, hidden)
-            loss = (error.abs() if self.objective == "simmim" else error.square()).mean()
+            loss = F.mse_loss(predicted, self.pixels(images, hidden))
             return loss, loss.new_full((), float("nan"))
         targets = self.colours(images, hidden)  # [B, k, cells]
         logits = predicted.view(*targets.shape, COLOURS)

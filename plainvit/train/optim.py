@@ -25,7 +25,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight"
 
 
-def depth_of(name: str, layers: int) -> int:
+def find_depth(name: str, layers: int) -> int:
     """Depth for layer decay: 0 before the blocks, 1 to `layers` for blocks, `layers` + 1 after them."""
     name = name.replace("body.", "").replace("stages.", "blocks.")
     if name.startswith("blocks."):
@@ -49,7 +49,7 @@ def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim
     layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        scale = optim.layer_decay ** (layers + 1 - depth_of(name, layers))
+        scale = optim.layer_decay ** (layers + 1 - find_depth(name, layers))
         decay = optim.weight_decay if is_matrix(name, parameter) else 0.0
         found.setdefault((scale, decay), []).append(parameter)
     return [
@@ -246,12 +246,12 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
         _foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         nesterov = torch.lerp(torch.stack(gradients), torch.stack(buffers), group["momentum"])  # [n, A, B]
-        updates = orthogonal(nesterov).to(gradients[0].dtype) * (-group["lr"] * 0.2 * max(shape) ** 0.5)
+        updates = orthogonalise(nesterov).to(gradients[0].dtype) * (-group["lr"] * 0.2 * max(shape) ** 0.5)
         _foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         _foreach_add_(parameters, list(updates.unbind()))
 
 
-def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Roughly the nearest orthogonal matrices [n, A, B], in bf16: a quintic Newton-Schulz iteration."""
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]

@@ -8,7 +8,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import Folder, run_seconds
-from plainvit.train.transfer import init_hash
+from plainvit.train.transfer import hash_init
 from plainvit.weights.files import open_file
 
 log = logging.getLogger("plainvit")
@@ -74,7 +74,7 @@ def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool)
     data = folder.read("data.json")
     if force or not data:
         return
-    if "init" in data and data["init"] != init_hash(config):
+    if "init" in data and data["init"] != hash_init(config):
         raise ValueError(f"{config.init} changed since {folder.path} started from it: give --force to resume")
     if {key: data[key] for key in data if key not in ("init", "loading")} != splits.describe:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"

@@ -42,7 +42,7 @@ from plainvit.train.search import check_search, search_rates
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import CPU_HOURS, init_hash, resolve
+from plainvit.train.transfer import CPU_HOURS, hash_init, resolve
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -208,7 +208,7 @@ def name_model(model: Model) -> str:
 def write_start(run: Training, splits: Splits) -> None:
     """The data, config, environment and status of the run, before its first step."""
     folder, config, world = run.folder, run.config, run.world
-    init = {"init": init_hash(config)} if config.init else {}
+    init = {"init": hash_init(config)} if config.init else {}
     folder.write("data.json", splits.describe | init | {"loading": run.loader.mode})
     folder.write("config.json", to_json(config))
     first, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}

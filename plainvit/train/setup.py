@@ -16,19 +16,21 @@ from plainvit.evaluate.classify import Prepared, classify
 from plainvit.models import ViT, has_fast_path
 from plainvit.models.recompute import recompute_activations
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.display import tell
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import replicate, shard
 from plainvit.runtime.track import tracker
+from plainvit.train.compile_choice import choose_compile
 from plainvit.train.finalize import make_predictor, open_evaluation_set
-from plainvit.train.graphs import Graph, GraphedGradients, graphs_fit
+from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
 from plainvit.train.masked import PredictPatches
 from plainvit.train.masked_evaluation import validate_masked
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, freeze
-from plainvit.train.state import Training, autocast, uses_compiler, uses_fsdp
+from plainvit.train.state import Training, autocast, uses_fsdp
 from plainvit.train.step import Gradients
-from plainvit.train.transfer import initial_model, load_teacher
+from plainvit.train.transfer import load_teacher, make_initial_model
 
 NARROW = 1024  # widest row of which three stages fit into the shared memory of any GPU
 
@@ -45,11 +47,14 @@ def build_training(
     """Everything that a run needs, as it is before its first step."""
     world = world or World(device=choose_device(config.device))
     objective = build_objective(config, splits, world)
-    uses_graphs = graphs_fit(config, world)
+    uses_graphs = can_use_graphs(config, world)
     optimizers = Optimizers(objective.model, list_trained(objective), config.optim, graphs=uses_graphs)
     has_average = bool(config.ema or config.ema_window)
     loader = build_loader(config, splits, folder, world, force=force)
-    gradients = build_gradients(config, objective, optimizers, world)
+    compiles, note = choose_compile(config, world.device, world.size)
+    if note and not quiet and world.is_main:
+        tell(note)
+    gradients = build_gradients(config, objective, optimizers, world, compiles=compiles)
     validation = open_evaluation_set(config, splits.val, world) if splits.val else None
     return Training(
         config=config,
@@ -66,6 +71,7 @@ def build_training(
         evaluate=build_evaluation(config, objective, validation, folder) if validation else None,
         track=tracker(config.track if world.is_main else (), folder.path, config),
         quiet=quiet or not world.is_main,
+        is_compiled=compiles,
     )
 
 
@@ -91,7 +97,7 @@ def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *
 def build_objective(config: Config, splits: Splits, world: World) -> Classify | PredictPatches:
     """The model with its loss: accelerated, and sharded for FSDP."""
     check_combinations(config, world)
-    model = initial_model(config, splits).to(world.device)
+    model = make_initial_model(config, splits).to(world.device)
     if config.precision == "fp8":
         from plainvit.models.fast.fp8 import use_fp8
 
@@ -141,7 +147,8 @@ def accelerate_objective(objective: Any, config: Config) -> Any:
     if config.fast_path == "auto" and has_fast_path():
         from plainvit.models.fast import accelerate
 
-        accelerate(objective, low_precision_residual=True)
+        on_gpu = next(objective.parameters()).is_cuda  # on a CPU it saves no time
+        accelerate(objective, low_precision_residual=on_gpu)
     return recompute_activations(objective) if config.recompute else objective
 
 
@@ -150,12 +157,14 @@ def list_trained(objective: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("model."), parameter) for name, parameter in objective.named_parameters()]
 
 
-def build_gradients(config: Config, objective: nn.Module, optimizers: Optimizers, world: World) -> Gradients:
+def build_gradients(
+    config: Config, objective: nn.Module, optimizers: Optimizers, world: World, *, compiles: bool
+) -> Gradients:
     """Forward and backward pass, with DDP and torch.compile around the plain objective."""
     on_gpu, has_fsdp = world.device.startswith("cuda"), uses_fsdp(config, world)
     ddp: Any = replicate(objective, world) if world.size > 1 and not has_fsdp else None
     forward: Any = ddp or objective
-    if uses_compiler(config, world.device):
+    if compiles:
         options = choose_compiler_options(config) if on_gpu else None
         forward = torch.compile(forward, dynamic=False, options=options)
 

@@ -85,6 +85,7 @@ class Training:
     evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
     track: Callable[[dict[str, Any]], None] = lambda _: None
     quiet: bool = False
+    is_compiled: bool = False
     progress: Progress = field(default_factory=Progress)
     signals: list[int] = field(default_factory=list)
 
@@ -102,10 +103,6 @@ class Training:
     @property
     def fsdp(self) -> bool:
         return uses_fsdp(self.config, self.world)
-
-    @property
-    def is_compiled(self) -> bool:
-        return uses_compiler(self.config, self.world.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,10 +172,6 @@ def resume(run: Training) -> None:
 
 def uses_fsdp(config: Config, world: "World") -> bool:
     return world.size > 1 and config.parallel == "fsdp"
-
-
-def uses_compiler(config: Config, device: str) -> bool:
-    return config.compile == "on" or (config.compile == "auto" and device.startswith("cuda"))
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:

@@ -35,6 +35,7 @@ class TimeBudget:
     def __init__(self, run: "Training", spent: float) -> None:
         self.run, self.deadline = run, time.monotonic() + 3600 * run.config.hours - spent
         self.last_look: tuple[int, float] | None = None  # (step, time)
+        self.pace: float | None = None  # seconds per step with its part of the evaluations, smoothed
 
     def plan(self) -> None:
         """Sets the number of steps before the first one. Without any time left, a linear head needs no step."""
@@ -60,17 +61,20 @@ class TimeBudget:
         tell(words, quiet=run.quiet)
 
     def replan(self, display: "Display") -> None:
-        """Shortens or lengthens the run to end in time at the pace since the last call.
+        """Shortens or lengthens the run to end in time at its pace.
 
-        It is called before a checkpoint is saved, which keeps the new length, so that a resumed run continues exactly.
-        The first interval is not used if it includes compilation.
+        The pace is half that since the last call and half what it was before, so that a moment of other work on the
+        machine does not change the length much. The first interval is not used if it includes compilation. This is
+        called before a checkpoint is saved, which keeps the new length, so that a resumed run continues exactly.
         """
         run, now = self.run, time.monotonic()
         step, (last, self.last_look) = run.progress.step, (self.last_look, (run.progress.step, now))
         if last is None or step >= run.steps:  # at the end the learning rate is 0: no way back
             return
         seconds, left = average_over_processes(run, (now - last[1], self.deadline - now))
-        steps = min(step + max(int(left * (step - last[0]) / seconds), 0), run.config.steps)
+        pace = seconds / (step - last[0])
+        self.pace = pace if self.pace is None else (self.pace + pace) / 2
+        steps = min(step + max(int(left / self.pace), 0), run.config.steps)
         if run.steps <= steps < min(LONGER * run.steps, run.config.steps) or steps == run.steps:
             return
         speed = "slower" if steps < run.steps else "faster"
