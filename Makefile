@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-slow check bench lock clean
+.PHONY: setup demo test test-slow check bench bench-gpu lock clean
 
 setup: $(READY)
 
@@ -34,6 +34,10 @@ check: setup
 # plainvit's training speed over timm's on this machine, against the committed ratio of bench/figures.json.
 bench: setup
 	$(BIN)/python -m bench.gate
+
+# Every measurement of one GPU in under ten minutes: OUT is the folder for the JSON files, DATA that of the data sets.
+bench-gpu: setup
+	$(BIN)/python -m bench.h200 --out $(or $(OUT),bench-gpu) $(if $(DATA),--data $(DATA))
 
 # Needs uv. The lock is universal and hash-pinned, and names no index.
 lock:

@@ -52,13 +52,20 @@ def forward(w: dict[str, Tensor], images: Tensor) -> Tensor:
     return linear(norm(x, "norm")[:, 0], "head")
 
 
+def list_files(folder: str) -> list[Path]:
+    return sorted(Path(folder).iterdir())
+
+
+def predict(weights: dict[str, Tensor], files: list[Path]) -> list[dict]:
+    best = forward(weights, torch.stack([read(path) for path in files])).softmax(-1).topk(5)
+    rows = zip(files, best.values.tolist(), best.indices.tolist(), strict=True)
+    return [{"name": str(path), "classes": classes, "probabilities": values} for path, values, classes in rows]
+
+
 def main() -> None:
     weights, folder = sys.argv[1:]
-    files = sorted(Path(folder).iterdir())
-    probabilities = forward(load_file(weights), torch.stack([read(path) for path in files])).softmax(-1)
-    best = probabilities.topk(5)
-    for path, values, classes in zip(files, best.values.tolist(), best.indices.tolist(), strict=True):
-        print(json.dumps({"name": str(path), "classes": classes, "probabilities": values}))
+    for row in predict(load_file(weights), list_files(folder)):
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m bench.scaling [--models L/16,H/14,G/14] [--ranks 8,64,1024] [--batch 64] [--json FILE]
 
 recorded   one forward and backward pass of plainvit's sharded model (runtime/sharding.py) as rank 0 of a fake process
-           group, on tensors without storage: every collective with its size, padding included, and the bytes of a shard.
+           group, on tensors without storage: every collective with its size, padding included, and a shard's bytes.
            DDP's C++ code needs storage, so its buckets come from the function that it calls itself, on the same sizes.
 measured   rates of training steps on one H200 (plainvit/planning/step_time.py); G/14 has H/14's rate, extrapolated.
 published  link rates of an H200 (plainvit/planning/devices.py).
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             if name not in COLLECTIVES:
@@ -172,7 +172,9 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
         limit = "" if row["fits_there"] or not row["hides_at"] else ", does not fit"
         shown.append([row["model"], row["parallel"], *numbers, there + limit])
     recorded, computed = ("collectives", "GiB sent"), ("compute ms", "comm ms", "step ms", "img/s", "GiB", "hides at")
-    title = f"one step, {rows[0]['batch']} images per rank, H200, bf16; collectives and GiB sent recorded, rest computed"
+    title = (
+        f"one step, {rows[0]['batch']} images per rank, H200, bf16; collectives and GiB sent recorded, rest computed"
+    )
     show(title, ("model", "parallel", "ranks", *recorded, *computed), shown, left=("model", "parallel"))
     print("compute ms: from rates measured on one H200 (G/14 extrapolated); comm ms: published links x assumed share")
 

@@ -1,10 +1,16 @@
 """From the command to the predictions: `plainvit predict` on ten photos and a bare PyTorch script of the same model.
 
     python -m bench.start --data DIR [--repeats 7] [--json FILE]
+    python -m bench.start --data DIR --steps                 to the first training step of finetune and train digits
 
-DIR has imagenet-photos and weights/vit_ti16_augreg.safetensors. Both are new processes, in turns, with the same number
-of threads; the script is bench/bare.py. "torch alone" imports torch and ends. The probabilities of both must agree.
-CPU seconds of all threads change less on a busy machine than those of the clock. The target is a ratio of 1.5.
+DIR has imagenet-photos, oxford-pets and weights/vit_ti16_augreg.safetensors. Every measurement is a new process, in
+turns with the others, with the same number of threads. The script is bench/bare.py; both must predict the same
+probabilities. "torch alone" imports torch and ends. CPU seconds change less than wall time on a busy machine. The
+target is a ratio of 1.5.
+
+First steps: "import" is a process that imports the training code and ends; "step" is the first step itself, with
+compilation where --compile is on; "data" is the rest: reading the images, loading the weights and, for finetune,
+fitting the linear head. "cold" has no bytecode, compiled kernels or other caches; the files are in the page cache.
 """
 
 import json
@@ -27,6 +33,39 @@ TOLERANCE = 0.02  # of a probability: the two resize with different code
 LIMIT = 1.5
 
 
+PARTS = ("import", "load", "predict")
+# What each part runs, in one process
+SPLIT = {
+    PLAINVIT: (
+        "from plainvit.evaluate import inputs, predict, predictor",
+        "made = predictor.Predictor(WEIGHTS)",
+        "list(predict.rows(predict.PredictionJob(made, 5), inputs.find([PHOTOS]), engine=predict.predict_locally))",
+    ),
+    BARE: (
+        "import bare",
+        "weights = bare.load_file(WEIGHTS)",
+        "bare.predict(weights, bare.list_files(PHOTOS))",
+    ),
+}
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Threads that wait are not counted as busy."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def split(parts: Sequence[str], weights: str, photos: str, threads: int) -> list[float]:
+    """Seconds of the three parts in one new process."""
+    lines = [f"WEIGHTS, PHOTOS = {weights!r}, {photos!r}", "import time; marks = [time.perf_counter()]"]
+    for part in parts:
+        lines += [part, "marks.append(time.perf_counter())"]
+    lines.append("print([b - a for a, b in zip(marks, marks[1:])])")
+    folder = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    command, variables = [sys.executable, "-c", "\n".join(lines)], environment(threads) | {"PYTHONPATH": folder}
+    child = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
+    return json.loads(child.stdout)
+
+
 def write_photos(data: Path, folder: Path, count: int) -> None:
     source = open_source(str(data / "imagenet-photos"))
     folder.mkdir()
@@ -39,8 +78,7 @@ def write_photos(data: Path, folder: Path, count: int) -> None:
 def run(command: Sequence[str], threads: int) -> tuple[str, float, float]:
     """Output, seconds and CPU seconds of a new process."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    child = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    child = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(threads))
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return child.stdout, seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -51,7 +89,7 @@ def compare(ours: str, theirs: str) -> float:
     return max(abs(a["predictions"][0]["probability"] - b["probabilities"][0]) for a, b in pairs)
 
 
-def measure(commands: dict[str, list[str]], repeats: int, threads: int) -> list[dict[str, Any]]:
+def measure(commands: dict[str, list[str]], files: tuple[str, str], repeats: int, threads: int) -> list[dict[str, Any]]:
     """Rows of seconds and CPU seconds; ratios are medians of those within a round."""
     difference = compare(*(run(commands[name], threads)[0] for name in (PLAINVIT, BARE)))  # fills the page cache too
     if difference > TOLERANCE:
@@ -64,13 +102,91 @@ def measure(commands: dict[str, list[str]], repeats: int, threads: int) -> list[
         return seconds
 
     wall = interleaved({name: (lambda name=name: timed(name)) for name in commands}, repeats)
+    parts: dict[str, list[list[float]]] = {name: [] for name in SPLIT}
+    for name in list(SPLIT) * repeats:
+        parts[name].append(split(SPLIT[name], *files, threads))
     rows: list[dict[str, Any]] = []
     for unit, times in (("s", wall), ("CPU s", busy)):
         for name, values in times.items():
             ratio = statistics.median(a / b for a, b in zip(values, times[BARE], strict=True))
             rows.append({"what": name, "unit": unit, "ratio": ratio, "difference": difference, **summary(values)})
             rows[-1]["remark"] = f"{ratio:.2f}x the bare script" + (f" (limit {LIMIT})" if name == PLAINVIT else "")
+    for name, found in parts.items():
+        for at, part in enumerate(PARTS):
+            rows.append({"what": f"{name}: {part}", "unit": "s", **summary([one[at] for one in found])})
     return rows
+
+
+# First steps ----------------------------------------------------------------------------------------------------------
+
+
+def write_pets(data: Path, folder: Path, classes: int, each: int) -> None:
+    """A folder for each class with photos of Oxford Pets."""
+    source = open_source(str(data / "oxford-pets"))
+    for index in range(len(source)):
+        label = int(source.labels[index])
+        target = folder / f"{label:02d}"
+        if label >= classes or (target.exists() and len(list(target.iterdir())) == each):
+            continue
+        pixels = source.read(index)
+        assert isinstance(pixels, bytes)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / f"{index}.webp").write_bytes(pixels)
+
+
+def time_first_step(words: Sequence[str], caches: Path, threads: int) -> dict[str, float]:
+    """Seconds to the end of step 1 by part; the process is stopped there."""
+    places = {"PYTHONPYCACHEPREFIX": "bytecode", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "other"}
+    variables = environment(threads) | {name: str(caches / folder) for name, folder in places.items()}
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import plainvit.train.run"], check=True, env=variables)
+    imported = time.perf_counter() - started
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "plainvit", *words, "--out", f"{out}/run"]
+        started = time.time()
+        child = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            line = wait_for_step(Path(out) / "run" / "metrics.jsonl", child)
+        finally:
+            child.kill()
+            child.communicate()
+    total = line["time"] - started
+    return {"total": total, "import": imported, "data": total - imported - line["seconds"], "step": line["seconds"]}
+
+
+def wait_for_step(metrics: Path, child: "subprocess.Popen[str]") -> dict[str, Any]:
+    while True:
+        ended = child.poll() is not None
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            if line.endswith("}") and json.loads(line).get("step") == 1:
+                return json.loads(line)
+        if ended:
+            raise SystemExit(f"the command ended before its first step: {child.communicate()[1][-500:]}")
+        time.sleep(0.02)
+
+
+def measure_first_steps(data: Path, repeats: int, threads: int) -> list[dict[str, Any]]:
+    """Each round: every command with empty caches, then with the caches that it left."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        write_pets(data, Path(place) / "pets", classes=8, each=40)
+        weights = str(data / "weights" / "vit_ti16_augreg.safetensors")
+        commands = {
+            "finetune, 8 breeds x 40": ["finetune", "--init", weights, "--data", f"{place}/pets"],
+            "train digits": ["train", "digits"],
+        }
+        for number in range(repeats):
+            for name, words in commands.items():
+                with tempfile.TemporaryDirectory() as caches:
+                    for state in ("cold", "warm"):
+                        parts = time_first_step(words, Path(caches), threads)
+                        found.setdefault(f"{name}, {state}", []).append(parts)
+                        print(f"  round {number + 1}/{repeats}  {name}, {state}: {parts['total']:.1f}", file=sys.stderr)
+    return [
+        {"what": f"{name}: {part}", "unit": "s", **summary([parts[part] for parts in rounds])}
+        for name, rounds in found.items()
+        for part in ("total", "import", "data", "step")
+    ]
 
 
 def main() -> None:
@@ -78,7 +194,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with imagenet-photos and weights")
     parser.add_argument("--photos", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", action="store_true", help="time to the first training step instead")
     words = parser.parse_args()
+    if words.steps:
+        rows = measure_first_steps(words.data, words.repeats, words.threads)
+        report("bench.start", f"to the first training step, CPU, {words.threads} threads", rows, words.json)
+        return
     weights = str(words.data / "weights" / "vit_ti16_augreg.safetensors")
     with tempfile.TemporaryDirectory() as place:
         photos = Path(place) / "photos"
@@ -88,7 +209,7 @@ def main() -> None:
             BARE: [sys.executable, str(Path(__file__).with_name("bare.py")), weights, str(photos)],
             "torch alone": [sys.executable, "-c", "import torch"],
         }
-        rows = measure(commands, words.repeats, words.threads)
+        rows = measure(commands, (weights, str(photos)), words.repeats, words.threads)
     report("bench.start", f"{words.photos} photos, ViT-Ti/16, {words.threads} threads, new processes", rows, words.json)
 
 

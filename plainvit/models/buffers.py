@@ -19,18 +19,20 @@ class ComputedBuffer(nn.Module):
         self.register_buffer("value", compute(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
-        target = fn(torch.empty(0, device=self.value.device)).device
-        if target != self.value.device:
-            with torch.device("cpu"):
-                self.value = self.compute().to(target)
+        self.move(fn(torch.empty(0, device=self.value.device)).device)
         return self
+
+    def move(self, device: torch.device) -> None:
+        if device != self.value.device:
+            with torch.device("cpu"):
+                self.value = self.compute().to(device)
 
 
 def fill_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Computes the buffers of a model that was built on the meta device, before its weights are assigned."""
     for module in model.modules():
         if isinstance(module, ComputedBuffer):
-            module.to_empty(device=device)
+            module.move(torch.device(device))  # `to_empty` would import sympy, which takes a quarter of a second
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:
