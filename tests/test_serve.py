@@ -435,4 +435,4 @@ def test_a_missing_extra_is_one_line_with_the_command_to_install_it(
     with pytest.raises(SystemExit) as end:
         main(["serve", "runs/a"])
     assert end.value.code == 2
-    assert "pip install starlette uvicorn python-multipart" in capsys.readouterr().err
+    assert "pip install starlette uvicorn prometheus-client" in capsys.readouterr().err

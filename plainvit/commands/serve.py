@@ -162,7 +162,7 @@ def serve(
 
     if not models:
         raise ValueError("no MODEL given: name a run folder or weights")
-    require("serve", "starlette", "uvicorn", "python_multipart", "prometheus_client")
+    require("serve", "starlette", "uvicorn", "prometheus_client")
     from plainvit.serve import server
     from plainvit.serve.service import Limits
 

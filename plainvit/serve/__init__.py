@@ -9,7 +9,7 @@ import importlib.util
 
 EXTRAS = {
     "export": "onnx onnxscript onnxruntime openvino",
-    "serve": "starlette uvicorn python-multipart prometheus-client",
+    "serve": "starlette uvicorn prometheus-client",
     "ray": "'ray[serve]>=2.52'",
 }
 

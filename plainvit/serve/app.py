@@ -13,15 +13,13 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -66,17 +64,15 @@ class Server:
         self.services = {service.name: service for service in services}
         self.explainers = explainers
         self.explaining, self.explainer_thread = 0, ThreadPoolExecutor(1, "explain")
-        self.is_ready = True
 
-    def find_service(self, name: str | None) -> Service:
-        if name is None:
-            return next(iter(self.services.values()))
+    def find_service(self, request: Request) -> Service:
+        name = request.query_params.get("model", next(iter(self.services)))
         if name not in self.services:
             raise HTTPException(404, f"there is no model {name[:80]!r}; models: {', '.join(self.services)}")
         return self.services[name]
 
     async def predict(self, request: Request) -> Response:
-        service, k = self.find_service(request.query_params.get("model")), _parse_k(request)
+        service, k = self.find_service(request), _parse_number(request, "k", 5, 1, 1000)
         if not service.predictor.classes:
             raise HTTPException(404, "this model has no head and predicts no classes: use /embed")
         results = await self.answer(request, service, "logits")
@@ -95,7 +91,7 @@ class Server:
         return found
 
     async def embed(self, request: Request) -> Response:
-        service = self.find_service(request.query_params.get("model"))
+        service = self.find_service(request)
         results = await self.answer(request, service, "features")
         answers = [{"features": row.tolist()} if isinstance(row, Tensor) else None for row in results]
         return _respond(service, results, answers)
@@ -107,51 +103,42 @@ class Server:
         return await service.run(output, photos, deadline)
 
     async def explain(self, request: Request) -> Response:
-        service = self.find_service(request.query_params.get("model"))
+        service = self.find_service(request)
         explainer = self.explainers.get(service.name)
         if explainer is None:
             raise HTTPException(404, "explanations are turned off on this server")
         if self.explaining >= MAX_EXPLAINED:
             raise OverloadError(2.0)
-        label = request.query_params.get("class")
-        if label is not None and (not label.isdecimal() or int(label[:9]) >= service.predictor.classes):
-            raise HTTPException(400, f"class must be a number below {service.predictor.classes}")
+        label = _parse_number(request, "class", -1, 0, service.predictor.classes - 1)  # -1: the predicted class
         self.explaining += 1
         try:
             photo, *rest = await read_photos(request, service)
             if rest:
                 raise HTTPException(400, "send one image to /explain")
             image = await service.decode(photo, time.monotonic() + service.limits.deadline)
-            arguments = (image, None if label is None else int(label))
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self.explainer_thread, explainer.explain, *arguments)
+            loop, label = asyncio.get_running_loop(), None if label < 0 else label
+            found = await loop.run_in_executor(self.explainer_thread, explainer.explain, image, label)
         finally:
             self.explaining -= 1
         return JSONResponse({"model": service.name, **found})
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"models": [_describe(service) for service in self.services.values()]})
+        found = [(name, service.predictor) for name, service in self.services.items()]
+        rows = [{"name": name, "classes": one.classes, "image_size": list(one.size)} for name, one in found]
+        return JSONResponse({"models": rows})
 
     async def health(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
-
-    async def ready(self, _: Request) -> Response:
-        return PlainTextResponse("ready\n") if self.is_ready else PlainTextResponse("stopping\n", 503)
 
     async def metrics(self, _: Request) -> Response:
         text = next(iter(self.services.values())).metrics.render()
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-def _describe(service: Service) -> dict[str, Any]:
-    one = service.predictor
-    return {"name": service.name, "classes": one.classes, "image_size": list(one.size)}
-
-
-def _parse_k(request: Request) -> int:
-    text = request.query_params.get("k", "5")
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
-        raise HTTPException(400, "k must be a number from 1 to 1000")
+def _parse_number(request: Request, name: str, default: int, first: int, last: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if name in request.query_params and not (text.isdecimal() and first <= int(text[:9]) <= last):
+        raise HTTPException(400, f"{name} must be a number from {first} to {last}")
     return int(text[:9])
 
 
@@ -190,7 +177,7 @@ async def read_photos(request: Request, service: Service) -> list[bytes]:
     body = await read_body(request, int(service.limits.max_megabytes * 1e6), service.limits.body_seconds)
     most = service.limits.max_images
     if kind == "multipart/form-data":
-        photos = await _parse_multipart(request, body, most)
+        photos = _parse_multipart(request.headers["content-type"], body, most)
     elif kind == "application/json":
         photos = await asyncio.to_thread(_parse_json, body, most)
     else:
@@ -225,21 +212,22 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     return b"".join(chunks)
 
 
-async def _parse_multipart(request: Request, body: bytes, most: int) -> list[bytes]:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield body
-        yield b""
-
-    parser = MultiPartParser(request.headers, chunks(), max_files=most, max_fields=most)  # pyright: ignore
-    parser.spool_max_size = len(body) + 1  # stay in memory
-    try:
-        form = await parser.parse()
-    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
-        raise HTTPException(400, f"invalid multipart/form-data: {str(error)[:100]}") from error
-    try:
-        return [await part.read() for _, part in form.multi_items() if isinstance(part, UploadFile)]
-    finally:
-        await form.close()
+def _parse_multipart(content_type: str, body: bytes, most: int) -> list[bytes]:
+    """The files of a form (RFC 7578); `most` bounds the parts that are looked at."""
+    boundary = re.search(r'boundary="?([^";]{1,70})', content_type)
+    if boundary is None:
+        raise HTTPException(400, "multipart/form-data needs a boundary")
+    preamble, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary[1].encode("latin-1"), 2 * most + 1)
+    if preamble.strip() or not parts or parts[-1].strip() != b"--":
+        raise HTTPException(400, f"invalid multipart/form-data: it must end with its boundary within {2 * most} parts")
+    files = []
+    for part in parts[:-1]:
+        head, blank, content = part.partition(b"\r\n\r\n")
+        if not blank or not head.startswith(b"\r\n"):
+            raise HTTPException(400, "invalid multipart/form-data: a part has no header")
+        if b"filename" in head:
+            files.append(content)
+    return files
 
 
 def _parse_json(body: bytes, most: int) -> list[bytes]:
@@ -343,8 +331,7 @@ def make_app(
     routes = [Route(path, serve_file(name)) for path, name in FILES.items()]
     routes += [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in ("predict", "embed", "explain")]
     routes += [Route("/models", server.models), Route("/metrics", server.metrics)]
-    routes += [Route("/healthz", server.health), Route("/readyz", server.ready)]
+    routes += [Route("/healthz", server.health), Route("/readyz", server.health)]
     handlers: dict[Any, Any] = {HTTPException: _http_error, **{kind: _known_error for kind, _ in STATUS}}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.server = server
     return Guard(app, token=token, hosts=hosts, metrics=services[0].metrics)

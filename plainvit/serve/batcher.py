@@ -64,12 +64,15 @@ class Batcher:
         self.queue.extend(items)
         if self.running is None or self.running.done():
             self.running = loop.create_task(self._run())
+        results = [item.result for item in items]
         try:
-            return await asyncio.gather(*(item.result for item in items), return_exceptions=True)
-        except asyncio.CancelledError:  # the client has gone
-            for item in items:
-                item.result.cancel()
-            raise
+            if results:
+                await asyncio.wait(results, timeout=max(deadline - time.monotonic(), 0.0))
+        finally:
+            for result in results:
+                result.cancel()  # the model is too slow, or the client has gone
+        late = DeadlineError("the request could not be answered before its deadline")
+        return [late if one.cancelled() else one.exception() or one.result() for one in results]
 
     async def _run(self) -> None:
         """Runs batches until the queue is empty."""
@@ -93,20 +96,18 @@ class Batcher:
         now = time.monotonic()
         while self.queue and len(batch) < self.max_batch:
             item = self.queue.popleft()
-            if item.deadline <= now and not item.result.cancelled():
-                item.result.set_exception(DeadlineError("the request waited longer than its deadline"))
-            elif not item.result.cancelled():
+            if item.deadline > now and not item.result.cancelled():
                 batch.append(item)
         return batch
 
-    def _compute(self, images: list[Tensor]) -> list[Tensor | Exception]:
+    def _compute(self, images: list[Tensor]) -> list[Tensor | BaseException]:
         """Outputs of a batch. If the model fails, each half is tried alone, so that only the images at fault fail."""
         try:
             outputs = self.compute(torch.stack(images)).cpu()
             if not bool(outputs.isfinite().all()):
                 check_finite(outputs, lambda _: "this image")
             return list(outputs.unbind())
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: nobody may wait for a row that never comes
             if len(images) == 1:
                 return [error]
             half = len(images) // 2

@@ -203,45 +203,43 @@ class Graph:
         return torch.from_numpy(self.run(pixels, output))
 
 
-def open_graph(path: Path, threads: int = 0) -> Graph:
-    """Opens an export by its suffix; threads is the number of cores to use, 0 for all."""
+def open_graph(path: Path) -> Graph:
+    """Opens an export by its suffix."""
     openers = {".onnx": _open_onnx, ".xml": _open_openvino, ".aoti.pt2": _open_aoti, ".pt2": _open_pt2}
     opener = next((opener for suffix, opener in openers.items() if path.name.endswith(suffix)), None)
     if opener is None:
         raise ValueError(f"{path} is not an export: its name must end in {', '.join(openers)}")
-    return opener(path, threads)
+    return opener(path)
 
 
-def _open_onnx(path: Path, threads: int) -> Graph:
+def _open_onnx(path: Path) -> Graph:
     require("export", "onnxruntime")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the decoders need the cores
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     about = json.loads(session.get_modelmeta().custom_metadata_map[KEY])
     return Graph(lambda images, output: session.run([output], {"images": images})[0], about)  # pyright: ignore
 
 
-def _open_openvino(path: Path, threads: int) -> Graph:
+def _open_openvino(path: Path) -> Graph:
     require("export", "openvino")
     import openvino
 
     graph = openvino.Core().read_model(path)
-    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.compile_model(graph, "CPU", settings)
     return Graph(lambda images, output: compiled([images])[output].copy(), json.loads(graph.get_rt_info(KEY).value))
 
 
-def _open_pt2(path: Path, threads: int) -> Graph:  # noqa: ARG001 - PyTorch's threads are global
+def _open_pt2(path: Path) -> Graph:
     about = {KEY: ""}
     module = torch.export.load(path, extra_files=about).module()
     return _wrap_torch(module, json.loads(about[KEY]))
 
 
-def _open_aoti(path: Path, threads: int) -> Graph:  # noqa: ARG001 - PyTorch's threads are global
+def _open_aoti(path: Path) -> Graph:
     package = torch._inductor.aoti_load_package(str(path))
     return _wrap_torch(package, json.loads(package.get_metadata()[KEY]))
 

@@ -11,6 +11,7 @@ OpenVINO reads the quantized ONNX graph.
 
 import contextlib
 import io
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,16 +34,19 @@ OPERATORS = ["MatMul", "Gemm", "Conv"]
 def write_int8(predictor: Predictor, images: Tensor, path: Path, kind: str, about: dict[str, Any]) -> None:
     """Quantizes a model with ranges of activations measured on images [N, 3, H, W]."""
     require("export", "onnx", "onnxscript", "onnxruntime", *(["openvino"] if kind == "openvino" else []))
+    import onnx
+
     pixels = images.numpy() if about["input"] == "uint8" else images.numpy().astype(np.float32) / 255
     with TemporaryDirectory(dir=path.parent) as folder, _silence():
         exact, quantized = Path(folder) / "fp32.onnx", Path(folder) / "int8.onnx"
         write_onnx(trace_program(predictor.model, about["input"] == "uint8"), exact, about)
         _quantize(exact, quantized, pixels)
-        _copy_metadata(exact, quantized)
         if kind == "openvino":
             convert_to_openvino(quantized, path, about)
-        else:
-            quantized.replace(path)
+            return
+        graph = onnx.load(quantized)
+        onnx.helper.set_model_props(graph, {KEY: json.dumps(about)})
+        onnx.save(graph, path)
 
 
 def _quantize(exact: Path, quantized: Path, pixels: np.ndarray) -> None:
@@ -109,15 +113,6 @@ def _matmul_error(x: np.ndarray, weight: np.ndarray) -> float:
     exact = x @ weight
     found = (x / step).round() * step @ ((weight / steps).round() * steps)
     return float(np.linalg.norm(found - exact) / (np.linalg.norm(exact) or 1.0))
-
-
-def _copy_metadata(exact: Path, quantized: Path) -> None:
-    import onnx
-
-    about = {one.key: one.value for one in onnx.load(exact, load_external_data=False).metadata_props}
-    graph = onnx.load(quantized)
-    onnx.helper.set_model_props(graph, {KEY: about[KEY]})
-    onnx.save(graph, quantized)
 
 
 @contextlib.contextmanager
