@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-slow check bench bench-gpu lock clean
+.PHONY: setup demo test test-slow check docs package bench bench-gpu lock clean
 
 setup: $(READY)
 
@@ -31,6 +31,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The site, docs/_build/html/index.html; notebooks run again when they or the package changed.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
+
+# A wheel and an sdist in dist/, the same bytes for the same commit. Needs `pip install build`.
+package:
+	rm -rf dist build
+	umask 022 && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m build --quiet
+
 # plainvit's training speed over timm's on this machine, against the committed ratio of bench/figures.json.
 bench: setup
 	$(BIN)/python -m bench.gate
@@ -41,8 +50,8 @@ bench-gpu: setup
 
 # Needs uv. The lock is universal and hash-pinned, and names no index.
 lock:
-	uv pip compile pyproject.toml --extra test --universal --python-version 3.11 --generate-hashes \
+	uv pip compile pyproject.toml --extra test --extra docs --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --quiet --upgrade --output-file requirements.lock
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist docs/_build *.egg-info

@@ -25,6 +25,8 @@ html_theme, html_title = "furo", f"plainvit {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+smartquotes = False  # -- is a flag
+default_role = "code"
 html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and printed output are not copied
 
@@ -36,7 +38,9 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!plainvit\.(create|load|save|fit|Predictor|Trace)$).*")]  # types of other libraries
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!plainvit\.(create|load|save|fit|Predictor|Trace)$).*")
+]  # types of other libraries
 
 
 def _hash_package() -> str:
@@ -60,3 +64,11 @@ if not os.environ.get("PLAINVIT_DATA"):
 def setup(app) -> None:
     """Write the generated pages before Sphinx lists its sources."""
     generate.write_pages(HERE / "reference")
+    app.connect("autodoc-process-docstring", show_examples_as_code, priority=1)
+
+
+def show_examples_as_code(app, kind, name, thing, options, lines: list[str]) -> None:  # noqa: ARG001
+    """`Example:` in a docstring introduces code."""
+    lines[:] = ["Example::" if line == "Example:" else line for line in lines]
+    for at in [at for at, line in enumerate(lines) if line == "Example::"]:
+        lines.insert(at + 1, "")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plainvit.train.run import fit
     from plainvit.weights import load, save
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Predictor",
     "Trace",

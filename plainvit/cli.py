@@ -6,6 +6,7 @@ Exit codes: 0 success, 2 usage, 3 data, 4 diverged (study: failed runs), 5 resou
 import os
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 from plainvit import __version__
 from plainvit.commands import analyse, data, evaluate, models, paper, predict, probe, runs, serve, study, vtab
@@ -14,6 +15,20 @@ from plainvit.commands.parsing import Processes, escape_log_records, exit_with_e
 from plainvit.config import nearest
 
 Command = Callable[..., object]
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print a script that completes commands and flags with the tab key.
+
+    For example: plainvit completion bash > ~/.local/share/bash-completion/completions/plainvit
+
+    Args:
+        shell: Shell to complete in: bash, zsh or fish
+    """
+    from plainvit.commands.completion import format_completion
+
+    print(format_completion(shell, COMMANDS), end="")
+
 
 TASKS: dict[str, dict[str, Command]] = {
     "Train": {
@@ -46,6 +61,7 @@ TASKS: dict[str, dict[str, Command]] = {
         "study list": study.list_studies,
         "paper": paper.paper,
     },
+    "Shell": {"completion": completion},
 }
 FIRST_STEPS = {
     "plainvit train digits": "Train a small ViT in about a minute",
