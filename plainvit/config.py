@@ -206,9 +206,8 @@ class Config(Checked):
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
     #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU, and for finetune on a CPU if it is faster
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    compile: Literal["auto", "on", "off"] = (
-        "auto"  # Compile the model with torch.compile; auto: on a GPU, in runs that win the time back
-    )
+    #: Compile the model with torch.compile; auto: on a GPU, in runs that win the time back
+    compile: Literal["auto", "on", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"  # Capture training steps as CUDA graphs; auto: small models on a single GPU
     #: Use fused kernels, skip unused outputs, sample stochastic depth from 0.2 on jointly; off: plain PyTorch
     fast_path: Literal["auto", "off"] = "auto"

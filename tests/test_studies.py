@@ -211,6 +211,14 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+CASES["resolution-published"] = CASES["resolution"]
+CASES["transfer-published"] = [
+    ({"": 0.6, "cifar10, pre": 0.7, "oxford-pets, pre": 0.8, "flowers102, pre": 0.8}, YES),
+    ({"": 0.6, "cifar10, pre": 0.8, "oxford-pets, pre": 0.55, "flowers102, pre": 0.7}, NO),
+    ({"": 0.6, "cifar10, pre": 0.7, "oxford-pets, pre": 0.7, "flowers102, pre": 0.7}, OPEN),
+]
+
+
 def test_every_study_has_planted_results_of_each_outcome() -> None:
     assert CASES.keys() == ALL.keys()
     for name, cases in CASES.items():

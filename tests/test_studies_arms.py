@@ -90,7 +90,7 @@ def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
         ("regularisation", "stochastic-depth", 2),
         ("learned-positions", "attention-distance", 1),
         ("masked", "masked-steps", 2),
-        ("transfer", "resolution", 3),
+        ("transfer", "resolution", 2),
     ],
 )
 def test_studies_share_arms(one: str, other: str, count: int) -> None:

@@ -31,7 +31,6 @@ from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.inputs import Inputs
 from plainvit.evaluate.predict import MemoryFault, OutputBatches, PredictionJob, predict_locally
 from plainvit.evaluate.predictor import Predictor
-from plainvit.runtime.launch import environment_set
 
 THREADS = 4  # per copy of the model on CPUs
 STEPS = 32  # batches per call on a GPU: each call starts the processes that decode
@@ -75,6 +74,18 @@ class Cluster:
                 yield int(row["step"]), pa.ipc.open_stream(row["rows"]).read_all()
         except self.ray.exceptions.RayError as error:  # such as a lost machine or no memory left
             raise ValueError(f"the Ray job failed: {_last_line(error)}") from error
+
+
+@contextlib.contextmanager
+def environment_set(settings: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables, and restores their old values at the end of the block."""
+    old_values = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in old_values.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextlib.contextmanager
