@@ -55,27 +55,31 @@ def find_port() -> int:
 @contextlib.contextmanager
 def start(command: Sequence[str], port: int, requests: Sequence[bytes]) -> Iterator[int]:
     """Runs a server until the block ends, and gives its session; it is ready when it answers a request."""
-    log = tempfile.TemporaryFile()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
     end = time.monotonic() + 300
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        try:
+            while not asyncio.run(_is_ready(port, requests)):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-2000:]
+                    raise RuntimeError(f"the server did not start: {' '.join(command)}\n{said}")
+                time.sleep(0.2)
+            yield process.pid
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
+
+
+async def _is_ready(port: int, requests: Sequence[bytes]) -> bool:
     try:
-        while True:
-            with contextlib.suppress(OSError):
-                if [one.status for one in asyncio.run(send(port, requests[:1], clients=1, count=1))] == [200]:
-                    break
-            if process.poll() is not None or time.monotonic() > end:
-                log.seek(0)
-                said = log.read().decode(errors="replace")[-2000:]
-                raise RuntimeError(f"the server did not start: {' '.join(command)}\n{said}")
-            time.sleep(0.2)
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
-        log.close()
+        (answer,) = await send(port, requests[:1], clients=1, count=1)
+    except OSError:
+        return False
+    return answer.status == 200
 
 
 def read_cpu_seconds(session: int) -> float:
