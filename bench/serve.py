@@ -16,23 +16,15 @@ LitServe is measured where it is installed (pip install litserve).
 """
 
 import asyncio
-import contextlib
 import importlib.util
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
-
+from bench.clients import encode_request, find_port, read_cpu_seconds, read_photos, send, start, summarise
 from bench.measure import make_parser, publish, show, tell
 
 # What the two peers do with a photo: Pillow, the preprocessing of the weights, fp32
@@ -101,88 +93,6 @@ uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), po
 """
 
 
-def encode_request(photo: bytes) -> bytes:
-    """An HTTP request with a form of one file."""
-    form = b'--border\r\ncontent-disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
-    body = form + photo + b"\r\n--border--\r\n"
-    head = "POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=border\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-@contextlib.contextmanager
-def start(command: Sequence[str], port: int, photos: Sequence[bytes]) -> Iterator[int]:
-    """Runs a server until the block ends, and gives its session; it is ready when it answers a photo."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    end = time.monotonic() + 300
-    try:
-        while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                if not asyncio.run(load(port, process.pid, photos, 1, 0.01))["failed"]:
-                    break
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.2)
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
-
-
-def read_cpu_seconds(session: int) -> float:
-    """CPU time of all processes of a session."""
-    ticks = 0
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = file.read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == session else 0
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
-    """Sends a request and reads its answer; returns the status. A full HTTP client would take a fifth of the cores."""
-    writer.write(request)
-    await writer.drain()
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
-    return int(head.split(None, 2)[1])
-
-
-async def load(port: int, session: int, photos: Sequence[bytes], clients: int, seconds: float) -> dict[str, float]:
-    """Each client sends one photo after the other on its connection until the time is over."""
-    cpu = read_cpu_seconds(session)
-    times: list[float] = []
-    failed = 0
-    begun = time.monotonic()
-
-    async def run(number: int) -> None:
-        nonlocal failed
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        at = number
-        while time.monotonic() < begun + seconds:
-            start = time.monotonic()
-            if await post(reader, writer, photos[at % len(photos)]) == 200:
-                times.append(time.monotonic() - start)
-            else:
-                failed += 1
-                await asyncio.sleep(0.05)
-            at += clients
-        writer.close()
-
-    await asyncio.gather(*(run(number) for number in range(clients)))
-    p50, p99 = (float(np.quantile(times or [np.nan], q)) for q in (0.5, 0.99))
-    cpu = (read_cpu_seconds(session) - cpu) / max(len(times), 1)
-    return {"rate": len(times) / (time.monotonic() - begun), "p50": p50, "p99": p99, "cpu": cpu, "failed": failed}
-
-
-def find_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
     """system -> its command and its port."""
     found: dict[str, tuple[list[str], int]] = {}
@@ -205,8 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     options = parser.parse_args(arguments)
-    table = pq.read_table(options.data / "imagenet-photos" / "photos-00.parquet", columns=["image"])
-    photos = [encode_request(row["bytes"]) for row in table["image"].to_pylist()]
+    photos = [encode_request([photo]) for photo in read_photos(options.data)]
     weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
     left_out: list[str] = []
     results: dict[str, list[dict[str, float]]] = {}
@@ -217,26 +126,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             del systems["litserve"]
         for _ in range(options.repeats):
             for name, (command, port) in systems.items():
-                with start(command, port, photos) as session:
-                    asyncio.run(load(port, session, photos, options.clients, 2.0))  # warm up
-                    found = asyncio.run(load(port, session, photos, options.clients, options.seconds))
-                results.setdefault(name, []).append(found)
-    rows = [summarise(name, some, results.get("litserve")) for name, some in results.items()]
+                results.setdefault(name, []).append(measure(command, port, photos, options))
+    rows = [describe(name, some, results.get("litserve")) for name, some in results.items()]
     columns = ("server", "images/s", "p50 ms", "p99 ms", "CPU ms", "failed", "times litserve")
     title = f"ViT-Ti/16, {options.clients} clients, median of {options.repeats} rounds"
     show(title, columns, [list(row.values()) for row in rows], left=("server",))
     publish("bench.serve", arguments, options.json, title=title, rows=rows, rounds=results, left_out=left_out)
 
 
-def summarise(name: str, some: list[dict[str, float]], reference: list[dict[str, float]] | None) -> dict[str, Any]:
+def measure(command: Sequence[str], port: int, photos: Sequence[bytes], options: Any) -> dict[str, float]:
+    with start(command, port, photos) as session:
+        asyncio.run(send(port, photos, clients=options.clients, seconds=2.0))  # warm up
+        cpu = read_cpu_seconds(session)
+        answers = asyncio.run(send(port, photos, clients=options.clients, seconds=options.seconds))
+        cpu = (read_cpu_seconds(session) - cpu) / max(len(answers), 1)
+    return summarise(answers) | {"cpu_ms": 1e3 * cpu}
+
+
+def describe(name: str, some: list[dict[str, float]], reference: list[dict[str, float]] | None) -> dict[str, Any]:
     middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
     ratio = middle["rate"] / statistics.median(one["rate"] for one in reference) if reference else None
     return {
         "server": name,
         "images_per_second": round(middle["rate"], 1),
-        "p50_ms": round(1e3 * middle["p50"]),
-        "p99_ms": round(1e3 * middle["p99"]),
-        "cpu_ms": round(1e3 * middle["cpu"], 1),
+        "p50_ms": round(middle["p50_ms"]),
+        "p99_ms": round(middle["p99_ms"]),
+        "cpu_ms": round(middle["cpu_ms"], 1),
         "failed": int(middle["failed"]),
         "ratio": "" if ratio is None else round(ratio, 2),
     }
