@@ -322,7 +322,8 @@ def publish(module: str, arguments: Sequence[str] | None, path: Path | None, **f
     write_json(path, {"command": shlex.join(["python", "-m", module, *words]), "machine": machine(), **found})
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any], *, quiet: bool = False) -> None:
     text = json.dumps(finite(value), indent=2) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    print(f"written: {path}")
+    if not quiet:
+        print(f"written: {path}")
