@@ -1,7 +1,7 @@
 """Photos per second over HTTP as a share of the same Predictor offline, on a GPU.
 
     python -m bench.serve_gpu --data DIR [--models Ti/16,B/16] [--seconds 10] [--json FILE]
-    python -m bench.serve_gpu --data DIR --device cpu --models Ti/16 --seconds 2 --images 64     a trial
+    python -m bench.serve_gpu --data DIR --device cpu --models Ti/16 --seconds 2 --images 192     a trial
 
 DIR has imagenet-photos: 48 JPEGs of about 100 kB, sent again and again. The weights are random. Rows:
 
