@@ -4,7 +4,7 @@
                                                    axial, norm-place, activation
 
 In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
-are 60 epochs of a tenth of CIFAR-10, which is long enough to overfit. Axial attention (D.6): each block becomes one that
+are 60 epochs of a tenth of CIFAR-10, long enough to overfit. Axial attention (D.6): each block becomes one that
 attends along rows and one along columns, each with its own MLP.
 """
 

@@ -5,7 +5,7 @@
 As in Figure 4, models learn from nested subsets with the same settings, no more regularisation on the smaller ones and
 early stopping. The ResNet is a BiT one of about the ViT's multiply-adds; its root divides the image by 4, where small
 images are often given a stem that does not, so if anything it is held back. On a GPU the subsets are of 1,000 to 40,000
-images of CIFAR-10. The crossover itself lies at some 30 to 90 million images in the paper, so what is tested is that the
+images of CIFAR-10. The crossover itself lies at 30 to 90 million images in the paper, so what is tested is that the
 gap shrinks: the slope over the number of images.
 """
 

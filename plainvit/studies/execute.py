@@ -9,6 +9,7 @@ numbers in a ledger: studies share them, and a finished run is repeated only if 
 import json
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,14 +71,12 @@ def run_studies(
             raise
         except (ValueError, OSError) as error:
             yield study, error
-    for plan in plans:
-        if not any(
-            arm.is_trained for arm in plan.arms.values()
-        ):  # such as times, which need the machine for themselves
-            measure_untrained(plan, ledger)
-    queue = Queue(plans, ledger, workers, settings.deadline, quiet=settings.quiet)
-    for plan, error in queue.run():
+    trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
+    for plan, error in Queue(trained, ledger, workers, settings.deadline, quiet=settings.quiet).run():
         yield plan.study, error or write_verdict(plan, ledger, settings)
+    for plan in plans:  # the others need the machine for themselves, such as to measure times
+        if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
+            yield plan.study, write_verdict(plan, ledger, settings)
 
 
 def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
@@ -97,11 +96,14 @@ def plan_study(study: Study, settings: Settings) -> Plan:
     return Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
 
 
-def measure_untrained(plan: Plan, ledger: Ledger) -> None:
-    """Measures a study without training in this process, before any run starts."""
+def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
+    """Measures a study without training in this process; returns whether the time was enough."""
     for run, job in plan.wanted(ledger).items():
+        if time.monotonic() > deadline:
+            return False
         assert job.measure
         ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
+    return True
 
 
 def check_budget(study: Study, budget: Budget, folder: Path) -> None:
