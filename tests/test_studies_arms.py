@@ -13,7 +13,7 @@ from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
 from plainvit.studies import compute, data_size, optimisers, scaling, speed
 from plainvit.studies.bases import complete_model
-from plainvit.studies.execute import first_seed, order_stages
+from plainvit.studies.plans import first_seed, order_stages
 from plainvit.studies.registry import studies
 from plainvit.studies.study import BUDGETS, Budget
 
