@@ -82,7 +82,6 @@ def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
         ("positions", "position-places", 2),
         ("data-size", "overfitting", 6),
         ("data-size", "model-size", 4),
-        ("data-size", "compute", 2),
         ("compute", "hybrids", 6),
         ("compute", "saturation", 3),
         ("depth-and-width", "predictor", 8),

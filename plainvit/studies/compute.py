@@ -44,7 +44,7 @@ def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
     return {
         "ViT": tuple(plain.replace(**sizes[width]) for width in sizes),
         "ResNet": tuple(resnet(blocks, 32) for blocks in ((1, 1, 1), (2, 2, 2, 2), (3, 4, 9))),
-        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 4), (96, 5), (128, 5))),
+        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 5), (96, 6), (128, 6))),
     }
 
 

@@ -25,7 +25,7 @@ AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
 SMALL: dict[Budget, dict[str, int]] = {
     "cpu": {"depth": 2, "width": 32, "mlp_dim": 64, "heads": 4},
-    "gpu": {"depth": 3, "width": 96, "mlp_dim": 192, "heads": 3},
+    "gpu": {"depth": 3, "width": 128, "mlp_dim": 256, "heads": 4},
 }
 PATCHES: dict[Budget, tuple[int, ...]] = {"cpu": (4, 2, 1), "gpu": (8, 4, 2)}
 COSTS: dict[str, Callable[[Model], int]] = {"multiply-adds": cost.macs, "parameters": cost.parameters}
