@@ -33,7 +33,7 @@ class Queue:
         self.wanted: dict[str, Job] = {}
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
-        self.times: list[tuple[float, float]] = []  # (estimated, taken) of finished runs
+        self.estimated, self.taken = 0.0, 0.0  # seconds of the finished runs
         self.plans = order_plans(plans, ledger)
         for plan in self.plans:
             self.add(plan)
@@ -101,8 +101,7 @@ class Queue:
 
     def expect(self, seconds: float) -> float:
         """The time that so many estimated seconds take here, from finished runs; 0 while none is finished."""
-        estimated, taken = (sum(column) for column in zip((1e-9, 0.0), *self.times, strict=True))
-        return seconds * taken / estimated
+        return seconds * self.taken / self.estimated if self.estimated else 0.0
 
     def finish(self, task: Task, future: Future) -> None:
         """Record a run, or that it failed, and with it those that start from it."""
@@ -118,7 +117,7 @@ class Queue:
             self.fail(run, words)
         else:
             self.ledger.add(record)
-            self.times.append((job.seconds, record["seconds"]))
+            self.estimated, self.taken = self.estimated + job.seconds, self.taken + record["seconds"]
             if any(self.ledger.find(run, name) is None for name in measures):  # asked for meanwhile
                 self.wanted[run] = job
         self.display.finish(job.label)
