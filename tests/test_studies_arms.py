@@ -13,7 +13,7 @@ from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
 from plainvit.studies import compute, data_size, optimisers, scaling, speed
 from plainvit.studies.bases import complete_model
-from plainvit.studies.execute import first_seed, order_stages
+from plainvit.studies.plans import first_seed, order_stages
 from plainvit.studies.registry import studies
 from plainvit.studies.study import BUDGETS, Budget
 
@@ -82,7 +82,6 @@ def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
         ("positions", "position-places", 2),
         ("data-size", "overfitting", 6),
         ("data-size", "model-size", 4),
-        ("data-size", "compute", 2),
         ("compute", "hybrids", 6),
         ("compute", "saturation", 3),
         ("depth-and-width", "predictor", 8),
@@ -107,7 +106,7 @@ def test_kinds_are_matched_in_compute(budget: Budget) -> None:
     for kind in compute.KINDS:
         small, medium, large = (arms[f"{kind} {size}"].x for size in compute.SIZES)
         assert 1.5 < medium / small < 2.3
-        assert 1.8 < large / medium < 2.1
+        assert 1.7 < large / medium < 2.1
     config = arms["ViT medium"].config
     macs = cost.macs(build(complete_model(config)).config)
     assert arms["ViT medium"].x == pytest.approx(6 * macs * config.steps * config.batch / 1e15)

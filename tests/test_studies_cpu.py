@@ -1,23 +1,21 @@
 """Studies from the command to the report: one with runs that learn, and every study with runs of two steps."""
 
 import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runs as runs
+from in_process import InProcess
 from PIL import Image
 
 from plainvit.cli import main
-from plainvit.config import Augment, Config, Optim
+from plainvit.config import Augment, Optim
 from plainvit.studies import report
-from plainvit.studies.execute import run_study
+from plainvit.studies.execute import Settings, run_study
 from plainvit.studies.registry import studies
 from plainvit.studies.study import Arm, Study
-from plainvit.train.run import fit
 
 LARGEST = 150_000  # bytes of a figure that is committed
 
@@ -56,19 +54,6 @@ def test_a_study_from_the_command_to_the_report(tmp_path: Path, monkeypatch: pyt
     assert "## Not run" not in (tmp_path / "found.md").read_text()
 
 
-class InProcess:
-    """Workers that run in this process."""
-
-    free = (None,)
-
-    def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
-        for path, config in configs.items():
-            fit(config, path, quiet=True, bare=True)
-            future: Future = Future()
-            future.set_result(None)
-            yield path, future
-
-
 def shorten(arm: Arm) -> Arm:
     if not arm.is_trained:
         return arm
@@ -86,6 +71,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_study_runs_at_the_cpus_budget(name: str, out: Path) -> None:
     study = studies()[name]
     short = replace(study, arms=lambda budget: {arm: shorten(one) for arm, one in study.arms(budget).items()})
-    verdict = run_study(short, "cpu", out, InProcess(), runs=1, quiet=True)  # pyright: ignore[reportArgumentType]
+    verdict = run_study(short, Settings("cpu", out, runs=1, quiet=True), InProcess())  # pyright: ignore[reportArgumentType]
     record = check_output(name, out)
     assert (verdict.outcome, record["outcome"], record["seeds"]) == ("inconclusive", "inconclusive", 1)

@@ -15,11 +15,13 @@ from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.estimate import estimate_run, estimate_seconds
+from plainvit.studies.estimate import START, STEP, estimate_run
 from plainvit.studies.evidence import fact
-from plainvit.studies.execute import NoDeviceError, extend_rates, first_seed, hash_definition, order_stages, run_study
+from plainvit.studies.execute import NoDeviceError, Settings, run_study
+from plainvit.studies.ledger import Ledger
+from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time, order_stages
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import Workers, run_name
+from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Study, families_at_edge
 from plainvit.train.run import fit
 
@@ -88,21 +90,20 @@ def test_the_definition_covers_what_affects_the_runs() -> None:
 
 def test_the_base_takes_its_measured_time() -> None:
     arms = studies()["activation"].arms("gpu")
-    assert estimate_run(arms, "GELU") == pytest.approx(5 + 3000 * 2.9e-3)
+    assert estimate_run(arms, "GELU") == pytest.approx(START + 1500 * STEP)
     tuned = studies()["averaging"].arms("gpu")
-    assert estimate_run(tuned, "averaged") == pytest.approx(5 + 1000 * 2.9e-3, rel=0.01)  # the same model, another head
+    assert estimate_run(tuned, "averaged") == pytest.approx(
+        START + 400 * STEP, rel=0.01
+    )  # the same model, another head
 
 
 def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
-    one, two = studies()["positions"], studies()["position-places"]
-    alone = [estimate_seconds([study], "gpu", tmp_path)[0] for study in (one, two)]
-    assert alone == [32, 48]
-    assert estimate_seconds([one, two], "gpu", tmp_path)[0] == 32 + 48 - 16
-    arms = one.arms("gpu")
-    done = tmp_path / run_name(arms["none"].config.replace(seed=first_seed(arms, "none")))
-    done.mkdir()
-    (done / "status.json").write_text('{"state": "done"}')
-    assert estimate_seconds([one], "gpu", tmp_path)[0] == 31
+    found, ledger = studies(), Ledger(tmp_path / "ledger.jsonl")
+    plans = [Plan(found[name], found[name].arms("gpu"), 8, tmp_path) for name in ("positions", "position-places")]
+    assert [missing_time([plan], ledger)[0] for plan in plans] == [32, 48]
+    assert missing_time(plans, ledger)[0] == 32 + 48 - 16
+    ledger.add({"run": plans[0].jobs["none"][0].run, "values": {"held_out": {"top1": 0.5}}})
+    assert missing_time(plans[:1], ledger)[0] == 31
 
 
 # A study --------------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     study = make_study(
         {"before": Arm(made, is_compared=False), "tuned": Arm(still, parent="before"), "scratch": Arm(still)}
     )
-    verdict = run_study(study, "cpu", tmp_path, Workers(2), runs=2, quiet=True)
+    verdict = run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers(2))
     record = json.loads((tmp_path / "own" / "verdict.json").read_text())
     assert record["values"].keys() == {"tuned", "scratch"}
     seeds = {
@@ -126,7 +127,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert len(seeds) == 6, "independent"
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
-    assert run_study(study, "cpu", tmp_path, Workers(), runs=2, quiet=True) == verdict
+    assert run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers()) == verdict
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert after == before, "nothing is run again"
 
@@ -166,10 +167,10 @@ def test_intervals_are_fields_of_the_verdict(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_data_or_weights_raise_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(NoDeviceError, match="--budget cpu"):
-        run_study(POOLING, "gpu", tmp_path, Workers())
+        run_study(POOLING, Settings("gpu", tmp_path), Workers())
     for arm in (Arm(config(data=str(tmp_path / "nowhere"))), Arm(config(model=None, init="nowhere/model.safetensors"))):
         with pytest.raises(DataError, match="nowhere"):
-            run_study(make_study({"a": arm}), "cpu", tmp_path, Workers(), quiet=True)
+            run_study(make_study({"a": arm}), Settings("cpu", tmp_path, quiet=True), Workers())
     assert not list(tmp_path.iterdir())
 
 
@@ -232,7 +233,7 @@ def test_a_study_with_edited_weights(before: Path, tmp_path: Path) -> None:
         }
     )
     for _ in range(2):  # the second time nothing is made again
-        run_study(study, "cpu", tmp_path, Workers(2), runs=1, data_root=str(before.parent), quiet=True)
+        run_study(study, Settings("cpu", tmp_path, 1, str(before.parent), quiet=True), Workers(2))
         folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
         assert len(folders) == 6
         assert sum("redraw_positions" in path.name for path in folders) == 2

@@ -1,82 +1,65 @@
-"""Many runs: the same numbers as one after the other, finished ones kept, failures told at the end."""
+"""Many runs: the same numbers as one after the other, failures reported at the end, finished runs in the ledger."""
 
+import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runs as runs
+from in_process import InProcess
 
 import plainvit
 from plainvit.config import Config
 from plainvit.disk import read_json
-from plainvit.studies.runs import (
-    FailedRunsError,
-    RunsDisplay,
-    Workers,
-    code_hash,
-    compile_key,
-    run_all,
-    run_hash,
-    run_name,
-)
+from plainvit.studies.evidence import fact
+from plainvit.studies.ledger import Ledger
+from plainvit.studies.plans import Plan, order_plans
+from plainvit.studies.queue import FailedRunsError, Queue
+from plainvit.studies.runs import Task, Workers, code_hash, compile_key, run_hash, run_name
+from plainvit.studies.study import Arm, Study, held_out
 from plainvit.train.run import fit
 
 
-@pytest.mark.slow
-def test_parallel_runs_equal_single_runs(tmp_path: Path) -> None:
-    configs = {f"seed {seed}": runs.config(seed=seed, steps=4, evaluations=1) for seed in (2, 0, 1)}
-    configs["seed 0 again"] = configs["seed 0"]
-    found = run_all(configs, tmp_path / "many", Workers(2), quiet=True)
-    assert list(found) == list(configs)
-    for name, config in configs.items():
-        numbers = read_json(found[name] / "results.json")
-        alone = fit(config, tmp_path / "alone" / name, quiet=True).numbers
-        assert "test" not in numbers
-        assert numbers["val"]["confusion"] == alone["val"]["confusion"]
-        assert numbers["val"]["nll"] == pytest.approx(alone["val"]["nll"], rel=1e-7)
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "many").rglob("model.safetensors")}
-    assert len(before) == 3
-    assert run_all(configs, tmp_path / "many", Workers(), quiet=True) == found
-    assert {file: file.stat().st_mtime_ns for file in before} == before
+def config(**changes: Any) -> Config:
+    return runs.config(**{"steps": 2, "evaluations": 1, "device": "cpu"} | changes)
+
+
+def make_plan(name: str, arms: dict[str, Config | Arm], folder: Path, **fields: Any) -> Plan:
+    made = {arm: one if isinstance(one, Arm) else Arm(one) for arm, one in arms.items()}
+    parts = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
+    study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, parts=parts, **fields)
+    return Plan(study, dict(made), 1, folder)
+
+
+def drain(plans: list[Plan], ledger: Ledger, workers: Any = None, **limits: float) -> dict[str, FailedRunsError | None]:
+    queue = Queue(plans, ledger, workers or InProcess(), quiet=True, **limits)
+    return {plan.study.name: error for plan, error in queue.run()}
+
+
+# Workers --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_compiled_code_is_reused_by_the_next_run(tmp_path: Path) -> None:
-    """One worker makes both; the second must not differ from the same run in a process of its own."""
-    first, second = (runs.config(seed=seed, steps=4, evaluations=1, compile="on") for seed in (0, 1))
-    with Workers() as workers:
-        together = run_all({"first": first, "second": second}, tmp_path / "one", workers, quiet=True)
-    with Workers() as workers:
-        alone = run_all({"second": second}, tmp_path / "other", workers, quiet=True)
-    both = [read_json(found["second"] / "results.json")["val"] for found in (together, alone)]
-    assert both[0]["nll"] == both[1]["nll"]
-    assert both[0]["confusion"] == both[1]["confusion"]
-
-
-@pytest.mark.slow
-def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
-    good, bad = runs.config(steps=2, evaluations=1), runs.config(data=str(tmp_path / "nowhere"))
-    with pytest.raises(FailedRunsError, match=r"1 of 2 runs failed.*bad: .*nowhere"):
-        run_all({"bad": bad, "good": good}, tmp_path, Workers(), quiet=True)
-    assert (tmp_path / run_name(good) / "results.json").is_file()
-
-
-def test_remaining_time_follows_finished_runs(tmp_path: Path) -> None:
-    """100 seconds each, three to go and two at a time; nothing is said before one is done, nor after the last."""
-    paths = [tmp_path / str(at) for at in range(5)]
-    for path in paths[:3]:
-        path.mkdir()
-        (path / "status.json").write_text('{"state": "done"}')
-        (path / "environment.json").write_text('{"seconds": 100.0}')
-    assert RunsDisplay(set(paths), set(paths), 2, quiet=True).left() == ""
-    display = RunsDisplay(set(paths), set(paths[1:]), 2, quiet=True)
-    assert display.left() == "3m20s left", "runs of an earlier call count"
-    display.finish(paths[1], "second")
-    assert display.left() == "2m30s left"
-    display.finish(paths[3], "one that failed")
-    assert display.left() == "1m40s left"
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_parallel_runs_equal_single_runs(tmp_path: Path, compiled: str) -> None:
+    """Runs that follow another one in a worker, too."""
+    configs = [config(seed=seed, steps=4, compile=compiled) for seed in range(3)]
+    found: dict[str, float] = {}
+    with Workers(2) as workers:
+        for one in configs[:2]:
+            workers.start(Task(one, tmp_path / run_name(one), (held_out,)))
+        for one in (*configs[2:], None):
+            for task, future in workers.wait():
+                found[task.folder.name] = future.result()["values"]["held_out"]["nll"]
+            if one:
+                workers.start(Task(one, tmp_path / run_name(one), (held_out,)))
+        while workers.running:
+            found |= {task.folder.name: done.result()["values"]["held_out"]["nll"] for task, done in workers.wait()}
+    for one in configs:
+        assert "test" not in read_json(tmp_path / run_name(one) / "results.json")
+        alone = fit(one, tmp_path / "alone" / run_name(one), quiet=True).numbers
+        assert found[run_name(one)] == pytest.approx(alone["val"]["nll"], rel=1e-6)
 
 
 def test_runs_of_one_kind_share_compiled_code() -> None:
@@ -120,30 +103,90 @@ def test_code_hash_covers_executed_files(tmp_path: Path, file: str, counts: bool
     assert (code_hash.__wrapped__(package) != before) == counts
 
 
-class Due:
-    """Workers that only note what they are given, and say that it is done."""
-
-    free = (None,)
-
-    def finished(self, configs: Mapping[Path, Config]) -> Iterator[Any]:
-        self.paths = list(configs)
-        for path in configs:
-            path.mkdir()
-            (path / "status.json").write_text('{"state": "done"}')
-        yield from ()
+# Ledger ---------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_of_other_code_are_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    configs, workers = {"a": runs.config(), "b": runs.config(seed=1)}, Due()
-    first = run_all(configs, tmp_path, workers, quiet=True)  # pyright: ignore
-    assert workers.paths == list(first.values())
-    assert run_all(configs, tmp_path, workers, quiet=True) == first  # pyright: ignore
-    assert workers.paths == []
-    assert not caplog.records
-    monkeypatch.setattr("plainvit.studies.runs.code_hash", lambda: "other")
-    second = run_all(configs, tmp_path, workers, quiet=True)  # pyright: ignore
-    assert workers.paths == list(second.values())
-    assert not set(second.values()) & set(first.values())
-    assert len(caplog.records) == 1
+def record(run: str, measurement: str, top1: float) -> dict[str, Any]:
+    about = {"is_trained": True, "seconds": 1.0, "commit": None, "device": None}
+    return {"run": run, "values": {measurement: {"top1": top1}}, **about}
+
+
+def test_a_ledger_is_read_back_merged_and_cut_lines_are_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "ledger.jsonl"
+    Ledger(file).add(record("a", "halves", 0.5))
+    with file.open("a") as cut:
+        cut.write('{"run": "b", "val')
+    again = Ledger(file)
+    again.add(record("a", "held_out", 0.75))
+    again.add(record("c", "halves", 0.25))
+    file.write_bytes(2 * file.read_bytes())  # as by `cat`
+    last = Ledger(file)
+    assert [last.find("a", name) for name in ("halves", "held_out")] == [{"top1": 0.5}, {"top1": 0.75}]
+    assert (last.find("b", "halves"), last.find("c", "halves")) == (None, {"top1": 0.25})
+
+
+# Queue ----------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_shared_and_their_numbers_suffice_on_another_machine(tmp_path: Path) -> None:
+    first, ledger = tmp_path / "first", Ledger(tmp_path / "ledger.jsonl")
+    arms = {"a": config(), "b": Arm(config(model=None, steps=3), parent="a")}
+    plans = [make_plan("one", arms, first), make_plan("two", {"other name": config()}, first)]
+    workers = InProcess()
+    assert drain(plans, ledger, workers) == {"one": None, "two": None}
+    assert len(workers.names) == 2
+    before = plans[0].results(ledger).values
+    elsewhere = make_plan("one", arms, tmp_path / "second")
+    assert not elsewhere.wanted(Ledger(ledger.file))
+    assert elsewhere.results(Ledger(ledger.file)).values == before
+    more = make_plan("more", {"a": arms["a"], "c": Arm(config(model=None, steps=1), parent="a")}, tmp_path / "second")
+    assert [job.config.steps for job in more.wanted(ledger).values()] == [2, 1], (
+        "a start is made again where it is absent"
+    )
+
+
+def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
+    bad = config(data=str(tmp_path / "nowhere"))
+    arms = {"bad": Arm(bad), "child": Arm(config(model=None), parent="bad"), "good": Arm(config())}
+    plans = [make_plan("one", arms, tmp_path / "runs"), make_plan("two", {"good": config()}, tmp_path / "runs")]
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    found = drain(plans, ledger)
+    assert found["two"] is None
+    assert "2 of 3 runs failed; the first one: one: bad, run 1: " in str(found["one"])
+    assert len(ledger.runs) == 1
+
+
+def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes 10 seconds of 25."""
+    clock, workers = [0.0], InProcess()
+    monkeypatch.setattr("plainvit.studies.queue.time.monotonic", lambda: clock[0])
+    workers.execute = lambda task: (
+        clock.__setitem__(0, clock[0] + 10) or record(task.folder.name, "held_out", 0.5) | {"seconds": 10.0}
+    )
+    plan = make_plan("one", {str(seed): config(train_fraction=seed / 10) for seed in range(1, 6)}, tmp_path)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert not drain([plan], ledger, workers, deadline=25.0)
+    assert len(ledger.runs) == 2
+    assert drain([plan], ledger, workers, deadline=1000.0) == {"one": None}
+    assert len(ledger.runs) == 5
+
+
+def test_studies_that_need_the_least_time_come_first(tmp_path: Path) -> None:
+    """A study comes earlier if another one before it has made some of its runs."""
+    short, shared, long = (config(steps=steps) for steps in (1000, 5000, 9000))
+    plans = [
+        make_plan("long", {"a": long}, tmp_path),
+        make_plan("both", {"a": shared, "b": short}, tmp_path),
+        make_plan("shared", {"a": shared}, tmp_path),
+    ]
+    assert [plan.study.name for plan in order_plans(plans, Ledger(tmp_path / "no"))] == ["shared", "both", "long"]
+
+
+def test_own_measurements_are_made_in_this_process(tmp_path: Path) -> None:
+    """Functions of a user's file are unknown to the workers."""
+    plan = make_plan("own", {"a": config()}, tmp_path, measure=lambda *_: {"top1": 0.5}, spec="my.py:STUDY")
+    ledger, workers = Ledger(tmp_path / "ledger.jsonl"), InProcess()
+    assert drain([plan], ledger, workers) == {"own": None}
+    assert workers.measured == [()]
+    assert plan.results(ledger).samples("a") == [0.5]
+    assert json.loads(ledger.file.read_text())["is_trained"]

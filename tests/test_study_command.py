@@ -20,7 +20,7 @@ from plainvit.data.decode import DataError
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
 from plainvit.studies.evidence import fact
-from plainvit.studies.execute import run_study
+from plainvit.studies.execute import Settings, run_study
 from plainvit.studies.registry import own_study, studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Results, Study
@@ -198,7 +198,7 @@ def test_invalid_arguments_exit_with_2(capsys: Capture, tmp_path: Path) -> None:
     out = "--out", str(tmp_path / "out")
     assert "unknown study 'positons'; nearest: positions" in run_invalid(capsys, "positions", "positons", *out)
     assert "NAME" in run_invalid(capsys, *out)
-    assert "at least 1, got -1" in run_invalid(capsys, "positions", "--seeds", "-1", *out)
+    assert "must be positive, got -1" in run_invalid(capsys, "positions", "--seeds", "-1", *out)
     assert "invalid choice" in run_invalid(capsys, "positions", "--budget", "tpu", *out)
     assert not (tmp_path / "out").exists()
 
@@ -249,7 +249,7 @@ def test_a_failed_study_does_not_stop_the_others(
 def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
     plant(tmp_path, "tiny", 90, budget="gpu")
     with pytest.raises(ValueError, match="--budget gpu"):
-        run_study(make_study("tiny"), "cpu", tmp_path, Workers(), quiet=True)
+        run_study(make_study("tiny"), Settings("cpu", tmp_path, quiet=True), Workers())
 
 
 # One's own ------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Tests of the paper's claims: study, study list."""
 
+import math
 import os
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import exit_with_error, print_result
 from plainvit.config import visible
 
 if TYPE_CHECKING:
+    from plainvit.studies.execute import Settings
     from plainvit.studies.runs import Workers
     from plainvit.studies.study import Study
 
@@ -37,36 +40,45 @@ def study(
     seeds: int = 0,
     at_once: int = 0,
     data_root: str = "",
+    minutes: float = 0.0,
+    ledger: str = "",
     json: bool = False,
 ) -> None:
     """Test a claim of the paper with small runs: supported, contradicted or inconclusive.
 
     The arms of a study differ in one setting, have several independent runs and are compared on held-out training
     images. OUT/NAME holds the table, figure and verdict, OUT.md a report of all studies.
-    The number of runs and the GPU time are printed first. Finished runs in OUT/runs are reused unless plainvit's code
-    changed, so the same command resumes an interrupted study. Exit code 4 if runs failed.
+    The number of runs and the GPU time are printed first, and the studies that cost least come first. Finished runs
+    are reused unless plainvit's code changed, so the same command resumes an interrupted study. Exit code 4 if runs
+    failed.
 
     Args:
         names: Names from `plainvit study list`, all, or FILE.py:STUDY for your own (the file is executed)
         budget: Size of the runs: cpu: minutes on two cores; gpu: minutes on a large GPU
         out: Folder of the runs and verdicts
         seeds: Number of runs per arm, each with its own seed; default: that of the study (fewer than 3 cannot decide)
-        at_once: Number of parallel runs; default: 2 on cpu, 4 on gpu
+        at_once: Number of parallel runs; default: 2 on cpu, 8 on gpu
         data_root: Folder with the known datasets and published weights (not needed for cpu)
+        minutes: Stop after this time; the same command continues with the finished runs
+        ledger: File of finished runs, which is read and appended to; default: OUT/ledger.jsonl
         json: Print JSON instead of a table
     """
-    for flag, value in (("--seeds", seeds), ("--at-once", at_once)):
+    started = time.monotonic()
+    for flag, value in (("--seeds", seeds), ("--at-once", at_once), ("--minutes", minutes)):
         if value < 0:
-            raise ValueError(f"{flag} must be at least 1, got {value}")
+            raise ValueError(f"{flag} must be positive, got {value}")
     chosen = _find_studies(names)
+    from plainvit.studies.execute import Settings
     from plainvit.studies.runs import Workers
 
+    deadline = started + 60 * minutes if minutes else math.inf
+    settings = Settings(budget, out, seeds, data_root, Path(ledger) if ledger else None, deadline, quiet=json)
     if not json:
-        _print_plan(chosen, budget, out, seeds)
-    processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 4}[budget]
+        _print_plan(chosen, settings)
+    processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]
     try:
         with Workers(processes) as workers:
-            failed = _run_studies(chosen, budget, out, workers, quiet=json, runs=seeds, data_root=data_root)
+            failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
     _print_verdicts(chosen, out, json)
@@ -74,6 +86,9 @@ def study(
         first = next(iter(failed))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
         exit_with_error(f"{prefix}{first}: {_first_line(failed[first])}", getattr(failed[first], "exit_code", 2))
+    if decided < len(chosen) and not json:
+        words = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
+        print(f"{words}; run the same command to resume", file=sys.stderr)
 
 
 def _find_studies(names: tuple[str, ...]) -> "list[Study]":
@@ -93,42 +108,40 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     return [one for name, one in studies().items() if name in built_in or "all" in built_in] + own
 
 
-def _print_plan(chosen: "list[Study]", budget: Budget, out: Path, seeds: int) -> None:
+def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     """Print the number of missing runs and the GPU time of each study and of all."""
     from plainvit.runtime.display import readable
-    from plainvit.studies.estimate import estimate_seconds
+    from plainvit.studies.plans import Plan, missing_time
 
-    plans = {one.name: [one] for one in chosen} | ({f"all {len(chosen)} studies": chosen} if len(chosen) > 1 else {})
-    for name, group in plans.items():
-        count, seconds = estimate_seconds(group, budget, out / "runs", seeds)
-        time = f", about {readable(seconds)} of an H200" if budget == "gpu" else ""
-        print(f"{name}: {count} runs{time}", file=sys.stderr)
+    known = settings.open_ledger()
+    plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
+    groups = {plan.study.name: [plan] for plan in plans}
+    if len(chosen) > 1:
+        groups[f"all {len(chosen)} studies"] = plans
+    for name, group in groups.items():
+        count, seconds = missing_time(group, known)
+        cost = f", about {readable(seconds)} of an H200" if settings.budget == "gpu" else ""
+        print(f"{name}: {count} runs{cost}", file=sys.stderr)
 
 
-def _run_studies(
-    chosen: "list[Study]", budget: Budget, out: Path, workers: "Workers", *, quiet: bool, **settings: Any
-) -> dict[str, Exception]:
-    """Run one study after the other and return those that failed; the report is written after each."""
-    from plainvit.studies.execute import NoDeviceError, run_study
+def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> tuple[dict[str, Exception], int]:
+    """Run the studies; the report is written after each. Returns those that failed, and how many were decided."""
+    from plainvit.studies.execute import run_studies
     from plainvit.studies.report import write_report
 
     failed: dict[str, Exception] = {}
-    for number, one in enumerate(chosen, 1):
-        if not quiet:
-            print(f"{one.name}, {number} of {len(chosen)}: {one.claim}", file=sys.stderr)
-        try:
-            verdict = run_study(one, budget, out, workers, quiet=quiet, **settings)
-        except NoDeviceError:  # would fail every study
-            raise
-        except (ValueError, OSError) as error:
-            failed[one.name] = error
-            if len(chosen) > 1 and not quiet:
-                print(f"{one.name}: {visible(_first_line(error))}", file=sys.stderr)
-            continue
-        write_report(out)
-        if len(chosen) > 1 and not quiet:  # for a single study the summary has it
-            print(f"{one.name}: {verdict.outcome}", file=sys.stderr)
-    return failed
+    decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
+    for one, found in run_studies(chosen, settings, workers):
+        if isinstance(found, Exception):
+            failed[one.name] = found
+            words = visible(_first_line(found))
+        else:
+            decided += 1
+            write_report(settings.out)
+            words = found.outcome
+        if shows:
+            print(f"{one.name}: {words}", file=sys.stderr)
+    return failed, decided
 
 
 def _first_line(error: Exception) -> str:

@@ -5,7 +5,7 @@
 Three models of each kind, each of about twice the multiply-adds of the one before, are trained alike for as many steps,
 by AdamW: Muon is for a Transformer's matrices alone. They are compared on held-out images of the set itself, where the
 paper averages over sets that it transfers to. ResNets keep BiT's root, which divides a side by 4. On a GPU the images
-are drawn as they are needed (`shapes`, 2 million of 32 pixels, enlarged to 64), so that data suffice.
+are those of CIFAR-10, ten epochs with mixing, so that data suffice for the steps.
 """
 
 from collections.abc import Mapping
@@ -13,35 +13,19 @@ from functools import partial
 
 import numpy as np
 
-from plainvit.config import STEM_NUMERICS, Augment, Config, Model, Optim, ResNetConfig
+from plainvit.config import STEM_NUMERICS, Model, ResNetConfig
 from plainvit.planning import cost
-from plainvit.studies.bases import base, complete_model, vit
+from plainvit.studies.bases import base, by_adamw, complete_model, vit
 from plainvit.studies.evidence import Part, slope_weights
 from plainvit.studies.study import Arm, Budget, Results, define
 
 KINDS = ("ViT", "ResNet", "hybrid")
 SIZES = ("small", "medium", "large")
-STEPS, BATCH = 8000, 256  # on a GPU
-ENDLESS = STEPS * BATCH  # images: each is seen once; so many are streamed by worker processes, not kept in memory
+STEPS: dict[Budget, int] = {"cpu": 120, "gpu": 1500}
 COMPUTE = "training compute, petaFLOPs"
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
-
-
-def drawn_images(count: int = ENDLESS) -> Config:
-    """On a GPU: AdamW on `count` drawn images, early stopping as in the paper's Figure 4."""
-    model = vit(base("gpu")).replace(stochastic_depth=0.0)
-    return Config(
-        model=model,
-        data=f"shapes:size=32,count={count}",
-        steps=STEPS,
-        batch=BATCH,
-        optim=Optim(lr=1e-3, warmup=0.05, weight_decay=0.1),
-        augment=Augment(crop="none"),
-        evaluations=20,
-        patience=4,
-    )
 
 
 def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
@@ -54,13 +38,13 @@ def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
             "ResNet": tuple(resnet(blocks, 12) for blocks in ((1,), (2,), (2, 1))),
             "hybrid": tuple(stem.replace(width=w, depth=d, mlp_dim=2 * w) for w, d in ((32, 2), (64, 2), (64, 5))),
         }
-    plain = vit(drawn_images())
-    stem = plain.replace(patch=(1, 1), stem=_stem((1, 1)))
-    sizes = {width: {"width": width, "heads": width // 64, "mlp_dim": 4 * width} for width in (128, 192, 256)}
+    plain = vit(base(budget))
+    stem = plain.replace(patch=(1, 1), stem=_stem(()))
+    sizes = {width: {"width": width, "heads": width // 32, "mlp_dim": 4 * width} for width in (64, 96, 128)}
     return {
-        "ViT": tuple(plain.replace(depth=depth, **sizes[width]) for width, depth in ((128, 8), (192, 8), (256, 9))),
-        "ResNet": tuple(resnet(blocks, 64) for blocks in ((1, 1, 1, 1), (2, 3, 4, 2), (3, 8, 10, 3))),
-        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((128, 4), (192, 6), (256, 8))),
+        "ViT": tuple(plain.replace(**sizes[width]) for width in sizes),
+        "ResNet": tuple(resnet(blocks, 32) for blocks in ((1, 1, 1), (2, 2, 2, 2), (3, 4, 9))),
+        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 5), (96, 6), (128, 6))),
     }
 
 
@@ -75,7 +59,7 @@ def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
 
 def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
     """x is the training compute in petaFLOPs."""
-    config = base(budget).replace(steps=120) if budget == "cpu" else drawn_images()
+    config = by_adamw(budget).replace(steps=STEPS[budget])
     found: dict[str, Arm] = {}
     for kind in kinds:
         for size, model in zip(SIZES, models(budget)[kind], strict=True):

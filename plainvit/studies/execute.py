@@ -1,84 +1,109 @@
-"""Runs a study and writes its verdict.
+"""Runs studies and writes their verdicts.
 
     plainvit study positions --budget cpu          supported, contradicted or inconclusive
 
-Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by the hashes of config and code:
-studies share them, and a finished run is repeated only if the code changed. The seeds of an arm follow from its config,
-so that arms are independent of each other and equal arms of two studies are the same runs. Fine-tunings of the same
-pre-training share it run by run; such arms are positively correlated, which makes Welch's intervals too wide, never too
-narrow.
+Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by the hashes of config and code, and their
+numbers in a ledger: studies share them, and a finished run is repeated only if the code changed.
 """
 
-import hashlib
-import inspect
 import json
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from plainvit.analyse.figures import save
-from plainvit.config import Config
+from plainvit.config import to_json
 from plainvit.data.decode import DataError
-from plainvit.data.splits import open_splits
+from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
-from plainvit.runtime.folder import environment, finite, run_seconds
+from plainvit.runtime.folder import environment, finite
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.evidence import Verdict
+from plainvit.studies.ledger import Ledger
+from plainvit.studies.plans import Plan
+from plainvit.studies.queue import Queue
 from plainvit.studies.report import is_present
-from plainvit.studies.runs import Workers, run_all, run_hash, run_name
-from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge, rate_name
-from plainvit.weights import save as save_weights
+from plainvit.studies.runs import Workers, execute
+from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge
 
 log = logging.getLogger("plainvit")
-EXTENSIONS = 2  # times that a grid of learning rates is extended
 
 
 class NoDeviceError(ValueError):
     exit_code = 5
 
 
-def run_study(
-    study: Study,
-    budget: Budget,
-    out: Path,
-    workers: Workers,
-    *,
-    runs: int = 0,
-    data_root: str = "",
-    quiet: bool = False,
-) -> Verdict:
-    """Runs what is missing, measures, decides, and writes the folder of the study."""
-    started, runs = time.monotonic(), runs or study.runs
-    check_budget(study, budget, out / study.name)
-    arms = {name: _set_root(arm, data_root) for name, arm in study.arms(budget).items()}
+@dataclass(frozen=True)
+class Settings:
+    """How studies are run."""
+
+    budget: Budget
+    out: Path
+    runs: int = 0  # of each arm; 0: the study's own number
+    data_root: str = ""
+    ledger: Path | None = None  # default: OUT/ledger.jsonl
+    deadline: float = math.inf  # by time.monotonic()
+    quiet: bool = False
+
+    def open_ledger(self) -> Ledger:
+        return Ledger(self.ledger or self.out / "ledger.jsonl")
+
+
+def run_studies(
+    studies: Sequence[Study], settings: Settings, workers: Workers
+) -> Iterator[tuple[Study, Verdict | Exception]]:
+    """Runs what is missing, and yields the verdict of each study as it is written, or the reason why there is none.
+
+    Studies that the time does not suffice for are not yielded; the same call resumes them.
+    """
+    ledger, plans = settings.open_ledger(), []
+    for study in studies:
+        try:
+            plans.append(plan_study(study, settings))
+        except NoDeviceError:  # would fail every study
+            raise
+        except (ValueError, OSError) as error:
+            yield study, error
+    trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
+    for plan, error in Queue(trained, ledger, workers, settings.deadline, quiet=settings.quiet).run():
+        yield plan.study, error or write_verdict(plan, ledger, settings)
+    for plan in plans:  # the others need the machine for themselves, such as to measure times
+        if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
+            yield plan.study, write_verdict(plan, ledger, settings)
+
+
+def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
+    """Runs one study. Raises the reason if there is no verdict."""
+    for _, found in run_studies([study], settings, workers):
+        if isinstance(found, Exception):
+            raise found
+        return found
+    raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
+
+
+def plan_study(study: Study, settings: Settings) -> Plan:
+    """Fails before the first run if the study cannot be run."""
+    check_budget(study, settings.budget, settings.out / study.name)
+    arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
     _check_data(arms)
-    definition = hash_definition(arms)
-    configs, found = _run_and_measure(study, arms, out / "runs", runs, workers, quiet)
-    for _ in range(EXTENSIONS):
-        if not (more := extend_rates(arms, found)):
-            break
-        arms |= more
-        configs, found = _run_and_measure(study, arms, out / "runs", runs, workers, quiet)
-    for family, arm in families_at_edge(found).items():
-        log.warning("%s: the best rate of %s (%s) is at the edge of its grid", study.name, family, arm)
-    verdict = study.decide(found)
-    trained = {arm: configs[arm] for arm in arms if arms[arm].is_trained}
-    run_info = {
-        "definition": definition,
-        "seconds": round(time.monotonic() - started, 1),
-        "runs": summarize_runs([config for group in trained.values() for config in group], out / "runs"),
-        "folders": {arm: [f"runs/{run_name(config)}" for config in group] for arm, group in trained.items()},
-        "command": f"plainvit study {study.spec or study.name} --budget {budget}"
-        + f" --seeds {runs}" * (runs != study.runs)
-        + " --data-root DIR" * bool(data_root),
-    }
-    _write(study, budget, out / study.name, found, verdict, run_info)
-    return verdict
+    return Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
+
+
+def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
+    """Measures a study without training in this process; returns whether the time was enough."""
+    for run, job in plan.wanted(ledger).items():
+        if time.monotonic() > deadline:
+            return False
+        assert job.measure
+        ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
+    return True
 
 
 def check_budget(study: Study, budget: Budget, folder: Path) -> None:
@@ -107,114 +132,50 @@ def _check_data(arms: Mapping[str, Arm]) -> None:
     for path in {arm.config.init for arm in arms.values() if arm.config.init}:
         if not Path(path).exists():
             raise DataError(f"{path} is missing: choose --data-root so that it has these weights")
-    for config in {arm.config.data: arm.config for arm in arms.values() if arm.is_trained}.values():
-        open_splits(config)
+    for data, root in {(arm.config.data, arm.config.data_root) for arm in arms.values() if arm.is_trained}:
+        _check_set(data, root)
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
-def _run_and_measure(
-    study: Study, arms: Mapping[str, Arm], folder: Path, runs: int, workers: Workers, quiet: bool
-) -> tuple[dict[str, list[Config]], Results]:
-    configs = run_arms(arms, folder, runs, workers, quiet)
-    counted = {name: arm for name, arm in arms.items() if arm.is_compared}
-    values = {arm: [study.measure(config, folder / run_name(config)) for config in configs[arm]] for arm in counted}
-    return configs, Results(counted, values, study.metric)
-
-
-def run_arms(
-    arms: Mapping[str, Arm], folder: Path, runs: int, workers: Workers, quiet: bool
-) -> dict[str, list[Config]]:
-    """Runs all arms, each after the arm it starts from; returns their configs."""
-    configs: dict[str, list[Config]] = {}
-    for stage in order_stages(arms):
-        for arm in stage:
-            seed = first_seed(arms, arm)
-            configs[arm] = [_run_config(arms[arm], seed, index, configs, folder) for index in range(runs)]
-        pending = {
-            f"{arm}, run {index + 1}": configs[arm][index]
-            for arm in stage
-            for index in range(runs)
-            if arms[arm].is_trained
-        }
-        run_all(pending, folder, workers, quiet=quiet)
-    return configs
-
-
-def first_seed(arms: Mapping[str, Arm], name: str) -> int:
-    """The seed of the first run of an arm; the others follow it. Only arms with equal runs have the same."""
-    arm = arms[name]
-    start = str(first_seed(arms, arm.parent)) if arm.parent else arm.config.init
-    edited = f"{start}-{arm.edit.__name__}" if arm.edit else start
-    return int(run_hash(arm.config.replace(seed=0, init=edited))[:12], 16)
-
-
-def _run_config(arm: Arm, seed: int, index: int, configs: Mapping[str, list[Config]], folder: Path) -> Config:
-    config = arm.config.replace(seed=seed + index)
-    before = folder / run_name(configs[arm.parent][index]) if arm.parent else Path(config.init)
-    if arm.edit:
-        before = _edit_weights(arm, config, before, folder)
-    return config.replace(init=str(before)) if arm.parent or arm.edit else config
-
-
-def _edit_weights(arm: Arm, config: Config, before: Path, runs: Path) -> Path:
-    """The folder of the edited initial weights of an arm; made once."""
-    assert arm.edit
-    code = hashlib.sha256(Path(inspect.getfile(arm.edit)).read_bytes()).hexdigest()[:8]
-    folder = runs / f"{before.name}-{arm.edit.__name__}-{code}-{run_hash(config)}"
-    if not (folder / "model.safetensors").is_file():
-        make_folder(folder)
-        save_weights(arm.edit(before, config), folder / "model.safetensors")
-    return folder
-
-
-def order_stages(arms: Mapping[str, Arm]) -> list[list[str]]:
-    """Arms in stages; each comes after the arm it starts from."""
-    done: list[str] = []
-    ordered: list[list[str]] = []
-    while len(done) < len(arms):
-        ready = [arm for arm, one in arms.items() if arm not in done and (not one.parent or one.parent in done)]
-        assert ready, "`after` of the arms is circular or names an unknown arm"
-        ordered.append(ready)
-        done += ready
-    return ordered
-
-
-def extend_rates(arms: Mapping[str, Arm], found: Results) -> dict[str, Arm]:
-    """One more arm for each family whose best rate is at the edge of its grid, by the grid's own factor."""
-    more: dict[str, Arm] = {}
-    for family, name in families_at_edge(found).items():
-        rates = [arms[one].config.optim.lr for one in found.families()[family]]
-        lr = arms[name].config.optim.lr
-        lr = rates[-1] ** 2 / rates[-2] if lr == rates[-1] else rates[0] ** 2 / rates[1]
-        best = arms[name]
-        config = best.config.replace(optim=best.config.optim.replace(lr=lr))
-        more[rate_name(family, lr)] = replace(best, config=config, x=lr if best.x == best.config.optim.lr else best.x)
-    return more
-
-
-def hash_definition(arms: Mapping[str, Arm]) -> str:
-    """A hash of everything that affects the runs."""
-    record = {
-        name: [run_hash(arm.config), arm.parent, arm.is_trained, *([arm.edit.__name__] if arm.edit else [])]
-        for name, arm in arms.items()
-    }
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+@cache
+def _check_set(data: str, data_root: str) -> None:
+    """Once for all studies."""
+    open_source(data, "train", data_root=data_root or None)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def summarize_runs(configs: Sequence[Config], folder: Path) -> dict[str, Any]:
-    """Number, time, commits and devices of the runs, which may be older than the verdict."""
-    folders = [folder / name for name in sorted({run_name(config) for config in configs})]
-    environments = [read_json(one / "environment.json") for one in folders]
+def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
+    """Decides a study whose runs are all finished, and writes its folder."""
+    study, found = plan.study, plan.results(ledger)
+    for family, arm in families_at_edge(found).items():
+        log.warning("%s: the best rate of %s (%s) is at the edge of its grid", study.name, family, arm)
+    verdict = study.decide(found)
+    trained = {arm: jobs for arm, jobs in plan.jobs.items() if plan.arms[arm].is_trained}
+    runs = summarize_runs([job.run for job in plan.all_jobs()], ledger)
+    run_info = {
+        "definition": plan.definition,
+        "seconds": runs["seconds"],
+        "runs": runs,
+        "folders": {arm: [f"runs/{job.run}" for job in jobs] for arm, jobs in trained.items()},
+        "command": f"plainvit study {study.spec or study.name} --budget {settings.budget}"
+        + f" --seeds {plan.count}" * (plan.count != study.runs)
+        + " --data-root DIR" * bool(settings.data_root),
+    }
+    _write(study, settings.budget, settings.out / study.name, found, verdict, run_info)
+    return verdict
+
+
+def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
+    """Number, time, commits, code and devices of the runs, which may be older than the verdict."""
+    known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
+    trained = [one for one in known if one["is_trained"]]
     return {
-        "count": len(environments),
-        "seconds": round(sum(map(run_seconds, folders)), 1),
-        "commits": sorted({str(one.get("commit")) for one in environments}),
-        "devices": sorted({str(one.get("device")) for one in environments}),
+        "count": len(trained),
+        "seconds": round(sum(one["seconds"] for one in known), 1),
+        "commits": sorted({one["commit"] for one in known if one["commit"]}),
+        "code": sorted({one["run"].rpartition("-")[2] for one in known}),
+        "devices": sorted({one["device"] for one in known if one["device"]}),
     }
 
 

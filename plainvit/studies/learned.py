@@ -4,7 +4,7 @@
                                                            rollout
 
 Untrained models have the initial weights of other seeds. The measurements are those of `plainvit analyse`; attention is
-averaged over 128 held-out images, as in the paper. On a GPU, 19 and 21 share one run of 60 epochs with 12 heads on a
+averaged over 128 held-out images, as in the paper. On a GPU, 19 and 21 share runs of 3,000 steps with 12 heads on a
 grid of 16 x 16 patches: a coarser grid has hardly any distances to learn. Rollout (23) is measured on `shapes`, where
 the mask of every object is known: the fraction of the rollout on the object divided by its fraction of the area. That
 model has timm's small initial weights, whose attention is uniform. Google's are larger, so that texture alone attracts
@@ -30,7 +30,7 @@ from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
-from plainvit.studies.bases import base, set_epochs, vit
+from plainvit.studies.bases import base, vit
 from plainvit.studies.evidence import Part, above, contrast
 from plainvit.studies.measures import load_model, trained_and_untrained
 from plainvit.studies.study import Arm, Budget, Results, define
@@ -45,7 +45,8 @@ def fine_grid(budget: Budget) -> Config:
     config = base(budget)
     if budget == "cpu":
         return config
-    return set_epochs(config.replace(model=vit(config).replace(patch=(4, 4), heads=12)), 60)
+    model = vit(config).replace(patch=(2, 2), width=192, mlp_dim=768, heads=12)
+    return config.replace(model=model, steps=3000)
 
 
 def wide_patches(budget: Budget) -> Config:
@@ -198,7 +199,7 @@ def read_heads(values: dict[str, float]) -> np.ndarray:
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
     """The same Transformer with equally many tokens, from pixels or from a ResNet."""
     config = wide_patches(budget)
-    model, blocks = vit(config), (1,) if budget == "cpu" else (1, 1)  # strides 4 and 8
+    model, blocks = vit(config), (1,)  # stride 4
     stem = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same", standardise="std+1e-5")
     hybrid = model.replace(stem=stem.replace(norm_eps=1e-6), patch=(1, 1))
     assert hybrid.grid == model.grid
@@ -215,8 +216,8 @@ def shapes_config(budget: Budget) -> Config:
     )
     data, steps, batch = "shapes:size=32,count=2000", 500, 64
     if budget != "cpu":
-        model = model.replace(width=192, depth=8, heads=3, mlp_dim=768)
-        data, steps, batch = "shapes:size=32", 2000, 256
+        model = model.replace(width=128, depth=6, heads=4, mlp_dim=512)
+        data, steps, batch = "shapes:size=32,count=10000", 1500, 128
     optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
     return Config(model=model, data=data, steps=steps, batch=batch, optim=optim, augment=augment, evaluations=1)
 

@@ -84,8 +84,8 @@ def upstream(budget: Budget) -> dict[str, Config]:
     shapes = {
         "half width": {"width": model.width // 2, "mlp_dim": model.mlp_dim // 2, "heads": 1},
         "half depth": {"depth": model.depth // 2},
-        "large patches": {"patch": (4, 4) if cpu else (16, 16)},
-        "small patches": {"patch": (1, 1) if cpu else (4, 4)},
+        "large patches": {"patch": (4, 4) if cpu else (8, 8)},
+        "small patches": {"patch": (1, 1) if cpu else (2, 2)},
         "no positions": {"posemb": "none"},
     }
     found = {

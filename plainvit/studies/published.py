@@ -8,12 +8,13 @@ The rules are those of `transfer` and `resolution`. On a CPU transfer is tested 
 
 from plainvit.config import Config, ViTConfig, pair
 from plainvit.names import configure
-from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates
+from plainvit.studies.bases import finetune_config, finetune_rates
 from plainvit.studies.drawings import draw_best
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, define, rate_arms
 from plainvit.studies.transfer import parts, resolution_parts, size_arms
 
+SETS = ("cifar10", "oxford-pets", "flowers102")
 WEIGHTS = "weights/vit_ti16_augreg.safetensors"
 SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (224, 256, 288), "gpu": (224, 288, 384)}  # the first: of pre-training
 HOLDOUT = {"cifar10": 0.02, "oxford-pets": 0.2, "flowers102": 0.2}  # on a CPU: 1,000, 736 and 204 images
@@ -28,7 +29,7 @@ def published_model() -> ViTConfig:
 def arms(budget: Budget) -> dict[str, Arm]:
     """A group for each set."""
     found: dict[str, Arm] = {}
-    for data in DOWNSTREAM["gpu"]:
+    for data in SETS:
         config, model = finetune_config("gpu", data), published_model()
         if budget == "cpu":
             config = config.replace(steps=60, batch=64, holdout=HOLDOUT[data], image_size=64)
@@ -40,7 +41,7 @@ def arms(budget: Budget) -> dict[str, Arm]:
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
-    config: Config = finetune_config("gpu", DOWNSTREAM["gpu"][0])
+    config: Config = finetune_config("gpu", SETS[0])
     if budget == "cpu":
         config = finetune_config("gpu", "oxford-pets").replace(steps=20, batch=32)
     return size_arms(config.replace(init=WEIGHTS), SIZES[budget])

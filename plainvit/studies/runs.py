@@ -1,8 +1,9 @@
-"""Runs many configs on one machine, a few in parallel; finished runs are not repeated.
+"""Executes runs in worker processes that share one machine, and measures each as it finishes.
 
-    with Workers(4) as workers:
-        folders = run_all({"seed 0": config, "seed 1": config.replace(seed=1)}, Path("runs/seeds"), workers)
-    read_json(folders["seed 0"] / "results.json")["val"]["top1"]
+    with Workers(8) as workers:
+        workers.start(Task(config, folder, (held_out,)))
+        [(task, future)] = workers.wait()
+        future.result()["values"]["held_out"]["top1"]
 
 Several small models share a large GPU. Most of a short run is process start and compilation, so worker processes stay
 alive and prefer runs that can reuse their compiled code.
@@ -12,14 +13,14 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
-import statistics
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any, Self
@@ -28,59 +29,22 @@ import torch
 
 from plainvit.config import Config, Optim, from_json, to_json
 from plainvit.disk import read_json
-from plainvit.runtime.display import Display, readable
 from plainvit.runtime.distributed import end_after
 from plainvit.runtime.folder import run_seconds
 from plainvit.train.run import fit
 
-log = logging.getLogger("plainvit")
+RECOMPILE_LIMIT = 256  # of a function in a worker: one version for each shape that its runs have
+Measure = Callable[[Config, Path], dict[str, float]]
 
 
-class FailedRunsError(ValueError):
-    """Some runs failed. The results of the others are kept; the same call repeats only the failed ones."""
+@dataclass(frozen=True)
+class Task:
+    """A run and its measurements."""
 
-    exit_code = 4
-
-
-def run_all(configs: Mapping[str, Config], folder: Path, workers: "Workers", *, quiet: bool = False) -> dict[str, Path]:
-    """Returns the folder of each run by name; equal configs share a run. Raises only after all others are done."""
-    folders = {name: folder / run_name(config) for name, config in configs.items()}
-    names = {path: name for name, path in folders.items() if not is_done(path)}
-    if old := sum(any(map(is_done, folder.glob(f"{run_hash(configs[name])}*"))) for name in names.values()):
-        log.warning("%d of these runs in %s were made by other code and are run again", old, folder)
-    failed: dict[str, str] = {}
-    with RunsDisplay(set(folders.values()), set(names), len(workers.free), quiet=quiet) as display:
-        for path, future in workers.finished({path: configs[name] for path, name in names.items()}):
-            error = future.exception()
-            if error:
-                failed[names[path]] = (str(error).splitlines() or [type(error).__name__])[0]
-                display.tell(f"{names[path]}: {failed[names[path]]}")
-            display.finish(path, names[path])
-    if failed:
-        first = next(iter(failed))
-        raise FailedRunsError(f"{len(failed)} of {len(configs)} runs failed; the first one: {first}: {failed[first]}")
-    return folders
-
-
-class RunsDisplay(Display):
-    """Progress of many runs. The remaining time is estimated from the times of finished runs."""
-
-    def __init__(self, paths: set[Path], pending: set[Path], at_once: int, *, quiet: bool) -> None:
-        super().__init__("runs", len(paths), len(paths) - len(pending), quiet=quiet)
-        self.at_once, self.times = at_once, [seconds for path in paths - pending for seconds in _run_times(path)]
-
-    def finish(self, path: Path, name: str) -> None:
-        self.times += _run_times(path)
-        self.advance(self.done + 1, name)
-
-    def left(self) -> str:
-        seconds = statistics.fmean(self.times) * (self.total - self.done) / self.at_once if self.times else 0
-        return f"{readable(seconds)} left" if seconds else ""
-
-
-def _run_times(path: Path) -> list[float]:
-    """The seconds of a run if it is done."""
-    return [run_seconds(path)] if is_done(path) else []
+    config: Config
+    folder: Path
+    measures: tuple[Measure, ...] = ()
+    is_trained: bool = True
 
 
 def run_hash(config: Config) -> str:
@@ -112,21 +76,24 @@ def is_done(path: Path) -> bool:
 
 
 def compile_key(config: Config) -> Config:
-    """The settings that compiled code depends on."""
-    return config.replace(seed=0, optim=Optim(), init="")
+    """The settings that compiled code depends on; with --compile off, only loading images is compiled."""
+    config = config.replace(seed=0, optim=Optim(), init="")
+    return config.replace(model=None, steps=0, epochs=0.0, holdout=0.0) if config.compile == "off" else config
 
 
 class Worker:
-    """A process that executes runs one after the other; started with the first."""
+    """A process that executes tasks one after the other; started with the first."""
 
     def __init__(self, threads: int) -> None:
         self.threads, self.compiled = threads, None
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
 
-    def submit(self, config: Config, out: Path) -> Future:
-        known, self.compiled = self.compiled == compile_key(config), compile_key(config)
+    def submit(self, task: Task) -> Future:
+        self.compiled = compile_key(task.config)
         with _block_sigint():
-            return self.pool.submit(_run, to_json(config), out, self.threads, known)
+            return self.pool.submit(
+                execute, to_json(task.config), task.folder, task.measures, task.is_trained, self.threads
+            )
 
 
 class Workers:
@@ -134,9 +101,10 @@ class Workers:
 
     def __init__(self, at_once: int = 1) -> None:
         assert at_once > 0
+        self.count = at_once
         self.threads = max((os.cpu_count() or 1) // at_once, 1)
         self.free = [Worker(self.threads) for _ in range(at_once)]
-        self.running: dict[Future, tuple[Path, Worker]] = {}
+        self.running: dict[Future, tuple[Task, Worker]] = {}
         self.others = multiprocessing.active_children()
 
     def __enter__(self) -> Self:
@@ -144,29 +112,40 @@ class Workers:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """After Ctrl-C each run saves a checkpoint, and the same call resumes it."""
-        for child in multiprocessing.active_children() if error else ():
-            if child not in self.others:
-                child.terminate()
+        if error:
+            self.terminate()
         for worker in (*self.free, *(worker for _, worker in self.running.values())):
             worker.pool.shutdown(cancel_futures=True)
 
-    def finished(self, configs: Mapping[Path, Config]) -> Iterator[tuple[Path, Future]]:
-        """(folder, future) of each run as it finishes; workers prefer runs that can reuse their compiled code."""
-        rest = {path: compile_key(config) for path, config in configs.items()}
-        while rest or self.running:
-            while rest and self.free:
-                worker = self.free.pop()
-                taken = [other.compiled for _, other in self.running.values()]
-                path = min(rest, key=lambda path: (rest[path] != worker.compiled, rest[path] in taken))
-                del rest[path]
-                self.running[worker.submit(configs[path], path)] = path, worker
-            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
-                path, worker = self.running.pop(future)
-                if isinstance(future.exception(), BrokenProcessPool):
-                    worker.pool.shutdown()
-                    worker = Worker(self.threads)
-                self.free.append(worker)
-                yield path, future
+    def terminate(self) -> None:
+        """Stop all runs; each saves a checkpoint first."""
+        for child in multiprocessing.active_children():
+            if child not in self.others:
+                child.terminate()
+
+    def choose(self, configs: Sequence[Config]) -> int:
+        """The index of the config to run next: the first for which a free worker has compiled code, or the first."""
+        compiled = [worker.compiled for worker in self.free]
+        return next((at for at, config in enumerate(configs) if compile_key(config) in compiled), 0)
+
+    def start(self, task: Task) -> None:
+        """Start a task in a free worker, preferably one that has compiled code for it."""
+        key = compile_key(task.config)
+        worker = min(self.free, key=lambda worker: (worker.compiled != key, worker.compiled is not None))
+        self.free.remove(worker)
+        self.running[worker.submit(task)] = task, worker
+
+    def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:
+        """The tasks that have ended, at least one unless the time is up."""
+        ended: list[tuple[Task, Future]] = []
+        for future in wait(self.running, seconds, return_when=FIRST_COMPLETED).done:
+            task, worker = self.running.pop(future)
+            if isinstance(future.exception(), BrokenProcessPool):
+                worker.pool.shutdown()
+                worker = Worker(self.threads)
+            self.free.append(worker)
+            ended.append((task, future))
+        return ended
 
 
 @contextlib.contextmanager
@@ -187,16 +166,26 @@ def _exit_with_parent() -> None:
     end_after(lambda: connection.wait([parent.sentinel]))
 
 
-def _run(config: dict[str, Any], out: Path, threads: int, known: bool) -> None:
-    """Runs in a worker. Compiled code for other shapes is dropped: it counts towards the recompilation limit."""
-    torch.set_num_threads(threads)
-    if not known:
-        torch.compiler.reset()
+def execute(
+    config: dict[str, Any], folder: Path, measures: Sequence[Measure], is_trained: bool, threads: int = 0
+) -> dict[str, Any]:
+    """Train unless the run is finished, and measure. Returns the record of the run for the ledger."""
+    started = time.monotonic()
+    if threads:  # in a worker
+        torch.set_num_threads(threads)
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     made = from_json(config, ("run",))
     assert isinstance(made, Config)
     try:
-        fit(made, out, quiet=True, bare=True)
+        if is_trained and not is_done(folder):
+            fit(made, folder, quiet=True, bare=True)
+        values = {measure.__name__: measure(made, folder) for measure in measures}
     finally:
         parent = multiprocessing.parent_process()
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
+    known = read_json(folder / "environment.json") if is_trained else {}
+    seconds = run_seconds(folder) if is_trained else time.monotonic() - started
+    commit = known.get("commit") or os.environ.get("PLAINVIT_COMMIT")  # a copy without .git
+    about = {"seconds": round(seconds, 1), "commit": commit, "device": known.get("device")}
+    return {"run": folder.name, "values": values, "is_trained": is_trained, **about}

@@ -3,7 +3,7 @@
     plainvit study depth-and-width --budget cpu          also patch-size, predictor
 
 As in the paper, one dimension of a small model is scaled at a time, and all together. Gains are per doubling of
-multiply-adds, so that arms need not cost exactly the same. On a GPU runs are 20 epochs long. Claim 15 is about models,
+multiply-adds, so that arms need not cost exactly the same. Claim 15 is about models,
 so its interval comes from resampling the models.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from plainvit.config import Config, Model, ViTConfig
 from plainvit.planning import cost
-from plainvit.studies.bases import base, complete_model, set_epochs, vit
+from plainvit.studies.bases import base, complete_model, vit
 from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, bootstrap, correlations, fact
 from plainvit.studies.study import Arm, Budget, Results, define
@@ -25,9 +25,9 @@ AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
 SMALL: dict[Budget, dict[str, int]] = {
     "cpu": {"depth": 2, "width": 32, "mlp_dim": 64, "heads": 4},
-    "gpu": {"depth": 4, "width": 128, "mlp_dim": 256, "heads": 4},
+    "gpu": {"depth": 3, "width": 128, "mlp_dim": 256, "heads": 4},
 }
-PATCHES: dict[Budget, tuple[int, ...]] = {"cpu": (4, 2, 1), "gpu": (16, 8, 4)}
+PATCHES: dict[Budget, tuple[int, ...]] = {"cpu": (4, 2, 1), "gpu": (8, 4, 2)}
 COSTS: dict[str, Callable[[Model], int]] = {"multiply-adds": cost.macs, "parameters": cost.parameters}
 
 
@@ -36,7 +36,7 @@ COSTS: dict[str, Callable[[Model], int]] = {"multiply-adds": cost.macs, "paramet
 
 def start(budget: Budget) -> Config:
     """All arms are as long; on a CPU short, since the smallest patch takes 5 times the base's compute."""
-    return base(budget).replace(steps=120) if budget == "cpu" else set_epochs(base(budget), 20)
+    return base(budget).replace(steps=120) if budget == "cpu" else base(budget)
 
 
 def scale_axes(model: ViTConfig) -> dict[str, tuple[str, dict[str, Any]]]:

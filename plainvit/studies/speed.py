@@ -28,7 +28,7 @@ from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.evidence import Part, above, contrast, slope_weights, welch
 from plainvit.studies.study import Arm, Budget, Results, define
 
-SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 128, 224, 384, 512)}
+SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 224, 384)}
 ALIKE = {"ViT": "ResNet", "ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}  # of the nearest multiply-adds
 SLACK = 1.05  # of the largest batch
 SECONDS = 0.3  # of measurement

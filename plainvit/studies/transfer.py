@@ -66,7 +66,7 @@ def parts(found: Results) -> list[Part]:
 
 # 7: resolution --------------------------------------------------------------------------------------------------------
 
-SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (64, 96, 128)}
+SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (8, 12, 16), "gpu": (32, 48, 64)}
 RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 

@@ -1,0 +1,154 @@
+"""Runs several studies at once: all share the worker processes, so that none is idle while a study ends."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from plainvit.disk import make_folder
+from plainvit.runtime.display import Display, readable
+from plainvit.studies.ledger import Ledger
+from plainvit.studies.plans import Job, Plan, order_plans
+from plainvit.studies.runs import Measure, Task, Workers
+from plainvit.weights import save as save_weights
+
+SLACK = 1.2  # a run is started if so many times its expected time are left
+
+
+class FailedRunsError(ValueError):
+    """Some runs failed. The results of the others are kept; the same call repeats only the failed ones."""
+
+    exit_code = 4
+
+
+class Queue:
+    """Runs all plans, those that cost least first, until they are done or the time is up."""
+
+    def __init__(
+        self, plans: Sequence[Plan], ledger: Ledger, workers: Workers, deadline: float = math.inf, *, quiet: bool
+    ) -> None:
+        self.folder = plans[0].folder if plans else Path()
+        self.ledger, self.workers, self.deadline, self.quiet = ledger, workers, deadline, quiet
+        self.wanted: dict[str, Job] = {}
+        self.measures: dict[str, dict[str, Measure]] = {}
+        self.failed: dict[str, str] = {}
+        self.estimated, self.taken = 0.0, 0.0  # seconds of the finished runs
+        self.plans = order_plans(plans, ledger)
+        for plan in self.plans:
+            self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        """Add the missing runs of a plan."""
+        for run, job in plan.wanted(self.ledger).items():
+            self.wanted.setdefault(run, job)
+            if job.is_missing(self.ledger):
+                assert job.measure
+                self.measures.setdefault(run, {})[job.measure.__name__] = job.measure
+
+    def run(self) -> Iterator[tuple[Plan, FailedRunsError | None]]:
+        """Yields each plan when all of its runs are done, or with an error when some failed."""
+        rest = list(self.plans)
+        with RunsDisplay(self, quiet=self.quiet) as self.display:
+            while True:
+                for plan in [plan for plan in rest if not self.is_open(plan)]:
+                    error = self.find_error(plan)
+                    if not error and plan.extend(plan.results(self.ledger)):
+                        self.add(plan)
+                        continue
+                    rest.remove(plan)
+                    yield plan, error
+                self.start()
+                if not self.workers.running:
+                    return
+                ended = self.workers.wait(self.left())
+                for task, future in ended:
+                    self.finish(task, future)
+                if not ended:  # the time is up
+                    self.workers.terminate()
+                    return
+
+    def left(self) -> float | None:
+        return None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 0.0)
+
+    def is_open(self, plan: Plan) -> bool:
+        return any(job.is_missing(self.ledger) and job.run in self.wanted for job in plan.all_jobs())
+
+    def find_error(self, plan: Plan) -> FailedRunsError | None:
+        jobs = list(plan.all_jobs())
+        failed = [job for job in jobs if job.run in self.failed]
+        if not failed:
+            return None
+        words = f"{failed[0].label}: {self.failed[failed[0].run]}"
+        return FailedRunsError(f"{len(failed)} of {len(jobs)} runs failed; the first one: {words}")
+
+    def start(self) -> None:
+        """Start as many runs as there are free workers."""
+        running = {task.folder.name for task, _ in self.workers.running.values()}
+        while self.workers.free:
+            ready = [run for run in self.wanted if run not in running and self.is_ready(run)]
+            if not ready:
+                return
+            run = ready[self.workers.choose([self.wanted[run].config for run in ready[: 4 * self.workers.count]])]
+            job, measures = self.wanted[run], tuple(self.measures.get(run, {}).values())
+            edit_weights(job)
+            self.workers.start(Task(job.config, self.folder / run, () if job.is_local else measures, job.is_trained))
+            running.add(run)
+
+    def is_ready(self, run: str) -> bool:
+        job, left = self.wanted[run], self.left()
+        return job.parent not in self.wanted and (left is None or SLACK * self.expect(job.seconds) < left)
+
+    def expect(self, seconds: float) -> float:
+        """The time that so many estimated seconds take here, from finished runs; 0 while none is finished."""
+        return seconds * self.taken / self.estimated if self.estimated else 0.0
+
+    def finish(self, task: Task, future: Future) -> None:
+        """Record a run, or that it failed, and with it those that start from it."""
+        run = task.folder.name
+        job, measures = self.wanted.pop(run), self.measures.get(run, {})
+        try:
+            record = future.result()
+            if job.is_local:
+                record["values"] = {name: measure(task.config, task.folder) for name, measure in measures.items()}
+        except Exception as error:
+            words = (str(error).splitlines() or [type(error).__name__])[0]
+            self.display.tell(f"{job.label}: {words}")
+            self.fail(run, words)
+        else:
+            self.ledger.add(record)
+            self.estimated, self.taken = self.estimated + job.seconds, self.taken + record["seconds"]
+            if any(self.ledger.find(run, name) is None for name in measures):  # asked for meanwhile
+                self.wanted[run] = job
+        self.display.finish(job.label)
+
+    def fail(self, run: str, words: str) -> None:
+        self.failed[run] = words
+        for child in [name for name, job in self.wanted.items() if job.parent == run]:
+            del self.wanted[child]
+            self.fail(child, words)
+
+
+class RunsDisplay(Display):
+    """Progress of the runs. The remaining time is estimated from the times of finished runs."""
+
+    def __init__(self, queue: Queue, *, quiet: bool) -> None:
+        super().__init__("runs", max(len(queue.wanted), 1), quiet=quiet)
+        self.queue, self.finished = queue, 0
+
+    def finish(self, label: str) -> None:
+        self.finished += 1
+        self.total = self.finished + len(self.queue.wanted)
+        self.advance(self.finished, label)
+
+    def left(self) -> str:
+        seconds = self.queue.expect(sum(job.seconds for job in self.queue.wanted.values())) / self.queue.workers.count
+        return f"{readable(seconds)} left" if seconds else ""
+
+
+def edit_weights(job: Job) -> None:
+    """Makes the edited initial weights of a run, once."""
+    folder = Path(job.config.init)
+    if job.edit and not (folder / "model.safetensors").is_file():
+        make_folder(folder)
+        save_weights(job.edit(job.source, job.config), folder / "model.safetensors")

@@ -1,0 +1,46 @@
+"""Workers of studies that run in this process, for tests."""
+
+from concurrent.futures import Future
+from typing import Any
+
+from plainvit.config import Config, to_json
+from plainvit.studies.runs import Task, execute
+
+
+class InProcess:
+    """One worker, with the interface of `plainvit.studies.runs.Workers`."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self.running: dict[Future, tuple[Task, None]] = {}
+        self.names: list[str] = []
+        self.measured: list[tuple[Any, ...]] = []
+
+    @property
+    def free(self) -> tuple[None, ...]:
+        return () if self.running else (None,)
+
+    def choose(self, configs: list[Config]) -> int:  # noqa: ARG002
+        return 0
+
+    def execute(self, task: Task) -> dict[str, Any]:
+        return execute(to_json(task.config), task.folder, task.measures, task.is_trained)
+
+    def start(self, task: Task) -> None:
+        future: Future = Future()
+        self.names.append(task.folder.name)
+        self.measured.append(task.measures)
+        try:
+            future.set_result(self.execute(task))
+        except (ValueError, OSError) as error:
+            future.set_exception(error)
+        self.running[future] = task, None
+
+    def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:  # noqa: ARG002
+        ended = [(task, future) for future, (task, _) in self.running.items()]
+        self.running.clear()
+        return ended
+
+    def terminate(self) -> None:
+        raise AssertionError("nothing is left running")
