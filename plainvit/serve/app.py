@@ -206,7 +206,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
                     raise too_large
                 chunks.append(chunk)
     except TimeoutError as error:
-        raise HTTPException(408, f"the request was not received within {seconds:g} s") from error
+        late = f"the request was not received within {seconds:g} s"
+        raise HTTPException(408, late, {"connection": "close"}) from error
     except ClientDisconnect as error:
         raise HTTPException(400, "the connection was closed") from error
     return b"".join(chunks)

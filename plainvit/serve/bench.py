@@ -5,7 +5,6 @@ Each format is exported, then measured in a new process, whose peak memory is it
 
 import multiprocessing
 import resource
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from plainvit.disk import run_settings
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
-from plainvit.serve.export import export, find_images, load_images
+from plainvit.serve.export import export, find_images, load_images, time_calls
 from plainvit.serve.formats import SUFFIXES, open_graph
 from plainvit.weights import save
 
@@ -120,12 +119,7 @@ def _time_batches(compute: Any, batch: int, size: tuple[int, int], seconds: floa
     images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8)
     for _ in range(2):
         compute(images)
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        compute(images)
-        times.append(time.perf_counter() - start)
-    return times
+    return time_calls(lambda: compute(images), seconds)
 
 
 def table(rows: Sequence[Row]) -> "Table":

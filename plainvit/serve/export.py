@@ -6,9 +6,10 @@ An fp32 export must give the logits of PyTorch within 1e-4, an int8 export the s
 that does not is deleted, and the command fails. Images for int8 calibration and for the comparison are never the same.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import Source
+from plainvit.data.sources import MissingSplitError, Source
 from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder, run_folder, run_settings, sync_folder, write_synced
 from plainvit.evaluate import inputs
@@ -60,9 +61,11 @@ class Check:
 
 
 def find_images(source: str | Path, data: str, data_root: str | Path | None) -> Source:
-    """The images of --data or, of a run, those it was evaluated on."""
+    """The images of --data or, of a run, those it was evaluated on. Without a test split, all will do."""
     if data:
-        return inputs.find([data], data_root=data_root)
+        with contextlib.suppress(MissingSplitError):
+            return inputs.find([data], data_root=data_root)
+        return inputs.find([data], data_root=data_root, split="train")
     stored = run_settings(source)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
         raise ValueError("--data is required: name a folder, an archive or a dataset with photos, or use --no-verify")
@@ -160,6 +163,16 @@ def _require_agreement(check: Check, int8: bool, min_agreement: float) -> None:
         raise DisagreementError(
             f"{check.name} differs from PyTorch by {check.difference:.2g}, above {check.tolerance:.2g}: not written"
         )
+
+
+def time_calls(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each of at least three calls, until `seconds` have passed."""
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def default_folder(source: str | Path) -> Path:
