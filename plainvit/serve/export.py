@@ -26,6 +26,7 @@ from plainvit.disk import make_folder, run_folder, run_settings, sync_folder, wr
 from plainvit.evaluate import inputs
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
+from plainvit.serve import make_table
 from plainvit.serve.formats import SUFFIXES, Format, Graph, describe, open_graph, trace_program, write_graph
 
 if TYPE_CHECKING:
@@ -183,18 +184,14 @@ def default_folder(source: str | Path) -> Path:
 
 
 def table(checks: Sequence[Check]) -> "Table":
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    made.add_column("format")
-    for name in ("MB", "largest difference", "same top-1", "95 % interval", "images/s"):
-        made.add_column(name, justify="right")
+    rows = []
     for check in checks:
         low, high = (f"{100 * end:.1f}" for end in check.interval)
-        agreement = f"{check.agreeing} of {check.images}"
-        speed, size = f"{check.images_per_second:.1f}", f"{check.megabytes:.1f}"
-        made.add_row(check.name, size, f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
-    return made
+        agreement, speed = f"{check.agreeing} of {check.images}", f"{check.images_per_second:.1f}"
+        rows.append(
+            (check.name, f"{check.megabytes:.1f}", f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
+        )
+    return make_table(("format", "MB", "largest difference", "same top-1", "95 % interval", "images/s"), rows)
 
 
 def to_rows(checks: Sequence[Check]) -> list[dict[str, Any]]:
