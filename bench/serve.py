@@ -7,8 +7,9 @@ servers run one after the other, in rounds, each in processes of its own on the 
 process on the same cores. CPU ms is the time that a server's processes spent per image, which other load on the machine
 hardly changes; images/s and latency mean something only on idle cores.
 
-plainvit     `plainvit serve`, with the backend that it chooses by itself
-torch        `plainvit serve --backend torch`: the model runs in PyTorch, as in the two others
+plainvit     `plainvit serve`, with the backend and the precision that it chooses by itself
+fp32         `plainvit serve --precision fp32`: as the two others
+torch        `plainvit serve --precision fp32 --backend torch`: the model runs in PyTorch, too
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
 plain        a Starlette route that decodes by Pillow and calls the model, one image at a time, in a thread pool
 
@@ -96,9 +97,10 @@ uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), po
 def commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
     """system -> its command and its port."""
     found: dict[str, tuple[list[str], int]] = {}
-    for name, backend in (("plainvit", "auto"), ("torch", "torch")):
+    exact = ["--precision", "fp32"]
+    for name, flags in {"plainvit": [], "fp32": exact, "torch": [*exact, "--backend", "torch"]}.items():
         port = find_port()
-        flags = ["--port", str(port), "--backend", backend, "--deadline", "60", "--no-explain"]
+        flags = [*flags, "--port", str(port), "--deadline", "60", "--no-explain"]
         found[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from pictures import encode, photo
+from pictures import encode, photo, real_data
 from servers import Running, as_files, photos, read_memory, serving
 from tiny import vit
 from torch import Tensor
@@ -55,8 +55,8 @@ def server(predictor: Predictor) -> Iterator[Running]:
 class Gated:
     """A backend that waits until its gate is open, and fails on images whose first pixel is 13."""
 
-    def __init__(self, predictor: Predictor, *, is_open: bool = False) -> None:
-        self.predictor, self.gate, self.batches = predictor, threading.Event(), []
+    def __init__(self, predictor: Predictor, *, is_open: bool = False, fault: type = RuntimeError) -> None:
+        self.predictor, self.gate, self.batches, self.fault = predictor, threading.Event(), [], fault
         if is_open:
             self.gate.set()
 
@@ -64,7 +64,7 @@ class Gated:
         assert self.gate.wait(60)
         self.batches.append(len(images))
         if bool((images[:, 0, 0, 0] == 13).any()):
-            raise RuntimeError("a fault of the model")
+            raise self.fault("a fault of the model")
         return self.predictor.logits(images)
 
     features = logits
@@ -119,9 +119,10 @@ def test_a_bad_image_fails_alone(server: Running, predictor: Predictor) -> None:
     assert [results[at]["predictions"][0]["probability"] for at in (0, 2)] == [row[0].probability for row in expected]
 
 
-def test_an_image_that_the_model_fails_on_fails_alone(predictor: Predictor) -> None:
+@pytest.mark.parametrize("fault", [RuntimeError, SystemExit])  # the second would end the model's thread
+def test_an_image_that_the_model_fails_on_fails_alone(predictor: Predictor, fault: type) -> None:
     bad = np.full((24, 40, 3), 13, np.uint8)
-    with serving(predictor, backend=Gated(predictor, is_open=True)) as running:
+    with serving(predictor, backend=Gated(predictor, is_open=True, fault=fault)) as running:
         some = [*photos(3), encode(bad), *photos(3)]
         results = running.post(files=as_files(some)).json()["results"]
     assert [result.get("status", 200) for result in results] == [200, 200, 200, 500, 200, 200, 200]
@@ -253,15 +254,26 @@ def is_refused(ask: Callable[[], httpx.Response]) -> bool:
 # Hostile input --------------------------------------------------------------------------------------------------------
 
 
-def png_header(width: int, height: int) -> bytes:
-    """A PNG of this size whose pixels, all zero, take a few kB."""
+def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of this size whose pixels, all zero, take a few kB; with further chunks before them."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
 
-    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
-    pixels = zlib.compress(bytes(1 << 20), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    header = (b"IHDR", width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0]))
+    pixels = (b"IDAT", zlib.compress(bytes(1 << 20), 9))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in (header, *chunks, pixels, (b"IEND", b"")))
+
+
+def many_frames() -> bytes:
+    """An animated PNG that announces 10,000 frames; the first is decoded."""
+    frame = (b"fcTL", bytes(4) + (40).to_bytes(4) * 2 + bytes(14))
+    return png_of(40, 40, (b"acTL", (10_000).to_bytes(4) + bytes(4)), *[frame] * 10_000)
+
+
+def large_text() -> bytes:
+    """A PNG with a compressed comment of 200 MB."""
+    return png_of(40, 40, (b"zTXt", b"a\0\0" + zlib.compress(bytes(200 << 20), 9)))
 
 
 def many_scans() -> bytes:
@@ -273,16 +285,18 @@ def many_scans() -> bytes:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (png_header(12_000, 12_000), 413),
-        (png_header(30_000, 30_000), 413),
+        (png_of(12_000, 12_000), 413),
+        (png_of(30_000, 30_000), 413),
         (many_scans(), 422),
+        (many_frames(), 422),
+        (large_text(), 422),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415),
         (b"%!PS-Adobe-3.0 EPSF-3.0", 415),
         (b"%PDF-1.7", 415),
         (b"\x89PNG\r\n\x1a\n", 422),
         (b"II*\0" + bytes(100), 415),
     ],
-    ids=["12000 px", "30000 px", "scans", "svg", "eps", "pdf", "cut", "tiff"],
+    ids=["12000 px", "30000 px", "scans", "frames", "text", "svg", "eps", "pdf", "cut", "tiff"],
 )
 def test_bombs_and_other_formats_are_rejected_before_pixels_are_allocated(
     server: Running, body: bytes, status: int
@@ -343,28 +357,80 @@ def test_requests_on_one_connection_do_not_mix(server: Running) -> None:
     both = head + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n"
     assert server.talk(both).startswith(b"HTTP/1.1 400")
     assert server.talk(both).count(b"HTTP/1.1") == 1
-    assert server.talk(head + b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde").startswith(b"HTTP/1.1 400")
     assert server.talk(head + b"x: " + b"a" * 100_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"content-length: 4\r\ncontent-length: 5",
+        b"content-length: +4",
+        b"content-length: 0x4",
+        b"content-length : 4",
+        b"transfer-encoding: xchunked",
+        b"transfer-encoding: chunked, identity",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+        b"transfer-encoding:\x0bchunked",
+    ],
+)
+def test_a_request_whose_end_is_ambiguous_is_answered_once(server: Running, fields: bytes) -> None:
+    request = b"POST /predict HTTP/1.1\r\nhost: localhost\r\n" + fields
+    said = server.talk(request + b"\r\n\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert said[:10] == b"HTTP/1.1 4" or said[:12] == b"HTTP/1.1 501"
+    assert said.count(b"HTTP/1.1") == 1
+
+
+def count_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_slow_and_idle_connections_are_closed(predictor: Predictor, count: int) -> None:
-    beginnings = (b"", b"POST /predict HTTP/1.1\r\nhost: local", b"POST /predict HTTP/1.1\r\nhost: localhost\r\n")
-    beginnings = (*beginnings[:2], beginnings[2] + b"content-length: 1000\r\n\r\nabc")
+    half = b"POST /predict HTTP/1.1\r\nhost: local"
+    body = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nabc"
+    answered = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    expected = {b"": b"", half: b"", body: b"HTTP/1.1 408", answered: b"HTTP/1.1 200"}
     limits = Limits(header_seconds=1, body_seconds=1, idle_seconds=2)
     with serving(predictor, limits) as running:
-        connections = [running.connect() for _ in range(count) for _ in beginnings]
-        for at, connection in enumerate(connections):
-            connection.sendall(beginnings[at % len(beginnings)])
+        before = count_files()
+        connections = [(running.connect(), beginning) for _ in range(count) for beginning in expected]
+        for connection, beginning in connections:
+            connection.sendall(beginning)
+        for _ in range(count):  # a client that goes away while it sends
+            with running.connect() as connection:
+                connection.sendall(body)
         assert running.post(content=photos(1)[0]).is_success
-        for at, connection in enumerate(connections):
-            said = connection.recv(100_000)
-            if at % len(beginnings) == 2:
-                assert said.startswith(b"HTTP/1.1 408")
-            else:
-                assert said == b""
+        for connection, beginning in connections:
+            said = b"".join(iter(functools.partial(connection.recv, 100_000), b""))  # until the server closes
+            assert said.startswith(expected[beginning])
+            assert bool(said) == bool(expected[beginning])
             connection.close()
         assert running.post(content=photos(1)[0]).is_success
+        wait_until(lambda: count_files() <= before + 2)
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_its_answers_is_cut_off(predictor: Predictor) -> None:
+    with serving(predictor, Limits(body_seconds=1, deadline=1)) as running, running.connect() as connection:
+        connection.settimeout(30)
+        with pytest.raises(ConnectionError):
+            connection.sendall(100_000 * b"GET /page.js HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert running.post(content=photos(1)[0]).status_code in (200, 503)
+
+
+@pytest.mark.slow
+def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    faults = __import__("bench.serve_faults", fromlist=["main"])
+    flags = ["--minutes", "0.5", "--seconds", "10", "--sockets", "50", "--json", str(tmp_path / "found.json")]
+    faults.main(["--data", str(real_data()), *flags])
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert set(found["load"]["statuses"]) == {"200"}
+    assert found["load"]["lost"] == found["load"]["exchanged"] == 0
+    assert set(found["overload"]["statuses"]) <= {"200", "429", "503"}
+    assert found["overload"]["statuses"]["429"] > 0
+    before, after = found["slow"]["open_files"]
+    assert after <= before + 2
 
 
 # Access ---------------------------------------------------------------------------------------------------------------

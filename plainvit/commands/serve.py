@@ -127,6 +127,7 @@ def serve(
     port: int = 8000,
     no_auth: bool = False,
     backend: Literal["auto", "torch", "onnx", "openvino"] = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
     device: str = "auto",
     neighbours: str = "",
     data_root: Path | None = None,
@@ -148,6 +149,7 @@ def serve(
         port: TCP port
         no_auth: Let anybody who can connect use the server
         backend: What computes: torch, onnx or openvino; auto measures those that are installed and takes the fastest
+        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU where it agrees and is faster
         device: Device of torch: cpu, cuda, cuda:1; auto picks a GPU if there is one
         neighbours: Training photos among which the page shows the nearest: a folder or a dataset
         data_root: Folder with the known datasets, each in a folder of its name
@@ -179,6 +181,7 @@ def serve(
     settings = server.Settings(
         models=models,
         backend=backend,
+        precision=precision,
         device=device,
         neighbours=neighbours,
         data_root=data_root,

@@ -6,6 +6,11 @@ plainvit serve runs/photos --port 8000
 """
 
 import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXTRAS = {
     "export": "onnx onnxscript onnxruntime openvino",
@@ -19,3 +24,15 @@ def require(extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} is not installed: run `pip install {EXTRAS[extra]}`")
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+    """A table whose first column is text and whose others are numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -21,8 +21,9 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor, stack
 
@@ -34,7 +35,6 @@ from plainvit.serve.metrics import Metrics
 from plainvit.serve.service import FormatError, Service, SizeError
 
 PAGE = Path(__file__).with_name("page")
-FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
 CURL_DEFAULT = "application/x-www-form-urlencoded"  # what `curl --data-binary` says of any file
 MAX_EXPLAINED = 4  # requests to /explain that wait; each needs a backward pass
 HEADERS = {
@@ -127,8 +127,10 @@ class Server:
         rows = [{"name": name, "classes": one.classes, "image_size": list(one.size)} for name, one in found]
         return JSONResponse({"models": rows})
 
-    async def health(self, _: Request) -> Response:
+    async def healthz(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
+
+    readyz = healthz  # the models are loaded before the port is opened
 
     async def metrics(self, _: Request) -> Response:
         text = next(iter(self.services.values())).metrics.render()
@@ -206,7 +208,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
                     raise too_large
                 chunks.append(chunk)
     except TimeoutError as error:
-        raise HTTPException(408, f"the request was not received within {seconds:g} s") from error
+        late = f"the request was not received within {seconds:g} s"
+        raise HTTPException(408, late, {"connection": "close"}) from error
     except ClientDisconnect as error:
         raise HTTPException(400, "the connection was closed") from error
     return b"".join(chunks)
@@ -309,6 +312,7 @@ async def _known_error(_: Request, error: Exception) -> Response:
     return _error(_status(error), _say(error), headers)
 
 
+FILES = ("/", "/page.css", "/page.js", "/openapi.json")
 ROUTES = ("/predict", "/embed", "/explain", "/models", "/healthz", "/readyz", "/metrics", *FILES)
 
 
@@ -322,16 +326,10 @@ def make_app(
     """The application. `hosts` are the accepted Host headers, all if empty; a token protects all but the page."""
     server = Server(services, explainers or {})
 
-    def serve_file(name: str) -> Any:
-        async def send_file(_: Request) -> Response:
-            return FileResponse(PAGE / name)
-
-        return send_file
-
-    routes = [Route(path, serve_file(name)) for path, name in FILES.items()]
-    routes += [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in ("predict", "embed", "explain")]
-    routes += [Route("/models", server.models), Route("/metrics", server.metrics)]
-    routes += [Route("/healthz", server.health), Route("/readyz", server.health)]
+    posted, shown = ("predict", "embed", "explain"), ("models", "metrics", "healthz", "readyz")
+    routes: list[BaseRoute] = [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in posted]
+    routes += [Route(f"/{name}", getattr(server, name)) for name in shown]
+    routes += [Mount("/", StaticFiles(directory=PAGE, html=True))]
     handlers: dict[Any, Any] = {HTTPException: _http_error, **{kind: _known_error for kind, _ in STATUS}}
     app = Starlette(routes=routes, exception_handlers=handlers)
     return Guard(app, token=token, hosts=hosts, metrics=services[0].metrics)

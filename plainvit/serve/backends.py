@@ -1,19 +1,18 @@
 """What computes the outputs of a served model: PyTorch, ONNX Runtime or OpenVINO, whichever is fastest here.
 
-backend, speeds = choose_backend(Predictor("runs/photos"), "auto")
-backend.logits(images)
+    name, backend, speeds = choose_backend(Predictor("runs/photos"), "auto", "auto")
+    backend.logits(images)
 
-Exports for the other two are written once per model into the cache folder, compared with PyTorch, and opened again at
-the next start. On a GPU, PyTorch is used.
+Exports are written once per model into the cache folder, compared with PyTorch, and opened again at the next start. As
+in `load(optimise=True)`, bf16 is tried on CPUs that are faster at it. On a GPU, PyTorch is used.
 """
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import statistics
-import time
-from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from plainvit.device import cache_folder
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.export import export
+from plainvit.models.fast.inference import TOLERANCE, cpu_computes_bf16
+from plainvit.serve.export import export, time_calls
 from plainvit.serve.formats import SUFFIXES, describe, open_graph
 
 Name = Literal["auto", "torch", "onnx", "openvino"]
@@ -40,46 +40,66 @@ class Backend(Protocol):
     def features(self, images: Tensor) -> Tensor: ...
 
 
-def choose_backend(predictor: Predictor, name: Name = "auto") -> tuple[str, Backend, dict[str, float]]:
-    """The backend of that name or the fastest one: its name, itself, and the images/s of all that were measured."""
-    if name == "torch" or predictor.device != "cpu":
+def choose_backend(
+    predictor: Predictor, name: Name = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"
+) -> tuple[str, Backend, dict[str, float]]:
+    """The fastest of the allowed backends: its name, itself, and the images/s of all that were measured."""
+    if predictor.device != "cpu":
         if name not in ("auto", "torch"):
             raise ValueError(f"--backend {name} runs on a CPU, but the device is {predictor.device}: use --device cpu")
-        return "torch", predictor, {}
-    if name != "auto":
-        return name, open_backend(predictor, name), {}
-    found: dict[str, Backend] = {"torch": predictor}
-    for kind, modules in RUNTIMES.items():
-        if all(importlib.util.find_spec(module) for module in modules):
-            try:
-                found[kind] = open_backend(predictor, kind)
-            except (ValueError, RuntimeError) as error:  # the other backends still work
-                log.warning("backend %s is not used: %s", kind, str(error).splitlines()[0])
+        return f"torch {'fp32' if predictor.dtype is torch.float32 else 'bf16'}", predictor, {}
+    installed = [kind for kind, modules in RUNTIMES.items() if all(map(importlib.util.find_spec, modules))]
+    kinds = ["torch", *installed] if name == "auto" else [name]
+    precisions = [precision] if precision != "auto" else ["fp32", "bf16"] if cpu_computes_bf16() else ["fp32"]
+    found: dict[str, Backend] = {}
+    reason = "ONNX Runtime computes in fp32 only"
+    for kind, one in itertools.product(kinds, precisions):
+        if (kind, one) == ("onnx", "bf16"):
+            continue
+        try:
+            found[f"{kind} {one}"] = open_backend(predictor, kind, one)
+        except (ValueError, RuntimeError) as error:  # the other backends still work
+            reason = str(error).splitlines()[0]
+            log.warning("backend %s %s is not used: %s", kind, one, reason)
+    if not found:
+        raise ValueError(f"--backend {name} --precision {precision} cannot be used: {reason}")
     speeds = {kind: measure_speed(backend, predictor) for kind, backend in found.items()} if len(found) > 1 else {}
-    best = max(speeds, key=speeds.__getitem__, default="torch")
+    best = max(speeds, key=speeds.__getitem__, default=next(iter(found)))
     return best, found[best], speeds
 
 
-def open_backend(predictor: Predictor, kind: str) -> Backend:
-    """Opens the export of this model in the cache folder, or writes it first."""
-    key = json.dumps([describe(predictor), torch.__version__], sort_keys=True)
-    folder = cache_folder() / "exports" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    file: Path = folder / f"model{SUFFIXES[kind]}"
-    if not file.is_file():
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randint(0, 256, (BATCH, 3, *predictor.size), dtype=torch.uint8, generator=generator)
-        export(predictor, noise, [kind], folder)  # pyright: ignore[reportArgumentType]
-    return open_graph(file)
+def open_backend(predictor: Predictor, kind: str, precision: str) -> Backend:
+    """Opens the export of this model in the cache folder, or writes it first. bf16 must agree with fp32."""
+    if kind == "torch":
+        backend = predictor if precision == "fp32" else Predictor(predictor.model, precision="bf16")
+    else:
+        key = json.dumps([describe(predictor), torch.__version__], sort_keys=True)
+        folder = cache_folder() / "exports" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        file = folder / f"model{SUFFIXES[kind]}"
+        if not file.is_file():
+            export(predictor, make_noise(predictor), [kind], folder)  # pyright: ignore[reportArgumentType]
+        backend = open_graph(file, precision)
+    if precision == "bf16" and (difference := measure_difference(backend, predictor)) > TOLERANCE["bf16"]:
+        raise ValueError(f"its outputs differ from fp32 by {difference:.1%} of their standard deviation")
+    return backend
+
+
+def make_noise(predictor: Predictor) -> Tensor:
+    size = (BATCH, 3, *predictor.size)
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def measure_difference(backend: Backend, predictor: Predictor) -> float:
+    """Root mean square of the differences from the predictor, over the standard deviation of its outputs."""
+    output, images = "logits" if predictor.classes else "features", make_noise(predictor)
+    expected, found = (getattr(one, output)(images) for one in (predictor, backend))
+    return float((found - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6))
 
 
 def measure_speed(backend: Backend, predictor: Predictor) -> float:
     """Images per second in batches of BATCH, by the median time."""
-    images = torch.zeros(BATCH, 3, *predictor.size, dtype=torch.uint8)
+    images = make_noise(predictor)
     compute = backend.logits if predictor.classes else backend.features
-    times: list[float] = []
     compute(images)
-    while sum(times) < SECONDS or len(times) < 3:
-        start = time.perf_counter()
-        compute(images)
-        times.append(time.perf_counter() - start)
+    times = time_calls(lambda: compute(images), SECONDS)
     return BATCH / statistics.median(times)

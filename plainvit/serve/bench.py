@@ -5,7 +5,6 @@ Each format is exported, then measured in a new process, whose peak memory is it
 
 import multiprocessing
 import resource
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from plainvit.disk import run_settings
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
-from plainvit.serve.export import export, find_images, load_images
+from plainvit.serve import make_table
+from plainvit.serve.export import export, find_images, load_images, time_calls
 from plainvit.serve.formats import SUFFIXES, open_graph
 from plainvit.weights import save
 
@@ -120,24 +120,14 @@ def _time_batches(compute: Any, batch: int, size: tuple[int, int], seconds: floa
     images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8)
     for _ in range(2):
         compute(images)
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        compute(images)
-        times.append(time.perf_counter() - start)
-    return times
+    return time_calls(lambda: compute(images), seconds)
 
 
 def table(rows: Sequence[Row]) -> "Table":
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    made.add_column("format")
-    for name in ("batch", "p50 ms", "p99 ms", "images/s", "peak MB", "top-1 (95 % interval)"):
-        made.add_column(name, justify="right")
+    shown = []
     for row in rows:
         ends = "-".join(f"{100 * end:.1f}" for end in row.interval) if row.interval else ""
         accuracy = f"{100 * row.top1:.1f} % ({ends} %)" if row.top1 is not None else ""
         times = (f"{row.p50_ms:.1f}", f"{row.p99_ms:.1f}", f"{row.images_per_second:.1f}")
-        made.add_row(row.format, str(row.batch), *times, f"{row.memory_mb:.0f}", accuracy)
-    return made
+        shown.append((row.format, str(row.batch), *times, f"{row.memory_mb:.0f}", accuracy))
+    return make_table(("format", "batch", "p50 ms", "p99 ms", "images/s", "peak MB", "top-1 (95 % interval)"), shown)

@@ -6,9 +6,10 @@ An fp32 export must give the logits of PyTorch within 1e-4, an int8 export the s
 that does not is deleted, and the command fails. Images for int8 calibration and for the comparison are never the same.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import Source
+from plainvit.data.sources import MissingSplitError, Source
 from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder, run_folder, run_settings, sync_folder, write_synced
 from plainvit.evaluate import inputs
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
+from plainvit.serve import make_table
 from plainvit.serve.formats import SUFFIXES, Format, Graph, describe, open_graph, trace_program, write_graph
 
 if TYPE_CHECKING:
@@ -60,9 +62,11 @@ class Check:
 
 
 def find_images(source: str | Path, data: str, data_root: str | Path | None) -> Source:
-    """The images of --data or, of a run, those it was evaluated on."""
+    """The images of --data or, of a run, those it was evaluated on. Without a test split, all will do."""
     if data:
-        return inputs.find([data], data_root=data_root)
+        with contextlib.suppress(MissingSplitError):
+            return inputs.find([data], data_root=data_root)
+        return inputs.find([data], data_root=data_root, split="train")
     stored = run_settings(source)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
         raise ValueError("--data is required: name a folder, an archive or a dataset with photos, or use --no-verify")
@@ -162,6 +166,16 @@ def _require_agreement(check: Check, int8: bool, min_agreement: float) -> None:
         )
 
 
+def time_calls(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each of at least three calls, until `seconds` have passed."""
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
 def default_folder(source: str | Path) -> Path:
     """RUN/exports for a run, exports/NAME for other weights."""
     if run_settings(source):
@@ -170,18 +184,14 @@ def default_folder(source: str | Path) -> Path:
 
 
 def table(checks: Sequence[Check]) -> "Table":
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    made.add_column("format")
-    for name in ("MB", "largest difference", "same top-1", "95 % interval", "images/s"):
-        made.add_column(name, justify="right")
+    rows = []
     for check in checks:
         low, high = (f"{100 * end:.1f}" for end in check.interval)
-        agreement = f"{check.agreeing} of {check.images}"
-        speed, size = f"{check.images_per_second:.1f}", f"{check.megabytes:.1f}"
-        made.add_row(check.name, size, f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
-    return made
+        agreement, speed = f"{check.agreeing} of {check.images}", f"{check.images_per_second:.1f}"
+        rows.append(
+            (check.name, f"{check.megabytes:.1f}", f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
+        )
+    return make_table(("format", "MB", "largest difference", "same top-1", "95 % interval", "images/s"), rows)
 
 
 def to_rows(checks: Sequence[Check]) -> list[dict[str, Any]]:

@@ -203,12 +203,14 @@ class Graph:
         return torch.from_numpy(self.run(pixels, output))
 
 
-def open_graph(path: Path) -> Graph:
-    """Opens an export by its suffix."""
-    openers = {".onnx": _open_onnx, ".xml": _open_openvino, ".aoti.pt2": _open_aoti, ".pt2": _open_pt2}
+def open_graph(path: Path, precision: str = "fp32") -> Graph:
+    """Opens an export by its suffix. Only OpenVINO also computes in bf16."""
+    if path.name.endswith(".xml"):
+        return _open_openvino(path, precision)
+    openers = {".onnx": _open_onnx, ".aoti.pt2": _open_aoti, ".pt2": _open_pt2}
     opener = next((opener for suffix, opener in openers.items() if path.name.endswith(suffix)), None)
     if opener is None:
-        raise ValueError(f"{path} is not an export: its name must end in {', '.join(openers)}")
+        raise ValueError(f"{path} is not an export: its name must end in .xml, {', '.join(openers)}")
     return opener(path)
 
 
@@ -223,12 +225,12 @@ def _open_onnx(path: Path) -> Graph:
     return Graph(lambda images, output: session.run([output], {"images": images})[0], about)  # pyright: ignore
 
 
-def _open_openvino(path: Path) -> Graph:
+def _open_openvino(path: Path, precision: str) -> Graph:
     require("export", "openvino")
     import openvino
 
     graph = openvino.Core().read_model(path)
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings = {"INFERENCE_PRECISION_HINT": {"fp32": "f32"}.get(precision, precision), "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.compile_model(graph, "CPU", settings)
     return Graph(lambda images, output: compiled([images])[output].copy(), json.loads(graph.get_rt_info(KEY).value))
 

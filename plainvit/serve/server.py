@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -37,6 +37,7 @@ class Settings:
 
     models: Sequence[str]  # MODEL or NAME=MODEL
     backend: Name = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: str = "auto"
     neighbours: str = ""
     data_root: Path | None = None
@@ -59,8 +60,9 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
     if len({name for name, _ in names}) < len(names):
         raise ValueError("two models have the same name: use NAME=MODEL")
     for name, model in names:
-        predictor = Predictor(model, device=settings.device, batch=settings.limits.max_batch)
-        chosen, backend, speeds = choose_backend(predictor, settings.backend)
+        exact = settings.precision == "fp32"  # else bf16 on a GPU; on a CPU the backends decide
+        predictor = Predictor(model, device=settings.device, precision="fp32" if exact else "auto")
+        chosen, backend, speeds = choose_backend(predictor, settings.backend, settings.precision)
         measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
         print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
         services.append(Service(name, predictor, settings.limits, backend, metrics))

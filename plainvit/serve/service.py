@@ -82,8 +82,8 @@ class Service:
         self.metrics.batch_seconds.labels(self.name).observe(seconds)
 
     def capacity(self) -> int:
-        """Images that may wait: not more than the model can compute before their deadline."""
-        in_time = int(0.8 * self.limits.deadline * self.rate) if self.rate else self.limits.max_queue
+        """Images that may wait: as many as the model computes in half of the deadline, as its speed may vary."""
+        in_time = int(0.5 * self.limits.deadline * self.rate) if self.rate else self.limits.max_queue
         return min(self.limits.max_queue, max(in_time, self.limits.max_batch))
 
     def admit(self, images: int = 1) -> None:
