@@ -11,7 +11,6 @@ events around many calls; systems take turns in every round.
 """
 
 import itertools
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.measure import first_line, interleaved, make_parser, publish, show, summary, tell
+from bench.measure import copy_rate, event_seconds, first_line, interleaved, make_parser, publish, show, summary, tell
 from plainvit.models.fast.attention import short_attention, unfit
 
 PASSES = ("forward", "backward", "both")
@@ -150,34 +149,18 @@ def _both(attend: Callable[[Tensor, int], Tensor], qkv: Tensor, grad: Tensor, he
 
 
 def microseconds(run: Run, count: int) -> float:
-    """Of one call, from events around so many."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end) / count
+    return 1e6 * event_seconds(run, count)
 
 
 def calls(run: Run) -> int:
     """How many last long enough; compiles and warms up on the way."""
-    microseconds(run, 3)
+    event_seconds(run, 3)
     return max(5, int(LASTS / max(microseconds(run, 5), 1.0)))
-
-
-def copy_rate() -> float:
-    """GB/s read and written, by the median of seven copies of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    run = partial(target.copy_, source)
-    microseconds(run, 3)
-    return 2 * source.numel() / statistics.median(microseconds(run, 10) for _ in range(7)) / 1000
 
 
 def measure(shapes: Sequence[Shape], repeats: int, left_out: list[str]) -> tuple[float, list[dict[str, Any]]]:
     """The rate of a copy in GB/s, and a row for each shape, pass and system."""
-    copied, rows = copy_rate(), []
+    copied, rows = 1000 * copy_rate("cuda"), []
     for shape in shapes:
         made = systems(shape, left_out)
         for what in PASSES:

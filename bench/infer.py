@@ -42,6 +42,7 @@ from bench.measure import (  # noqa: E402
     busy_ms,
     calls_that_last,
     ceilings,
+    event_seconds,
     first_line,
     interleaved,
     kernels,
@@ -246,17 +247,9 @@ def warm_up(name: str, make: Form, job: Job, images: Tensor, right: Tensor, left
 
 def milliseconds(run: Callable[[], object], count: int, job: Job) -> float:
     """Of a call among calls that follow each other, by the device's own clock where it has one."""
-    device = job.device
-    if not device.startswith("cuda"):
-        return 1000 * seconds_a_call(run, count, device, job.clock)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / count
+    if job.device.startswith("cuda"):
+        return 1000 * event_seconds(run, count, job.device)
+    return 1000 * seconds_a_call(run, count, job.device, job.clock)
 
 
 def measure_batch(

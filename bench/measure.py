@@ -82,6 +82,18 @@ def calls_that_last(run: Callable[[], object], device: str, wanted: float = 1.0)
     return max(1, math.ceil(wanted / max(took, 1e-6)))
 
 
+def event_seconds(run: Callable[[], object], count: int, device: str = "cuda") -> float:
+    """Seconds of a call among others, by CUDA events: launches that the device waits for count."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    settle(device)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    settle(device)
+    return start.elapsed_time(end) / count / 1000
+
+
 # Ceilings -------------------------------------------------------------------------------------------------------------
 
 
@@ -89,15 +101,19 @@ def ceilings(device: str, left_out: list[str], clock: Clock = time.perf_counter)
     """TFLOP/s of a large product in the precision of the rows and in fp8, TB/s of a copy: what this device can do."""
     gpu = device.startswith("cuda")
     product, flops = large_product(device)
-    source = torch.empty(GIB if gpu else GIB // 32, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
     multiplied = _typical_seconds(product, device, clock)
-    copied = _typical_seconds(lambda: target.copy_(source), device, clock)
     return {
         "matmul": flops / multiplied / 1e12,
         "fp8": _fp8_ceiling(device, left_out) if gpu else None,
-        "copy": 2 * source.numel() / copied / 1e12,
+        "copy": copy_rate(device, clock),
     }
+
+
+def copy_rate(device: str, clock: Clock = time.perf_counter) -> float:
+    """TB/s read and written by a large copy."""
+    source = torch.empty(GIB if device.startswith("cuda") else GIB // 32, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _typical_seconds(lambda: target.copy_(source), device, clock) / 1e12
 
 
 def large_product(device: str) -> tuple[Callable[[], object], float]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,7 @@ from plainvit.planning.devices import H200
 from plainvit.planning.memory import Step, memory
 from plainvit.planning.step_time import step_seconds
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import local_shard, shard
+from plainvit.runtime.sharding import shard
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; DDP's defaults
 LATENCY = 50e-6  # seconds of a collective before its first byte; assumed
@@ -87,7 +88,7 @@ def record_fsdp(config: ViTConfig, ranks: int, images: int = 1) -> Traffic:
                 for name, weight in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(torch.empty(weight.shape)))
         shard(model, World(rank=0, size=ranks))  # outside: it reads the ranks of its mesh
-        kept = sum(local_shard(weight)[0].numel() * 4 for weight in model.parameters())
+        kept = sum(4 * weight.to_local().numel() for weight in model.parameters() if isinstance(weight, DTensor))
         with mode, Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
             pixels = torch.zeros((images, config.channels, *config.image_size), dtype=torch.uint8)
             model(pixels).sum().backward()

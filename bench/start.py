@@ -1,16 +1,18 @@
 """From the command to the predictions: `plainvit predict` on ten photos and a bare PyTorch script of the same model.
 
     python -m bench.start --data DIR [--repeats 7] [--json FILE]
-    python -m bench.start --data DIR --steps                 to the first training step of finetune and train digits
+    python -m bench.start --data DIR --steps                 to the first training step of finetune and train
 
 DIR has imagenet-photos, oxford-pets and weights/vit_ti16_augreg.safetensors. Every measurement is a new process, in
 turns with the others, with the same number of threads. The script is bench/bare.py; both must predict the same
 probabilities. "torch alone" imports torch and ends. CPU seconds change less than wall time on a busy machine. The
 target is a ratio of 1.5.
 
-First steps: "import" is a process that imports the training code and ends; "step" is the first step itself, with
-compilation where --compile is on; "data" is the rest: reading the images, loading the weights and, for finetune,
-fitting the linear head. "cold" has no bytecode, compiled kernels or other caches; the files are in the page cache.
+First steps: "import" is a process that imports the training code and ends; "compile" is what the first step takes
+longer than the fourth; "data" is the rest until the end of the first step: reading the images, loading the weights and,
+for finetune, fitting the linear head. "capture" is what the third step takes longer, in which small models on a GPU are
+captured as CUDA graphs: it comes after the first step. "cold" has no bytecode, compiled kernels or other caches; the
+files are in the page cache. train cifar10 needs a GPU, and DIR/cifar10.
 """
 
 import json
@@ -25,10 +27,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.measure import interleaved, make_parser, report, summary
 from plainvit.data.sources import open_source
+from plainvit.train.graphs import WARM
 
 PLAINVIT, BARE = "plainvit predict", "bare script"
+CAPTURED, ORDINARY = WARM + 1, WARM + 2  # steps: the one that is captured as CUDA graphs, and the next one
 TOLERANCE = 0.02  # of a probability: the two resize with different code
 LIMIT = 1.5
 
@@ -135,7 +141,7 @@ def write_pets(data: Path, folder: Path, classes: int, each: int) -> None:
 
 
 def time_first_step(words: Sequence[str], caches: Path, threads: int) -> dict[str, float]:
-    """Seconds to the end of step 1 by part; the process is stopped there."""
+    """Seconds to the end of step 1 by part; the process is stopped after step 4, which is an ordinary one."""
     places = {"PYTHONPYCACHEPREFIX": "bytecode", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "other"}
     variables = environment(threads) | {name: str(caches / folder) for name, folder in places.items()}
     started = time.perf_counter()
@@ -146,22 +152,32 @@ def time_first_step(words: Sequence[str], caches: Path, threads: int) -> dict[st
         started = time.time()
         child = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            line = wait_for_step(Path(out) / "run" / "metrics.jsonl", child)
+            lines = wait_for_steps(Path(out) / "run" / "metrics.jsonl", child, ORDINARY)
         finally:
             child.kill()
             child.communicate()
-    total = line["time"] - started
-    return {"total": total, "import": imported, "data": total - imported - line["seconds"], "step": line["seconds"]}
+    total, ordinary = lines[1]["time"] - started, lines[ORDINARY]["seconds"]
+    return {
+        "total": total,
+        "import": imported,
+        "data": total - imported - lines[1]["seconds"],
+        "compile": max(lines[1]["seconds"] - ordinary, 0.0),
+        "capture": max(lines[CAPTURED]["seconds"] - ordinary, 0.0),
+        "ordinary step": ordinary,
+    }
 
 
-def wait_for_step(metrics: Path, child: "subprocess.Popen[str]") -> dict[str, Any]:
+def wait_for_steps(metrics: Path, child: "subprocess.Popen[str]", last: int) -> dict[int, Any]:
+    """The lines of the first steps, by their number."""
     while True:
         ended = child.poll() is not None
-        for line in metrics.read_text().splitlines() if metrics.exists() else ():
-            if line.endswith("}") and json.loads(line).get("step") == 1:
-                return json.loads(line)
+        text = metrics.read_text() if metrics.exists() else ""
+        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        lines = {line["step"]: line for line in found if "seconds" in line}
+        if last in lines:
+            return lines
         if ended:
-            raise SystemExit(f"the command ended before its first step: {child.communicate()[1][-500:]}")
+            raise SystemExit(f"the command ended before step {last}: {child.communicate()[1][-500:]}")
         time.sleep(0.02)
 
 
@@ -175,6 +191,8 @@ def measure_first_steps(data: Path, repeats: int, threads: int) -> list[dict[str
             "finetune, 8 breeds x 40": ["finetune", "--init", weights, "--data", f"{place}/pets"],
             "train digits": ["train", "digits"],
         }
+        if (data / "cifar10").is_dir() and torch.cuda.is_available():
+            commands["train cifar10"] = ["train", "cifar10", "--data-root", str(data)]
         for number in range(repeats):
             for name, words in commands.items():
                 with tempfile.TemporaryDirectory() as caches:
@@ -185,7 +203,7 @@ def measure_first_steps(data: Path, repeats: int, threads: int) -> list[dict[str
     return [
         {"what": f"{name}: {part}", "unit": "s", **summary([parts[part] for parts in rounds])}
         for name, rounds in found.items()
-        for part in ("total", "import", "data", "step")
+        for part in ("total", "import", "data", "compile", "capture", "ordinary step")
     ]
 
 
@@ -198,7 +216,7 @@ def main() -> None:
     words = parser.parse_args()
     if words.steps:
         rows = measure_first_steps(words.data, words.repeats, words.threads)
-        report("bench.start", f"to the first training step, CPU, {words.threads} threads", rows, words.json)
+        report("bench.start", f"to the first training step, {words.threads} threads", rows, words.json)
         return
     weights = str(words.data / "weights" / "vit_ti16_augreg.safetensors")
     with tempfile.TemporaryDirectory() as place:
