@@ -134,7 +134,7 @@ class Optim(Checked):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
-        if list(self.milestones) != sorted(self.milestones) or not all(0 < one < 1 for one in self.milestones):
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < part < 1 for part in self.milestones):
             raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
 
@@ -333,13 +333,13 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
 
 def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """The fields that differ between two configs, with both values: {'optim.lr': (0.001, 0.01)}."""
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     if type(old) is not type(new):
         return {f"{prefix}kind": (type(old).__name__, type(new).__name__)}
     for field in dataclasses.fields(old):
         old_value, new_value = getattr(old, field.name), getattr(new, field.name)
         if isinstance(old_value, Checked) and isinstance(new_value, Checked):
-            found |= differences(old_value, new_value, f"{prefix}{field.name}.")
+            changed |= differences(old_value, new_value, f"{prefix}{field.name}.")
         elif old_value != new_value:
-            found[prefix + field.name] = (old_value, new_value)
-    return found
+            changed[prefix + field.name] = (old_value, new_value)
+    return changed

@@ -134,10 +134,10 @@ class CpuSpeed:
 def measure_cpu(probe: str = _TIMED_STEPS, cache: Path | None = None) -> CpuSpeed:
     """Times fp32 and bf16 in a child process, which may crash; once for each CPU and torch version."""
     flags = _read_cpu_flags(Path("/proc/cpuinfo")) + os.environ.get(ISA_VARIABLE, "")
-    found = _run_probe(probe, flags, dict(os.environ), cache)
+    result = _run_probe(probe, flags, dict(os.environ), cache)
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        return CpuSpeed(float(found["fp32"]), float(found["bf16"]))
-    return CpuSpeed(crash=str(found.get("crash", "")))
+        return CpuSpeed(float(result["fp32"]), float(result["bf16"]))
+    return CpuSpeed(crash=str(result.get("crash", "")))
 
 
 def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | None) -> dict[str, object]:
@@ -159,11 +159,11 @@ def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | 
     crash = signal.Signals(-child.returncode).name if -child.returncode in CRASHES else ""
     if child.returncode and not crash:
         return {}
-    found = {"crash": crash} | (json.loads(child.stdout) if child.stdout.strip() else {})
+    result = {"crash": crash} | (json.loads(child.stdout) if child.stdout.strip() else {})
     with contextlib.suppress(OSError):  # read-only home folder: the CPU is probed in every run
         disk.make_folder(folder)
-        disk.write_text(file, json.dumps(found))
-    return found
+        disk.write_text(file, json.dumps(result))
+    return result
 
 
 def _read_cpu_flags(cpuinfo: Path) -> str:

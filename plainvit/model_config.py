@@ -36,8 +36,8 @@ MAX_LISTED = 24  # an error lists all names if there are at most this many
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The end of an error message about an unknown name: the closest known names."""
     known = list(known)
-    by_lower = {one.lower(): one for one in known}
-    close = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
+    by_lower = {other.lower(): other for other in known}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
     if close:
         return f"nearest: {', '.join(close)}"
     listed = known[:count] if len(known) > MAX_LISTED else known

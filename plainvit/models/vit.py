@@ -219,14 +219,14 @@ class ViT(nn.Module):
         depth = len(self.blocks)
         if not layers or not all(-depth <= layer < depth for layer in layers):
             raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
-        wanted = [layer % depth for layer in layers]
+        chosen = [layer % depth for layer in layers]
         kept: dict[int, Tensor] = {}
         x = self.embed(images)
-        for layer in range(max(wanted) + 1):
+        for layer in range(max(chosen) + 1):
             x = self.run_block(x, layer)
-            if layer in wanted:
+            if layer in chosen:
                 kept[layer] = x
-        return [kept[layer] for layer in wanted]
+        return [kept[layer] for layer in chosen]
 
     def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Tokens after the last block and, unless it comes after pooling, the final norm (the LN of eq. 4)."""
@@ -297,8 +297,8 @@ class ViT(nn.Module):
         like = self.embedding.weight
         self.pre_logits = self.projection = None
         for name in ("head", "head_distillation"):
-            wanted = classes and (name == "head" or self.config.distillation)
-            layer = make_head(self.config).to(like.device, like.dtype) if wanted else None
+            has_layer = classes and (name == "head" or self.config.distillation)
+            layer = make_head(self.config).to(like.device, like.dtype) if has_layer else None
             for parameter in layer.parameters() if layer else ():
                 nn.init.zeros_(parameter)
             setattr(self, name, layer)

@@ -97,8 +97,8 @@ scaled_matmul.register_fake(_scaled_matmul)
 def emulate_matmul(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
     """The same in fp32, on any device."""
     with torch.autocast(a.device.type, enabled=False):
-        found = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
-        return found if bias is None else found + bias.float()
+        matmul = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
+        return matmul if bias is None else matmul + bias.float()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class Fp8InferenceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, rows = quantise_activated(x.flatten(0, -2), self.kind, self.activation)
-        found = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
-        return found.to(x.dtype).unflatten(0, x.shape[:-1])
+        output = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
+        return output.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def use_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
@@ -203,28 +203,28 @@ def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
 
 def _find_linears(model: ViT) -> list[nn.Linear]:
     """The Linears of the blocks whose sizes the kernels support."""
-    every = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    plain = [one for one in every if type(one) is nn.Linear and one.bias is not None]
-    fit = [one for one in plain if one.in_features % ALIGNED == 0 and one.out_features % ALIGNED == 0]
-    if len(fit) < len(every):
-        rest = len(every) - len(fit)
-        log.warning("fp8: %d of %d layers stay bf16: no bias, or sizes not divisible by %d", rest, len(every), ALIGNED)
-    return fit
+    linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    plain = [linear for linear in linears if type(linear) is nn.Linear and linear.bias is not None]
+    supported = [linear for linear in plain if linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0]
+    if len(supported) < len(linears):
+        count = len(linears) - len(supported), len(linears)
+        log.warning("fp8: %d of %d layers stay bf16: no bias, or sizes not divisible by %d", *count, ALIGNED)
+    return supported
 
 
-def explain_unsupported(place: torch.device | str) -> str:
+def explain_unsupported(device: torch.device | str) -> str:
     """Why a device does not support fp8; "" if it does. Runs one fp8 matmul."""
-    place = torch.device(place)
-    if place.type != "cuda":
-        return f"fp8 needs a CUDA GPU, this is {place.type}"
-    name, capability = torch.cuda.get_device_name(place), torch.cuda.get_device_capability(place)
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"fp8 needs a CUDA GPU, this is {device.type}"
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         has = ".".join(map(str, capability))
         return f"fp8 needs a GPU of compute capability 8.9 or newer, {name} has {has}"
     try:
-        one, scale = quantise(torch.ones(64, 32, device=place))
+        ones, scale = quantise(torch.ones(64, 32, device=device))
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
-            product(one, one, (scale, scale), one[:, 0].float(), fast=fast)
+            product(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:
         return f"fp8 matmuls fail on {name}: {str(error).splitlines()[0]}"
     return ""
