@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
+
 # A driver that has no GPU but says which one to compile for; launches end at the compiler, in `made`
 NO_GPU = """
 import sys, torch, triton
@@ -23,9 +25,10 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **k: made.append(kerne
 """
 
 
-def in_child(code: str, *arguments: str, **environment: str) -> str:
-    """What the code prints; the tests' own modules are there to import."""
-    settings = os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environment
+def in_child(code: str, *arguments: str, **environment: str | None) -> str:
+    """What the code prints; the tests' own modules are there to import. A variable given as None is not set."""
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))} | environment
+    settings = {name: value for name, value in settings.items() if value is not None}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,7 +40,6 @@ from plainvit.models.recompute import recompute_activations
 from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
-from plainvit.train.graphs import Graph
 from plainvit.train.run import fit
 from plainvit.train.setup import check_fp8
 
@@ -416,18 +415,7 @@ def test_inference_copy_keeps_the_activation() -> None:
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    lacks = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
-    for mark in (
-        pytest.mark.gpu,
-        pytest.mark.skipif(lacks, reason="needs a CUDA GPU with fp8"),
-        pytest.mark.filterwarnings("ignore::UserWarning"),  # the compiler advises TF32
-    ):
-        test = mark(test)
-    return test
-
-
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
 def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None:
@@ -440,7 +428,7 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
     assert apart(found.float(), right.double()) < (2e-2 if fast else 3e-3), "bf16's rounding, and a short sum's"
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_quantisation_equals_cpu() -> None:
     x = draw(64, 768, spread=2.0)
     (found, scale), (right, expected) = quantise(x.cuda()), quantise(x)
@@ -448,7 +436,7 @@ def test_gpu_quantisation_equals_cpu() -> None:
     assert (found.cpu().float() == right.float()).float().mean() > 0.999
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("fast_path", [False, True])
 def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
     torch.manual_seed(0)
@@ -469,29 +457,7 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
         assert apart(compiled, eager.double()) < 0.15
 
 
-@on_gpu
-def test_gpu_cuda_graphs_are_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs.without_figures(monkeypatch)
-    config = runs.config(device="cuda", graphs="auto", precision="fp8", steps=12)
-    captured: list[Graph] = []
-    original = Graph._capture
-
-    def counted(graph: Graph, given: tuple[Tensor, ...]) -> None:
-        original(graph, given)
-        captured.append(graph)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Graph, "_capture", counted)
-        fit(config, tmp_path / "graphs", quiet=True)
-    assert len(captured) == 2
-    assert all(graph.graph for graph in captured)
-    with monkeypatch.context() as patch:
-        patch.setattr("plainvit.train.graphs.WARM", 10**9)
-        fit(config, tmp_path / "called", quiet=True)
-    assert runs.weights(tmp_path / "graphs") == runs.weights(tmp_path / "called")
-
-
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole of fit, on textured shapes; the same seed, so the same batches."""
     runs.without_figures(monkeypatch)
@@ -517,7 +483,7 @@ def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.
     assert means["fp8"] == pytest.approx(means["bf16"], rel=0.02)
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("K", [48, 3072, 5120])
 def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) -> None:
@@ -530,7 +496,7 @@ def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) ->
     assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0).eval().cuda()

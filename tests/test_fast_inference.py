@@ -1,6 +1,5 @@
 """Models for inference only: equal results, the fastest choice measured, the plain model where others fail."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import plainvit
 from plainvit import Predictor
@@ -44,23 +42,6 @@ def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     assert fast.choices == {len(images): PLAIN}
     assert fast.agreement(images) == 1
     assert not fast(images).requires_grad
-
-
-def flops(call: Callable[[torch.Tensor], object], images: torch.Tensor) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call(images)
-    return counter.get_total_flops()
-
-
-@pytest.mark.usefixtures("eagerly")
-def test_last_block_computes_the_class_token_only() -> None:
-    """Of the last block a class token needs itself alone, an average all tokens."""
-    images = tiny.images(dtype=torch.float32)
-    for pool, less in (("token", True), ("average", False)):
-        plain, fast = tiny.vit(torch.float32, pool=pool), InferenceModel(tiny.vit(torch.float32, pool=pool))
-        for slow, quick in ((plain, fast), (plain.features, fast.features)):
-            quick(images)  # so that the timing is over
-            assert (flops(quick, images) < flops(slow, images)) == less
 
 
 def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Recipes compared with the tables of the papers, copied by hand; recipes of your own; recipes sized by the data.
 
-The tables are those of facts/paper.md (sections 3, 5 and 8), row by row. Nothing here is read from the package's own.
+The tables are row by row those of the papers. Nothing here is read from the package's own.
 """
 
 import json

@@ -122,21 +122,12 @@ def test_bit_max_pool_pads_with_zeros() -> None:
 
 STEMS = {  # name: units per stage, feature map at 224 px and its channels, grid of tokens
     "R+ViT-Ti/16": ((), (56, 56), 64, (7, 7)),
-    "R26x1+ViT-S/32": ((2, 2, 2, 2), (7, 7), 2048, (7, 7)),
     "R50x1+ViT-B/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
-    "R50x1+ViT-B/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
-    "R50x1+ViT-L/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
     "R50x1+ViT-L/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
 }
-BITS = {  # name: units per stage, widening
-    "BiT-R26x1": ((2, 2, 2, 2), 1),
-    "BiT-R50x1": ((3, 4, 6, 3), 1),
+BITS = {  # name: units per stage, widening; test_config compares the others with timm
     "BiT-R50x2": ((3, 4, 6, 3), 2),
-    "BiT-R101x1": ((3, 4, 23, 3), 1),
-    "BiT-R101x3": ((3, 4, 23, 3), 3),
     "BiT-R152x1": ((3, 8, 36, 3), 1),
-    "BiT-R152x2": ((3, 8, 36, 3), 2),
-    "BiT-R152x4": ((3, 8, 36, 3), 4),
     "BiT-R200x3": ((3, 24, 36, 3), 3),
 }
 
@@ -158,7 +149,7 @@ def strides(stages: torch.nn.ModuleList) -> list[list[int]]:
     return [[unit.conv2.stride[0] for unit in stage] for stage in stages]
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(STEMS, 3))
+@pytest.mark.parametrize("name", STEMS)
 def test_structure_of_hybrids(name: str) -> None:
     units, size, channels, grid = STEMS[name]
     model, trace = traced(name)

@@ -203,7 +203,7 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
         yield f"FLOPs and time are those of {run['runs']} runs: --search tries {rates}, then trains with the best"
     hours = (step.get("hours") or 0) / run["runs"]
     if 0 < config.hours < hours:
-        yield f"--hours {config.hours:g} allows about {run['steps'] * config.hours / hours:,.0f} steps of each run"
+        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps of each run"
 
 
 # Table ----------------------------------------------------------------------------------------------------------------
