@@ -116,10 +116,10 @@ def test_recomputed_resnet_has_the_same_gradients() -> None:
 
 
 WITHOUT = """
-import importlib.util, sys, plainvit, torch
+import importlib.util, sys, plainvit, plainvit.analyse.run, plainvit.analyse.report, torch
 assert importlib.util.find_spec("plainvit.models.fast") is None
 assert plainvit.__file__.startswith(sys.argv[1])
-done = plainvit.fit(plainvit.recipe("digits").replace(steps=2), sys.argv[1] + "/run", quiet=True)
+done = plainvit.fit(plainvit.recipe("digits").replace(steps=2), sys.argv[1] + "/run", quiet=True, bare=True)
 model = plainvit.load(done.folder)
 torch.testing.assert_close(model(torch.zeros(1, 3, 8, 8)), done.model(torch.zeros(1, 3, 8, 8)))
 print(plainvit.Predictor(done.folder).logits(torch.zeros(2, 3, 8, 8)).shape)

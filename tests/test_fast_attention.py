@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from children import NO_GPU, in_child
-from tiny import mostly_slow, on_gpu
+from tiny import on_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -230,27 +230,25 @@ def test_equals_explicit_softmax(interpreter: Interpreter, tokens: int, width: i
     check(interpreter.ask(tokens=tokens, width=width, heads=heads, batch=batch))
 
 
-@pytest.mark.parametrize("tokens", [65, pytest.param(197, marks=pytest.mark.slow)])
-def test_half_precision(interpreter: Interpreter, tokens: int) -> None:
-    """fp16 in and out; P and dS are rounded to fp16 too, sums are not."""
-    check(interpreter.ask(tokens=tokens, width=64, heads=2, dtype="float16"), tolerance=2e-3)
+SLOW = pytest.mark.slow
+EXTREME = ("one key", "far below zero", "far above zero", "equal")  # nothing overflows, keys of padding weigh nothing
+STRIDES = ("tokens first", "slice", "every second column")  # read in place; what lies beside the tensor is NaN
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["tokens first", "slice", "every second column"], 2))
-def test_any_stride(interpreter: Interpreter, kind: str) -> None:
-    """Read in place; what lies beside the tensor is NaN and is never read into a result."""
-    check(interpreter.ask(tokens=70, width=64, heads=2, batch=2, kind=kind))
-
-
-def test_gradient_of_a_sum(interpreter: Interpreter) -> None:
-    check(interpreter.ask(tokens=33, width=64, heads=2, grad="of a sum"))
-
-
-@pytest.mark.parametrize("kind", ["one key", "far below zero", "far above zero", "equal"])
-@pytest.mark.parametrize("tokens", [70, pytest.param(197, marks=pytest.mark.slow)])
-def test_extreme_logits(interpreter: Interpreter, kind: str, tokens: int) -> None:
-    """Nothing overflows, and keys of padding weigh nothing. A logit of 7000 has an error of 4e-4 in fp32."""
-    check(interpreter.ask(tokens=tokens, width=64, heads=2, kind=kind), tolerance=5e-3)
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        ({"tokens": 65, "dtype": "float16"}, 2e-3),  # P and dS are rounded to fp16 too, sums are not
+        pytest.param({"tokens": 197, "dtype": "float16"}, 2e-3, marks=SLOW),
+        ({"tokens": 33, "grad": "of a sum"}, 5e-6),
+        *(({"tokens": 70, "batch": 2, "kind": kind}, 5e-6) for kind in STRIDES),
+        *(({"tokens": 70, "kind": kind}, 5e-3) for kind in EXTREME),  # a logit of 7000 has an error of 4e-4 in fp32
+        *(pytest.param({"tokens": 197, "kind": kind}, 5e-3, marks=SLOW) for kind in EXTREME),
+    ],
+    ids=str,
+)
+def test_dtypes_strides_and_extreme_logits(interpreter: Interpreter, case: dict[str, Any], tolerance: float) -> None:
+    check(interpreter.ask(width=64, heads=2, **case), tolerance)
 
 
 def test_nothing_is_written_past_the_tokens(interpreter: Interpreter) -> None:
@@ -402,8 +400,7 @@ def test_gpu_is_deterministic(tokens: int, width: int) -> None:
 
 @on_gpu()
 def test_gpu_extreme_logits_and_strides() -> None:
-    logits, strides = ("one key", "far below zero", "far above zero", "equal"), ("slice", "tokens first")
-    for kind in (*logits, *strides, "every second column"):
+    for kind in EXTREME + STRIDES:
         case = {"tokens": 197, "heads": 2, "width": 64, "batch": 2, "kind": kind, "dtype": "bfloat16"}
         host = packed(case)
         room = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="cuda")
