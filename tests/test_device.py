@@ -1,4 +1,4 @@
-"""Device choice and CPU workarounds, with a planted cpuinfo and child processes that die as on a bad CPU."""
+"""Device choice and CPU workarounds, with a made-up cpuinfo and child processes that crash as on a faulty CPU."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_the_result_of_the_probe_is_cached_per_cpu(cpuinfo: Path, tmp_path: Path
 
 @pytest.mark.parametrize("code", ["raise SystemExit(1)", DIES.format(name="SIGKILL")])
 def test_another_failure_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Path, code: str) -> None:
-    """No torch, or no memory: not the CPU's fault, and asked again next time."""
+    """No torch, or no memory: not caused by the CPU, so the next call probes again."""
     probe = Probe(tmp_path, code)
     for _ in range(2):
         assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
@@ -83,7 +83,7 @@ def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str
 
 
 def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the cap it would always live, and a good CPU could not be told from a bad one."""
+    """With AMX disabled the probe would never crash."""
     monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
     probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
     assert device.cpu_bf16_kills(cpuinfo, probe, tmp_path / "cache") is True
@@ -143,7 +143,7 @@ def test_fine_tuning_on_a_cpu_uses_bf16_where_it_is_faster(
     assert not transfer.prefers_bf16(config, configure("ViT-Ti/16", width=96))  # too narrow to gain
 
 
-# When the cap is set --------------------------------------------------------------------------------------------------
+# When AMX is disabled -------------------------------------------------------------------------------------------------
 
 
 CHILD = """
@@ -186,12 +186,12 @@ plainvit.create
     assert in_child(code, ONEDNN_MAX_CPU_ISA=None).splitlines() == ["prepared False", "asked for create"]
 
 
-# Models on a machine that must refuse bf16 ----------------------------------------------------------------------------
+# Models where bf16 would crash ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch was loaded before the cap could be set, on a CPU that dies of bf16."""
+    """As if torch had been loaded before AMX could be disabled, on a CPU where bf16 crashes."""
     monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
 
 

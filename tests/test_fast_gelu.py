@@ -1,6 +1,5 @@
 """The short GELU compared with float64 at every value of bf16, and the memory of a compiled MLP."""
 
-import json
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from children import NO_GPU, in_child
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -89,62 +87,6 @@ def test_linear_gelu_equals_gelu_of_linear() -> None:
     right = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
     torch.testing.assert_close(linear_gelu(x, weight, bias).double(), right, rtol=0, atol=3e-5)
     torch.library.opcheck(torch.ops.plainvit.linear_gelu.default, (x.flatten(0, 1), weight, bias))
-
-
-INTERPRETED = """
-import json, torch
-from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, describe_tiles
-from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
-
-found = []
-for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 * ROWS * TURNS, COLUMNS, True)):
-    generator = torch.Generator().manual_seed(R)
-    x, grad = (4 * torch.randn(R, M, generator=generator) for _ in range(2))
-    dx, y = (torch.full_like(x, float("nan")) for _ in range(2))
-    sums = torch.full((-(-R // (ROWS * TURNS)), M), float("nan"))
-    sizes = dict(M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
-    gelu_gradients[(-(-M // COLUMNS), len(sums))](grad, x, dx, y, sums, R, **sizes)
-    wide = x.double().requires_grad_()
-    right = torch.nn.functional.gelu(wide, approximate="tanh" if tanh else "none")
-    (slope,) = torch.autograd.grad(right, wide, grad.double())
-    pairs = ((y, right), (dx, slope), (sums.sum(0), slope.sum(0)))
-    found += [((one - other).abs().max() / other.abs().max()).item() for one, other in pairs]
-for R, M, D, programs in ((1, 8, 8, 1), (300, 520, 136, 2), (9 * 128 + 5, 264, 64, 3)):
-    generator = torch.Generator().manual_seed(R)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((R, D), (M, D), (M,)))
-    y = torch.full((R, M), float("nan"))
-    linear_gelu[(programs,)](*describe_tiles(x, weight, y, bias), R, M, D, **PRODUCT, PROGRAMS=programs)
-    right = torch.nn.functional.gelu(x.double() @ weight.double().T + bias.double())
-    found.append(((y - right).abs().max() / right.abs().max()).item())
-print(json.dumps(found))
-"""
-
-
-def test_kernels_in_the_interpreter() -> None:
-    """Sizes that fill no tile, a single row, whole tiles, more than a group of them."""
-    pytest.importorskip("triton")
-    assert max(json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))) < 1e-5
-
-
-COMPILED = """
-import torch
-from plainvit.models.fast import gelu
-from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
-x, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((512, 3072), (512,)))
-how = dict(gelu.PRODUCT, PROGRAMS=8, num_warps=8, num_stages=3)
-linear_gelu[(8,)](*gelu.describe_tiles(x, x, x[:, :512], bias), 512, 512, 3072, **how)
-for tanh in (False, True):
-    sizes = dict(M=3072, TANH=tanh, ROWS=gelu.ROWS, TURNS=gelu.TURNS, COLUMNS=gelu.COLUMNS)
-    gelu_gradients[(24, 2)](x, x, x, x, torch.zeros(2, 3072), 512, **sizes)
-print(len(made))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_for_other_gpus(capability: int) -> None:
-    pytest.importorskip("triton")
-    assert in_child(NO_GPU.format(capability=capability) + COMPILED) == "3"
 
 
 # In a model, compiled -------------------------------------------------------------------------------------------------

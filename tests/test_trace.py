@@ -134,7 +134,7 @@ def test_heads_can_be_chosen(heads: Any, posemb: str) -> None:
         model(fitting(model), trace)
     expected = whole["block1/attention"][:, list(heads)]
     assert tiny.difference(chosen["block1/attention"], expected) < 1e-6
-    assert chosen["block1/values"].shape[1] == 4  # only attention weights are dear enough to choose
+    assert chosen["block1/values"].shape[1] == 4  # only attention weights are restricted to the chosen heads
 
 
 def test_recorded_tensors_have_gradients() -> None:

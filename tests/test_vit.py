@@ -186,7 +186,7 @@ def test_autocast_keeps_the_residual_stream_in_fp32(settings: dict[str, Any]) ->
     trace = Trace("patches", "embedded", "block*/tokens", "block0/values")
     with torch.autocast("cpu", torch.bfloat16):
         model(tiny.images(dtype=torch.float32), trace)
-    assert trace.pop("block0/values").dtype is torch.bfloat16  # the products do run in bf16
+    assert trace.pop("block0/values").dtype is torch.bfloat16  # matmuls run in bf16
     assert len(trace) == 5
     assert {x.dtype for x in trace.values()} == {torch.float32}
 
@@ -360,8 +360,8 @@ def dropouts(model: ViT) -> list[tuple[Tensor, Tensor]]:
 def test_dropout_is_applied_where_the_paper_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """After positions, the attention's projection, the MLP's activation and its last layer; nowhere else.
 
-    The whole training pass is told again by hand around the recorded masks: were there another dropout, on attention
-    weights or in the head, the two would differ.
+    The training pass is repeated by hand with the recorded masks; another dropout, on attention weights or in the
+    head, would change the logits.
     """
     calls = []
     monkeypatch.setattr(F, "dropout", lambda *a, original=F.dropout, **k: calls.append(a) or original(*a, **k))
