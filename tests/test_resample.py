@@ -81,19 +81,6 @@ def test_bicubic_equals_timm(old: Grid, new: Grid) -> None:
     assert (resample_table(table, old, new, "bicubic-antialias") - peer).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_grids_with_equal_counts_differ(method: str) -> None:
-    """7 x 28 and 14 x 14 have equally many positions; a table of the one is not one of the other."""
-    table = random_table((7, 28))
-    square, turned = resample_table(table, (7, 28), (14, 14), method), resample_table(table, (7, 28), (28, 7), method)
-    assert square.shape == turned.shape == table.shape
-    assert not torch.allclose(square, table, atol=0.1)
-    assert not torch.allclose(turned, table, atol=0.1)
-    if method == "bilinear-aligned":
-        assert tiny.difference(square, zoom(table, (7, 28), (14, 14))) < EXACT
-        assert tiny.difference(turned, zoom(table, (7, 28), (28, 7))) < EXACT
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None:
