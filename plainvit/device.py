@@ -105,7 +105,7 @@ def check_cpu_bf16(weight: "Tensor") -> None:
 
 def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
     """Whether bf16 crashes on this CPU unless AMX is disabled: one matmul in a child process."""
-    flags = _read_cpu_flags(cpuinfo)
+    flags = _read_cpuinfo("flags", cpuinfo)
     if "amx_bf16" not in flags.split():
         return False
     environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
@@ -133,7 +133,7 @@ class CpuSpeed:
 @functools.cache
 def measure_cpu(probe: str = _TIMED_STEPS, cache: Path | None = None) -> CpuSpeed:
     """Times fp32 and bf16 in a child process, which may crash; once for each CPU and torch version."""
-    flags = _read_cpu_flags(Path("/proc/cpuinfo")) + os.environ.get(ISA_VARIABLE, "")
+    flags = _read_cpuinfo("flags") + os.environ.get(ISA_VARIABLE, "")
     result = _run_probe(probe, flags, dict(os.environ), cache)
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return CpuSpeed(float(result["fp32"]), float(result["bf16"]))
@@ -146,7 +146,7 @@ def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | 
     The result is cached per CPU, torch version and code. Another failure is not about the CPU: {}, and not cached.
     """
     folder = cache or cache_folder()
-    identity = "\n".join((cpu, _torch_version(), probe))
+    identity = "\n".join((cpu, importlib.metadata.version("torch"), probe))
     file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
         if "crash" in (known := disk.read_json(file)):
@@ -166,19 +166,13 @@ def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | 
     return result
 
 
-def _read_cpu_flags(cpuinfo: Path) -> str:
+def _read_cpuinfo(field: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The value of a field, of the first CPU; "" if there is none."""
     try:
         with cpuinfo.open() as lines:
-            return next((line for line in lines if line.startswith("flags")), "")
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
     except OSError:  # not Linux
         return ""
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def cache_folder() -> Path:
@@ -189,11 +183,7 @@ def cache_folder() -> Path:
 
 def processor() -> str:
     """The CPU's name."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return _read_cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def choose_attention_backend() -> None:

@@ -174,8 +174,7 @@ class MaskedViT(nn.Module):
 
     def _embed(self, images: Tensor, places: Tensor) -> Tensor:
         """The embeddings of the patches at `places` [B, s] alone: [B, s, D]."""
-        self.model.check_images(images)
-        pixels = self.model.normalise(images).to(self.model.embedding.weight.dtype)
+        pixels = self.model.normalise.convert(images, self.model.embedding.weight, self.model.config.image_size)
         return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), places))
 
     def _select_positions(self, places: Tensor, like: Tensor) -> Tensor:
