@@ -166,10 +166,10 @@ def tensors(split: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(source.labels).long()
 
 
-def trained(seed: int, change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
+def trained(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
     """A small ViT after some steps on digits, and its loss on the test images."""
-    torch.manual_seed(seed)
-    model = build(MODEL).initialise(torch.Generator().manual_seed(seed))
+    torch.manual_seed(0)
+    model = build(MODEL).initialise(torch.Generator().manual_seed(0))
     assert isinstance(model, ViT)
     change(model)
     images, labels = tensors("train")
@@ -187,36 +187,30 @@ def trained(seed: int, change: Callable[[ViT], ViT], steps: int = 150) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def plain_runs() -> list[tuple[ViT, float]]:
-    return [trained(seed, lambda model: model) for seed in range(2)]
+def plain_run() -> tuple[ViT, float]:
+    return trained(lambda model: model)
 
 
-def test_training_reaches_the_loss_of_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
-    low = [trained(seed, lambda model: use_fp8(model, torch.float32))[1] for seed in range(2)]
-    plain = [loss for _, loss in plain_runs]
-    assert max(plain) < 0.4, "something was learned, of 2.3"
-    assert abs(np.mean(low) - np.mean(plain)) < 0.08, "seeds of either differ by as much"
+def test_training_reaches_the_loss_of_fp32(plain_run: tuple[ViT, float]) -> None:
+    loss = trained(lambda model: use_fp8(model, torch.float32))[1]
+    assert plain_run[1] < 0.4, "an untrained model has 2.3"
+    assert abs(loss - plain_run[1]) < 0.08, "two seeds differ by as much"
 
 
-def test_inference_copy_agrees_with_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
-    images, _ = tensors("test")
-    more, _ = tensors("train")
-    images = torch.cat((images, more))
-    for model, _ in plain_runs:
-        low = convert_to_fp8(model, torch.float32)
-        assert sum(isinstance(module, Fp8InferenceLinear) for module in low.modules()) == 7, (
-            "all but the last block's qkv"
-        )
-        with torch.no_grad():
-            plain, answers = model(images), low(images)
-            short = accelerate(copy.deepcopy(low))(images)
-        agreement = (plain.argmax(-1) == answers.argmax(-1)).float().mean().item()
-        assert agreement >= 0.99
-        assert 1e-3 < apart(answers, plain.double()) < 0.1, "in fp8, and near"
-        assert apart(short, plain.double()) < 0.1
-        assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
-        assert not low.training
-        assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself stays"
+def test_inference_copy_agrees_with_fp32(plain_run: tuple[ViT, float]) -> None:
+    model, images = plain_run[0], torch.cat((tensors("test")[0], tensors("train")[0]))
+    low = convert_to_fp8(model, torch.float32)
+    converted = sum(isinstance(module, Fp8InferenceLinear) for module in low.modules())
+    assert converted == 7, "all but the last block's qkv"
+    with torch.no_grad():
+        plain, logits = model(images), low(images)
+        fast = accelerate(copy.deepcopy(low))(images)
+    assert (plain.argmax(-1) == logits.argmax(-1)).float().mean() >= 0.99
+    assert 1e-3 < apart(logits, plain.double()) < 0.1, "rounded to fp8, and close"
+    assert apart(fast, plain.double()) < 0.1
+    assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
+    assert not low.training
+    assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself does not change"
 
 
 # Inference by load ----------------------------------------------------------------------------------------------------
