@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plainvit import disk
 
@@ -140,7 +140,7 @@ def measure_cpu(probe: str = _TIMED_STEPS, cache: Path | None = None) -> CpuSpee
     return CpuSpeed(crash=str(result.get("crash", "")))
 
 
-def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | None) -> dict[str, object]:
+def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | None) -> dict[str, Any]:
     """Runs Python code in a child process and returns the JSON that it prints, or the signal by which it crashed.
 
     The result is cached per CPU, torch version and code. Another failure is not about the CPU: {}, and not cached.
