@@ -47,7 +47,7 @@ def reference(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return tokens.reshape(B, N, packed // 3), logits.logsumexp(-1)
 
 
-def exact(qkv: Tensor, grad: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def exact_gradients(qkv: Tensor, grad: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, lse and d_qkv in float64."""
     given = qkv.detach().double().contiguous().requires_grad_()
     tokens, lse = reference(given, heads)
@@ -63,7 +63,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 # What the interpreter's child does ------------------------------------------------------------------------------------
 
 
-def packed(case: dict[str, Any]) -> Tensor:
+def make_qkv(case: dict[str, Any]) -> Tensor:
     """The qkv of a case: plain, of other strides, or with logits far out."""
     B, N, columns = case.get("batch", 1), case["tokens"], 3 * case["heads"] * case["width"]
     dtype = getattr(torch, case.get("dtype", "float32"))
@@ -92,7 +92,7 @@ def packed(case: dict[str, Any]) -> Tensor:
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """Errors of one case by the operator."""
-    qkv, heads = packed(case), case["heads"]
+    qkv, heads = make_qkv(case), case["heads"]
     columns = qkv.shape[2] // 3
     grad = normal(*qkv.shape[:2], columns, seed=1).to(qkv.dtype)
     if case.get("grad") == "of a sum":
@@ -103,7 +103,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     assert torch.equal(tokens, short_attention(qkv, heads))
     found, summed = torch.autograd.grad(tokens, (qkv, bias), grad)
     assert summed.dtype is bias.dtype
-    expected = exact(qkv, grad, heads)
+    expected = exact_gradients(qkv, grad, heads)
     right_sums, sizes = expected[2].sum((0, 1)), expected[2].abs().sum((0, 1)).max().clamp(min=1e-6)
     thirds = zip("qkv", found.split(columns, -1), expected[2].split(columns, -1), strict=True)
     return {
@@ -116,7 +116,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def untouched(case: dict[str, Any]) -> dict[str, Any]:
+def check_padding(case: dict[str, Any]) -> dict[str, Any]:
     """Whether the memory after the last token's gradient keeps what was there."""
     N, heads, d = case["tokens"], case["heads"], case["width"]
     qkv, grad = normal(1, N, 3 * heads * d), normal(1, N, heads * d, seed=1)
@@ -158,10 +158,10 @@ def model(case: dict[str, Any]) -> dict[str, Any]:
     return {name: parameter.grad.double().tolist() for name, parameter in made.named_parameters() if "qkv" in name}
 
 
-def child() -> None:
+def run_cases() -> None:
     """Cases by standard input, results by standard output."""
     torch.set_num_threads(1)
-    jobs: dict[str, Callable[..., Any]] = {job.__name__: job for job in (compare, untouched, operator, model)}
+    jobs: dict[str, Callable[..., Any]] = {job.__name__: job for job in (compare, check_padding, operator, model)}
     for line in sys.stdin:
         case = json.loads(line)
         print("RESULT", json.dumps(jobs[case.get("job", "compare")](case)), flush=True)
@@ -251,7 +251,7 @@ def test_dtypes_strides_and_extreme_logits(interpreter: Interpreter, case: dict[
 
 
 def test_nothing_is_written_past_the_tokens(interpreter: Interpreter) -> None:
-    assert interpreter.ask(job="untouched", tokens=70, heads=2, width=64)["kept"]
+    assert interpreter.ask(job="check_padding", tokens=70, heads=2, width=64)["kept"]
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def peer(qkv: Tensor, heads: int) -> Tensor:
         return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, columns // 3)
 
 
-def given(
+def make_inputs(
     tokens: int, width: int, heads: int = 4, batch: int = 8, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
     qkv = normal(batch, tokens, 3 * heads * width, device="cuda").to(dtype).requires_grad_()
@@ -352,9 +352,9 @@ def rms(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_error_is_at_most_1_5_times_flash_attention(tokens: int, width: int, dtype: torch.dtype) -> None:
     """Root mean square errors of tokens, dQ, dK and dV against float64: at most 1.5 times those of flash."""
-    qkv, grad = given(tokens, width, dtype=dtype)
+    qkv, grad = make_inputs(tokens, width, dtype=dtype)
     assert fits(qkv, 4)
-    expected = exact(qkv, grad, 4)
+    expected = exact_gradients(qkv, grad, 4)
     errors = []
     for attend in (short_attention, peer):
         out = attend(qkv, 4)
@@ -370,7 +370,7 @@ def test_gpu_error_is_at_most_1_5_times_flash_attention(tokens: int, width: int,
 @on_gpu()
 @gpu_shape
 def test_gpu_is_deterministic(tokens: int, width: int) -> None:
-    qkv, grad = given(tokens, width, batch=64)
+    qkv, grad = make_inputs(tokens, width, batch=64)
     first, second = ((out := short_attention(qkv, 4), *torch.autograd.grad(out, qkv, grad)) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -379,13 +379,13 @@ def test_gpu_is_deterministic(tokens: int, width: int) -> None:
 def test_gpu_extreme_logits_and_strides() -> None:
     for kind in EXTREME + STRIDES:
         case = {"tokens": 197, "heads": 2, "width": 64, "batch": 2, "kind": kind, "dtype": "bfloat16"}
-        host = packed(case)
+        host = make_qkv(case)
         room = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="cuda")
         qkv = room.copy_(host).requires_grad_()
         grad = normal(2, 197, 128, seed=1, device="cuda").bfloat16()
         out = short_attention(qkv, 2)
         (found,) = torch.autograd.grad(out, qkv, grad)
-        expected = exact(qkv, grad, 2)
+        expected = exact_gradients(qkv, grad, 2)
         assert out.isfinite().all(), kind
         assert found.isfinite().all(), kind
         assert error(out, expected[0]) <= 3e-2, kind
@@ -394,7 +394,7 @@ def test_gpu_extreme_logits_and_strides() -> None:
 @on_gpu()
 def test_gpu_in_a_cuda_graph() -> None:
     """Captured on one input, replayed on another."""
-    qkv, grad = given(197, 64)
+    qkv, grad = make_inputs(197, 64)
 
     def both() -> tuple[Tensor, Tensor]:
         out = short_attention(qkv, 4)
@@ -421,7 +421,7 @@ def test_gpu_tensors_beyond_32_bit_offsets() -> None:
     images = 2**31 // (197 * 3 * 768) + 2
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GB")
-    alone, grad = given(197, 64, heads=12, batch=1)
+    alone, grad = make_inputs(197, 64, heads=12, batch=1)
     qkv = torch.zeros(images, 197, 2304, dtype=torch.bfloat16, device="cuda")
     qkv[-1] = alone[0].detach()
     qkv.requires_grad_()
@@ -469,4 +469,4 @@ def test_gpu_three_hundred_steps_of_training(compiled: bool, image_size: int) ->
 
 
 if __name__ == "__main__":
-    child()
+    run_cases()

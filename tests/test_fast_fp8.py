@@ -46,25 +46,25 @@ MODEL = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(4, 4), image_si
 
 
 def draw(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
-    """Normal numbers, whose rows may differ in size by orders of magnitude."""
+    """Normal values, whose rows may differ by orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.exp(spread * torch.randn(shape[0], 1, generator=generator))
     return torch.randn(*shape, generator=generator) * size
 
 
-def greatest_error(x: Tensor) -> Tensor:
-    """Of quantising each number of x by its row, in float64."""
+def error_bound(x: Tensor) -> Tensor:
+    """The largest error of quantising each value of x by its row, in float64."""
     x = x.double().abs()
     return torch.maximum(STEP * x, SMALLEST * x.amax(-1, keepdim=True) / 448) * (1 + 1e-5)
 
 
-def greatest_product_error(a: Tensor, b: Tensor) -> Tensor:
-    """Of a [M, K] times b [N, K] transposed, both quantised."""
-    (x, dx), (y, dy) = ((one.double().abs(), greatest_error(one)) for one in (a, b))
+def matmul_error_bound(a: Tensor, b: Tensor) -> Tensor:
+    """The largest error of a [M, K] times b [N, K] transposed, both quantised."""
+    (x, dx), (y, dy) = ((one.double().abs(), error_bound(one)) for one in (a, b))
     return (x + dx) @ (y + dy).t() - x @ y.t() + 1e-5 * (x @ y.t())
 
 
-def apart(found: Tensor, right: Tensor) -> float:
+def relative_error(found: Tensor, right: Tensor) -> float:
     return ((found.double() - right).norm() / right.norm()).item()
 
 
@@ -88,7 +88,7 @@ def test_quantisation_error_is_within_e4m3(spread: float) -> None:
     assert q.dtype is E4M3
     assert (scale.dtype, scale.shape) == (torch.float32, (50, 1))
     error = (q.double() * scale.double() - x.double()).abs()
-    assert (error <= greatest_error(x)).all()
+    assert (error <= error_bound(x)).all()
     assert (q.float().abs().amax(-1) == 448).all(), "the whole range is used"
 
 
@@ -120,13 +120,13 @@ def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
     right, found = plain(exact), low(rows)
     right.backward(g.double())
     found.backward(g)
-    assert ((found - right).abs() <= greatest_product_error(x, low.weight)).all()
-    assert ((rows.grad - exact.grad).abs() <= greatest_product_error(g, low.weight.t())).all()  # pyright: ignore
+    assert ((found - right).abs() <= matmul_error_bound(x, low.weight)).all()
+    assert ((rows.grad - exact.grad).abs() <= matmul_error_bound(g, low.weight.t())).all()  # pyright: ignore
     # Two factors, each with a uniform rounding error of about 2.6 %: sqrt(2) times as much
-    assert 0.01 < apart(found.detach(), right.detach()) < 0.045, "rounded to e4m3, and by no more than e4m3 requires"
-    assert 0.01 < apart(rows.grad, exact.grad) < 0.045  # pyright: ignore
+    assert 0.01 < relative_error(found.detach(), right.detach()) < 0.045, "rounded to e4m3, no more"
+    assert 0.01 < relative_error(rows.grad, exact.grad) < 0.045  # pyright: ignore
     for ours, exact in zip(low.parameters(), plain.parameters(), strict=True):
-        assert apart(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
+        assert relative_error(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
 
 
 def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
@@ -160,19 +160,19 @@ def test_model_keeps_names_and_weights(tmp_path: Path) -> None:
 # Digits ---------------------------------------------------------------------------------------------------------------
 
 
-def tensors(split: str) -> tuple[Tensor, Tensor]:
+def read_digits(split: str) -> tuple[Tensor, Tensor]:
     source = digits(split)
     images = np.stack([source.read(index) for index in range(len(source))])
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(source.labels).long()
 
 
-def trained(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
+def train_on_digits(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
     """A small ViT after some steps on digits, and its loss on the test images."""
     torch.manual_seed(0)
     model = build(MODEL).initialise(torch.Generator().manual_seed(0))
     assert isinstance(model, ViT)
     change(model)
-    images, labels = tensors("train")
+    images, labels = read_digits("train")
     optimiser = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=steps)
     for _ in range(steps):
@@ -181,24 +181,24 @@ def trained(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]
         nn.functional.cross_entropy(model(images[some]), labels[some]).backward()  # pyright: ignore
         optimiser.step()
         schedule.step()
-    images, labels = tensors("test")
+    images, labels = read_digits("test")
     with torch.no_grad():
         return model.eval(), nn.functional.cross_entropy(model(images), labels).item()  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
 def plain_run() -> tuple[ViT, float]:
-    return trained(lambda model: model)
+    return train_on_digits(lambda model: model)
 
 
 def test_training_reaches_the_loss_of_fp32(plain_run: tuple[ViT, float]) -> None:
-    loss = trained(lambda model: use_fp8(model, torch.float32))[1]
+    loss = train_on_digits(lambda model: use_fp8(model, torch.float32))[1]
     assert plain_run[1] < 0.4, "an untrained model has 2.3"
     assert abs(loss - plain_run[1]) < 0.08, "two seeds differ by as much"
 
 
 def test_inference_copy_agrees_with_fp32(plain_run: tuple[ViT, float]) -> None:
-    model, images = plain_run[0], torch.cat((tensors("test")[0], tensors("train")[0]))
+    model, images = plain_run[0], torch.cat((read_digits("test")[0], read_digits("train")[0]))
     low = convert_to_fp8(model, torch.float32)
     converted = sum(isinstance(module, Fp8InferenceLinear) for module in low.modules())
     assert converted == 7, "all but the last block's qkv"
@@ -206,8 +206,8 @@ def test_inference_copy_agrees_with_fp32(plain_run: tuple[ViT, float]) -> None:
         plain, logits = model(images), low(images)
         fast = accelerate(copy.deepcopy(low))(images)
     assert (plain.argmax(-1) == logits.argmax(-1)).float().mean() >= 0.99
-    assert 1e-3 < apart(logits, plain.double()) < 0.1, "rounded to fp8, and close"
-    assert apart(fast, plain.double()) < 0.1
+    assert 1e-3 < relative_error(logits, plain.double()) < 0.1, "rounded to fp8, and close"
+    assert relative_error(fast, plain.double()) < 0.1
     assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
     assert not low.training
     assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself does not change"
@@ -310,7 +310,7 @@ def test_inference_copy_keeps_the_activation() -> None:
         low, images = convert_to_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
         assert low.blocks[0].mlp.activation is fp8.identity  # pyright: ignore
         expected = model(images)
-        assert apart(low(images), expected.double()) < 0.1
+        assert relative_error(low(images), expected.double()) < 0.1
         assert model.blocks[0].mlp.activation is not fp8.identity  # pyright: ignore
 
 
@@ -327,7 +327,7 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
     found = product(a, b, (rows, columns), bias, fast=fast)
     right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
     assert found.dtype is torch.bfloat16
-    assert apart(found.float(), right.double()) < (2e-2 if fast else 3e-3), "bf16's rounding, and a short sum's"
+    assert relative_error(found.float(), right.double()) < (2e-2 if fast else 3e-3), "rounding of bf16 and of fast sums"
 
 
 @tiny.on_gpu((8, 9))
@@ -356,7 +356,7 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
         logits.float().square().mean().backward()
         found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
     for eager, compiled in zip(*found, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
-        assert apart(compiled, eager.double()) < 0.15
+        assert relative_error(compiled, eager.double()) < 0.15
 
 
 @tiny.on_gpu((8, 9))
@@ -396,7 +396,7 @@ def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) ->
     assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), (
         "rounded to the nearest, except for ties"
     )
-    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()
+    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * error_bound(right) + 1e-30).all()
 
 
 @tiny.on_gpu((8, 9))

@@ -92,7 +92,7 @@ def test_linear_gelu_equals_gelu_of_linear() -> None:
 # In a model, compiled -------------------------------------------------------------------------------------------------
 
 
-def compiled(model: nn.Module, kept: list[Tensor]) -> Any:
+def compile_and_record(model: nn.Module, kept: list[Tensor]) -> Any:
     """By PyTorch's own choice of what to keep for the backward pass; run without the last step, which makes kernels."""
 
     def look(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -109,7 +109,7 @@ def compiled(model: nn.Module, kept: list[Tensor]) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-def trained(model: Any, images: Tensor) -> Tensor:
+def compute_loss(model: Any, images: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return model(images).float().square().sum()
 
@@ -118,7 +118,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def hidden(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
+def hidden_dtypes(kept: list[Tensor], mlp_dim: int) -> list[torch.dtype]:
     """Of what is kept, all that is as wide as an MLP inside; not its weights."""
     return [
         x.dtype for x in kept if isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == mlp_dim and x.shape[0] > 99
@@ -139,13 +139,13 @@ def test_compiled_training_keeps_one_hidden_tensor(
     model = tiny.vit(torch.float32, **changes).train()
     assert isinstance(model, ViT)
     images, kept, plain = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0), [], []
-    trained(compiled(model, plain), images).backward()
+    compute_loss(compile_and_record(model, plain), images).backward()
     expected = gradients(model)
     model.zero_grad()
     torch._dynamo.reset()
-    trained(compiled(accelerate(model), kept), images).backward()
-    assert hidden(kept, 96) == [torch.bfloat16] * 2
-    assert len(hidden(plain, 96)) == 4
+    compute_loss(compile_and_record(accelerate(model), kept), images).backward()
+    assert hidden_dtypes(kept, 96) == [torch.bfloat16] * 2
+    assert len(hidden_dtypes(plain, 96)) == 4
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -159,5 +159,5 @@ def test_recomputed_blocks_keep_no_hidden_tensor() -> None:
     model = recompute_activations(accelerate(tiny.vit(torch.float32, depth=2, mlp_dim=96).train()))
     kept: list[Tensor] = []
     images = tiny.images(64, model.config.image_size, dtype=torch.float32, seed=0)
-    trained(compiled(model, kept), images).backward()
-    assert hidden(kept, 96) == []
+    compute_loss(compile_and_record(model, kept), images).backward()
+    assert hidden_dtypes(kept, 96) == []
