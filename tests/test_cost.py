@@ -56,7 +56,7 @@ TABLE_6: dict[tuple[str, int], float] = {
 
 
 @functools.cache
-def counted(config: Model) -> tuple[int, int]:
+def count_with_pytorch(config: Model) -> tuple[int, int]:
     """Parameters and multiply-adds as PyTorch counts them on the built model, which holds no numbers."""
     with torch.device("meta"):
         model = build(config).eval()
@@ -69,16 +69,16 @@ def counted(config: Model) -> tuple[int, int]:
 @pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 5))
 def test_parameters_to_the_last_digit(name: str) -> None:
     with_head, headless = PARAMETERS[name]
-    assert cost.parameters(configure(name)) == with_head == counted(configure(name))[0]
+    assert cost.parameters(configure(name)) == with_head == count_with_pytorch(configure(name))[0]
     if headless:
         config = configure(name, classes=0)
-        assert cost.parameters(config) == headless == counted(config)[0]
+        assert cost.parameters(config) == headless == count_with_pytorch(config)[0]
 
 
 @pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 6))
 def test_arithmetic_equals_the_built_model(name: str) -> None:
     config = configure(name)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @st.composite
@@ -115,7 +115,7 @@ def vit_configs(draw: st.DrawFn) -> ViTConfig:
 @settings(max_examples=25)
 @given(vit_configs())
 def test_arithmetic_of_any_vit(config: ViTConfig) -> None:
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @settings(max_examples=25)
@@ -137,7 +137,7 @@ def test_arithmetic_of_the_parts_of_other_families(switches: list[bool], **optio
     named = dict(zip(("norm_final", "qk_norm", "gated", "embedding_bias"), switches, strict=True))
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 24, "patch": (4, 4), "image_size": (8, 12), "classes": 3}
     config = ViTConfig(**sizes, **named, **options)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @settings(max_examples=12)
@@ -156,13 +156,13 @@ def test_arithmetic_of_any_resnet(
     shape = {"blocks": tuple(blocks), "widen": widen, "classes": classes, "channels": channels, "image_size": size}
     hybrid = {"preactivation": False, "padding": "same"}
     config = ResNetConfig(**shape | (hybrid if post else {}))
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 def test_arithmetic_of_a_rectangular_hybrid() -> None:
     config = tiny.hybrid().config
     assert config.grid == (6, 10)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @pytest.mark.parametrize("row", TABLE_6, ids=lambda row: f"{row[0]} {row[1]}")

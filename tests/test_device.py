@@ -190,12 +190,12 @@ plainvit.create
 
 
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+def bf16_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch had been loaded before AMX could be disabled, on a CPU where bf16 crashes."""
     monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
 
 
-@pytest.mark.usefixtures("refusing")
+@pytest.mark.usefixtures("bf16_crashes")
 @pytest.mark.parametrize(("make", "size"), [(tiny.vit, (24, 40)), (tiny.hybrid, (48, 80)), (tiny.bit, (32, 32))])
 def test_bf16_is_rejected_where_it_would_crash(make: Any, size: tuple[int, int]) -> None:
     model, images = make(torch.bfloat16), tiny.images(size=size, dtype=torch.float32)

@@ -23,7 +23,7 @@ NUMBERS = BITS[BITS.isfinite()]
 LARGE = NUMBERS.abs() < 6  # beyond, GELU is x or 0 to 1e-8
 
 
-def exact(form: str) -> tuple[Tensor, Tensor]:
+def gelu_in_float64(form: str) -> tuple[Tensor, Tensor]:
     """x Phi(x) and its slope."""
     x = NUMBERS.double()
     if form == "none":
@@ -46,7 +46,7 @@ def evaluate(function: Any) -> tuple[Tensor, Tensor]:
 def test_error_is_that_of_pytorch_in_bf16(ours: Any, form: str) -> None:
     """Of all bf16 numbers, as many as PyTorch's or more come out as float64 rounded to bf16; none is two steps off."""
     for found, plain, expected in zip(
-        evaluate(ours), evaluate(partial(F.gelu, approximate=form)), exact(form), strict=True
+        evaluate(ours), evaluate(partial(F.gelu, approximate=form)), gelu_in_float64(form), strict=True
     ):
         right = (found == expected.bfloat16()).double().mean()
         assert right > 0.998

@@ -19,7 +19,7 @@ PACKED = ("mkldnn::_linear_pointwise", "mkl::_mkl_linear")  # products with a ma
 
 
 @pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
 
     def refuse(*_: object, **__: object) -> Any:
@@ -29,7 +29,7 @@ def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["class token", "average", "ResNet"])
-@pytest.mark.usefixtures("eagerly")
+@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     pool = {"pool": "average"} if kind == "average" else {}
     model: Any = tiny.bit(torch.float32) if kind == "ResNet" else tiny.vit(torch.float32, **pool)
@@ -89,7 +89,7 @@ def test_moving_the_model_measures_again() -> None:
     assert model.choices == {}
 
 
-@pytest.mark.usefixtures("eagerly")
+@pytest.mark.usefixtures("no_compiler")
 def test_load_and_predictor_return_it(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")

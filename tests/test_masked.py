@@ -220,7 +220,7 @@ def test_mae_encoder_equals_plain_vit_on_a_subset(settings: dict[str, Any]) -> N
     assert tiny.difference(found, model.norm(x)) < 1e-12
 
 
-def seen(net: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
+def find_visible(net: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
     """[B, n]: whether any prediction depends on a patch's pixels."""
     images = images.clone().requires_grad_()
     answers = net.predict(images, *masks)
@@ -232,7 +232,7 @@ def test_predictions_depend_on_visible_pixels_only() -> None:
     net, images = objective("mae", PIXELS.replace(ratio=0.6)), tiny.images(4)
     _, *masks = net.prepare(batch(images), 0)
     hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : net.hidden], True)
-    assert torch.equal(seen(net, images, *masks), ~hidden)
+    assert torch.equal(find_visible(net, images, *masks), ~hidden)
 
 
 # transformers ---------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ BITS = {  # name: units per stage, widening; test_config compares the others wit
 }
 
 
-def traced(name: str) -> tuple[torch.nn.Module, Trace]:
+def trace_shapes(name: str) -> tuple[torch.nn.Module, Trace]:
     """The shapes of a full-sized pass, without its numbers."""
     with torch.device("meta"):
         model, trace = build(configure(name)).eval(), Trace("*")
@@ -152,7 +152,7 @@ def strides(stages: torch.nn.ModuleList) -> list[list[int]]:
 @pytest.mark.parametrize("name", STEMS)
 def test_structure_of_hybrids(name: str) -> None:
     units, size, channels, grid = STEMS[name]
-    model, trace = traced(name)
+    model, trace = trace_shapes(name)
     stages = model.stem.stages
     assert tuple(map(len, stages)) == units
     assert strides(stages) == [[2 if stage else 1] + [1] * (count - 1) for stage, count in enumerate(units)]
@@ -166,7 +166,7 @@ def test_structure_of_hybrids(name: str) -> None:
 @pytest.mark.parametrize("name", tiny.mostly_slow(BITS, 3))
 def test_structure_of_resnets(name: str) -> None:
     units, widen = BITS[name]
-    model, trace = traced(name)
+    model, trace = trace_shapes(name)
     assert tuple(map(len, model.body.stages)) == units
     assert strides(model.body.stages) == [[s] + [1] * (n - 1) for s, n in zip((1, 2, 2, 2), units, strict=True)]
     for stage, side in enumerate((56, 28, 14, 7)):
