@@ -48,7 +48,7 @@ __all__ = [
     "visible",
 ]
 
-LEAST_PIXELS = 8  # augment.resize below this is a factor of the image size
+MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Augment(Checked):
 
     def resized_side(self, side: int) -> int:
         """Pixels to which crop 'random' resizes an image, for a model with this image size."""
-        return round(self.resize if self.resize >= LEAST_PIXELS else self.resize * side)
+        return round(self.resize if self.resize >= MIN_PIXELS else self.resize * side)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ for _ in range(7):
 print(json.dumps({name: min(values) for name, values in times.items()}))
 """
 CRASHES = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)
-LEAST_GAIN = 1.2  # how much faster than fp32 bf16 must be on a CPU to be chosen
+MIN_GAIN = 1.2  # how much faster than fp32 bf16 must be on a CPU to be chosen
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -127,7 +127,7 @@ class CpuSpeed:
 
     @property
     def prefers_bf16(self) -> bool:
-        return not self.crash and self.gain >= LEAST_GAIN
+        return not self.crash and self.gain >= MIN_GAIN
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def hidden_values(K: int) -> Tensor:
 INTERPRETED = """
 import json, torch
 from plainvit.models.fast.attention import split
-from plainvit.models.fast.fp8 import LEAST, MOST
+from plainvit.models.fast.fp8 import E4M3_MAX, MIN_ROW_MAX
 from plainvit.models.fast.fp8_kernels import quantise_rows
 from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, describe_tiles
 from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
@@ -56,11 +56,11 @@ for R, M, D, programs in ((1, 8, 8, 1), (300, 520, 136, 2), (9 * 128 + 5, 264, 6
 for K, name in ((48, "gelu"), (768, "gelu_tanh"), (3072, "gelu"), (1280, "")):
     x = hidden_values(K)
     out, scale = torch.full((len(x), K), float("nan")), torch.full((len(x), 1), float("nan"))
-    quantise_rows[(len(x),)](x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
+    quantise_rows[(len(x),)](x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
     right = ACTIVATIONS[name](x.double()) if name else x.double()
-    most = right.abs().amax(1, keepdim=True).clamp(min=LEAST)
+    most = right.abs().amax(1, keepdim=True).clamp(min=MIN_ROW_MAX)
     errors["quantise_rows"].append(((out * scale - right).abs() / most).max().item())
-    errors["quantise_rows"].append((scale / (most / MOST) - 1).abs().max().item())
+    errors["quantise_rows"].append((scale / (most / E4M3_MAX) - 1).abs().max().item())
 print(json.dumps(errors))
 """
 

@@ -23,13 +23,13 @@ from plainvit.models.fast.mlp import SHORT_GELUS
 from plainvit.models.vit import Attention, Mlp, ViT
 
 E4M3 = torch.float8_e4m3fn
-MOST = torch.finfo(E4M3).max  # 448
-LEAST = 1e-30  # lower bound of a row's largest value: avoids division by zero
+E4M3_MAX = torch.finfo(E4M3).max  # 448
+MIN_ROW_MAX = 1e-30  # lower bound of a row's largest value: avoids division by zero
 ALIGNED = 16  # K and N must be multiples
 # Fast accumulation sums in about 14 bits. Its error is smaller than e4m3's rounding, but it truncates, and in gradients
 # that bias would grow from layer to layer.
 FAST_FORWARD, FAST_BACKWARD = True, False
-LONG = 1024  # values in a row, up to which the compiler reads it once
+LONGEST_FUSED_ROW = 1024  # values; the compiler reads longer rows twice
 log = logging.getLogger("plainvit")
 
 
@@ -39,10 +39,10 @@ def identity(x: Tensor) -> Tensor:
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as e4m3, and a scale per row, fp32 [M, 1]. NaN and Inf stay, so that the guard sees a bad step."""
-    if x.shape[1] > LONG and has_kernel(x):
+    if x.shape[1] > LONGEST_FUSED_ROW and has_kernel(x):
         return quantise_rows_op(x, "")
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST) / MOST
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=MIN_ROW_MAX) / E4M3_MAX
     return (x / scale).to(E4M3).contiguous(), scale
 
 
@@ -64,7 +64,7 @@ def _quantise_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
     launch: Any = fp8_kernels.quantise_rows[(M,)]
     with torch.cuda.device_of(x):
-        launch(x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
+        launch(x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
     return out, scale
 
 
