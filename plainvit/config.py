@@ -126,14 +126,13 @@ class Optim(Checked):
             rates=("momentum",),
             not_negative=("warmup", "cooldown", "weight_decay", "lr_end", "clip"),
             above_zero=("eps", "timescale"),
+            parts=("layer_decay",),
         )
         for lr in (self.lr, *self.grid):
             if not 0 < lr <= 1e6:
                 raise ValueError(f"lr must be above 0 and at most 1e6, got {lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
         if list(self.milestones) != sorted(self.milestones) or not all(0 < part < 1 for part in self.milestones):
             raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
@@ -233,9 +232,8 @@ class Config(Checked):
             rates=("holdout", "search_holdout", "ema", "ema_window"),
             not_negative=("epochs", "hours"),
             above_zero=("timeout",),
+            parts=("train_fraction",),
         )
-        if not 0 < self.train_fraction <= 1:
-            raise ValueError(f"train_fraction must be above 0 and at most 1, got {self.train_fraction}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if self.workers < -1:
