@@ -48,7 +48,7 @@ __all__ = [
     "visible",
 ]
 
-LEAST_PIXELS = 8  # augment.resize below this is a factor of the image size
+MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Augment(Checked):
 
     def resized_side(self, side: int) -> int:
         """Pixels to which crop 'random' resizes an image, for a model with this image size."""
-        return round(self.resize if self.resize >= LEAST_PIXELS else self.resize * side)
+        return round(self.resize if self.resize >= MIN_PIXELS else self.resize * side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +126,14 @@ class Optim(Checked):
             rates=("momentum",),
             not_negative=("warmup", "cooldown", "weight_decay", "lr_end", "clip"),
             above_zero=("eps", "timescale"),
+            parts=("layer_decay",),
         )
         for lr in (self.lr, *self.grid):
             if not 0 < lr <= 1e6:
                 raise ValueError(f"lr must be above 0 and at most 1e6, got {lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
-        if list(self.milestones) != sorted(self.milestones) or not all(0 < one < 1 for one in self.milestones):
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < part < 1 for part in self.milestones):
             raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
 
@@ -233,9 +232,8 @@ class Config(Checked):
             rates=("holdout", "search_holdout", "ema", "ema_window"),
             not_negative=("epochs", "hours"),
             above_zero=("timeout",),
+            parts=("train_fraction",),
         )
-        if not 0 < self.train_fraction <= 1:
-            raise ValueError(f"train_fraction must be above 0 and at most 1, got {self.train_fraction}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if self.workers < -1:
@@ -333,13 +331,13 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
 
 def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """The fields that differ between two configs, with both values: {'optim.lr': (0.001, 0.01)}."""
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     if type(old) is not type(new):
         return {f"{prefix}kind": (type(old).__name__, type(new).__name__)}
     for field in dataclasses.fields(old):
         old_value, new_value = getattr(old, field.name), getattr(new, field.name)
         if isinstance(old_value, Checked) and isinstance(new_value, Checked):
-            found |= differences(old_value, new_value, f"{prefix}{field.name}.")
+            changed |= differences(old_value, new_value, f"{prefix}{field.name}.")
         elif old_value != new_value:
-            found[prefix + field.name] = (old_value, new_value)
-    return found
+            changed[prefix + field.name] = (old_value, new_value)
+    return changed

@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plainvit import disk
 
@@ -52,7 +52,7 @@ for _ in range(7):
 print(json.dumps({name: min(values) for name, values in times.items()}))
 """
 CRASHES = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)
-LEAST_GAIN = 1.2  # how much faster than fp32 bf16 must be on a CPU to be chosen
+MIN_GAIN = 1.2  # how much faster than fp32 bf16 must be on a CPU to be chosen
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -105,7 +105,7 @@ def check_cpu_bf16(weight: "Tensor") -> None:
 
 def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
     """Whether bf16 crashes on this CPU unless AMX is disabled: one matmul in a child process."""
-    flags = _read_cpu_flags(cpuinfo)
+    flags = _read_cpuinfo("flags", cpuinfo)
     if "amx_bf16" not in flags.split():
         return False
     environment = {name: value for name, value in os.environ.items() if name != ISA_VARIABLE}
@@ -127,26 +127,26 @@ class CpuSpeed:
 
     @property
     def prefers_bf16(self) -> bool:
-        return not self.crash and self.gain >= LEAST_GAIN
+        return not self.crash and self.gain >= MIN_GAIN
 
 
 @functools.cache
 def measure_cpu(probe: str = _TIMED_STEPS, cache: Path | None = None) -> CpuSpeed:
     """Times fp32 and bf16 in a child process, which may crash; once for each CPU and torch version."""
-    flags = _read_cpu_flags(Path("/proc/cpuinfo")) + os.environ.get(ISA_VARIABLE, "")
-    found = _run_probe(probe, flags, dict(os.environ), cache)
+    flags = _read_cpuinfo("flags") + os.environ.get(ISA_VARIABLE, "")
+    result = _run_probe(probe, flags, dict(os.environ), cache)
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        return CpuSpeed(float(found["fp32"]), float(found["bf16"]))
-    return CpuSpeed(crash=str(found.get("crash", "")))
+        return CpuSpeed(float(result["fp32"]), float(result["bf16"]))
+    return CpuSpeed(crash=str(result.get("crash", "")))
 
 
-def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | None) -> dict[str, object]:
+def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | None) -> dict[str, Any]:
     """Runs Python code in a child process and returns the JSON that it prints, or the signal by which it crashed.
 
     The result is cached per CPU, torch version and code. Another failure is not about the CPU: {}, and not cached.
     """
     folder = cache or cache_folder()
-    identity = "\n".join((cpu, _torch_version(), probe))
+    identity = "\n".join((cpu, importlib.metadata.version("torch"), probe))
     file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
         if "crash" in (known := disk.read_json(file)):
@@ -159,26 +159,20 @@ def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | 
     crash = signal.Signals(-child.returncode).name if -child.returncode in CRASHES else ""
     if child.returncode and not crash:
         return {}
-    found = {"crash": crash} | (json.loads(child.stdout) if child.stdout.strip() else {})
+    result = {"crash": crash} | (json.loads(child.stdout) if child.stdout.strip() else {})
     with contextlib.suppress(OSError):  # read-only home folder: the CPU is probed in every run
         disk.make_folder(folder)
-        disk.write_text(file, json.dumps(found))
-    return found
+        disk.write_text(file, json.dumps(result))
+    return result
 
 
-def _read_cpu_flags(cpuinfo: Path) -> str:
+def _read_cpuinfo(field: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The value of a field, of the first CPU; "" if there is none."""
     try:
         with cpuinfo.open() as lines:
-            return next((line for line in lines if line.startswith("flags")), "")
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
     except OSError:  # not Linux
         return ""
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def cache_folder() -> Path:
@@ -189,11 +183,7 @@ def cache_folder() -> Path:
 
 def processor() -> str:
     """The CPU's name."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return _read_cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def choose_attention_backend() -> None:

@@ -36,8 +36,8 @@ MAX_LISTED = 24  # an error lists all names if there are at most this many
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The end of an error message about an unknown name: the closest known names."""
     known = list(known)
-    by_lower = {one.lower(): one for one in known}
-    close = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
+    by_lower = {other.lower(): other for other in known}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.5)]
     if close:
         return f"nearest: {', '.join(close)}"
     listed = known[:count] if len(known) > MAX_LISTED else known
@@ -69,6 +69,7 @@ BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "fractions": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "not_negative": ("at least 0", lambda value: value >= 0),
     "above_zero": ("above 0", lambda value: value > 0),
+    "parts": ("above 0 and at most 1", lambda value: 0 < value <= 1),
 }
 
 
@@ -333,9 +334,7 @@ class Preprocess(Checked):
     antialias: bool = True  # Antialias when downsizing (nearest never does, lanczos always)
 
     def __post_init__(self) -> None:
-        self._check()
-        if not 0 < self.crop <= 1:
-            raise ValueError(f"crop must be above 0 and at most 1, got {self.crop}")
+        self._check(parts=("crop",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,19 +82,19 @@ def configure(
 
 def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
     """The fields that a name determines, with an image of one patch until the real size is set."""
-    if found := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
-        axial, size, patch = found.groups()
-        fields = {**_size(size, name), **_numerics(VIT_NUMERICS, numerics)}
+    if match := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
+        axial, size, patch = match.groups()
+        fields = _size(size, name) | _numerics(VIT_NUMERICS, numerics)
         fields |= {"patch": pair(int(patch)), "image_size": pair(int(patch))}
         return ViTConfig, fields | ({"axial": True, "class_token": False, "pool": "average"} if axial else {})
-    if (found := re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)) and (found[1], found[3]) in STEMS:
-        blocks, patch = STEMS[found[1], found[3]]
+    if (match := re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)) and (match[1], match[3]) in STEMS:
+        blocks, patch = STEMS[match[1], match[3]]
         shape: dict[str, Any] = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
         stem = ResNetConfig(**shape, channels=channels, **_numerics(STEM_NUMERICS, numerics))
-        fields = {**_size(found[2], name), **_numerics(VIT_NUMERICS, numerics)}
+        fields = _size(match[2], name) | _numerics(VIT_NUMERICS, numerics)
         return ViTConfig, fields | {"patch": pair(patch), "stem": stem}
-    if (found := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and found[1] in UNITS:
-        fields = {"blocks": UNITS[found[1]], "widen": int(found[2])}
+    if (match := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and match[1] in UNITS:
+        fields = {"blocks": UNITS[match[1]], "widen": int(match[2])}
         return ResNetConfig, fields | _numerics(RESNET_NUMERICS, numerics)
     raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
 

@@ -5,6 +5,7 @@ Independent reference for the named models' structure: timm's own models of the 
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from peers import from_timm, from_timm_resnet
 
 import plainvit
-from plainvit.config import Augment, Checked, Config, Optim, ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.config import Augment, Checked, Config, Masked, Optim, ResNetConfig, ViTConfig, from_json, to_json
 from plainvit.models import build
 from plainvit.names import configure, list_models
 
@@ -98,6 +99,12 @@ BAD_RUNS: list[tuple[type[Checked], dict[str, Any], str]] = [
     (Config, {"batch": 64, "micro_batch": 24}, "nearest: 16"),
     (Config, {"ema": 0.9, "ema_window": 0.1}, "ema_window"),
     (Config, {"objective": "mae", "ema": 0.9}, "ema"),
+    (Config, {"objective": "mae", "teacher": "weights"}, "teacher"),
+    (Config, {"objective": "masked", "augment": Augment(mixup=0.2)}, "mixup"),
+    (Config, {"objective": "mea"}, "mae"),
+    *((Masked, {"ratio": ratio}, "ratio") for ratio in (0.0, 1.0, -0.5, 1.5, math.nan)),
+    (Masked, {"normalise": True}, "normalise"),
+    (Masked, {"width": 30, "heads": 4}, "masked.heads"),
     (Config, {"track": ("tensorbord",)}, "tensorboard"),
 ]
 

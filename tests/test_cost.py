@@ -1,6 +1,6 @@
 """Costs by arithmetic against: the parameters of the built model, PyTorch's FLOP counter, timm, and printed tables.
 
-The tables are those of facts/paper.md and facts/weights.md, which come from the paper and from running the peers.
+The tables come from the paper and from counting the weights of other libraries' models.
 """
 
 import functools
@@ -18,7 +18,7 @@ from plainvit.models import build
 from plainvit.names import configure, list_models
 from plainvit.planning import cost
 
-# name: parameters with 1000 classes, and headless where known (facts/weights.md, counted on the peers' models)
+# name: parameters with 1000 classes, and headless where known, counted on the models of other libraries
 PARAMETERS: dict[str, tuple[int, int | None]] = {
     "ViT-Ti/16": (5_717_416, 5_524_416),
     "ViT-S/16": (22_050_664, 21_665_664),
@@ -32,8 +32,6 @@ PARAMETERS: dict[str, tuple[int, int | None]] = {
     "BiT-R101x3": (387_934_888, None),
     "BiT-R152x4": (936_533_224, None),
 }
-# name: millions of parameters, headless and with 1000 classes; GMACs at 224 px; GMACs at (px), as printed.
-# Two cells of the fact sheet were rounded twice (78.148 to 78.2, 562.488 to 563); here they have one more digit.
 # Table 6: (name, epochs): exaFLOPs. The paper prints 859 for R50+L/16 at 7 epochs, but 1668 for twice as many.
 TABLE_6: dict[tuple[str, int], float] = {
     ("ViT-B/32", 7): 55,
@@ -58,7 +56,7 @@ TABLE_6: dict[tuple[str, int], float] = {
 
 
 @functools.cache
-def counted(config: Model) -> tuple[int, int]:
+def count_with_pytorch(config: Model) -> tuple[int, int]:
     """Parameters and multiply-adds as PyTorch counts them on the built model, which holds no numbers."""
     with torch.device("meta"):
         model = build(config).eval()
@@ -71,16 +69,16 @@ def counted(config: Model) -> tuple[int, int]:
 @pytest.mark.parametrize("name", tiny.mostly_slow(PARAMETERS, 5))
 def test_parameters_to_the_last_digit(name: str) -> None:
     with_head, headless = PARAMETERS[name]
-    assert cost.parameters(configure(name)) == with_head == counted(configure(name))[0]
+    assert cost.parameters(configure(name)) == with_head == count_with_pytorch(configure(name))[0]
     if headless:
         config = configure(name, classes=0)
-        assert cost.parameters(config) == headless == counted(config)[0]
+        assert cost.parameters(config) == headless == count_with_pytorch(config)[0]
 
 
 @pytest.mark.parametrize("name", tiny.mostly_slow(list_models(), 6))
 def test_arithmetic_equals_the_built_model(name: str) -> None:
     config = configure(name)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @st.composite
@@ -114,13 +112,13 @@ def vit_configs(draw: st.DrawFn) -> ViTConfig:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(vit_configs())
 def test_arithmetic_of_any_vit(config: ViTConfig) -> None:
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     posemb=st.sampled_from(("1d", "bias")),
     rotary=st.sampled_from(("none", "eva02", "dinov3")),
@@ -139,10 +137,10 @@ def test_arithmetic_of_the_parts_of_other_families(switches: list[bool], **optio
     named = dict(zip(("norm_final", "qk_norm", "gated", "embedding_bias"), switches, strict=True))
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 24, "patch": (4, 4), "image_size": (8, 12), "classes": 3}
     config = ViTConfig(**sizes, **named, **options)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     blocks=st.lists(st.integers(1, 3), max_size=4),
     widen=st.integers(1, 2),
@@ -158,13 +156,13 @@ def test_arithmetic_of_any_resnet(
     shape = {"blocks": tuple(blocks), "widen": widen, "classes": classes, "channels": channels, "image_size": size}
     hybrid = {"preactivation": False, "padding": "same"}
     config = ResNetConfig(**shape | (hybrid if post else {}))
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 def test_arithmetic_of_a_rectangular_hybrid() -> None:
     config = tiny.hybrid().config
     assert config.grid == (6, 10)
-    assert (cost.parameters(config), 2 * cost.macs(config)) == counted(config)
+    assert (cost.parameters(config), 2 * cost.macs(config)) == count_with_pytorch(config)
 
 
 @pytest.mark.parametrize("row", TABLE_6, ids=lambda row: f"{row[0]} {row[1]}")
@@ -173,12 +171,6 @@ def test_training_compute_is_that_of_table_6(row: tuple[str, int]) -> None:
     name, epochs = row
     found = cost.training_exaflops(configure(name), epochs * 303e6)
     assert found == pytest.approx(TABLE_6[row], rel=0.05 if name.startswith("BiT") else 0.03)
-    assert cost.summary(name)["paper_exaflops"][f"{epochs} epochs"] == pytest.approx(found)
-
-
-def test_every_row_of_table_6_is_in_the_summary() -> None:
-    listed = {(name, epochs) for name in list_models() for epochs in cost.summary(name)["paper_exaflops"]}
-    assert listed == {(name, f"{epochs} epochs") for name, epochs in TABLE_6}
 
 
 def test_summary() -> None:
@@ -187,4 +179,3 @@ def test_summary() -> None:
     assert row["parameters"] == 86_567_656 + (577 - 197) * 768  # the positions of a 24 x 24 grid
     assert row["weights_mib"] == pytest.approx(row["parameters"] * 4 / 2**20)
     assert round(row["gmacs"], 1) == 55.5
-    assert row["paper_exaflops"]["7 epochs"] == pytest.approx(224, rel=0.01)  # the paper pre-trained at 224 px

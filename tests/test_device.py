@@ -1,15 +1,14 @@
-"""Device choice and CPU workarounds, with a planted cpuinfo and child processes that die as on a bad CPU."""
+"""Device choice and CPU workarounds, with a made-up cpuinfo and child processes that crash as on a faulty CPU."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from children import in_child
 
 import plainvit
 from plainvit import device
@@ -55,7 +54,7 @@ def test_the_result_of_the_probe_is_cached_per_cpu(cpuinfo: Path, tmp_path: Path
 
 @pytest.mark.parametrize("code", ["raise SystemExit(1)", DIES.format(name="SIGKILL")])
 def test_another_failure_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Path, code: str) -> None:
-    """No torch, or no memory: not the CPU's fault, and asked again next time."""
+    """No torch, or no memory: not caused by the CPU, so the next call probes again."""
     probe = Probe(tmp_path, code)
     for _ in range(2):
         assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
@@ -84,7 +83,7 @@ def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str
 
 
 def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the cap it would always live, and a good CPU could not be told from a bad one."""
+    """With AMX disabled the probe would never crash."""
     monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
     probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
     assert device.cpu_bf16_kills(cpuinfo, probe, tmp_path / "cache") is True
@@ -144,15 +143,7 @@ def test_fine_tuning_on_a_cpu_uses_bf16_where_it_is_faster(
     assert not transfer.prefers_bf16(config, configure("ViT-Ti/16", width=96))  # too narrow to gain
 
 
-# When the cap is set --------------------------------------------------------------------------------------------------
-
-
-def in_child(code: str, **environment: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if name != device.ISA_VARIABLE}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True
-    )
-    return run.stdout.strip()
+# When AMX is disabled -------------------------------------------------------------------------------------------------
 
 
 CHILD = """
@@ -171,16 +162,14 @@ LOADED = "sys.modules['torch'] = types.ModuleType('torch')"
 @pytest.mark.parametrize(
     ("before", "kills", "given", "expected"),
     [
-        ("", True, {}, "AVX512_CORE_BF16 False"),
-        ("", False, {}, "None False"),
-        (LOADED, True, {}, "None True"),  # too late
-        ("", True, {device.ISA_VARIABLE: "AVX2"}, "AVX2 False"),
+        ("", True, None, "AVX512_CORE_BF16 False"),
+        ("", False, None, "None False"),
+        (LOADED, True, None, "None True"),  # too late
+        ("", True, "AVX2", "AVX2 False"),
     ],
 )
-def test_amx_is_disabled_on_a_bad_cpu_before_torch(
-    before: str, kills: bool, given: dict[str, str], expected: str
-) -> None:
-    assert in_child(CHILD.format(before=before, kills=kills), **given) == expected
+def test_amx_is_disabled_on_a_bad_cpu_before_torch(before: str, kills: bool, given: str | None, expected: str) -> None:
+    assert in_child(CHILD.format(before=before, kills=kills), ONEDNN_MAX_CPU_ISA=given) == expected
 
 
 def test_the_package_sets_the_environment_before_loading_models() -> None:
@@ -194,39 +183,27 @@ class Models(types.ModuleType):
 sys.modules["plainvit.models"] = Models("plainvit.models")
 plainvit.create
 """
-    assert in_child(code).splitlines() == ["prepared False", "asked for create"]
+    assert in_child(code, ONEDNN_MAX_CPU_ISA=None).splitlines() == ["prepared False", "asked for create"]
 
 
-# Models on a machine that must refuse bf16 ----------------------------------------------------------------------------
+# Models where bf16 would crash ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch was loaded before the cap could be set, on a CPU that dies of bf16."""
+def bf16_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torch had been loaded before AMX could be disabled, on a CPU where bf16 crashes."""
     monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
 
 
-def make(kind: str) -> Any:
-    return {"ViT": tiny.vit, "hybrid": tiny.hybrid, "BiT": tiny.bit}[kind](torch.float32)
-
-
-def images(model: Any) -> torch.Tensor:
-    return tiny.images(
-        size=model.config.image_size if hasattr(model.config, "heads") else (32, 32), dtype=torch.float32
-    )
-
-
-@pytest.mark.usefixtures("refusing")
-@pytest.mark.parametrize("kind", ["ViT", "hybrid", "BiT"])
-def test_bf16_is_rejected_where_it_would_crash(kind: str) -> None:
-    model = make(kind).to(torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"^[^\n]*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16[^\n]*$"):
-        model(images(model))
-    with pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
-        model.features(images(model))
-    model = make(kind)
+@pytest.mark.usefixtures("bf16_crashes")
+@pytest.mark.parametrize(("make", "size"), [(tiny.vit, (24, 40)), (tiny.hybrid, (48, 80)), (tiny.bit, (32, 32))])
+def test_bf16_is_rejected_where_it_would_crash(make: Any, size: tuple[int, int]) -> None:
+    model, images = make(torch.bfloat16), tiny.images(size=size, dtype=torch.float32)
+    for call in (model, model.features):
+        with pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
+            call(images)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=device.ISA_VARIABLE):
-        model(images(model))
+        make(torch.float32)(images)
 
 
 def test_creating_a_model_disables_cudnn_attention() -> None:
@@ -260,7 +237,4 @@ device.is_busy = functools.partial(device.is_busy, pathlib.Path({str(tmp_path / 
 device.set_environment()
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": given} if given else {}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(expected)
+    assert in_child(code, OMP_WAIT_POLICY=given) == str(expected)

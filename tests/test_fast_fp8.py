@@ -4,7 +4,6 @@ Without a GPU the matmuls are emulated in fp32. python -m pytest -m gpu tests/te
 """
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import small_runs as runs
 import tiny
 import torch
-from children import NO_GPU, in_child
+from test_fast_kernels import hidden_values
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,15 +31,12 @@ from plainvit.models.fast.fp8 import (
     emulate_matmul,
     product,
     quantise,
-    scaled_matmul,
     use_fp8,
 )
 from plainvit.models.fast.inference import FP8, PLAIN, InferenceModel
-from plainvit.models.recompute import recompute_activations
 from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
-from plainvit.train.graphs import Graph
 from plainvit.train.run import fit
 from plainvit.train.setup import check_fp8
 
@@ -50,25 +46,25 @@ MODEL = ViTConfig(width=32, depth=2, heads=2, mlp_dim=64, patch=(4, 4), image_si
 
 
 def draw(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
-    """Normal numbers, whose rows may differ in size by orders of magnitude."""
+    """Normal values, whose rows may differ by orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.exp(spread * torch.randn(shape[0], 1, generator=generator))
     return torch.randn(*shape, generator=generator) * size
 
 
-def greatest_error(x: Tensor) -> Tensor:
-    """Of quantising each number of x by its row, in float64."""
+def error_bound(x: Tensor) -> Tensor:
+    """The largest error of quantising each value of x by its row, in float64."""
     x = x.double().abs()
     return torch.maximum(STEP * x, SMALLEST * x.amax(-1, keepdim=True) / 448) * (1 + 1e-5)
 
 
-def greatest_product_error(a: Tensor, b: Tensor) -> Tensor:
-    """Of a [M, K] times b [N, K] transposed, both quantised."""
-    (x, dx), (y, dy) = ((one.double().abs(), greatest_error(one)) for one in (a, b))
+def matmul_error_bound(a: Tensor, b: Tensor) -> Tensor:
+    """The largest error of a [M, K] times b [N, K] transposed, both quantised."""
+    (x, dx), (y, dy) = ((one.double().abs(), error_bound(one)) for one in (a, b))
     return (x + dx) @ (y + dy).t() - x @ y.t() + 1e-5 * (x @ y.t())
 
 
-def apart(found: Tensor, right: Tensor) -> float:
+def relative_error(found: Tensor, right: Tensor) -> float:
     return ((found.double() - right).norm() / right.norm()).item()
 
 
@@ -92,7 +88,7 @@ def test_quantisation_error_is_within_e4m3(spread: float) -> None:
     assert q.dtype is E4M3
     assert (scale.dtype, scale.shape) == (torch.float32, (50, 1))
     error = (q.double() * scale.double() - x.double()).abs()
-    assert (error <= greatest_error(x)).all()
+    assert (error <= error_bound(x)).all()
     assert (q.float().abs().amax(-1) == 448).all(), "the whole range is used"
 
 
@@ -124,13 +120,13 @@ def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
     right, found = plain(exact), low(rows)
     right.backward(g.double())
     found.backward(g)
-    assert ((found - right).abs() <= greatest_product_error(x, low.weight)).all()
-    assert ((rows.grad - exact.grad).abs() <= greatest_product_error(g, low.weight.t())).all()  # pyright: ignore
-    # Of two numbers each off by a uniform part of their step: sqrt(2) times some 2.6 %
-    assert 0.01 < apart(found.detach(), right.detach()) < 0.045, "in fp8, and no worse than it must be"
-    assert 0.01 < apart(rows.grad, exact.grad) < 0.045  # pyright: ignore
+    assert ((found - right).abs() <= matmul_error_bound(x, low.weight)).all()
+    assert ((rows.grad - exact.grad).abs() <= matmul_error_bound(g, low.weight.t())).all()  # pyright: ignore
+    # Two factors, each with a uniform rounding error of about 2.6 %: sqrt(2) times as much
+    assert 0.01 < relative_error(found.detach(), right.detach()) < 0.045, "rounded to e4m3, no more"
+    assert 0.01 < relative_error(rows.grad, exact.grad) < 0.045  # pyright: ignore
     for ours, exact in zip(low.parameters(), plain.parameters(), strict=True):
-        assert apart(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
+        assert relative_error(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
 
 
 def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
@@ -140,22 +136,6 @@ def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
     torch.testing.assert_close(emulate_matmul(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_operator_compiles_without_graph_breaks() -> None:
-    """With operands that the compiler made, of a matrix that lies the other way; on a CPU that has the product."""
-
-    def both(x: Tensor, weight: Tensor) -> Tensor:
-        (a, rows), (b, columns) = quantise(x), quantise(weight.t())
-        return scaled_matmul(a, b, rows, columns, None, False)
-
-    x, weight = draw(24, 64), draw(64, 32, seed=1)
-    try:
-        eager = both(x, weight)
-    except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
-    assert torch.equal(torch.compile(both, fullgraph=True)(x, weight), eager)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -177,42 +157,22 @@ def test_model_keeps_names_and_weights(tmp_path: Path) -> None:
         assert torch.equal(tensor, plain.state_dict()[name])
 
 
-@pytest.mark.slow
-def test_model_compiles_without_graph_breaks() -> None:
-    """With its gradients, by the class token's shortcut, and with blocks run again."""
-    model = accelerate(use_fp8(tiny.vit(torch.float32), torch.float32))
-    images = tiny.images(dtype=torch.float32)
-    found: list[list[Tensor]] = []
-    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        call(images).square().mean().backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    recompute_activations(model)
-    model(images).square().mean().backward()
-    found.append([p.grad for p in model.parameters() if p.grad is not None])
-    for one, compiled, again in zip(*found, strict=True):
-        near = 1e-2 * one.abs().max().item()  # a number on the edge of two of e4m3's may fall to either side
-        torch.testing.assert_close(compiled, one, rtol=0, atol=near)
-        assert torch.equal(again, one)
-
-
 # Digits ---------------------------------------------------------------------------------------------------------------
 
 
-def tensors(split: str) -> tuple[Tensor, Tensor]:
+def read_digits(split: str) -> tuple[Tensor, Tensor]:
     source = digits(split)
     images = np.stack([source.read(index) for index in range(len(source))])
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(source.labels).long()
 
 
-def trained(seed: int, change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
+def train_on_digits(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
     """A small ViT after some steps on digits, and its loss on the test images."""
-    torch.manual_seed(seed)
-    model = build(MODEL).initialise(torch.Generator().manual_seed(seed))
+    torch.manual_seed(0)
+    model = build(MODEL).initialise(torch.Generator().manual_seed(0))
     assert isinstance(model, ViT)
     change(model)
-    images, labels = tensors("train")
+    images, labels = read_digits("train")
     optimiser = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=steps)
     for _ in range(steps):
@@ -221,44 +181,36 @@ def trained(seed: int, change: Callable[[ViT], ViT], steps: int = 150) -> tuple[
         nn.functional.cross_entropy(model(images[some]), labels[some]).backward()  # pyright: ignore
         optimiser.step()
         schedule.step()
-    images, labels = tensors("test")
+    images, labels = read_digits("test")
     with torch.no_grad():
         return model.eval(), nn.functional.cross_entropy(model(images), labels).item()  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
-def plain_runs() -> list[tuple[ViT, float]]:
-    return [trained(seed, lambda model: model) for seed in range(2)]
+def plain_run() -> tuple[ViT, float]:
+    return train_on_digits(lambda model: model)
 
 
-def test_training_reaches_the_loss_of_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
-    low = [trained(seed, lambda model: use_fp8(model, torch.float32))[1] for seed in range(2)]
-    plain = [loss for _, loss in plain_runs]
-    print("fp32", plain, "fp8", low)
-    assert max(plain) < 0.4, "something was learned, of 2.3"
-    assert abs(np.mean(low) - np.mean(plain)) < 0.08, "seeds of either differ by as much"
+def test_training_reaches_the_loss_of_fp32(plain_run: tuple[ViT, float]) -> None:
+    loss = train_on_digits(lambda model: use_fp8(model, torch.float32))[1]
+    assert plain_run[1] < 0.4, "an untrained model has 2.3"
+    assert abs(loss - plain_run[1]) < 0.08, "two seeds differ by as much"
 
 
-def test_inference_copy_agrees_with_fp32(plain_runs: list[tuple[ViT, float]]) -> None:
-    images, _ = tensors("test")
-    more, _ = tensors("train")
-    images = torch.cat((images, more))
-    for model, _ in plain_runs:
-        low = convert_to_fp8(model, torch.float32)
-        assert sum(isinstance(module, Fp8InferenceLinear) for module in low.modules()) == 7, (
-            "all but the last block's qkv"
-        )
-        with torch.no_grad():
-            plain, answers = model(images), low(images)
-            short = accelerate(copy.deepcopy(low))(images)
-        agreement = (plain.argmax(-1) == answers.argmax(-1)).float().mean().item()
-        print("agreement", agreement, "apart", apart(answers, plain.double()))
-        assert agreement >= 0.99
-        assert 1e-3 < apart(answers, plain.double()) < 0.1, "in fp8, and near"
-        assert apart(short, plain.double()) < 0.1
-        assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
-        assert not low.training
-        assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself stays"
+def test_inference_copy_agrees_with_fp32(plain_run: tuple[ViT, float]) -> None:
+    model, images = plain_run[0], torch.cat((read_digits("test")[0], read_digits("train")[0]))
+    low = convert_to_fp8(model, torch.float32)
+    converted = sum(isinstance(module, Fp8InferenceLinear) for module in low.modules())
+    assert converted == 7, "all but the last block's qkv"
+    with torch.no_grad():
+        plain, logits = model(images), low(images)
+        fast = accelerate(copy.deepcopy(low))(images)
+    assert (plain.argmax(-1) == logits.argmax(-1)).float().mean() >= 0.99
+    assert 1e-3 < relative_error(logits, plain.double()) < 0.1, "rounded to fp8, and close"
+    assert relative_error(fast, plain.double()) < 0.1
+    assert low.get_submodule("blocks.0.mlp.fc1").weight.dtype is E4M3
+    assert not low.training
+    assert all(type(module) is not Fp8InferenceLinear for module in model.modules()), "the model itself does not change"
 
 
 # Inference by load ----------------------------------------------------------------------------------------------------
@@ -350,57 +302,6 @@ def test_the_explanation_names_old_gpus_and_failing_kernels(monkeypatch: pytest.
     assert "\n" not in found
 
 
-# An MLP's GELU and its rounding in one kernel -------------------------------------------------------------------------
-
-# Quotients in fp32, which the interpreter leaves as they are: to e4m3 it rounds wrongly where the exponent changes
-INTERPRETED = """
-import json, torch
-from plainvit.models.fast.fp8 import LEAST, MOST
-from plainvit.models.fast.fp8_kernels import quantise_rows
-from plainvit.models.fast.attention import split
-from plainvit.models.vit import ACTIVATIONS
-from test_fast_fp8 import hidden
-
-found = []
-for K, name in ((48, "gelu"), (768, "gelu_tanh"), (3072, "gelu"), (1280, "")):
-    x = hidden(K)
-    out, scale = torch.full((len(x), K), float("nan")), torch.full((len(x), 1), float("nan"))
-    quantise_rows[(len(x),)](x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
-    right = ACTIVATIONS[name](x.double()) if name else x.double()
-    most = right.abs().amax(1, keepdim=True).clamp(min=LEAST)
-    found.append([((out * scale - right).abs() / most).max().item(), (scale / (most / MOST) - 1).abs().max().item()])
-print(json.dumps(found))
-"""
-COMPILED = """
-import torch
-from plainvit.models.fast.fp8 import _quantise_rows
-_quantise_rows(torch.zeros(8, 3072, dtype=torch.bfloat16), "gelu")
-_quantise_rows(torch.zeros(8, 5120, dtype=torch.bfloat16), "gelu_tanh")
-_quantise_rows(torch.zeros(8, 1280, dtype=torch.bfloat16), "")
-assert len(made) == 3 and all("e4m3" in kernel.asm["ptx"] for kernel in made)
-"""
-
-
-def hidden(K: int) -> Tensor:
-    """Rows of several sizes, one far down the tail, one of zeros."""
-    x = draw(7, K) * torch.tensor([0.01, 1, 3, 10, 100, 1, 0])[:, None]
-    x[5] = -x[5].abs() - 2
-    return x
-
-
-def test_mlp_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    found = json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))
-    assert np.max(found) < 6e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [89, 90])
-def test_mlp_kernel_compiles_for_other_gpus(capability: int) -> None:
-    pytest.importorskip("triton")
-    in_child(NO_GPU.format(capability=capability) + COMPILED)
-
-
 def test_inference_copy_keeps_the_activation() -> None:
     """In the same order, whatever the activation; the plain model keeps its own."""
     for activation in ("gelu", "gelu_tanh", "relu"):
@@ -409,25 +310,14 @@ def test_inference_copy_keeps_the_activation() -> None:
         low, images = convert_to_fp8(model, torch.float32), tiny.images(4, model.config.image_size, dtype=torch.float32)
         assert low.blocks[0].mlp.activation is fp8.identity  # pyright: ignore
         expected = model(images)
-        assert apart(low(images), expected.double()) < 0.1
+        assert relative_error(low(images), expected.double()) < 0.1
         assert model.blocks[0].mlp.activation is not fp8.identity  # pyright: ignore
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    lacks = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
-    for mark in (
-        pytest.mark.gpu,
-        pytest.mark.skipif(lacks, reason="needs a CUDA GPU with fp8"),
-        pytest.mark.filterwarnings("ignore::UserWarning"),  # the compiler advises TF32
-    ):
-        test = mark(test)
-    return test
-
-
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
 def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None:
@@ -437,10 +327,10 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
     found = product(a, b, (rows, columns), bias, fast=fast)
     right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
     assert found.dtype is torch.bfloat16
-    assert apart(found.float(), right.double()) < (2e-2 if fast else 3e-3), "bf16's rounding, and a short sum's"
+    assert relative_error(found.float(), right.double()) < (2e-2 if fast else 3e-3), "rounding of bf16 and of fast sums"
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_quantisation_equals_cpu() -> None:
     x = draw(64, 768, spread=2.0)
     (found, scale), (right, expected) = quantise(x.cuda()), quantise(x)
@@ -448,7 +338,7 @@ def test_gpu_quantisation_equals_cpu() -> None:
     assert (found.cpu().float() == right.float()).float().mean() > 0.999
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("fast_path", [False, True])
 def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
     torch.manual_seed(0)
@@ -466,32 +356,10 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
         logits.float().square().mean().backward()
         found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
     for eager, compiled in zip(*found, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
-        assert apart(compiled, eager.double()) < 0.15
+        assert relative_error(compiled, eager.double()) < 0.15
 
 
-@on_gpu
-def test_gpu_cuda_graphs_are_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs.without_figures(monkeypatch)
-    config = runs.config(device="cuda", graphs="auto", precision="fp8", steps=12)
-    captured: list[Graph] = []
-    original = Graph._capture
-
-    def counted(graph: Graph, given: tuple[Tensor, ...]) -> None:
-        original(graph, given)
-        captured.append(graph)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Graph, "_capture", counted)
-        fit(config, tmp_path / "graphs", quiet=True)
-    assert len(captured) == 2
-    assert all(graph.graph for graph in captured)
-    with monkeypatch.context() as patch:
-        patch.setattr("plainvit.train.graphs.WARM", 10**9)
-        fit(config, tmp_path / "called", quiet=True)
-    assert runs.weights(tmp_path / "graphs") == runs.weights(tmp_path / "called")
-
-
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole of fit, on textured shapes; the same seed, so the same batches."""
     runs.without_figures(monkeypatch)
@@ -513,24 +381,25 @@ def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.
         assert len(losses) == 30
         assert np.isfinite(losses).all()
         means[precision] = float(np.mean(losses))
-    print(means)
     assert means["fp8"] == pytest.approx(means["bf16"], rel=0.02)
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("K", [48, 3072, 5120])
 def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) -> None:
-    x = hidden(K).bfloat16()
+    x = hidden_values(K).bfloat16()
     right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
     (found, scale), (_, scales) = fp8.quantise_rows_op(x.cuda(), activation), quantise(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
     low, high = ((right / scales * (1 + off)).to(E4M3).float() for off in (-2e-5, 2e-5))
-    assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), "but for what lies between two"
-    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * greatest_error(right) + 1e-30).all()
+    assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), (
+        "rounded to the nearest, except for ties"
+    )
+    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * error_bound(right) + 1e-30).all()
 
 
-@on_gpu
+@tiny.on_gpu((8, 9))
 def test_gpu_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = plainvit.create("ViT-S/16", classes=10, seed=0).eval().cuda()

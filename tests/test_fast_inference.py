@@ -1,6 +1,5 @@
 """Models for inference only: equal results, the fastest choice measured, the plain model where others fail."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import plainvit
 from plainvit import Predictor
@@ -21,7 +19,7 @@ PACKED = ("mkldnn::_linear_pointwise", "mkl::_mkl_linear")  # products with a ma
 
 
 @pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
 
     def refuse(*_: object, **__: object) -> Any:
@@ -31,7 +29,7 @@ def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["class token", "average", "ResNet"])
-@pytest.mark.usefixtures("eagerly")
+@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     pool = {"pool": "average"} if kind == "average" else {}
     model: Any = tiny.bit(torch.float32) if kind == "ResNet" else tiny.vit(torch.float32, **pool)
@@ -44,23 +42,6 @@ def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     assert fast.choices == {len(images): PLAIN}
     assert fast.agreement(images) == 1
     assert not fast(images).requires_grad
-
-
-def flops(call: Callable[[torch.Tensor], object], images: torch.Tensor) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call(images)
-    return counter.get_total_flops()
-
-
-@pytest.mark.usefixtures("eagerly")
-def test_last_block_computes_the_class_token_only() -> None:
-    """Of the last block a class token needs itself alone, an average all tokens."""
-    images = tiny.images(dtype=torch.float32)
-    for pool, less in (("token", True), ("average", False)):
-        plain, fast = tiny.vit(torch.float32, pool=pool), InferenceModel(tiny.vit(torch.float32, pool=pool))
-        for slow, quick in ((plain, fast), (plain.features, fast.features)):
-            quick(images)  # so that the timing is over
-            assert (flops(quick, images) < flops(slow, images)) == less
 
 
 def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +89,7 @@ def test_moving_the_model_measures_again() -> None:
     assert model.choices == {}
 
 
-@pytest.mark.usefixtures("eagerly")
+@pytest.mark.usefixtures("no_compiler")
 def test_load_and_predictor_return_it(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")

@@ -1,6 +1,6 @@
-"""What compiled code takes for a block's parts on a GPU, seen without one: tensors are there in name only.
+"""The operators that compiled blocks call on a GPU, checked without one: tensors are fake.
 
-That each way computes the same is for test_fast_gelu, test_fast_attention and test_gpu.
+test_fast_gelu, test_fast_attention and test_gpu check that the operators compute the same.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def gpu_is_ready(index: int) -> bool:
     return index == 0
 
 
-def on_gpu_in_name(model: ViT, dtype: torch.dtype) -> None:
+def replace_by_fake_cuda(model: ViT, dtype: torch.dtype) -> None:
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -39,7 +39,7 @@ def on_gpu_in_name(model: ViT, dtype: torch.dtype) -> None:
 
 
 def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.dtype, **changes: Any) -> set[str]:
-    """What a model with shortcuts calls, of our own operators and those that stand for one."""
+    """The operators of `OURS` that an accelerated model calls."""
     torch._dynamo.reset()
     monkeypatch.setattr(mlp, "device_ready", gpu_is_ready)
     monkeypatch.setattr(attention, "device_ready", gpu_is_ready)
@@ -54,7 +54,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, *, learning: bool, dtype: torch.d
         return graph.forward
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(learning):
-        on_gpu_in_name(model, dtype)
+        replace_by_fake_cuda(model, dtype)
         made = use_fp8(model) if fp8 else model
         run = torch.compile(accelerate(made.train(learning)), backend=look, fullgraph=True, dynamic=False)
         run(torch.empty(batch, 3, 64, 64, dtype=torch.uint8, device="cuda"))
@@ -96,8 +96,10 @@ def test_training_in_fp32_uses_no_kernels(monkeypatch: pytest.MonkeyPatch) -> No
             ({"activation": "gelu_tanh"}, {"aten._addmm_activation"}),
             ({"activation": "gelu"}, {"plainvit.gelu"}),
             ({"activation": "relu"}, set()),
-            ({"activation": "gelu", "batch": 4096}, {"plainvit.linear_gelu", "plainvit.gelu"}),  # the last block's: few
-            ({"activation": "gelu", "batch": 4096, "mlp_dim": 764}, {"plainvit.gelu"}),  # rows of no whole 16 bytes
+            # the last block computes one token: too few rows
+            ({"activation": "gelu", "batch": 4096}, {"plainvit.linear_gelu", "plainvit.gelu"}),
+            # rows are not aligned to 16 bytes
+            ({"activation": "gelu", "batch": 4096, "mlp_dim": 764}, {"plainvit.gelu"}),
             ({"activation": "gelu_tanh", "batch": 4096}, {"aten._addmm_activation"}),
         ],
         3,

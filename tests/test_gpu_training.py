@@ -12,6 +12,7 @@ import tiny
 import torch
 
 from plainvit.config import Config, Optim
+from plainvit.models.fast.fp8 import explain_unsupported
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.train import loop
 from plainvit.train.graphs import Graph
@@ -46,9 +47,13 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in runs.metrics(out) if "loss" in line]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"), [("adamw", "auto"), ("sgd", "auto"), ("muon", "auto"), ("adamw", "fp8")]
+)
+def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str) -> None:
     """Against the same functions, called; with dropout, stochastic depth, mixing, averaging and clipping."""
+    if precision == "fp8" and explain_unsupported("cuda"):
+        pytest.skip("needs a GPU with fp8")
     captured: list[Graph] = []
     original = Graph._capture
 
@@ -58,12 +63,12 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
     with monkeypatch.context() as patch:
         patch.setattr(Graph, "_capture", counted)
-        fit(on_gpu(name), tmp_path / "graphs", quiet=True)
+        fit(on_gpu(name, precision=precision), tmp_path / "graphs", quiet=True)
     assert len(captured) == 2
     assert all(graph.graph for graph in captured)
     with monkeypatch.context() as patch:
         patch.setattr("plainvit.train.graphs.WARM", 10**9)
-        fit(on_gpu(name), tmp_path / "called", quiet=True)
+        fit(on_gpu(name, precision=precision), tmp_path / "called", quiet=True)
     assert losses(tmp_path / "graphs") == losses(tmp_path / "called")
     assert state(tmp_path / "graphs") == state(tmp_path / "called")
 

@@ -1,4 +1,4 @@
-"""Whatever scores a model leaves its mode as it was, also after an exception, and takes no NaN or Inf for an answer."""
+"""Evaluation restores the mode of the model, also after an exception, and reports NaN and Inf outputs as errors."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ LABELS = torch.arange(IMAGES) % 2
 
 
 def pixels(index: int, bad: tuple[int, ...]) -> np.ndarray:
-    """White where the model is to fail."""
+    """White for the images whose outputs will not be finite."""
     if index in bad:
         return np.full((*SIZE, 3), 255, np.uint8)
     return np.random.default_rng(index).integers(0, 200, (*SIZE, 3), dtype=np.uint8)
@@ -57,7 +57,7 @@ def stack_images(bad: tuple[int, ...] = ()) -> Tensor:
 
 
 def make_model(value: float = float("nan")) -> ViT:
-    """Its tokens are `value` for a white image."""
+    """A model whose tokens are `value` for a white image."""
     model = tiny.vit(torch.float32, depth=2, classes=2)
 
     def spoil(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_probes_fail_on_non_finite_features(value: float) -> None:
 
 
 def fail_validations(monkeypatch: pytest.MonkeyPatch, which: set[int]) -> None:
-    """Some of the calls of classify, counted from 1, find logits that are not finite."""
+    """These calls of classify, counted from 1, raise NonFiniteError."""
     calls = 0
 
     def sometimes(*arguments: Any) -> Any:

@@ -4,6 +4,8 @@ References: the distributions of the paper's code for `google` (JAX's definition
 timm itself initialised for `timm`. A wrong scale of a few per cent shows in all but the smallest tensors.
 """
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,16 +22,12 @@ from timm.models.vision_transformer_hybrid import _resnetv2
 from torch import Tensor, nn
 
 import plainvit
-from plainvit.models import ViT, build
+from plainvit.models import build
 from plainvit.names import configure
 
 D, M, DEPTH = 96, 160, 2
 SHAPE: dict[str, Any] = {"width": D, "mlp_dim": M, "depth": DEPTH, "heads": 3, "image_size": (32, 48)}
 SURE = 1e-4  # probability of a false alarm per tensor
-
-
-def google(**settings: Any) -> ViT:
-    return plainvit.create("ViT-Ti/8", seed=0, **SHAPE | {"classes": 50} | settings)
 
 
 def follows(x: Tensor, expected: Any) -> bool:
@@ -82,87 +80,57 @@ def test_statistics_detect_small_mistakes() -> None:
 
 # Google ---------------------------------------------------------------------------------------------------------------
 
-
-def test_google_blocks() -> None:
-    model = google()
-    for block in model.blocks:
-        for matrix in block.attention.qkv.weight.split(D):
-            assert follows(matrix, uniform((3 / D) ** 0.5))
-        assert follows(block.attention.out.weight, uniform((3 / D) ** 0.5))
-        for layer in (block.mlp.fc1, block.mlp.fc2):
-            assert follows(layer.weight, uniform((6 / (D + M)) ** 0.5))
-            assert follows(layer.bias, normal(1e-6))
-        assert not block.attention.qkv.bias.any()
-        assert not block.attention.out.bias.any()
-
-
-def test_google_embedding_and_head() -> None:
-    model = google(representation=160)
-    assert follows(model.embedding.weight, lecun(3 * 8 * 8))
-    assert follows(model.pre_logits.weight, lecun(D))
-    assert follows(model.positions[0].table, normal(0.02))
-    zero = (model.embedding.bias, model.pre_logits.bias, model.head.weight, model.head.bias, model.class_token)
-    assert not any(x.any() for x in zero)
-
-
-@pytest.mark.parametrize("at", ["every", "shared"])
-def test_google_2d_positions(at: str) -> None:
-    for positions in google(posemb="2d", posemb_at=at, width=960).positions:
-        assert follows(positions.rows, normal(0.02))
-        assert follows(positions.columns, normal(0.02))
+EXPECTED: tuple[tuple[str, Callable[[Any, Tensor], Any]], ...] = (  # of a config and a weight; the first match counts
+    (r"stem.*norm3\.weight", lambda *_: 0),  # each unit starts as its shortcut
+    (r"(.*\.)?norm\w*\.weight|(.*\.)?root_norm\.weight", lambda *_: 1),
+    (r"(embedding|pre_logits|stem\..*|body\..*)\.weight", lambda _, weight: lecun(weight[0].numel())),
+    (r".*\.(qkv|kv|q|out)\.weight", lambda c, _: uniform((3 / c.width) ** 0.5)),  # qkv and kv as D x D matrices
+    (r".*\.fc[12]\.weight", lambda c, _: uniform((6 / (c.width + c.mlp_dim)) ** 0.5)),
+    (r".*\.fc[12]\.bias|registers", lambda *_: normal(1e-6)),
+    (r".*\.(table|rows|columns)", lambda *_: normal(0.02)),
+    (r"pool\.probe", lambda c, _: uniform((6 / (1 + c.width)) ** 0.5)),  # as a 1 x D matrix
+    (r"distillation_token", lambda *_: stats.truncnorm(-100, 100, 0, 0.02)),  # as DeiT draws it
+    (r".*\.scale", lambda *_: 0.25),
+    (r"class_token|head.*|.*\.bias", lambda *_: 0),
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pre-training head": {"representation": 160},
+    "2d at every layer": {"posemb": "2d", "posemb_at": "every", "width": 960},
+    "2d shared": {"posemb": "2d", "posemb_at": "shared", "width": 960},
+    "relative": {"posemb": "relative"},
+    "attention pool": {"pool": "attention", "width": 960},
+    "other papers": {"distillation": True, "registers": 4, "layer_scale": 0.25},
+}
 
 
-def test_google_relative_positions() -> None:
-    for block in google(posemb="relative").blocks:
-        assert follows(block.attention.relative.table, normal(0.02))
+def check_google(model: nn.Module) -> None:
+    """Every weight follows its distribution, or has its value."""
+    for name, weight in model.named_parameters():
+        expected = next(make for pattern, make in EXPECTED if re.fullmatch(pattern, name))(model.config, weight)
+        if isinstance(expected, int | float):
+            assert (weight == expected).all(), name
+        else:
+            for matrix in weight.split(weight.shape[1]) if "kv." in name else (weight,):
+                assert follows(matrix, expected), name
 
 
-def test_google_attention_pool() -> None:
-    """big_vision's MAP head: Xavier for each matrix, and for the probe as a 1 x D matrix."""
-    pool = google(pool="attention", width=960).pool
-    assert follows(pool.probe, uniform((6 / (1 + 960)) ** 0.5))
-    for matrix in (pool.q.weight, *pool.kv.weight.split(960), pool.out.weight):
-        assert follows(matrix, uniform((3 / 960) ** 0.5))
-    assert follows(pool.mlp.fc1.weight, uniform((6 / (960 + M)) ** 0.5))
-    assert follows(pool.mlp.fc1.bias, normal(1e-6))
-    assert not any(layer.bias.any() for layer in (pool.q, pool.kv, pool.out))
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_google_scheme(settings: dict[str, Any]) -> None:
+    check_google(plainvit.create("ViT-Ti/8", seed=0, **SHAPE | {"classes": 50} | settings))
 
 
-def test_google_registers_and_distillation_token() -> None:
-    """What the paper does not have, each as its own paper draws it."""
-    model = google(distillation=True, registers=4, layer_scale=0.25)
-    assert follows(model.registers, normal(1e-6))
-    assert follows(model.distillation_token, stats.truncnorm(-100, 100, 0, 0.02))
-    assert not model.head_distillation.weight.any()
-    assert all((block.residual1.scale == 0.25).all() for block in model.blocks)
-    assert all((block.residual2.scale == 0.25).all() for block in model.blocks)
-
-
-def test_google_hybrid_stem() -> None:
-    """Each unit starts as its shortcut: the last norm's scale is 0, all other scales are 1."""
+def test_google_scheme_of_a_hybrid() -> None:
     base = configure("R50x1+ViT-B/16")
     torch.manual_seed(0)
     model = build(base.replace(stem=base.stem.replace(blocks=(2, 1)), **SHAPE))
-    for name, module in model.stem.named_modules():
-        if isinstance(module, nn.GroupNorm):
-            assert (module.weight == (0 if name.endswith("norm3") else 1)).all()
-            assert not module.bias.any()
-        elif isinstance(module, nn.Conv2d):
-            assert follows(module.weight, lecun(module.weight[0].numel()))
+    check_google(model)
     x = torch.rand(1, 256, 6, 6)
     assert torch.equal(model.stem.stages[0][1](x), x)
 
 
-def test_google_bit() -> None:
-    model = plainvit.create("BiT-R50x1", blocks=(2, 1), seed=0)
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm):
-            assert (module.weight == 1).all()
-            assert not module.bias.any()
-        elif isinstance(module, nn.Conv2d):
-            assert follows(module.weight, lecun(module.weight[0].numel()))
-    assert not model.head.weight.any()
-    assert not model.head.bias.any()
+def test_google_scheme_of_bit() -> None:
+    check_google(plainvit.create("BiT-R50x1", blocks=(2, 1), seed=0))
 
 
 # timm -----------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""`plainvit plan` compared with PyTorch's optimizers and saved tensors, steps measured on an H200, and Table 6."""
+"""`plainvit plan` compared with PyTorch's optimizers and saved tensors, and with steps measured on an H200."""
 
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ import small_runs
 import tiny
 import torch
 from rich.console import Console
-from test_cost import TABLE_6
 from torch import Tensor
 
 from plainvit import cli, hub
@@ -31,8 +28,7 @@ from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, largest_micro_batch, memory, saved_bytes
 from plainvit.planning.plan import choose_micro_batch, plan, table
 from plainvit.planning.step_time import MEASURED, executed_macs, exposed_communication, step_seconds
-from plainvit.recipes import about, recipe
-from plainvit.recipes.paper import PRETRAINING
+from plainvit.recipes import recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train import guards
 from plainvit.train.measure import measure_steps
@@ -43,14 +39,6 @@ from plainvit.train.transfer import resolve
 
 ROOT = Path(__file__).parent.parent
 SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_size=(32, 24), classes=10)
-
-
-@pytest.mark.parametrize("name", [name for name in PRETRAINING if "jft" in name])
-def test_exaflops_match_table_6(name: str) -> None:
-    model, epochs = PRETRAINING[name].model, recipe(name).epochs
-    found = plan(recipe(name), images=303_000_000)["run"]
-    assert found["exaflops"] == pytest.approx(TABLE_6[model, epochs], rel=0.05 if "BiT" in model else 0.03)
-    assert found["epochs"] == pytest.approx(epochs, rel=1e-3)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -268,8 +256,7 @@ def test_communication_is_bytes_over_bandwidth_less_computation(parallel: Any, c
 def test_other_devices_are_scaled_and_say_so() -> None:
     assert [name for name, device in DEVICES.items() if "not measured" not in device.origin] == ["h200"]
     assert H200.slowdown == 1
-    assert 1 < DEVICES["h100"].slowdown < DEVICES["a100-80"].slowdown < 989 / 312
-    assert plan(recipe("cifar10"), on="a100")["on"] == "a100-80"
+    assert 1 < DEVICES["h100"].slowdown < DEVICES["a100"].slowdown < 989 / 312
 
 
 def test_measured_steps_replace_the_estimate() -> None:
@@ -303,17 +290,15 @@ def plan_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-PLANS: list[tuple[str, dict[str, Any]]] = [
-    ("vit-h14-jft", {"images": 303_000_000, "on": "h200", "devices": 64}),
-    ("vit-h14-jft", {"on": "h200", "devices": 1024}),
-    ("vit-l16-i21k", {"on": "a100-80"}),
-    ("r152x2-jft", {"on": "h100", "devices": 8}),
-    ("cifar10", {}),
-    ("digits", {"devices": 2}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), PLANS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit-h14-jft", {"on": "h200", "devices": 1024}),
+        ("vit-l16-i21k", {"on": "a100"}),
+        ("r152x2-jft", {"on": "h100", "devices": 8}),
+        ("digits", {"devices": 2}),
+    ],
+)
 def test_reports_are_json_and_fit_80_columns(name: str, options: dict[str, Any]) -> None:
     report = plan(recipe(name), **options)
     assert json.loads(json.dumps(report)) == report
@@ -368,15 +353,6 @@ def test_too_few_hours_are_noted_with_the_steps_they_allow() -> None:
     assert any("--hours 2" in note and f"{allowed:,}" in note for note in report["notes"])
 
 
-def test_rare_checkpoints_are_noted_with_an_interval_of_half_an_hour() -> None:
-    config, options = recipe("vit-h14-jft"), {"on": "h200", "devices": 64, "images": 303_000_000}
-    report = plan(config, **options)
-    (every,) = [int(found[1]) for note in report["notes"] if (found := re.search(r"--save-every (\d+)", note))]
-    assert every * report["step"]["seconds"] == pytest.approx(1800, rel=0.05)
-    saved = plan(config.replace(save_every=every), **options)
-    assert not any("--save-every" in note for note in saved["notes"])
-
-
 @pytest.mark.parametrize(
     ("config", "options", "word"),
     [
@@ -407,20 +383,10 @@ def test_a_plan_loads_no_torch() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ft-imagenet", "ft-pets"])
-def test_fine_tuning_is_planned_at_its_image_size(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The cost line of the recipe is for 384 pixels; the model's name alone means 224."""
-    expected = float(about(name)["cost"].split()[0])
-    found = plan_json(f"{name} --model ViT-B/16 --on h200", capsys)
-    assert found["run"]["exaflops"] == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize("sides", ["32", "32 32"])
-def test_a_named_model_takes_the_image_size_of_either_flag(sides: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for size in (f"--image-size {sides.split()[0]}", f"--model.image-size {sides}"):
-        for flags in itertools.permutations((size, "--model ViT-Ti/16")):
-            found = plan_json(f"digits {' '.join(flags)}", capsys)
-            assert found["parameters"] == cost.parameters(configure("ViT-Ti/16", 10, 32))
+@pytest.mark.parametrize("size", ["--image-size 32", "--model.image-size 32", "--model.image-size 32 32"])
+def test_a_named_model_takes_the_image_size_of_either_flag(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (f"digits {size} --model ViT-Ti/16", f"digits --model ViT-Ti/16 {size}"):
+        assert plan_json(words, capsys)["parameters"] == cost.parameters(configure("ViT-Ti/16", 10, 32))
 
 
 def test_a_recipe_takes_another_image_size(capsys: pytest.CaptureFixture[str]) -> None:

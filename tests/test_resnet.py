@@ -122,26 +122,17 @@ def test_bit_max_pool_pads_with_zeros() -> None:
 
 STEMS = {  # name: units per stage, feature map at 224 px and its channels, grid of tokens
     "R+ViT-Ti/16": ((), (56, 56), 64, (7, 7)),
-    "R26x1+ViT-S/32": ((2, 2, 2, 2), (7, 7), 2048, (7, 7)),
     "R50x1+ViT-B/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
-    "R50x1+ViT-B/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
-    "R50x1+ViT-L/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
     "R50x1+ViT-L/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
 }
-BITS = {  # name: units per stage, widening
-    "BiT-R26x1": ((2, 2, 2, 2), 1),
-    "BiT-R50x1": ((3, 4, 6, 3), 1),
+BITS = {  # name: units per stage, widening; test_config compares the others with timm
     "BiT-R50x2": ((3, 4, 6, 3), 2),
-    "BiT-R101x1": ((3, 4, 23, 3), 1),
-    "BiT-R101x3": ((3, 4, 23, 3), 3),
     "BiT-R152x1": ((3, 8, 36, 3), 1),
-    "BiT-R152x2": ((3, 8, 36, 3), 2),
-    "BiT-R152x4": ((3, 8, 36, 3), 4),
     "BiT-R200x3": ((3, 24, 36, 3), 3),
 }
 
 
-def traced(name: str) -> tuple[torch.nn.Module, Trace]:
+def trace_shapes(name: str) -> tuple[torch.nn.Module, Trace]:
     """The shapes of a full-sized pass, without its numbers."""
     with torch.device("meta"):
         model, trace = build(configure(name)).eval(), Trace("*")
@@ -158,10 +149,10 @@ def strides(stages: torch.nn.ModuleList) -> list[list[int]]:
     return [[unit.conv2.stride[0] for unit in stage] for stage in stages]
 
 
-@pytest.mark.parametrize("name", tiny.mostly_slow(STEMS, 3))
+@pytest.mark.parametrize("name", STEMS)
 def test_structure_of_hybrids(name: str) -> None:
     units, size, channels, grid = STEMS[name]
-    model, trace = traced(name)
+    model, trace = trace_shapes(name)
     stages = model.stem.stages
     assert tuple(map(len, stages)) == units
     assert strides(stages) == [[2 if stage else 1] + [1] * (count - 1) for stage, count in enumerate(units)]
@@ -175,7 +166,7 @@ def test_structure_of_hybrids(name: str) -> None:
 @pytest.mark.parametrize("name", tiny.mostly_slow(BITS, 3))
 def test_structure_of_resnets(name: str) -> None:
     units, widen = BITS[name]
-    model, trace = traced(name)
+    model, trace = trace_shapes(name)
     assert tuple(map(len, model.body.stages)) == units
     assert strides(model.body.stages) == [[s] + [1] * (n - 1) for s, n in zip((1, 2, 2, 2), units, strict=True)]
     for stage, side in enumerate((56, 28, 14, 7)):

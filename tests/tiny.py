@@ -1,6 +1,6 @@
 """Small models for the tests, with random weights in every part."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -76,3 +76,14 @@ def mostly_slow(values: Iterable[Any], every: int) -> list[Any]:
     """Cases for parametrize: every `every`-th is in the fast set, the others are marked slow."""
     cases = [one if isinstance(one, tuple) else (one,) for one in values]
     return [pytest.param(*one, marks=[pytest.mark.slow] * (at % every > 0)) for at, one in enumerate(cases)]
+
+
+def on_gpu(least: tuple[int, int] = (0, 0)) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test that needs a CUDA GPU of at least this compute capability."""
+    lacks = not torch.cuda.is_available() or torch.cuda.get_device_capability() < least
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        test = pytest.mark.filterwarnings("ignore::UserWarning")(test)  # the compiler advises TF32
+        return pytest.mark.gpu(pytest.mark.skipif(lacks, reason=f"needs a CUDA GPU, {least} or newer")(test))
+
+    return mark

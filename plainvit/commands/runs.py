@@ -131,7 +131,7 @@ def plan(
 
     Args:
         recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
-        on: Device to plan for: h200, h100 or a100-80; without it, no times
+        on: Device to plan for: h200, h100 or a100 (80 GB); without it, no times
         devices: Number of these devices
         images: Number of training images, if the data is not a known dataset
         search: Include the runs of the learning rate search (--optim.grid)

@@ -7,6 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from plainvit import device
+
 
 class ComputedBuffer(nn.Module):
     """Holds `compute()` on the model's device. Casting the model does not change it; leaving `meta` computes it."""
@@ -22,17 +24,17 @@ class ComputedBuffer(nn.Module):
         self.move(fn(torch.empty(0, device=self.value.device)).device)
         return self
 
-    def move(self, device: torch.device) -> None:
-        if device != self.value.device:
+    def move(self, target: torch.device) -> None:
+        if target != self.value.device:
             with torch.device("cpu"):
-                self.value = self.compute().to(device)
+                self.value = self.compute().to(target)
 
 
-def fill_buffers(model: nn.Module, device: torch.device | str) -> None:
+def fill_buffers(model: nn.Module, target: torch.device | str) -> None:
     """Computes the buffers of a model that was built on the meta device, before its weights are assigned."""
     for module in model.modules():
         if isinstance(module, ComputedBuffer):
-            module.move(torch.device(device))  # `to_empty` would import sympy, which takes a quarter of a second
+            module.move(torch.device(target))  # `to_empty` would import sympy, which takes a quarter of a second
 
 
 def _per_channel(values: Sequence[float]) -> Tensor:
@@ -44,7 +46,19 @@ class Normalise(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
+        self._cpu_bf16_refused = device.cpu_bf16_refused()  # on some CPUs bf16 kills the process
+        self.channels = len(mean)
         self.mean, self.std = ComputedBuffer(partial(_per_channel, mean)), ComputedBuffer(partial(_per_channel, std))
+
+    def convert(self, images: Tensor, weight: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Checks the images' shape, where a model needs one size, and normalises them in the dtype of its weights."""
+        expected = (self.channels, *(size or images.shape[2:]))
+        if images.ndim != 4 or images.shape[1:] != expected:
+            shape = ", ".join(map(str, (self.channels, *(size or ("height", "width")))))
+            raise ValueError(f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {shape}]")
+        if self._cpu_bf16_refused:
+            device.check_cpu_bf16(weight)
+        return self(images).to(weight.dtype)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         self.register_buffer("positions", torch.cat((places.new_zeros(self.prefix, width), places)))
         self.blocks = nn.ModuleList(Block(self.config, layer, masked.depth) for layer in range(masked.depth))
         self.norm = make_norm(encoder, width)
-        self.answer = nn.Linear(width, out)
+        self.prediction = nn.Linear(width, out)
 
     def forward(self, x: Tensor, order: Tensor, hidden: int) -> Tensor:
         """Encoded tokens x [B, prefix + n - k, D] to predictions [B, k, out]."""
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         # Blocks do not depend on the order of tokens: the hidden ones stay last, and positions are reordered
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
         x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
-        return self.answer(self.norm(self.decode(x, hidden)))  # [B, k, out]
+        return self.prediction(self.norm(self.decode(x, hidden)))  # [B, k, out]
 
     def decode(self, x: Tensor, hidden: int) -> Tensor:
         """Tokens [B, prefix + n, D] through all blocks; those of the hidden patches: [B, k, D]."""
@@ -141,7 +141,7 @@ class MaskedViT(nn.Module):
             return self
         if isinstance(decoder, Decoder):
             initialise_vit(cast(Any, decoder), generator)
-            nn.init.xavier_uniform_(decoder.answer.weight, generator=generator)
+            nn.init.xavier_uniform_(decoder.prediction.weight, generator=generator)
         else:
             nn.init.zeros_(decoder.weight)
             nn.init.zeros_(decoder.bias)
@@ -174,8 +174,7 @@ class MaskedViT(nn.Module):
 
     def _embed(self, images: Tensor, places: Tensor) -> Tensor:
         """The embeddings of the patches at `places` [B, s] alone: [B, s, D]."""
-        self.model.check_images(images)
-        pixels = self.model.normalise(images).to(self.model.embedding.weight.dtype)
+        pixels = self.model.normalise.convert(images, self.model.embedding.weight, self.model.config.image_size)
         return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), places))
 
     def _select_positions(self, places: Tensor, like: Tensor) -> Tensor:

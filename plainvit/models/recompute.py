@@ -21,8 +21,8 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor, trace: Trace | None = None, **options: Any) -> Tensor:
         if trace is not None or not torch.is_grad_enabled():
-            more = {} if trace is None else {"trace": trace}
-            return super().forward(x, **more, **options)  # pyright: ignore[reportAttributeAccessIssue]
+            options |= {} if trace is None else {"trace": trace}
+            return super().forward(x, **options)  # pyright: ignore[reportAttributeAccessIssue]
         return checkpoint(super().forward, x, use_reentrant=False, **options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
 
 

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plainvit import device
 from plainvit.config import About, ResNetConfig
 from plainvit.models.buffers import Normalise
 from plainvit.models.init import initialise_resnet
-from plainvit.models.trace import Trace, note
+from plainvit.models.trace import Trace, note, number_layers
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
@@ -136,7 +135,6 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self._cpu_bf16_refused = device.cpu_bf16_refused()
         self.config, self.about = config, About()
         self.normalise = Normalise(config.mean, config.std)
         self.body = Body(config)
@@ -160,22 +158,12 @@ class ResNet(nn.Module):
         """The pooled representation [B, C]; or the feature maps after the chosen stages (0 is the first)."""
         if layers is None:
             return self.feature_map(images).mean((2, 3))
-        depth = len(self.body.stages)
-        if not layers or not all(-depth <= layer < depth for layer in layers):
-            raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
-        trace = Trace(*(f"stage{layer % depth + 1}" for layer in layers))
+        trace = Trace(*(f"stage{layer + 1}" for layer in number_layers(layers, len(self.body.stages))))
         self.feature_map(images, trace)
         return [trace[name] for name in trace.patterns]
 
     def feature_map(self, images: Tensor, trace: Trace | None = None) -> Tensor:
-        if images.ndim != 4 or images.shape[1] != self.config.channels:
-            raise ValueError(
-                f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {self.config.channels}, "
-                "height, width]"
-            )
-        if self._cpu_bf16_refused:
-            device.check_cpu_bf16(self.body.root.weight)
-        x = self.normalise(images).to(self.body.root.weight.dtype)
+        x = self.normalise.convert(images, self.body.root.weight)
         return note(trace, "encoded", self.body(note(trace, "pixels", x), trace))  # [B, C, H/32, W/32]
 
     def replace_head(self, classes: int) -> Self:

@@ -47,6 +47,13 @@ def note(trace: Trace | None, name: str, x: Tensor) -> Tensor:
     return x
 
 
+def number_layers(layers: Sequence[int], depth: int) -> list[int]:
+    """The chosen layers counted from 0; -1 is the last."""
+    if not layers or not all(-depth <= layer < depth for layer in layers):
+        raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
+    return [layer % depth for layer in layers]
+
+
 def assume_constant_result(function: Callable) -> Callable:
     """As torch.compiler.assume_constant_result, without importing the compiler: called once, while it traces."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

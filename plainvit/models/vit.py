@@ -26,7 +26,7 @@ from plainvit.models.init import initialise_vit
 from plainvit.models.parts import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
 from plainvit.models.positions import Positions, RelativePositions
 from plainvit.models.resnet import Body
-from plainvit.models.trace import Trace, note
+from plainvit.models.trace import Trace, note, number_layers
 
 
 def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -175,7 +175,6 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         device.choose_attention_backend()
-        self._cpu_bf16_refused = device.cpu_bf16_refused()  # on some CPUs bf16 kills the process
         self.config, self.about = config, About()
         D, layers = config.width, config.depth * (2 if config.axial else 1)
         self.normalise = Normalise(config.mean, config.std)
@@ -216,17 +215,14 @@ class ViT(nn.Module):
         """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""
         if layers is None:
             return self.represent(self.encode(images))
-        depth = len(self.blocks)
-        if not layers or not all(-depth <= layer < depth for layer in layers):
-            raise ValueError(f"layers must be 0 to {depth - 1} for this model, got {list(layers)}")
-        wanted = [layer % depth for layer in layers]
+        chosen = number_layers(layers, len(self.blocks))
         kept: dict[int, Tensor] = {}
         x = self.embed(images)
-        for layer in range(max(wanted) + 1):
+        for layer in range(max(chosen) + 1):
             x = self.run_block(x, layer)
-            if layer in wanted:
+            if layer in chosen:
                 kept[layer] = x
-        return [kept[layer] for layer in wanted]
+        return [kept[layer] for layer in chosen]
 
     def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Tokens after the last block and, unless it comes after pooling, the final norm (the LN of eq. 4)."""
@@ -234,8 +230,8 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Eq. 1: images to tokens."""
-        self.check_images(images)
-        x = note(trace, "pixels", self.normalise(images).to(self.embedding.weight.dtype))  # [B, C, height, width]
+        x = self.normalise.convert(images, self.embedding.weight, self.config.image_size)  # [B, C, height, width]
+        x = note(trace, "pixels", x)
         x = x if self.stem is None else self.stem(x, trace)
         x = note(trace, "patches", self.embed_patches(patchify(x, self.config.patch)))  # [B, h*w, D]
         x = self.prepend_tokens(x)  # [B, N, D]
@@ -297,8 +293,8 @@ class ViT(nn.Module):
         like = self.embedding.weight
         self.pre_logits = self.projection = None
         for name in ("head", "head_distillation"):
-            wanted = classes and (name == "head" or self.config.distillation)
-            layer = make_head(self.config).to(like.device, like.dtype) if wanted else None
+            has_layer = classes and (name == "head" or self.config.distillation)
+            layer = make_head(self.config).to(like.device, like.dtype) if has_layer else None
             for parameter in layer.parameters() if layer else ():
                 nn.init.zeros_(parameter)
             setattr(self, name, layer)
@@ -315,11 +311,3 @@ class ViT(nn.Module):
             *("encoded", "pooled", "representation"),
             *(("logits",) if self.head else ()),
         ]
-
-    def check_images(self, images: Tensor) -> None:
-        expected = (self.config.channels, *self.config.image_size)
-        if images.ndim != 4 or images.shape[1:] != expected:
-            shape = ", ".join(map(str, expected))
-            raise ValueError(f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {shape}]")
-        if self._cpu_bf16_refused:
-            device.check_cpu_bf16(self.embedding.weight)

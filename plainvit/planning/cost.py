@@ -13,15 +13,7 @@ from rich.table import Table
 from plainvit.config import Model, ResNetConfig, ViTConfig, pair
 from plainvit.names import configure
 
-JFT_IMAGES = 303_000_000
 SMALL_STEP = 1e14  # FLOPs
-# Table 6: epochs of JFT-300M that the paper pre-trained each model for
-PAPER_EPOCHS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("ViT-B/32", "ViT-B/16", "ViT-L/32", "BiT-R50x1", "BiT-R50x2", "BiT-R101x1", "BiT-R152x1"), (7,)),
-    **dict.fromkeys(("R50x1+ViT-B/32", "R50x1+ViT-B/16", "R50x1+ViT-L/32"), (7,)),
-    **dict.fromkeys(("ViT-L/16", "BiT-R152x2", "R50x1+ViT-L/16"), (7, 14)),
-    **dict.fromkeys(("ViT-H/14", "BiT-R200x3"), (14,)),
-}
 
 
 def parameters(config: Model) -> int:
@@ -49,11 +41,11 @@ def training_exaflops(config: Model, images: float) -> float:
 
 def summary(name: str, image_size: int = 224) -> dict[str, Any]:
     """One row of `plainvit models`."""
-    paper = configure(name)  # the paper pre-trained at 224 px
-    stride = paper.stride[0] if isinstance(paper, ViTConfig) else 1
+    config = configure(name)
+    stride = config.stride[0] if isinstance(config, ViTConfig) else 1
     if image_size % stride:  # one model that does not fit is a row of the table, not an error
         return {"name": name, "image_size": image_size, "does_not_fit": f"{image_size} px is not divisible by {stride}"}
-    config = paper.replace(image_size=pair(image_size))
+    config = config.replace(image_size=pair(image_size))
     count = parameters(config)
     return {
         "name": name,
@@ -62,9 +54,6 @@ def summary(name: str, image_size: int = 224) -> dict[str, Any]:
         "parameters": count,
         "gmacs": macs(config) / 1e9,
         "weights_mib": count * 4 / 2**20,
-        "paper_exaflops": {
-            f"{epochs} epochs": training_exaflops(paper, epochs * JFT_IMAGES) for epochs in PAPER_EPOCHS.get(name, ())
-        },
     }
 
 
@@ -72,15 +61,14 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """The rows of `summary` as a table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("model", style="cyan", no_wrap=True)
-    for title in ("tokens", "parameters", f"GMACs at {rows[0]['image_size']}", "fp32 weights", "exaFLOPs"):
+    for title in ("tokens", "parameters", f"GMACs at {rows[0]['image_size']}", "fp32 weights"):
         shown.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if "does_not_fit" in row:
-            shown.add_row(row["name"], "-", "-", "does not fit", "-", style="dim")
+            shown.add_row(row["name"], "-", "-", "does not fit", style="dim")
             continue
-        paper = " / ".join(f"{value:,.0f}" for value in row["paper_exaflops"].values())
         cells = f"{row['parameters']:,}", f"{row['gmacs']:.2f}", f"{row['weights_mib']:,.0f} MiB"
-        shown.add_row(row["name"], str(row["tokens"] or ""), *cells, paper)
+        shown.add_row(row["name"], str(row["tokens"] or ""), *cells)
     return shown
 
 

@@ -50,4 +50,4 @@ H200 = Device(
 )
 H100 = replace(H200, origin="scaled from the H200 by peak rates, not measured", bandwidth=3.35, memory=79.0)
 A100 = replace(H100, tflops=312.0, fp32_tflops=17.0, bandwidth=2.039, node_bandwidth=300.0, network_bandwidth=25.0)
-DEVICES: dict[str, Device] = {"h200": H200, "h100": H100, "a100-80": A100}
+DEVICES: dict[str, Device] = {"h200": H200, "h100": H100, "a100": A100}

@@ -14,7 +14,6 @@ from plainvit.planning.devices import Device
 
 GIB = 2**30
 RESNET_RECOMPUTED = 0.6  # of the activations at the peak, R50 to R200: the outputs of the stages, and all of one stage
-Parallel = Literal["single", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Step:
     eager: bool = False
     graphs: bool = False
     fp8: bool = False
-    parallel: Parallel = "single"
+    parallel: Literal["single", "ddp", "fsdp"] = "single"
     devices: int = 1
 
     @property
@@ -65,7 +64,7 @@ def memory(step: Step) -> dict[str, int]:
     gradients stay while the activations of the next one are computed.
     """
     count, shards = cost.parameters(step.model), step.shards
-    found: dict[str, float] = {
+    sizes: dict[str, float] = {
         "weights": 4 * count / shards,
         "gradients": 4 * count / shards,
         "optimizer state": optimizer_bytes(step.model, step.optim) / shards,
@@ -77,10 +76,10 @@ def memory(step: Step) -> dict[str, int]:
         "activations": step.size * saved_bytes(step),
         "workspace": step.size * _workspace_bytes(step),
     }
-    gradients, activations = found["gradients"], found["activations"] + found["workspace"]
-    constant = sum(found.values()) - gradients - activations
+    gradients, activations = sizes["gradients"], sizes["activations"] + sizes["workspace"]
+    constant = sum(sizes.values()) - gradients - activations
     peak = activations + gradients if step.micro_batches > 1 else max(activations, gradients)
-    return {name: round(value) for name, value in (found | {"total": constant + peak}).items()}
+    return {name: round(value) for name, value in (sizes | {"total": constant + peak}).items()}
 
 
 def checkpoint_bytes(step: Step) -> int:
@@ -90,9 +89,9 @@ def checkpoint_bytes(step: Step) -> int:
 
 def largest_micro_batch(step: Step, device: Device) -> int:
     """Most images of a micro-batch that fit on the device next to accumulated gradients; 0: not even one."""
-    one = memory(replace(step, images=max(step.images, 2), micro_batch=1))
-    each = one["activations"] + one["workspace"]
-    return max(int((device.usable_bytes - one["total"] + each) / each), 0)
+    single = memory(replace(step, images=max(step.images, 2), micro_batch=1))
+    each = single["activations"] + single["workspace"]
+    return max(int((device.usable_bytes - single["total"] + each) / each), 0)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

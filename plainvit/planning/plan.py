@@ -6,7 +6,6 @@
 Everything is computed from the config. With --measure the time of a step is that of real steps on this machine.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
 from plainvit.planning.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory
 from plainvit.planning.step_time import step_seconds
 
-SAVE_HOURS = 0.5  # suggested time between checkpoints that are more than twice as far apart
 Report = dict[str, Any]
 
 
@@ -36,12 +34,16 @@ def plan(
 ) -> Report:
     """Cost of the run, as JSON; with `on`, a name of `DEVICES`, also whether it fits and its time.
 
-    `images`: training images, where the data is not a known dataset. `search`: add a run for each rate of optim.grid.
-    `measured`: from `plainvit.train.measure.measure_steps`, in place of the estimated step time.
+    Args:
+        config: The run.
+        on: Name of a device.
+        devices: Number of these devices.
+        images: Training images, where the data is not a known dataset.
+        search: Add a run for each rate of optim.grid.
+        measured: From `plainvit.train.measure.measure_steps`, in place of the estimated step time.
     """
-    model, on = resolve_model(config), _find_device(on)
-    _check(config, devices, images, search)
-    device = DEVICES[on] if on else None
+    _check(config, on, devices, images, search)
+    model, device = resolve_model(config), DEVICES.get(on)
     run = _count_steps(config, model, images, runs=1 + len(config.optim.grid) * search)
     step = describe_step(config, model, devices)
     report: Report = {
@@ -60,7 +62,7 @@ def plan(
         "parallel": step.parallel,
         "step": _plan_step(step, device, run, measured),
     }
-    return report | {"notes": [*_list_assumptions(config, model, report), *_list_advice(config, report)]}
+    return report | {"notes": list(_list_notes(config, model, report))}
 
 
 def resolve_model(config: Config) -> Model:
@@ -76,15 +78,9 @@ def resolve_model(config: Config) -> Model:
     return model.replace(classes=0, representation=0, pool="average" if model.reads_one_token else model.pool)
 
 
-def _find_device(on: str) -> str:
-    """A name of `DEVICES`; a100 stands for a100-80."""
-    found = [name for name in DEVICES if on.lower() in (name, name.partition("-")[0])]
-    if on and not found:
+def _check(config: Config, on: str, devices: int, images: int | None, search: bool) -> None:
+    if on and on not in DEVICES:
         raise ValueError(f"--on {on}: this device is not known; {nearest(on, DEVICES)}")
-    return found[0] if found else ""
-
-
-def _check(config: Config, devices: int, images: int | None, search: bool) -> None:
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
     if config.batch % devices:
@@ -100,10 +96,14 @@ def _count_steps(config: Config, model: Model, images: int | None, runs: int) ->
     """Steps of a run and the FLOPs of all runs; None where the number of images is not known."""
     images = images or count_training_images(config)
     steps = (count_steps(config, images) if images else config.steps) or None
-    seen = runs * steps * config.batch if steps else None
-    found = {"images": images, "batch": config.batch, "runs": runs, "steps": steps, "seen": seen}
-    found["epochs"] = steps * config.batch / images if steps and images else None
-    return found | {"exaflops": cost.training_exaflops(model, seen) if seen else None}
+    return {
+        "images": images,
+        "batch": config.batch,
+        "runs": runs,
+        "steps": steps,
+        "epochs": steps * config.batch / images if steps and images else None,
+        "exaflops": cost.training_exaflops(model, runs * steps * config.batch) if steps else None,
+    }
 
 
 def describe_step(config: Config, model: Model, devices: int) -> Step:
@@ -134,19 +134,17 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
         step = replace(step, micro_batch=measured["micro_batch"])
     elif device and not step.micro_batch:
         step = replace(step, micro_batch=choose_micro_batch(step, device))
-    found: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
+    planned: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
+    parts = {"measured": measured["seconds"]} if measured else {}
     if device:
-        found["fits"] = found["memory"]["total"] <= device.usable_bytes
-        found["largest_micro_batch"] = largest_micro_batch(step, device)
-    if measured:
-        parts = {"measured": measured["seconds"]}
-    elif device and found["fits"]:
-        parts = step_seconds(step, device)
-    else:
-        return found
+        planned["fits"] = planned["memory"]["total"] <= device.usable_bytes
+        planned["largest_micro_batch"] = largest_micro_batch(step, device)
+        parts = parts or (step_seconds(step, device) if planned["fits"] else {})
+    if not parts:
+        return planned
     seconds = sum(parts.values())
     rate = run["batch"] / seconds
-    return found | {
+    return planned | {
         "parts": parts,
         "seconds": seconds,
         "images_per_second": rate,
@@ -177,11 +175,12 @@ def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     return 0
 
 
-def _list_assumptions(config: Config, model: Model, report: Report) -> Iterator[str]:
-    """What the values leave out or assume."""
+def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
+    """What the values leave out or assume, and what to change."""
+    run, step = report["run"], report["step"]
     if not (config.steps or config.epochs or config.init):
         yield "the length of the run is not set: give --epochs or --steps for exaFLOPs and hours"
-    elif not report["run"]["images"] and not config.steps:
+    elif not run["steps"]:
         yield "the number of training images is not known: give --images for exaFLOPs and hours"
     if not model.classes and config.objective == "classify":
         yield "the number of classes depends on the data: the last layer is not counted"
@@ -196,26 +195,15 @@ def _list_assumptions(config: Config, model: Model, report: Report) -> Iterator[
     if report["devices"] > 1 and report["on"]:
         speed = DEVICES[report["on"]].collective_bandwidth(report["devices"]) / 1e9
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"
-
-
-def _list_advice(config: Config, report: Report) -> Iterator[str]:
-    """What to change, and what the flags of the command mean for the result."""
-    run, step = report["run"], report["step"]
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
         yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
     if run["runs"] > 1:
         rates = ", ".join(f"{lr:g}" for lr in config.optim.grid)
         yield f"FLOPs and time are those of {run['runs']} runs: --search tries {rates}, then trains with the best"
-    if not step.get("hours"):
-        return
-    hours, steps = step["hours"] / run["runs"], run["steps"]
-    apart = hours * min(math.ceil(steps / config.evaluations), config.save_every or steps) / steps
-    if config.hours and hours > config.hours:
-        yield f"--hours {config.hours:g} allows about {int(steps * config.hours / hours):,} steps of each run"
-    elif apart > 2 * SAVE_HOURS:
-        every = float(f"{SAVE_HOURS * steps / hours:.2g}")
-        yield f"checkpoints are {_format(apart)} hours apart: --save-every {every:.0f} saves about every 30 minutes"
+    hours = (step.get("hours") or 0) / run["runs"]
+    if 0 < config.hours < hours:
+        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps of each run"
 
 
 # Table ----------------------------------------------------------------------------------------------------------------

@@ -55,22 +55,22 @@ def choose_recipe(data: str, summary: DataSummary) -> tuple[str, str]:
     for name in ("digits", "cifar10", "tiny-imagenet"):
         if data == name:
             return name, "made for this dataset"
-    found = f"{summary.images:,} training images of about {summary.side} px"
+    reason = f"{summary.images:,} training images of about {summary.side} px"
     if summary.side <= SMALL_SIDE:
-        return "small", found
+        return "small", reason
     hint = "pretrained weights are far more accurate: plainvit finetune --init WEIGHTS --data "
-    return "photos", f"{found}; {hint}{data}"
+    return "photos", f"{reason}; {hint}{data}"
 
 
 def about(name: str) -> dict[str, str]:
     """The parts of a recipe's docstring: name, summary, source, command, expected, cost; "" if absent."""
     lines = [line.strip() for line in (_find(name).__doc__ or "").strip().splitlines()]
-    found = {"name": name, "summary": lines[0] if lines else ""} | dict.fromkeys(PARTS, "")
+    parts = {"name": name, "summary": lines[0] if lines else ""} | dict.fromkeys(PARTS, "")
     for line in lines[1:]:
         part, _, text = line.partition(": ")
         if part.lower() in PARTS:
-            found[part.lower()] = text
-    return found
+            parts[part.lower()] = text
+    return parts
 
 
 def describe_recipe(make: Recipe, *, summary: str, source: str, command: str, expected: str, cost: str) -> Recipe:

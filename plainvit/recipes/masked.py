@@ -72,7 +72,7 @@ def mae_b16_i1k() -> Config:
     )
 
 
-# Small: the models of recipes cifar10 and tiny-imagenet, which can start from the weights ---------------------------
+# Small: the models of recipes cifar10 and tiny-imagenet, which can start from the weights -----------------------------
 
 SMALL_MASKS: dict[str, dict[str, Any]] = {
     "masked": {"ratio": 0.5, "target": "colour"},

@@ -47,8 +47,8 @@ class Launch:
 
     def options(self) -> dict[str, Any]:
         """For Triton."""
-        found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
-        return found | ({"maxnreg": self.registers} if self.registers else {})
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,12 @@ def run_queries(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch
 ) -> Tensor:
     """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
-    rest, sizes = _backward_arguments(grad, qkv, heads)
+    arguments, sizes = _backward_arguments(grad, qkv, heads)
     programs = -(-qkv.shape[1] // launch.rows)
     sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
-            qkv, out, lse, grad, delta, dqkv, sums, *rest, **sizes,
+            qkv, out, lse, grad, delta, dqkv, sums, *arguments, **sizes,
             WIDTHS=split(qkv.shape[1], launch.keys), ROWS=launch.rows, PROGRAMS=programs, **launch.options(),
         )  # fmt: skip
     return sums
@@ -217,11 +217,11 @@ def run_queries(
 
 def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
     """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
-    rest, sizes = _backward_arguments(grad, qkv, heads)
+    arguments, sizes = _backward_arguments(grad, qkv, heads)
     N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
-            qkv, lse, grad, delta, dqkv, *rest, **sizes,
+            qkv, lse, grad, delta, dqkv, *arguments, **sizes,
             KEYS=launch.keys, WIDTHS=split(N, launch.rows), PROGRAMS=programs, **launch.options(),
         )  # fmt: skip
 

@@ -23,13 +23,13 @@ from plainvit.models.fast.mlp import SHORT_GELUS
 from plainvit.models.vit import Attention, Mlp, ViT
 
 E4M3 = torch.float8_e4m3fn
-MOST = torch.finfo(E4M3).max  # 448
-LEAST = 1e-30  # lower bound of a row's largest value: avoids division by zero
+E4M3_MAX = torch.finfo(E4M3).max  # 448
+MIN_ROW_MAX = 1e-30  # lower bound of a row's largest value: avoids division by zero
 ALIGNED = 16  # K and N must be multiples
 # Fast accumulation sums in about 14 bits. Its error is smaller than e4m3's rounding, but it truncates, and in gradients
 # that bias would grow from layer to layer.
 FAST_FORWARD, FAST_BACKWARD = True, False
-LONG = 1024  # values in a row, up to which the compiler reads it once
+LONGEST_FUSED_ROW = 1024  # values; the compiler reads longer rows twice
 log = logging.getLogger("plainvit")
 
 
@@ -39,10 +39,10 @@ def identity(x: Tensor) -> Tensor:
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as e4m3, and a scale per row, fp32 [M, 1]. NaN and Inf stay, so that the guard sees a bad step."""
-    if x.shape[1] > LONG and has_kernel(x):
+    if x.shape[1] > LONGEST_FUSED_ROW and has_kernel(x):
         return quantise_rows_op(x, "")
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST) / MOST
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=MIN_ROW_MAX) / E4M3_MAX
     return (x / scale).to(E4M3).contiguous(), scale
 
 
@@ -64,7 +64,7 @@ def _quantise_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
     launch: Any = fp8_kernels.quantise_rows[(M,)]
     with torch.cuda.device_of(x):
-        launch(x, out, scale, MOST, LEAST, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
+        launch(x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
     return out, scale
 
 
@@ -97,8 +97,8 @@ scaled_matmul.register_fake(_scaled_matmul)
 def emulate_matmul(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
     """The same in fp32, on any device."""
     with torch.autocast(a.device.type, enabled=False):
-        found = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
-        return found if bias is None else found + bias.float()
+        matmul = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
+        return matmul if bias is None else matmul + bias.float()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class Fp8InferenceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, rows = quantise_activated(x.flatten(0, -2), self.kind, self.activation)
-        found = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
-        return found.to(x.dtype).unflatten(0, x.shape[:-1])
+        output = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
+        return output.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def use_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
@@ -203,28 +203,28 @@ def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
 
 def _find_linears(model: ViT) -> list[nn.Linear]:
     """The Linears of the blocks whose sizes the kernels support."""
-    every = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    plain = [one for one in every if type(one) is nn.Linear and one.bias is not None]
-    fit = [one for one in plain if one.in_features % ALIGNED == 0 and one.out_features % ALIGNED == 0]
-    if len(fit) < len(every):
-        rest = len(every) - len(fit)
-        log.warning("fp8: %d of %d layers stay bf16: no bias, or sizes not divisible by %d", rest, len(every), ALIGNED)
-    return fit
+    linears = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    plain = [linear for linear in linears if type(linear) is nn.Linear and linear.bias is not None]
+    supported = [linear for linear in plain if linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0]
+    if len(supported) < len(linears):
+        count = len(linears) - len(supported), len(linears)
+        log.warning("fp8: %d of %d layers stay bf16: no bias, or sizes not divisible by %d", *count, ALIGNED)
+    return supported
 
 
-def explain_unsupported(place: torch.device | str) -> str:
+def explain_unsupported(device: torch.device | str) -> str:
     """Why a device does not support fp8; "" if it does. Runs one fp8 matmul."""
-    place = torch.device(place)
-    if place.type != "cuda":
-        return f"fp8 needs a CUDA GPU, this is {place.type}"
-    name, capability = torch.cuda.get_device_name(place), torch.cuda.get_device_capability(place)
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"fp8 needs a CUDA GPU, this is {device.type}"
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         has = ".".join(map(str, capability))
         return f"fp8 needs a GPU of compute capability 8.9 or newer, {name} has {has}"
     try:
-        one, scale = quantise(torch.ones(64, 32, device=place))
+        ones, scale = quantise(torch.ones(64, 32, device=device))
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
-            product(one, one, (scale, scale), one[:, 0].float(), fast=fast)
+            product(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:
         return f"fp8 matmuls fail on {name}: {str(error).splitlines()[0]}"
     return ""

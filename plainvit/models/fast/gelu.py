@@ -72,8 +72,8 @@ def _value(x: Tensor, tanh: bool) -> Tensor:
 
 
 def _gradient(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    phi, more = (sigmoid if tanh else normal)(x.float())
-    return (grad.float() * (phi + more)).to(x.dtype)
+    phi, slope = (sigmoid if tanh else normal)(x.float())
+    return (grad.float() * (phi + slope)).to(x.dtype)
 
 
 # The operators --------------------------------------------------------------------------------------------------------
@@ -123,17 +123,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool
 def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [R, M] from that of the GELU, the GELU, and partial sums of the gradient, fp32 [.., M]."""
     if not x.is_cuda:
-        found = _gradient(grad, x, tanh)
-        return found, _value(x, tanh), found.float().sum(0, keepdim=True)
+        dx = _gradient(grad, x, tanh)
+        return dx, _value(x, tanh), dx.float().sum(0, keepdim=True)
     from plainvit.models.fast import gelu_kernels
 
     (R, M), x, grad = x.shape, x.contiguous(), grad.contiguous()
-    found, again = torch.empty_like(x), torch.empty_like(x)
+    dx, y = torch.empty_like(x), torch.empty_like(x)
     sums = x.new_empty(-(-R // (ROWS * TURNS)), M, dtype=torch.float32)
     launch: Any = gelu_kernels.gelu_gradients[(-(-M // COLUMNS), len(sums))]
     with torch.cuda.device_of(x):
-        launch(grad, x, found, again, sums, R, M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
-    return found, again, sums
+        launch(grad, x, dx, y, sums, R, M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
+    return dx, y, sums
 
 
 _gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _product, mutates_args=())
@@ -159,8 +159,8 @@ def _save_for_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, again, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
-    of_weight = (grad.t() @ again).to(weight.dtype)
+    of_x, y, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
+    of_weight = (grad.t() @ y).to(weight.dtype)
     bias, before = ctx.dtypes
     return of_x, of_weight, grad.sum(0, dtype=torch.float32).to(bias), sums.sum(0).to(before), None
 

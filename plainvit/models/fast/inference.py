@@ -28,11 +28,7 @@ from plainvit.models.fast import accelerate
 from plainvit.models.fast.fp8 import convert_to_fp8, explain_unsupported
 
 ROUNDS = 5  # of timing
-TOLERANCE = {
-    "fp32": 0.05,
-    "bf16": 0.05,
-    "fp8": 0.75,
-}  # largest difference from fp32, in std of the logits
+TOLERANCE = {"fp32": 0.05, "bf16": 0.05, "fp8": 0.75}  # largest difference from fp32, in std of the logits
 log = logging.getLogger("plainvit")
 
 
@@ -48,9 +44,9 @@ PLAIN = Choice("fp32", "eager")
 FP8 = Choice("fp8", "compiled"), Choice("fp8", "graphs")
 
 
-def list_choices(place: torch.device) -> tuple[Choice, ...]:
+def list_choices(target: torch.device) -> tuple[Choice, ...]:
     """What to try on a device, the plain model first."""
-    if place.type == "cuda":
+    if target.type == "cuda":
         return PLAIN, Choice("bf16", "compiled"), Choice("bf16", "graphs")
     low = (Choice("bf16", "compiled"),) if cpu_computes_bf16() else ()
     return PLAIN, Choice("fp32", "compiled"), *low
@@ -159,7 +155,7 @@ def pack_weights(compiled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 
 
 @torch.no_grad()
-def measure(config: Model, batch: int, place: torch.device, extra: tuple[Choice, ...] = ()) -> Choice:
+def measure(config: Model, batch: int, target: torch.device, extra: tuple[Choice, ...] = ()) -> Choice:
     """The fastest choice for a batch size, among those that run and agree with fp32."""
     small = shrink(config).replace(classes=8)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
@@ -168,10 +164,10 @@ def measure(config: Model, batch: int, place: torch.device, extra: tuple[Choice,
         assert plain.head is not None
         nn.init.normal_(plain.head.weight, std=0.1)  # it starts as zeros
         images = torch.randint(0, 256, (batch, config.channels, *config.image_size), dtype=torch.uint8)
-    plain, images = plain.to(place), images.to(place)
+    plain, images = plain.to(target), images.to(target)
     expected = plain(images).float()
     calls: dict[Choice, Callable[[Tensor], Tensor]] = {}
-    for choice in (*list_choices(place), *extra):
+    for choice in (*list_choices(target), *extra):
         try:
             call = compile_call(cast_model(plain, choice), choice, "forward")
             difference = (call(images).float() - expected).abs().max()

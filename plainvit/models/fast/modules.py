@@ -45,11 +45,11 @@ class FastAttention(Attention):
     def query_subset(self, x: Tensor, tokens: slice) -> Tensor:
         """All tokens are keys and values, only some are queries: [B, s, D]."""
         assert self.is_plain
-        some, weight, bias, D = x[:, tokens], self.qkv.weight, self.qkv.bias, x.shape[2]
-        q = F.linear(some, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, s, d]
+        read, weight, bias, D = x[:, tokens], self.qkv.weight, self.qkv.bias, x.shape[2]
+        q = F.linear(read, weight[:D], bias[:D]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, s, d]
         kv = F.linear(x, weight[D:], bias[D:]).unflatten(2, (2, self.heads, -1))  # [B, N, 2, H, d]
         k, v = kv.permute(2, 0, 3, 1, 4)  # 2 x [B, H, N, d]
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(some.shape))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(read.shape))
 
 
 class FastMlp(Mlp):
@@ -67,8 +67,8 @@ class FastBlock(Block):
         if tokens is not None:
             return self.query_subset(x, tokens)
         if self.pre and trace is None and drops_branch(self.residual1):
-            x = drop_path(x, self.residual1, lambda some: self.attend(self.norm1(some), None))
-            return drop_path(x, self.residual2, lambda some: self.mlp(self.norm2(some)))
+            x = drop_path(x, self.residual1, lambda kept: self.attend(self.norm1(kept), None))
+            return drop_path(x, self.residual2, lambda kept: self.mlp(self.norm2(kept)))
         return super().forward(x, trace)
 
     def query_subset(self, x: Tensor, tokens: slice) -> Tensor:
@@ -96,10 +96,10 @@ def drop_path(x: Tensor, residual: Residual, branch: Callable[[Tensor], Tensor])
     draws = torch.rand(images + 1, device=x.device)
     chosen = draws[:images].argsort()[:count]
     keeps_last = draws[images] < expected - (count - 1)
-    kept = torch.arange(count, device=x.device) < count - 1 + keeps_last.long()
-    some = x.index_select(0, chosen)
-    added = residual.scale_branch(branch(some)) * (1 / (1 - residual.rate)) * kept.view(-1, 1, 1)
-    return x.index_copy(0, chosen, some + added.to(x.dtype))
+    is_kept = torch.arange(count, device=x.device) < count - 1 + keeps_last.long()
+    kept = x.index_select(0, chosen)
+    added = residual.scale_branch(branch(kept)) * (1 / (1 - residual.rate)) * is_kept.view(-1, 1, 1)
+    return x.index_copy(0, chosen, kept + added.to(x.dtype))
 
 
 class FastViT(ViT):
