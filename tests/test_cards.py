@@ -149,7 +149,7 @@ def test_absent_classes_do_not_count_in_macro_means(tmp_path: Path) -> None:
         tmp_path / "model.safetensors", str(tmp_path / "photos"), out=tmp_path, device="cpu", quiet=True
     )
     assert done
-    guesses = done.result.guesses[:, 0]
+    guesses = done.result.predictions[:, 0]
     macro = precision_recall_fscore_support(done.result.labels, guesses, average="macro", zero_division=0)[:3]
     assert macro[2] > 0
     assert [done.card.metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)

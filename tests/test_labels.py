@@ -108,11 +108,11 @@ class Pixels(Source):
     """Images of one pixel, whatever their names."""
 
     def __init__(self, guesses: np.ndarray, names: list[str], labels: np.ndarray, classes: tuple[str, ...]) -> None:
-        self.guesses, self.names, self.labels, self.classes = guesses, names, labels.astype(np.int32), classes
+        self.predictions, self.names, self.labels, self.classes = guesses, names, labels.astype(np.int32), classes
         self.spec, self.split = "imagenet-real", "val"
 
     def read(self, index: int) -> np.ndarray:
-        guess = int(self.guesses[index])
+        guess = int(self.predictions[index])
         return np.array([[[guess % 256, guess // 256, 0]]], np.uint8)
 
     def name(self, index: int) -> str:
@@ -139,7 +139,7 @@ def test_real_equals_a_direct_count_on_all_50_000_lists() -> None:
     total = np.exp(3) + np.exp(2) + 998
     place = int(result.index[0])
     answers = set(lists[order[int(labels.source.indices[place])]])  # pyright: ignore[reportAttributeAccessIssue]
-    given = {int(result.guesses[0, 0]): np.exp(3), (int(result.guesses[0, 0]) + 7) % 1000: np.exp(2)}
+    given = {int(result.predictions[0, 0]): np.exp(3), (int(result.predictions[0, 0]) + 7) % 1000: np.exp(2)}
     share = sum(given.get(one, 1.0) for one in answers) / total
     assert result.nll[0] == pytest.approx(-np.log(share), rel=1e-9)
 
@@ -352,7 +352,7 @@ def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
     model = Predictor(save_model(tmp_path / "model.safetensors", shuffled, classes=5), device="cpu")
     result = classify(model, Prepared(source, model.size, model.preprocess), align(source, 5, model.class_names))
     predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
-    assert [source.classes[one] for one in result.guesses[:, 0]] == [shuffled[one] for one in predicted]
+    assert [source.classes[one] for one in result.predictions[:, 0]] == [shuffled[one] for one in predicted]
     assert len(set(predicted)) > 1
     assert result.right.tolist() == [
         shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)

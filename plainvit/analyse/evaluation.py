@@ -81,7 +81,7 @@ def evaluate_model(
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
         if world.is_main and labels.right.shape[1] == 1:
-            warn_permuted(labels.right[result.index, 0], result.guesses[:, 0], labels.guess_names)
+            warn_permuted(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -164,7 +164,7 @@ def default_name(card: Card) -> str:
 
 def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
     numbers = result.by_class()
-    columns = [labels.guess_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
+    columns = [labels.class_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
     figures.write_csv(
         folder / "classes.csv", [["class", "images", "precision", "recall", "f1"], *zip(*columns, strict=True)]
     )
@@ -194,7 +194,7 @@ def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
     return Sample(
         image=np.zeros((1, 1, 3), np.uint8) if image is None else image,  # the file was removed meanwhile
         truth=labels.truth(index),
-        prediction=labels.guess_names[result.guesses[place, 0]],
+        prediction=labels.class_names[result.predictions[place, 0]],
         probability=float(result.probabilities[place]),
         name=labels.source.name(index),
     )

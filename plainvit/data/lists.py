@@ -1,7 +1,6 @@
 """Lists of image files with labels.
 
 labels.csv, labels.jsonl        file,label[,split]; a CSV without a header has these columns in this order
-metadata.csv, metadata.jsonl    file_name,label: Hugging Face's imagefolder
 classes.txt                     fixes the order of the classes where it is next to the list
 """
 
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
-from plainvit.data.folders import class_names, order_classes
+from plainvit.data.folders import order_classes
 from plainvit.data.sources import SPLITS, SUFFIXES, Files, MissingSplitError, Source
 
 COLUMNS = {
@@ -23,7 +22,6 @@ COLUMNS = {
     "split": ("split",),
 }
 LISTS = ("labels.csv", "labels.jsonl")
-METADATA = ("metadata.csv", "metadata.jsonl")
 LIST_LIMIT = 2**30  # bytes
 
 
@@ -35,29 +33,17 @@ class _Row(NamedTuple):
 
 
 def find_list(folder: Path) -> Path | None:
-    """Find the list in a folder. A metadata file without labels next to class folders is ignored."""
-    for name in (*LISTS, *METADATA):
-        path = folder / name
-        if path.is_file() and (name in LISTS or _has_labels(path) or not class_names(folder)):
-            return path
-    return None
-
-
-def _has_labels(path: Path) -> bool:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        first = file.readline(2**20)
-    return any(name in first for name in COLUMNS["label"])
+    """The list in a folder, if there is one."""
+    return next((folder / name for name in LISTS if (folder / name).is_file()), None)
 
 
 def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[str] | None = None) -> Source:
     """Open the images of one split.
 
     Rows without a split are training images. In a split folder (`folder_of` names its split) all rows belong to it.
-    metadata.csv without a split column may list train/1.jpg. `classes` overrides the classes of the list.
+    `classes` overrides the classes of the list.
     """
     rows = _read_rows(path)
-    if path.name in METADATA and not folder_of:
-        rows = [_add_split(row) for row in rows]
     classes = _find_classes(path, rows) if classes is None else classes
     number = {name: label for label, name in enumerate(classes)}
     for row in rows:
@@ -124,9 +110,9 @@ def _read_rows(path: Path) -> list[_Row]:
             for line, cells in _read_csv(file) if path.suffix == ".csv" else _read_jsonl(file):
                 row = _pick_cells(line, cells)
                 if row is None:
-                    found = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
+                    columns = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
                     expected = "expected the columns file,label[,split]"
-                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}{found}")
+                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}{columns}")
                 rows.append(row)
         except DataError:
             raise
@@ -161,17 +147,10 @@ def _pick_cells(line: int, cells: Any) -> _Row | None:
     """A row from cells under any accepted column name; None if a file or a label is missing."""
     if not isinstance(cells, dict):
         return None
-    found = {
+    values = {
         key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
     }
-    if not all(isinstance(value, str | int) for value in found.values()):
+    if not all(isinstance(value, str | int) for value in values.values()):
         return None
-    row = _Row(line, **{key: str(value) for key, value in found.items()})
+    row = _Row(line, **{key: str(value) for key, value in values.items()})
     return row if row.file and row.label else None
-
-
-def _add_split(row: _Row) -> _Row:
-    """Take the split from the top folder of the file, as Hugging Face's imagefolder does."""
-    top, inside, _ = row.file.partition("/")
-    is_split = inside and any(top in names for names in SPLITS.values())
-    return row._replace(split=top) if is_split and not row.split else row

@@ -17,7 +17,6 @@ from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
 from plainvit.disk import read_json, run_folder, run_settings
 
-HOLDOUT_RULE = "content"  # recorded in data.json; runs before 0.2 held out images by position
 log = logging.getLogger("plainvit")
 
 
@@ -41,8 +40,7 @@ class Splits:
             for name, source in present.items()
             if source is not None
         }
-        rule = {"holdout": HOLDOUT_RULE} if self.is_held_out else {}
-        return {"classes": list(self.classes), "splits": sizes} | rule
+        return {"classes": list(self.classes), "splits": sizes}
 
 
 def open_splits(config: Config) -> Splits:
@@ -119,13 +117,7 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
         if split and not (run and split == "val"):
             raise MissingSplitError(f"{error}; choose another with --split") from error
     if run:
-        splits = open_splits(run)
-        held_out = splits.val
-        if held_out is not None and splits.is_held_out and "holdout" not in read_json(run_folder(model) / "data.json"):
-            raise MissingSplitError(
-                f"an earlier version of plainvit chose the images that {model} held out, and they are not known now: "
-                "give test images, or train again"
-            )
+        held_out = open_splits(run).val
         if held_out is not None:
             words = "%s has no %s images: using the %d that the run held out"
             log.warning(words, data, split or "test", len(held_out))

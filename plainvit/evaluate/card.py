@@ -30,7 +30,7 @@ from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.data.sources import Source
-from plainvit.data.tables import map_file
+from plainvit.data.columns import map_file
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
@@ -197,13 +197,13 @@ def per_image(labels: Labels, result: Result) -> pa.Table:
         "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
         "content": pa.array([_hash_image(labels.source, int(index)) for index in result.index], pa.string()),
         "label": pa.array(result.labels, pa.int32()),
-        "prediction": pa.array(result.guesses[:, 0], pa.int32()),
+        "prediction": pa.array(result.predictions[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
         "nll": pa.array(result.nll),
         "right": pa.array(result.right),
         "right5": pa.array(result.hits.any(1)),
     }
-    class_names = {"label": list(labels.source.classes), "prediction": list(labels.guess_names)}
+    class_names = {"label": list(labels.source.classes), "prediction": list(labels.class_names)}
     return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in class_names.items()})
 
 

@@ -37,7 +37,7 @@ class Result:
     """Predictions for each image, in the order of the source."""
 
     labels: np.ndarray  # [N]
-    guesses: np.ndarray  # [N, up to 5], the most probable first
+    predictions: np.ndarray  # [N, up to 5], the most probable first
     probabilities: np.ndarray  # [N], of the top-1 prediction
     nll: np.ndarray  # [N], negative log-probability of the correct classes
     index: np.ndarray  # [N], positions in the source
@@ -47,7 +47,7 @@ class Result:
 
     def __post_init__(self) -> None:
         if not self.hits.size:
-            self.hits = self.guesses == self.labels[:, None]
+            self.hits = self.predictions == self.labels[:, None]
 
     @property
     def right(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Result:
     @property
     def majority_accuracy(self) -> float | None:
         """Accuracy of always predicting the most frequent class; None if an image has several correct classes."""
-        single = np.array_equal(self.hits, self.guesses == self.labels[:, None])
+        single = np.array_equal(self.hits, self.predictions == self.labels[:, None])
         return float(np.bincount(self.labels).max() / len(self.labels)) if single else None
 
     @property
@@ -82,7 +82,7 @@ class Result:
     @property
     def confusion(self) -> np.ndarray:
         """[K, K] counts: rows are labels, columns are predictions."""
-        pairs = self.labels.astype(np.int64) * self.classes + self.guesses[:, 0]
+        pairs = self.labels.astype(np.int64) * self.classes + self.predictions[:, 0]
         return np.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
 
     def bins(self) -> np.ndarray:
@@ -110,7 +110,7 @@ class Result:
 
     def by_class(self) -> dict[str, np.ndarray]:
         """[K] each: images, predictions, precision, recall and F1; 0 where undefined."""
-        right, labels, top1 = self.right, self.labels, self.guesses[:, 0]
+        right, labels, top1 = self.right, self.labels, self.predictions[:, 0]
         images, predicted = (np.bincount(values, minlength=self.classes) for values in (labels, top1))
         hits = np.bincount(labels[right], minlength=self.classes)
         shares = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
@@ -215,9 +215,9 @@ def classify(
 
 
 def _make_result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
-    index, truth, several = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
-    guesses, hits = np.split(several, 2, axis=1)
-    return Result(truth, guesses, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
+    index, truth, ranked = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
+    predictions, hits = np.split(ranked, 2, axis=1)
+    return Result(truth, predictions, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
 # Columns of a row: position in the source, label, top-1 probability, nll, sum of the logits, which is NaN or Inf if any

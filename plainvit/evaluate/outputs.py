@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError
-from plainvit.data.tables import map_file
+from plainvit.data.columns import map_file
 from plainvit.disk import DiskError, read_json, write_atomically, write_text
 
 FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
