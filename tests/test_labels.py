@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from pictures import encode, jpeg, noise, plant, plant_classes, png, real_data
+from plainvit.evaluate.timm_models import TimmConfig
 from torch import Tensor, nn
 
 import plainvit
@@ -24,7 +25,6 @@ from plainvit.evaluate.class_names import find_permutation, match_classes, read_
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.timm_models import TimmConfig
 
 Capture = pytest.CaptureFixture[str]
 

@@ -14,13 +14,13 @@ import tiny
 import torch
 from pictures import noise, photo
 from PIL import Image
+from plainvit.evaluate.timm_models import load_timm
 from torch import nn
 
 import plainvit
 from plainvit.config import Preprocess
 from plainvit.data.decode import ImageError
 from plainvit.evaluate.predictor import Prediction, Predictor
-from plainvit.evaluate.timm_models import load_timm
 
 # The model stays the caller's -----------------------------------------------------------------------------------------
 

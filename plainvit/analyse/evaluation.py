@@ -105,22 +105,17 @@ def _open_model_and_data(
     data: str,
     split: str,
     data_root: str | Path | None,
-    changes: dict[str, object],
+    changes: dict[str, Any],
     image_size: int | None,
     precision: Literal["auto", "fp32", "bf16"],
     class_names: str | Path | None,
 ) -> tuple[Predictor, Labels]:
     """Data first: it opens faster than weights and fails more often."""
     source = choose_split(model, data, split, data_root)
-    overrides: Any = {} if str(model).startswith("timm:") else changes
     options: Any = {"precision": precision, "image_size": image_size, "class_names": class_names}
-    predictor = Predictor(model, device=world.device, **options, **overrides)
+    predictor = Predictor(model, device=world.device, **options, **changes)
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
-    if not overrides:  # a timm model normalises by itself; resize and crop can still change
-        predictor.preprocess = predictor.preprocess.replace(**changes)
-        if "crop" in changes and predictor.preprocess.resize == "squash":
-            raise ValueError("--crop needs --resize crop or --resize squash-crop, got --resize squash")
     return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
 

@@ -45,7 +45,7 @@ def evaluate(
     card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
+        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
         data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
         data_root: Folder with the known datasets, each in a folder of its name

@@ -30,6 +30,12 @@ def map_file(path: Path) -> pa.MemoryMappedFile:
     return pa.memory_map(os.fsencode(path))  # pyright: ignore[reportArgumentType]
 
 
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write to an open file, not to a path, for the same reason."""
+    with path.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
+
+
 @contextlib.contextmanager
 def report_damage(path: Path) -> Iterator[None]:
     """Turn pyarrow's errors into a DataError that names the file."""

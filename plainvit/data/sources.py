@@ -34,7 +34,7 @@ from plainvit.config import nearest
 from plainvit.data.decode import DataError, ImageError, decode, size
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2")
+UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf")
 SPLITS = {
     "train": ("train", "training", "trainval"),
     "val": ("val", "valid", "validation", "dev"),
@@ -92,6 +92,10 @@ class Source(ABC):
         """What `read` returns, and the image's (height, width)."""
         data = self.read(index)
         return data, size(data)
+
+    def sample(self, count: int) -> list[int]:
+        """Positions of up to `count` evenly spaced images."""
+        return np.unique(np.linspace(0, len(self) - 1, min(len(self), count)).astype(int)).tolist()
 
     def fingerprint(self) -> str:
         """Hash of names, labels and classes; independent of the folder."""

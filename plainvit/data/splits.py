@@ -25,7 +25,6 @@ class Splits:
     train: Source
     val: Source | None
     test: Source | None
-    is_held_out: bool = False  # val is a part of the training images
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -55,10 +54,9 @@ def open_splits(config: Config) -> Splits:
     val, test = _open(config, "val"), _open(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
-    is_held_out = val is None and config.holdout > 0
-    if is_held_out:
+    if val is None and config.holdout > 0:
         train, val = hold_out(train, config.holdout)
-    return Splits(take_fraction(train, config.train_fraction), val, test, is_held_out)
+    return Splits(take_fraction(train, config.train_fraction), val, test)
 
 
 def _check_classes(source: Source, config: Config) -> None:

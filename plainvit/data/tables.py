@@ -64,9 +64,9 @@ def open_parquet(folder: Path, split: str) -> "Table":
     if not chosen:
         names = ", ".join(path.name for path in files[:4])
         raise MissingSplitError(f"{folder} has no {split} split among its parquet files ({names})")
-    configs = sorted({_find_config(path, folder) for path in chosen})
-    if len(configs) > 1:
-        raise DataError(f"{folder} has several configurations ({', '.join(configs)}): give the folder of one of them")
+    folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
+    if len(folders) > 1:
+        raise DataError(f"{folder} has {split} files in several folders ({', '.join(folders)}): give one of them")
     return Table(chosen, by_split["train"] or files)
 
 
@@ -89,14 +89,6 @@ def _parse_split(name: str) -> str | None:
         if any(name == one or name.startswith((f"{one}-", f"{one}_", f"{one}.")) for one in synonyms):
             return split
     return None
-
-
-def _find_config(path: Path, folder: Path) -> str:
-    """The path above the split: the configuration of a hub data set, which may have several."""
-    parts = list(path.relative_to(folder).parts)
-    while parts and not _parse_split(parts[-1]):
-        parts.pop()
-    return "/".join(parts[:-1]) or "."
 
 
 # Source ---------------------------------------------------------------------------------------------------------------
@@ -150,9 +142,9 @@ class Table(Source):
         sizes = [size for file in self._files for size in file.count_bytes(self._column)]
         limit, total = memory_limit(IN_MEMORY), 0
         self._fits = sum(sizes) <= limit
-        for group, size in enumerate(sizes if self._fits else ()):
+        for group in range(len(sizes) if self._fits else 0):
             self._images[group] = self._read_group(group)
-            total += self._images[group].nbytes if size else 0
+            total += self._images[group].nbytes
             if total > limit:  # more than stated: parquet stores equal images once
                 self._fits = False
                 self._images.clear()

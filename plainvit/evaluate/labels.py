@@ -141,7 +141,8 @@ def _align_real(source: Source, names: tuple[str, ...], spec: str, data_root: Pa
     for row, position in enumerate(keep):
         right[row, : len(correct[position])] = correct[position]
     rule = "any label of the image's ReaL list"
-    return Labels(Subset(source, keep), rule, right, names or source.classes, None, single=False, left_out=len(source) - len(keep))
+    left_out = len(source) - len(keep)
+    return Labels(Subset(source, keep), rule, right, names or source.classes, None, single=False, left_out=left_out)
 
 
 def _parse_number(name: str, spec: str) -> int:
