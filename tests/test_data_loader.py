@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
-from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
+from pictures import encode, jpeg, noise, photo, plant, png, real_data, write_parquet
 from tiny import mostly_slow
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from plainvit.data.generated import Pixels
 from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation
 from plainvit.data.pack import pack
-from plainvit.data.resident import decode_all, resize_boxes
+from plainvit.data.resident import resize_boxes
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.workers import default_workers
 
@@ -126,15 +126,6 @@ def catch_error(call: Callable[[], object]) -> str:
 # The same stream, however it is made ----------------------------------------------------------------------------------
 
 
-def test_batches_have_shapes_dtypes_and_labels(photos: Source) -> None:
-    for one in stream(photos, augment=Augment()):
-        assert one.images.shape == (12, 3, 32, 32)
-        assert one.images.dtype is torch.uint8
-        assert one.labels.dtype is torch.int64
-        assert one.labels.tolist() == photos.labels[one.index].tolist()
-        assert one.bad == []
-
-
 def test_order_is_that_of_the_permutations(photos: Source) -> None:
     expected = np.concatenate([permutation(11, epoch, 37) for epoch in range(3)])
     assert samples(stream(photos, stop=9))[2] == expected[: 9 * 12].tolist()
@@ -222,14 +213,6 @@ def test_closing_the_loader_ends_its_workers(photos: Source) -> None:
     assert len(multiprocessing.active_children()) == 2
     batches.close()
     wait_for_children()
-
-
-@pytest.mark.parametrize("batch", [8, 25])
-def test_an_epoch_may_end_within_a_batch(batch: int) -> None:
-    source = open_source("shapes:size=8,count=10")
-    index = samples(stream(source, stop=5, batch=batch, side=8, augment=Augment()))[2]
-    for epoch in range(4):
-        assert sorted(index[10 * epoch : 10 * (epoch + 1)]) == list(range(10))
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
@@ -330,19 +313,6 @@ class Trap(Pixels):
         if index == 17 and os.getpid() != self.home:
             self.strike()
         return super().read(index)
-
-
-@pytest.mark.slow
-def test_three_worker_deaths_at_one_step_are_a_data_error() -> None:
-    """Three deaths at one step are no accident; without a limit the loop would never end."""
-
-    def work() -> str:
-        source = Trap(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        return digest(stream(source, stop=10, batch=4, side=8, augment=Augment(), workers=2))
-
-    ending = in_a_child(work)
-    assert ending.startswith("DataError: ")
-    assert "died" in ending
 
 
 def test_an_exception_in_a_worker_is_raised_unchanged() -> None:
@@ -480,18 +450,6 @@ def test_padding_of_resident_images_is_never_visible() -> None:
     for augment in (Augment(), Augment(crop="inception-tf"), Augment(crop="none"), Augment(crop="random", resize=40)):
         for one in stream(Whites(), stop=5, side=32, augment=augment, mode="resident"):
             assert floats(one.images).min() > 0.999
-
-
-def test_decode_all_equals_pillow(photos: Source) -> None:
-    bad: dict[int, str] = {}
-    images, sizes = decode_all(photos, bad, threads=3)
-    assert bad == {}
-    assert images.shape[2:] == (int(sizes[:, 0].max()), int(sizes[:, 1].max()))
-    for index in range(len(photos)):
-        expected = by_pillow(photos.read(index))
-        height, width = sizes[index].tolist()
-        assert (height, width) == expected.shape[:2]
-        assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])

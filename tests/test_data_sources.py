@@ -2,14 +2,11 @@
 
 import csv
 import hashlib
-import io
 import json
 import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,9 +26,9 @@ from pictures import (
     write_parquet,
     write_tar,
 )
+from shell import Capture, fail, report
 from sklearn.datasets import load_digits
 
-from plainvit.cli import main
 from plainvit.config import Config
 from plainvit.data import generated, known, tables
 from plainvit.data.decode import DataError, ImageError
@@ -57,14 +54,6 @@ def catch_error(spec: Path | str, split: str = "train", **options: Any) -> str:
     assert text
     assert "\n" not in text
     return text
-
-
-def exit_code(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 # A folder of class folders --------------------------------------------------------------------------------------------
@@ -157,15 +146,13 @@ IRREGULAR: dict[str, Callable[[Path], None]] = {
     "broken link": lambda path: path.symlink_to("nowhere.jpg"),
     "link to itself": lambda path: path.symlink_to(path.name),
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "link into a file": lambda path: path.symlink_to("0.png/x.jpg"),
     "pipe": os.mkfifo,
-    "link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe"))[0],
 }
 
 
 @pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
 def test_broken_links_and_pipes_are_unreadable_images(
-    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, make: Callable[[Path], None], capsys: Capture
 ) -> None:
     root = plant_classes(tmp_path, {"a": 1, "b": 1})
     make(root / "a" / "x.jpg")
@@ -173,49 +160,9 @@ def test_broken_links_and_pipes_are_unreadable_images(
     assert names(source) == ["a/0.png", "a/x.jpg", "b/0.png"]
     with pytest.raises(ImageError):
         source.read(1)
-    assert [record.levelname for record in caplog.records if "a/x.jpg" in record.getMessage()] == ["WARNING"]
-    assert exit_code("data", "info", str(root), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["splits"]["train"]["unreadable"] == 1
-    assert exit_code("data", "check", str(root), "--json") == 3
-    found = json.loads(capsys.readouterr().out)
+    assert report(capsys, "data", "info", root)["splits"]["train"]["unreadable"] == 1
+    found = report(capsys, "data", "check", root, code=3)
     assert [(one["name"], one["problem"]) for one in found] == [("a/x.jpg", "unreadable")]
-
-
-@pytest.mark.parametrize("name", ["a/gone", "gone"])
-def test_a_broken_link_to_a_folder_is_reported(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    root = plant_classes(tmp_path, {"a": 1, "b": 1})
-    (root / name).symlink_to("nowhere")
-    assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
-    assert [record.levelname for record in caplog.records if name in record.getMessage()] == ["WARNING"]
-
-
-def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(str(plant_classes(tmp_path, {"a": 1})))
-    monkeypatch.setattr("plainvit.data.sources.FILE_LIMIT", 10)
-    with pytest.raises(ImageError, match="limit"):
-        source.read(0)
-
-
-def test_links_in_a_tar_are_followed_and_devices_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = {"s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "p": tarfile.FIFOTYPE, "d": tarfile.CHRTYPE}
-    write_tar(tmp_path / "train-0.tar", [("0.png", png(1)), ("0.cls", b"0")])
-    with tarfile.open(tmp_path / "train-0.tar", "a") as archive:
-        for name, target in {"1s": "0.png", "2h": "0.png", "3s": "gone.png", "4p": "", "5d": ""}.items():
-            member = tarfile.TarInfo(f"{name}.png")
-            member.type, member.linkname = kinds[name[1]], target
-            archive.addfile(member)
-            label = tarfile.TarInfo(f"{name}.cls")
-            label.size = 1
-            archive.addfile(label, io.BytesIO(b"0"))
-    source = open_source(str(tmp_path))
-    assert names(source) == ["0.png", "1s.png", "2h.png", "3s.png", "4p.png", "5d.png"]
-    assert [source.read(at) for at in range(3)] == [png(1)] * 3
-    for at in (3, 4, 5):
-        with pytest.raises(ImageError):
-            source.read(at)
-    assert exit_code("data", "check", str(tmp_path), "--json") == 3
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found if one["problem"] == "unreadable"] == ["3s.png", "4p.png", "5d.png"]
 
 
 LONG = "/".join("x" * 240 for _ in range(4)) + "/y"  # 966 bytes: each part is within what a disk allows
@@ -231,14 +178,13 @@ def test_any_file_name_can_be_read(tmp_path: Path) -> None:
     assert len(source.fingerprint()) == 16
 
 
-def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: Capture) -> None:
     """As labels in a list are. One name that is no number, and they are in the order of text."""
     root = plant_classes(tmp_path, dict.fromkeys(("10", "2", "0", "1"), 1))
     source = open_source(str(root))
     assert source.classes == ("0", "1", "2", "10")
     assert names(source) == ["0/0.png", "1/0.png", "2/0.png", "10/0.png"]
-    assert exit_code("data", "info", str(root), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["ordered_as_numbers"] is True
+    assert report(capsys, "data", "info", root)["ordered_as_numbers"] is True
     plant_classes(tmp_path, {"x": 1})
     assert open_source(str(root)).classes == ("0", "1", "10", "2", "x")
     for split in ("train", "test"):
@@ -247,14 +193,11 @@ def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("verb", ["info", "check", "pack"])
-def test_a_class_missing_in_train_is_a_data_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_a_class_missing_in_train_is_a_data_error(tmp_path: Path, capsys: Capture, verb: str) -> None:
     plant_classes(tmp_path / "set" / "train", {"a": 1, "b": 1})
     plant_classes(tmp_path / "set" / "val", {"a": 1, "zebra": 1}, start=10)
-    target = [str(tmp_path / "packed")] if verb == "pack" else []
-    assert exit_code("data", verb, str(tmp_path / "set"), *target) == 3
-    assert "'zebra'" in capsys.readouterr().err
+    target = [tmp_path / "packed"] if verb == "pack" else []
+    assert "'zebra'" in fail(capsys, "data", verb, tmp_path / "set", *target)
 
 
 def test_a_class_missing_in_val_keeps_the_other_labels(tmp_path: Path) -> None:
@@ -272,16 +215,6 @@ def test_a_folder_without_images_is_rejected(tmp_path: Path) -> None:
     assert "no images" in catch_error(tmp_path / "classes")
     plant(tmp_path / "flat", {"1.png": png()})
     assert "no class folders" in catch_error(tmp_path / "flat")
-
-
-def test_a_misspelt_data_set_or_split_suggests_the_nearest() -> None:
-    assert "no folder" in catch_error("nowhere/at/all")
-    assert "no folder" in catch_error("missing.csv")
-    with pytest.raises(ValueError, match="nearest: cifar10") as caught:
-        open_source("cifar1")
-    assert not isinstance(caught.value, DataError)
-    with pytest.raises(ValueError, match="nearest: train"):
-        open_source("digits", "trian")
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------
@@ -410,12 +343,6 @@ def test_a_missing_listed_file_is_an_image_error(tmp_path: Path) -> None:
         open_source(str(path)).read(1)
 
 
-def test_an_impossible_file_name_in_a_list_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "labels.jsonl").write_text('{"file": "a\\u0000.png", "label": "a"}\n')
-    with pytest.raises((DataError, OSError)):
-        open_source(str(tmp_path)).read(0)
-
-
 # Parquet --------------------------------------------------------------------------------------------------------------
 
 NAMES = ["ant", "bee", "cat"]
@@ -533,21 +460,6 @@ def test_inconsistent_parquet_files_are_rejected(tmp_path: Path) -> None:
     assert "int64" in catch_error(tmp_path / "mixed")
 
 
-IN_A_CHILD = """
-import hashlib, pickle, sys
-source = pickle.load(open(sys.argv[1], "rb"))
-print(hashlib.sha256(b"".join(bytes(source.read(i)) for i in range(len(source)))).hexdigest(), source.fingerprint())
-"""
-
-
-def same_in_a_child(source: Source, path: Path) -> bool:
-    """Pickled by this process, read by another that has none of its open files."""
-    read = b"".join(bytes(source.read(index)) for index in range(len(source)))
-    path.write_bytes(pickle.dumps(source))
-    done = subprocess.run([sys.executable, "-c", IN_A_CHILD, str(path)], capture_output=True, text=True, check=True)
-    return done.stdout.split() == [hashlib.sha256(read).hexdigest(), source.fingerprint()]
-
-
 def planted_sources(tmp_path: Path) -> dict[str, Source]:
     plant_classes(tmp_path / "folder", {"a": 3, "b": 2})
     shard(tmp_path / "parquet" / "train-00.parquet", 0, 9, group=4)
@@ -562,7 +474,7 @@ def test_sources_can_be_pickled(tmp_path: Path, kind: str) -> None:
     assert (copy.spec, copy.split, copy.classes) == (source.spec, source.split, source.classes)
     assert copy.labels.tolist() == source.labels.tolist()
     assert names(copy) == names(source)
-    assert same_in_a_child(source, tmp_path / "pickled")
+    assert [copy.read(index) for index in range(len(copy))] == [source.read(index) for index in range(len(copy))]
 
 
 def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,20 +494,6 @@ def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: py
 
 
 # Tar shards -----------------------------------------------------------------------------------------------------------
-
-
-def test_packed_images_equal_the_originals(tmp_path: Path) -> None:
-    """JPEGs below the side are taken over byte for byte, so that nothing but the container differs."""
-    for number, part in enumerate(("train", "val")):
-        files = {f"{part}/{'ab'[i % 2]}/{i}.jpg": jpeg(100 * number + i) for i in range(7)}
-        plant(tmp_path / "set", files)
-    pack(str(tmp_path / "set"), tmp_path / "packed")
-    for split in ("train", "val"):
-        origin, packed = open_source(str(tmp_path / "set"), split), open_source(str(tmp_path / "packed"), split)
-        assert packed.classes == origin.classes
-        assert packed.labels.tolist() == origin.labels.tolist()
-        assert [packed.read(i) for i in range(7)] == [origin.read(i) for i in range(7)]
-    assert "no test split" in catch_error(tmp_path / "packed", "test")
 
 
 def plain_members(count: int, label: Callable[[int], tuple[str, bytes]]) -> list[tuple[str, bytes]]:
@@ -736,19 +634,16 @@ def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
     assert "12" in message
 
 
-@pytest.mark.parametrize("name", ["cifar10", "flowers102", "objectnet"])
+@pytest.mark.parametrize("name", ["cifar10", "flowers102", "imagenet-a"])
 def test_known_sets_are_read_from_the_documented_folders(name: str, tmp_path: Path) -> None:
     """As the errors and docs/data.md draw them."""
     page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    assert all(f"DIR/{known.describe_layout(one)}" in page for one in (*known.SETS,)[:13])
+    assert all(f"DIR/{known.describe_layout(one)}" in page for one in (*known.SETS,)[:12])
     one, splits = known.SETS[name], re.search(r"\{(.*)\}", known.describe_layout(name))
     for split in splits[1].split(",") if splits else ("",):
         place = known.describe_layout(name).replace(splits[0] if splits else "?", split).removesuffix("/CLASS")
         plant_classes(tmp_path / place, {f"{k:03d}": 1 + (split == "test") for k in range(one.classes)})
     assert len(open_source(name, "test", data_root=tmp_path)) == one.classes * (1 + bool(splits))
-
-
-# Table 9 of the ViT paper's order, with the class counts of the task_adaptation code
 
 
 def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
@@ -769,22 +664,12 @@ def test_real_labels_have_the_published_counts() -> None:
     assert {label for one in labels for label in one} == set(range(1000))
 
 
-SOUND = [[1]] * 50_000
+LAST = ("", "not json", "{}", "null", [[1], [1]], [5], [[1000]], [[-1]], [["a"]], [[0.5]])  # in place of the last list
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "not json", "{}", "[]", '"x"', "null"),
-        *(json.dumps(value) for value in (SOUND[:-1], [*SOUND, [1]], [*SOUND[:-1], 5], [*SOUND[:-1], [1000]])),
-        *(
-            json.dumps(value)
-            for value in ([*SOUND[:-1], [-1]], [*SOUND[:-1], ["a"]], [*SOUND[:-1], [0.5]], [*SOUND[:-1], [None]])
-        ),
-    ],
-    ids=range(14),
-)
-def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("last", LAST, ids=range(len(LAST)))
+def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, last: Any) -> None:
+    text = last if isinstance(last, str) else json.dumps([[1]] * 49_999 + last)
     plant(tmp_path, {"imagenet-real/real.json": text.encode()})
     with pytest.raises(DataError, match=r"real\.json"):
         known.real_labels(tmp_path)
@@ -855,9 +740,9 @@ def test_labels_of_shapes_are_balanced() -> None:
 
 def test_masks_have_the_stated_position_and_area() -> None:
     """Its pixels are within reach of the centre, its area is the shape's, and circles are filled to their radius."""
-    source = generated.shapes("train", "size=96,count=200")
+    source = generated.shapes("train", "size=96,count=60")
     rows, columns = np.mgrid[:96, :96] + 0.5
-    for index in range(200):
+    for index in range(60):
         pixels, mask, (row, column, radius) = source.draw(index)
         distance = np.hypot(rows - row, columns - column) / radius
         assert 0.18 * 96 <= radius <= 0.32 * 96
