@@ -1,4 +1,4 @@
-"""Other people's tables and lists: parquet, Hugging Face's save_to_disk and imagefolder, CSVs; parquet's memory."""
+"""Parquet files of others, its memory, and lists inside split folders."""
 
 import json
 import subprocess
@@ -24,9 +24,6 @@ def rows(source: Source) -> list[tuple[bytes | np.ndarray, str]]:
 
 IMAGES = [png(seed) for seed in range(7)]
 WORDS = ["cat", "dog", "cat", "ant", "dog", "cat", "ant"]
-
-# save_to_disk ---------------------------------------------------------------------------------------------------------
-
 
 # Parquet --------------------------------------------------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ def evaluate(
 ) -> "Processes | None":
     """Measure the accuracy, calibration and errors of a model on a dataset.
 
-    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r,
-    imagenet-sketch and objectnet follow their authors' protocol. The output folder holds a report, the figures,
+    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r
+    and imagenet-sketch follow their authors' protocol. The output folder holds a report, the figures,
     card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
 
     Args:
