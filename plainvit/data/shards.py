@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from plainvit.data.columns import MOST_CLASSES, check_range, map_file, read_integers, report_damage
+from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source, check_length, select_images
 from plainvit.data.tables import INDEX, find_split
@@ -56,18 +56,13 @@ def open_tars(folder: Path, split: str) -> Source:
 def _read_index(path: Path) -> pa.Table:
     with report_damage(path):
         table = pq.ParquetFile(map_file(path)).read()
-    missing = [name for name in INDEXED if name not in table.column_names]
-    if missing:
-        raise DataError(f"{path} is not an index of shards: it lacks the column {missing[0]}")
-    for name, kind in INDEXED.items():
-        column = table.column(name)
-        if pa.types.is_integer(kind):
-            values = read_integers(column, f"the column {name} of {path}")
-            if name != "label" and values.min(initial=0) < 0:
-                raise DataError(f"{path} is damaged: column {name} has negative values")
-        elif column.type != kind or column.null_count:
-            raise DataError(f"the column {name} of {path} must have type {kind}, got {column.type}")
-    outside = [name for name in table.column("shard").unique().to_pylist() if Path(name).name != name]
+        columns = {name: table.column(name).cast(kind) for name, kind in INDEXED.items()}
+        if any(column.null_count for column in columns.values()):
+            raise ValueError("it has empty cells")
+        shards = columns["shard"].unique().to_pylist()
+        if min(columns[name].to_numpy().min(initial=0) for name in ("offset", "length")) < 0:
+            raise ValueError("it has negative values")
+    outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise DataError(f"{path} names the shard {outside[0]!r}, which is outside its folder")
     return table

@@ -72,9 +72,9 @@ def _check_classes(source: Source, config: Config) -> None:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
 
 
-def _are_same_images(one: Source, other: Source) -> bool:
+def _are_same_images(a: Source, b: Source) -> bool:
     """Compare names and content: val/cat/0.jpg and test/cat/0.jpg have the same name in their splits."""
-    return one.fingerprint() == other.fingerprint() and sample_hash(one) == sample_hash(other)
+    return a.fingerprint() == b.fingerprint() and sample_hash(a) == sample_hash(b)
 
 
 def find_training_config(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:

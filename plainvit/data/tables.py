@@ -86,7 +86,7 @@ def find_split(path: Path, folder: Path) -> str | None:
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(name == one or name.startswith((f"{one}-", f"{one}_", f"{one}.")) for one in synonyms):
+        if any(name == word or name.startswith((f"{word}-", f"{word}_", f"{word}.")) for word in synonyms):
             return split
     return None
 

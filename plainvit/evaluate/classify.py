@@ -113,10 +113,10 @@ class Result:
         right, labels, top1 = self.right, self.labels, self.predictions[:, 0]
         images, predicted = (np.bincount(values, minlength=self.classes) for values in (labels, top1))
         hits = np.bincount(labels[right], minlength=self.classes)
-        shares = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
+        fractions = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
         divided = {
             name: np.divide(a, b, out=np.zeros(self.classes), where=b > 0, dtype=float)
-            for name, (a, b) in shares.items()
+            for name, (a, b) in fractions.items()
         }
         return {"images": images, "predicted": predicted, **divided}
 
@@ -168,11 +168,13 @@ class Prepared:
         if self._kept is not None:
             return self._kept
         world = self.world
-        found = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._options)
+        batches = evaluation_batches(
+            self.source, rank=world.rank, world=world.size, device=world.device, **self._options
+        )
         if self._small:
-            self._kept = list(found)
+            self._kept = list(batches)
             return self._kept
-        return found
+        return batches
 
 
 @torch.no_grad()
@@ -205,13 +207,13 @@ def classify(
                 on_batch(batch)
         for _ in range(prepared.rounds - rounds):
             predictor.logits(torch.zeros(1, 3, *prepared.size))
-    found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
+    table = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
-    if not len(found):
+    if not len(table):
         raise DataError(f"no image of the {prepared.source.split} split can be read")
-    found = found[np.argsort(found[:, 0])]
-    check_finite(torch.from_numpy(found[:, 4:COLUMNS]), lambda at: prepared.source.name(int(found[at, 0])))
-    return _make_result(found, len(prepared.source.classes), unreadable)
+    table = table[np.argsort(table[:, 0])]
+    check_finite(torch.from_numpy(table[:, 4:COLUMNS]), lambda at: prepared.source.name(int(table[at, 0])))
+    return _make_result(table, len(prepared.source.classes), unreadable)
 
 
 def _make_result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
@@ -245,6 +247,8 @@ class _Scorer:
         hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
         columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
-        row = torch.cat((torch.stack([one.double() for one in columns], 1), best.indices.double(), hits.double()), 1)
-        readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+        row = torch.cat(
+            (torch.stack([column.double() for column in columns], 1), best.indices.double(), hits.double()), 1
+        )
+        readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
         return row.cpu()[readable]

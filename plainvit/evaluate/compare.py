@@ -214,7 +214,7 @@ def table(report: dict[str, Any]) -> Group:
     for row in () if groups else rows[1:]:
         lines += _describe_difference(row, rows[0])
     for row in rows:
-        lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
+        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
 
 
@@ -246,12 +246,12 @@ def _make_group_table(groups: Sequence[dict[str, Any]]) -> Table:
 
 def _describe_group(group: dict[str, Any], first: dict[str, Any]) -> Text:
     """The difference of a group from the first, in one line."""
-    title, found = f"{group['name']} - {first['name']}", group["difference"]
-    if found is None:
+    title, change = f"{group['name']} - {first['name']}", group["difference"]
+    if change is None:
         return Text(f"{title}: no interval: the groups have fewer than two seeds in common")
-    unpaired = f" (no matching seed: {', '.join(found['left_out'])})" if found["left_out"] else ""
-    change, low, high = (f"{100 * value:+.2f}" for value in (found["top1"]["difference"], *found["top1"]["interval"]))
-    return Text(f"{title}: {change} points of top-1, 95 % {low} to {high} over {len(found['seeds'])} seeds{unpaired}")
+    unpaired = f" (no matching seed: {', '.join(change['left_out'])})" if change["left_out"] else ""
+    points, low, high = (f"{100 * value:+.2f}" for value in (change["top1"]["difference"], *change["top1"]["interval"]))
+    return Text(f"{title}: {points} points of top-1, 95 % {low} to {high} over {len(change['seeds'])} seeds{unpaired}")
 
 
 def to_unit(name: str, value: float) -> str:

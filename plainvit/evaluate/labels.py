@@ -107,7 +107,9 @@ def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) ->
     expected = imagenet().get(spec, range(IMAGENET))
     present, wanted = set(columns.tolist()), set(expected)
     if present != wanted:
-        missing, extra = ([wordnet_ids()[at] for at in sorted(one)] for one in (wanted - present, present - wanted))
+        missing, extra = (
+            [wordnet_ids()[label] for label in sorted(labels)] for labels in (wanted - present, present - wanted)
+        )
         counts = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])})"
         raise DataError(f"{spec} has a folder for each of its {len(wanted)} classes, here: {counts}; check --data-root")
     among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
