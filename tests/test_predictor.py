@@ -84,6 +84,9 @@ def test_one_image_gives_one_list_and_several_a_list_of_lists(tmp_path: Path) ->
     assert labels == [[one.label for one in expected]] * len(forms)
     assert predictor.features(forms).shape == (6, *predictor.features(image).shape)
     assert predictor(iter(forms[:1]), k=3) == [expected]
+    assert (len(predictor(array)), len(predictor(array, k=8))) == (5, 7)
+    with pytest.raises(ValueError, match="k must"):
+        predictor(array, k=0)
 
 
 def test_a_tensor_of_the_models_size_is_not_resized() -> None:

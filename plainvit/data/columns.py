@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,9 +52,8 @@ class ParquetFile:
         self.path = path
         with report_damage(path):
             self.file = pq.ParquetFile(map_file(path))
-        self.schema = self.file.schema_arrow
-        self._groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
-        self.rows = [group.num_rows for group in self._groups]
+        self.schema, self.bytes = self.file.schema_arrow, path.stat().st_size
+        self.rows = [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
 
     def read_column(self, name: str) -> pa.ChunkedArray:
         with report_damage(self.path):
@@ -64,16 +62,6 @@ class ParquetFile:
     def read_images(self, group: int, column: str) -> pa.ChunkedArray:
         with report_damage(self.path):
             return _get_bytes(self.file.read_row_group(group, [column], use_threads=False).column(0))
-
-    def count_bytes(self, column: str) -> list[int]:
-        """Bytes in memory of the images of each row group, by the file's metadata."""
-        return [chunk.total_uncompressed_size for chunk in self._find_chunks(column)]
-
-    def _find_chunks(self, column: str) -> list[Any]:
-        """Metadata of the image column in each row group."""
-        chunks = [[group.column(number) for number in range(group.num_columns)] for group in self._groups]
-        paths = (column, f"{column}.bytes")
-        return [next(chunk for chunk in row_group if chunk.path_in_schema in paths) for row_group in chunks]
 
 
 def _get_bytes(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -12,7 +12,7 @@ import os
 import posixpath
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source, check_length, select_images
+from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source, check_length
 from plainvit.data.tables import INDEX, find_split
 
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
@@ -131,24 +131,15 @@ class Tars(Source):
         return {**self.__dict__, "_files": {}}
 
 
-def open_tar(path: Path) -> "Tars":
-    """The images of one uncompressed tar, without labels."""
-    members = list(read_members(path))
-    chosen = [members[position] for position in select_images(path, [name for name, _, _ in members])]
-    return Tars(path.parent, _make_table((path.name, *member, -1) for member in chosen))
-
-
-def _make_table(rows: Iterable[tuple[str, str, int, int, int]]) -> pa.Table:
-    """An index of (shard, name, offset, length, label); names may be any bytes."""
-    rows = list(rows)
-    columns: dict[str, list[Any]] = {key: [row[column] for row in rows] for column, key in enumerate(INDEXED)}
-    columns["name"] = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in columns["name"]]
-    return pa.table(columns, schema=pa.schema(list(INDEXED.items())))
-
-
 def _scan(folder: Path) -> pa.Table:
     """Build an index from the headers of tars: KEY.jpg with KEY.cls or {"label": N} in KEY.json."""
-    return _make_table((path.name, *row) for path in sorted(folder.glob("*.tar")) for row in _read_samples(path))
+    columns: dict[str, list[Any]] = {key: [] for key in INDEXED}
+    for path in sorted(folder.glob("*.tar")):
+        for name, *numbers in _read_samples(path):
+            shown = os.fsencode(name).decode("utf-8", "backslashreplace")  # names may be any bytes
+            for column, value in zip(columns.values(), (path.name, shown, *numbers), strict=True):
+                column.append(value)
+    return pa.table(columns, schema=pa.schema(list(INDEXED.items())))
 
 
 def _read_samples(path: Path) -> Iterator[tuple[str, int, int, int]]:
@@ -156,7 +147,7 @@ def _read_samples(path: Path) -> Iterator[tuple[str, int, int, int]]:
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
     with path.open("rb") as file:
-        for name, offset, length in read_members(path):
+        for name, offset, length in _read_members(path):
             folder, _, base = name.rpartition("/")
             stem, _, suffix = base.partition(".")
             if stem and f".{suffix.lower()}" in SUFFIXES:
@@ -177,7 +168,7 @@ class _LimitedFile(io.FileIO):
         return super().read(size)
 
 
-def read_members(path: Path) -> Iterator[tuple[str, int, int]]:
+def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
     """(name, offset, length) of each member of a tar but folders. Raises DataError if it is damaged."""
     places: dict[str, tuple[int, int]] = {}  # targets of links
     try:

@@ -139,22 +139,21 @@ class Table(Source):
         """Read all images into memory if they fit, once for this process and the workers that it forks."""
         if self._fits is not None:
             return
-        sizes = [size for file in self._files for size in file.count_bytes(self._column)]
-        limit, total = memory_limit(IN_MEMORY), 0
-        self._fits = sum(sizes) <= limit
-        for group in range(len(sizes) if self._fits else 0):
+        limit, size = memory_limit(IN_MEMORY), sum(file.bytes for file in self._files)
+        total = 0
+        for group in range(len(self._groups) if size <= limit else 0):
             self._images[group] = self._read_group(group)
             total += self._images[group].nbytes
-            if total > limit:  # more than stated: parquet stores equal images once
-                self._fits = False
+            if total > limit:  # more than the files: parquet stores equal images once
                 self._images.clear()
                 break
-        if not self._fits and max(sizes) > SLOW_GROUP:
+        self._fits = len(self._images) == len(self._groups)
+        if not self._fits and size > SLOW_GROUP * len(self._groups):
             log.warning(
                 "%s: each read decodes a row group of %d MiB, because the images do not fit into memory; "
                 "`plainvit data pack` writes a copy that reads faster",
                 self.paths[0].parent,
-                max(sizes) >> 20,
+                (size // len(self._groups)) >> 20,
             )
 
     def read(self, index: int) -> bytes:

@@ -1,45 +1,36 @@
-"""Find images: files, folders, globs, archives, names on standard input -> one source, in the given order.
+"""Find images: files, folders, globs, datasets, names on standard input -> one source, in the given order.
 
-source = find(["photos", "more.zip", "scans/**/*.png"])
+source = find(["photos", "cifar10", "scans/**/*.png"])
 source.name(0), source.read(0), len(source)
 
-Archives (.zip, .tar) are read in place: nothing is extracted, and names of members are only displayed. Sizes are
-checked before bytes are read. An unreadable input keeps its position and raises ImageError when it is read.
+An unreadable input keeps its position and raises ImageError when it is read.
 """
 
 import glob
 import hashlib
 import os
 import sys
-import threading
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from plainvit.data import known
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.shards import open_tar
+from plainvit.data.shards import has_tars
 from plainvit.data.sources import (
     SUFFIXES,
     ConcatSource,
     Files,
-    Names,
     Source,
-    check_length,
     find_images,
     open_source,
     select_images,
 )
 from plainvit.data.tables import has_parquet
 
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar")
-ARCHIVES = (".zip", ".tar", *COMPRESSED)
-_DAMAGE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError)
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 Input = tuple[str, Source]  # prefix of the names, images
 
@@ -62,45 +53,6 @@ class Inputs(ConcatSource):
             stamp = f"{prefix}\0{len(source)}\0{source.fingerprint()}\0{content_stamp(source)}\0"
             digest.update(stamp.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
-
-
-class Zip(Source):
-    """Members of a zip file. Each process and thread opens it itself, as they would share the file position."""
-
-    def __init__(self, path: Path) -> None:
-        with zipfile.ZipFile(path) as file:
-            names = file.namelist()
-        self.path = path
-        self._positions = np.array(select_images(path, names), np.int64)
-        self._names = Names(names[position] for position in self._positions)
-        self.labels = np.full(len(self._names), -1, np.int32)
-        self._files: dict[tuple[int, int], zipfile.ZipFile] = {}
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def read(self, index: int) -> bytes:
-        caller = os.getpid(), threading.get_ident()
-        try:
-            if caller not in self._files:
-                self._files[caller] = zipfile.ZipFile(self.path)
-            return self._read_member(self._files[caller], index)
-        except (*_DAMAGE, RuntimeError) as error:  # RuntimeError: encrypted
-            raise error if isinstance(error, ImageError) else ImageError(_first_line(error)) from error
-
-    def _read_member(self, file: zipfile.ZipFile, index: int) -> bytes:
-        info = file.infolist()[self._positions[index]]  # not by name: two members may have the same
-        check_length(info.file_size)
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # zipfile has no size limit for others
-            raise ImageError(f"zip compression method {info.compress_type} is not supported: use stored or deflated")
-        with file.open(info) as member:
-            return member.read(info.file_size + 1)
-
-    def files(self) -> Iterable[str]:
-        return (str(self.path),)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}
 
 
 class Unreadable(Source):
@@ -126,7 +78,7 @@ def find(
     data_root: str | Path | None = None,
     lines: Iterable[bytes] | None = None,
 ) -> Inputs:
-    """All images of the given files, folders, globs, archives and datasets.
+    """All images of the given files, folders, globs and datasets.
 
     `lines` replaces standard input, whose lines are the names that "-" stands for.
     """
@@ -162,7 +114,7 @@ def _resolve(
     elif word in known.SETS or word.partition(":")[0] in ("hf", "digits", "shapes"):
         yield f"{word}/", open_source(word, split, data_root=data_root)
     else:
-        raise DataError(f"there is no file, folder, archive or dataset {word}")
+        raise DataError(f"there is no file, folder or dataset {word}")
 
 
 def _open_path(path: str, split: str) -> Iterator[str | Input]:
@@ -170,7 +122,7 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     if Path(path).is_dir():
         yield from _open_folder(path, split)
     elif path.lower().endswith(ARCHIVES):
-        yield f"{path}/", _open_archive(Path(path))
+        raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
         yield f"{path}/", open_source(path, split)
     else:
@@ -181,34 +133,18 @@ def _open_folder(folder: str, split: str) -> Iterator[str | Input]:
     prefix = f"{folder.rstrip('/')}/"
     names = find_images(Path(folder), prefix)
     yield from names
-    if not names and has_parquet(Path(folder)):
+    if not names and (has_parquet(Path(folder)) or has_tars(Path(folder))):
         yield prefix, open_source(folder, split)
     elif not names:
         raise DataError(f"{folder} contains no images: no file ends in {', '.join(SUFFIXES[:4])} ...")
 
 
-def _open_archive(path: Path) -> Source:
-    if path.name.lower().endswith(COMPRESSED):
-        raise DataError(f"{path} is compressed and cannot be read in place: unpack it, or use .tar or .zip")
-    try:
-        source = open_tar(path) if path.name.lower().endswith(".tar") else Zip(path)
-    except DataError:
-        raise
-    except _DAMAGE as error:
-        raise DataError(f"the archive {path} cannot be read: {_first_line(error)}") from error
-    if not len(source):
-        raise DataError(f"{path} contains no images")
-    return source
-
-
 def _match(pattern: str, split: str) -> Iterator[str | Input]:
-    """Matching images and archives; folders only if nothing else matches, as ** matches folders and their files."""
+    """Matching images; folders only if nothing else matches, as ** matches folders and their files."""
     matches = sorted(glob.iglob(pattern, recursive=True))  # noqa: PTH207
-    folders = [path for path in matches if Path(path).is_dir()]
-    files = sorted(set(matches).difference(folders))
+    files = [path for path in matches if not Path(path).is_dir()]
     images = [files[position] for position in select_images(pattern, files)]
-    archives = [path for path in files if path.lower().endswith(ARCHIVES)]
-    for path in sorted(images + archives) or folders:
+    for path in images or sorted(set(matches).difference(files)):
         yield from _open_path(path, split)
     if not matches:
         raise DataError(f"no file matches {pattern}")
@@ -223,8 +159,4 @@ def _read_names(lines: Iterable[bytes], split: str) -> Iterator[str | Input]:
         try:
             yield from _open_path(name, split) if name else ()
         except (DataError, OSError, ValueError) as error:
-            yield "", Unreadable(name, _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+            yield "", Unreadable(name, (str(error).splitlines() or [type(error).__name__])[0])

@@ -67,7 +67,7 @@ def add_cards(paper: PaperTable, paths: Sequence[Path]) -> PaperTable:
         spec = card.data["spec"].replace("vtab/", "vtab1000/")  # both have the same test images
         if not spec or spec not in paper.columns.values():
             raise ValueError(
-                f"{path}: Table {paper.number} lacks a column for {spec or 'a folder'}: it has {', '.join(paper.columns)}"
+                f"{path}: Table {paper.number} has no column for {spec or 'a folder'}, only {', '.join(paper.columns)}"
             )
         if card.data["split"] not in ("test", official_split(spec, "test")):
             raise ValueError(f"{path} is on the {card.data['split']} split, but the paper reports the test split")
