@@ -548,14 +548,6 @@ LABELS_CSV += (b"file,label\n1.png,caf\xe9\n", b"file,label\n../1.png,a\n", b"fi
 LABELS_JSONL = (b'{"file": "1.png"}\n', b'{"file": "1.png", "label": "a"\n', b'["1.png", "a"]\n', b'"1.png"\n', b"\n\n")
 LABELS_JSONL += (b'{"file": "\\ud800.png", "label": "a"}\n', b'{"file": "/etc/passwd", "label": "a"}\n')
 PARQUET_LABELS = ([0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5] * 3)
-    [0, 1, 3],
-    [0, -2, 1],
-    [2**40, 0, 1],
-    ["ant", None, "cat"],
-    [0, None, 1],
-    [[0], [1], [2]],
-    [0.5, 1, 2],
-)
 INVALID: dict[str, Callable[[Path], object]] = {
     "nothing": lambda _: None,
     "no images": lambda root: (root / "a").mkdir(),
