@@ -1,6 +1,5 @@
 """Parquet files of others, its memory, and lists inside split folders."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pictures import plant, png, write_parquet
+from shell import Capture, report
 
-from plainvit.cli import main
 from plainvit.data import tables
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import MissingSplitError, Source, open_source
@@ -112,22 +111,15 @@ def test_images_larger_than_stated_are_not_kept(tmp_path: Path, monkeypatch: pyt
 # Lists ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
-def test_lists_inside_split_folders_are_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_inside_split_folders_are_read(tmp_path: Path, capsys: Capture) -> None:
     for split, label in {"train": "dog", "validation": "cat"}.items():
-        texts = {"csv": f"file_name,label\n1.png,{label}\n2.png,cat\n"}
-        texts["jsonl"] = "".join(
-            f'{{"file_name": "{n}.png", "label": "{label if n == 1 else "cat"}"}}\n' for n in (1, 2)
-        )
-        plant(tmp_path / split, {"1.png": png(1), "2.png": png(2), name: texts[name.partition(".")[2]].encode()})
+        text = f"file_name,label\n1.png,{label}\n2.png,cat\n"
+        plant(tmp_path / split, {"1.png": png(1), "2.png": png(2), "labels.csv": text.encode()})
     assert rows(open_source(str(tmp_path))) == [(png(1), "dog"), (png(2), "cat")]
     assert rows(open_source(str(tmp_path), "val")) == [(png(1), "cat"), (png(2), "cat")]
     assert open_source(str(tmp_path), "val").classes == ("cat", "dog")
-    main(["data", "info", str(tmp_path), "--json"])
-    assert {name: part["images"] for name, part in json.loads(capsys.readouterr().out)["splits"].items()} == {
-        "train": 2,
-        "val": 2,
-    }
+    splits = report(capsys, "data", "info", tmp_path)["splits"]
+    assert {name: part["images"] for name, part in splits.items()} == {"train": 2, "val": 2}
 
 
 def test_a_list_in_a_split_folder_cannot_name_another_split(tmp_path: Path) -> None:

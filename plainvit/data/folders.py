@@ -75,7 +75,7 @@ def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
         raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
     if not classes:
         layout = "put the images of each class into a folder of its own, such as beagle/1.jpg"
-        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl: {layout}")
+        raise DataError(f"{folder} has no class folders and no labels.csv: {layout}")
     by_class: dict[str, list[str]] = {name: [] for name in classes}
     for path in find_images(folder):
         top, is_inside, _ = path.partition("/")

@@ -1,15 +1,13 @@
 """Lists of image files with labels.
 
-labels.csv, labels.jsonl        file,label[,split]; a CSV without a header has these columns in this order
-classes.txt                     fixes the order of the classes where it is next to the list
+labels.csv      file,label[,split]; without a header it has these columns in this order
+classes.txt     fixes the order of the classes where it is next to the list
 """
 
 import csv
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
@@ -21,7 +19,7 @@ COLUMNS = {
     "label": ("label", "class"),
     "split": ("split",),
 }
-LISTS = ("labels.csv", "labels.jsonl")
+LIST = "labels.csv"
 LIST_LIMIT = 2**30  # bytes
 
 
@@ -34,7 +32,7 @@ class _Row(NamedTuple):
 
 def find_list(folder: Path) -> Path | None:
     """The list in a folder, if there is one."""
-    return next((folder / name for name in LISTS if (folder / name).is_file()), None)
+    return folder / LIST if (folder / LIST).is_file() else None
 
 
 def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[str] | None = None) -> Source:
@@ -86,18 +84,11 @@ def _find_problem(row: _Row, classes: dict[str, int], folder_of: str) -> str:
         return f"the split {row.split!r} contradicts the folder, which holds the {folder_of} split"
     if row.label not in classes:
         return f"the label {row.label!r} is not in classes.txt, or not among the classes of the training images"
-    if "\0" in row.file or not _is_encodable(row.file):
+    if "\0" in row.file:
         return f"{row.file!r} is not a valid file name"
     if path.is_absolute() or ".." in path.parts:
         return f"{row.file!r} is outside the list's folder"
     return ""
-
-
-def _is_encodable(name: str) -> bool:
-    try:
-        return bool(os.fsencode(name))
-    except UnicodeEncodeError:
-        return False
 
 
 def _read_rows(path: Path) -> list[_Row]:
@@ -107,22 +98,18 @@ def _read_rows(path: Path) -> list[_Row]:
     line = 0
     with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
         try:
-            for line, cells in _read_csv(file) if path.suffix == ".csv" else _read_jsonl(file):
-                row = _pick_cells(line, cells)
-                if row is None:
-                    columns = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
-                    expected = "expected the columns file,label[,split]"
-                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}{columns}")
-                rows.append(row)
-        except DataError:
-            raise
-        except (ValueError, csv.Error, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # json's own line number is always 1
-            raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
+            for line, cells in _read_csv(file):
+                values = {key: next(filter(None, map(cells.get, names)), "") for key, names in COLUMNS.items()}
+                if not values["file"] or not values["label"]:
+                    expected = f"expected the columns file,label[,split], found {', '.join(map(repr, list(cells)[:6]))}"
+                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}")
+                rows.append(_Row(line, **values))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{path} is not a well-formed list after line {line}: {error}") from error
     return rows
 
 
-def _read_csv(file: TextIO) -> Iterator[tuple[int, Any]]:
+def _read_csv(file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows as dicts by the header's names; a first row that starts with an image's name is not a header."""
     reader = csv.reader(file)
     header: list[str] | None = None
@@ -135,22 +122,3 @@ def _read_csv(file: TextIO) -> Iterator[tuple[int, Any]]:
             if not has_no_header:
                 continue
         yield reader.line_num, dict(zip(header, cells, strict=False))
-
-
-def _read_jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
-    for line, text in enumerate(file, 1):
-        if text.strip():
-            yield line, json.loads(text)
-
-
-def _pick_cells(line: int, cells: Any) -> _Row | None:
-    """A row from cells under any accepted column name; None if a file or a label is missing."""
-    if not isinstance(cells, dict):
-        return None
-    values = {
-        key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
-    }
-    if not all(isinstance(value, str | int) for value in values.values()):
-        return None
-    row = _Row(line, **{key: str(value) for key, value in values.items()})
-    return row if row.file and row.label else None

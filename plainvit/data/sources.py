@@ -1,7 +1,7 @@
 """Sources of images: every accepted `--data` value, behind one interface.
 
 photos/                       class folders, optionally inside train/ val/ test/
-photos/labels.csv             a list: file,label[,split]; or .jsonl with those keys
+photos/labels.csv             a list: file,label[,split]
 shards/                       parquet as the Hugging Face hub stores it, or tar shards with an index
 train.parquet                 one such file
 hf:org/dataset                parquet from the hub
@@ -319,14 +319,14 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     path = Path(spec)
     if path.is_dir():
         return folders.open_folder(path, split)
-    if path.is_file() and path.suffix in (".csv", ".jsonl"):
+    if path.is_file() and path.suffix == ".csv":
         return lists.open_list(path, split)
     if path.is_file() and path.suffix == ".parquet":
         return tables.open_table(path, split)
     if spec in known.SETS:
         return known.open_known(spec, split, data_root)
     if path.is_file():
-        raise DataError(f"{spec} is a file: --data takes a folder of images, a .csv or .jsonl list, or a .parquet file")
+        raise DataError(f"{spec} is a file: --data takes a folder of images, a .csv list, or a .parquet file")
     if "/" in spec or os.sep in spec or path.suffix:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")
