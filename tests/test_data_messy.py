@@ -20,10 +20,8 @@ from plainvit.data.splits import open_splits
 
 WRONG: dict[str, Callable[[Path], object]] = {
     "nothing": lambda root: root.mkdir(),
-    "no class folders": lambda root: plant(root, {"1.jpg": jpeg(1), "2.jpg": jpeg(2)}),
     "one class": lambda root: plant_classes(root, {"a": 5}),
     "one image per class": lambda root: plant_classes(root, {"a": 1, "b": 1, "c": 1}),
-    "empty classes": lambda root: [(root / name).mkdir(parents=True) for name in "abc"],
     "fewer images than classes": lambda root: (plant_classes(root, {"a": 1, "b": 1}), (root / "c").mkdir()),
     "a file": lambda root: root.write_bytes(jpeg()),
     "a broken link": lambda root: root.symlink_to("nowhere"),

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import encode, jpeg, plant, plant_classes, png, real_data
-from shell import Capture, evaluate_to, fail, save_model
+from pictures import encode, plant, plant_classes, png, real_data
+from shell import Capture, evaluate_to, save_model
 from torch import Tensor, nn
 
 import plainvit
@@ -104,31 +104,6 @@ def empty_folders(root: Path, names: list[str]) -> Path:
     for name in names:
         (root / name).mkdir(parents=True)
     return root
-
-
-def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture) -> None:
-    lists = [[one % 1000] for one in range(50_000)]
-    lists[1], lists[2] = [], [5, 6, 7]
-    plant(tmp_path, {"imagenet-real/real.json": json.dumps(lists).encode()})
-    folder = empty_folders(tmp_path / "imagenet" / "val", list(wordnet_ids()))
-    numbers = {0: "n01440764", 1: "n01440764", 2: "n15075141", 3: "n07860988"}
-    images = {number: jpeg(number) for number in numbers}
-    plant(folder, {f"{wnid}/ILSVRC2012_val_{at + 1:08d}.JPEG": images[at] for at, wnid in numbers.items()})
-    model = save_model(tmp_path / "model.safetensors", classes=1000)
-    words = (str(model), "--data", "imagenet-real", "--data-root", str(tmp_path))
-    card, rows = evaluate_to(capsys, tmp_path / "out", *words)
-    predictor = Predictor(model, device="cpu")
-    guesses = {at: int(predictor.logits(predictor.stack([data])).argmax()) for at, data in images.items()}
-    expected = [guesses[at] in lists[at] for at in numbers if lists[at]]
-    assert card["images"] == 3
-    assert card["data"]["left_out"] == 1
-    assert card["data"]["split"] == "val"
-    assert set(card["metrics"]) == {"top1", "top5", "nll", "ece"}  # of several labels none is a row of its own
-    assert card["counts"]["top1"] == sum(expected)
-    by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["prediction"], strict=True)}
-    assert by_number == {at: guesses[at] for at in numbers if lists[at]}
-    (tmp_path / "imagenet-real" / "real.json").unlink()
-    assert "real.json" in fail(capsys, "evaluate", *words)
 
 
 def test_real_needs_the_official_names(tmp_path: Path) -> None:

@@ -246,8 +246,7 @@ def find_images(folder: Path, prefix: str = "") -> list[str]:
 
     A broken link, pipe or device with the name of an image counts: it is reported when it is read.
     """
-    names = sorted(_walk(folder, prefix, frozenset()))
-    return [names[position] for position in select_images(folder, names)]
+    return select_images(folder, sorted(_walk(folder, prefix, frozenset())))
 
 
 def _walk(folder: Path, prefix: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
@@ -273,21 +272,21 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def select_images(where: str | Path, names: Sequence[str]) -> list[int]:
-    """Positions of the names of images; warns of those that are skipped because of their format."""
-    positions: list[int] = []
+def select_images(where: str | Path, names: Iterable[str]) -> list[str]:
+    """The names of images; warns of those that are skipped because of their format."""
+    images: list[str] = []
     skipped: Counter[str] = Counter()
-    for position, name in enumerate(names):
+    for name in names:
         file = name.rpartition("/")[2]
         suffix = f".{file.rpartition('.')[2].lower()}"
         if suffix in SUFFIXES and not file.startswith("."):
-            positions.append(position)
+            images.append(name)
         elif suffix in UNSUPPORTED and not file.startswith("."):
             skipped[suffix] += 1
     if skipped:
         problem = "%s: %d files skipped: %s not supported; convert them to JPEG"
         log.warning(problem, where, skipped.total(), ", ".join(sorted(skipped)))
-    return positions
+    return images
 
 
 # Opening --------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ An unreadable input keeps its position and raises ImageError when it is read.
 
 import glob
 import hashlib
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,22 +84,14 @@ def find(
 
     `lines` replaces standard input, whose lines are the names that "-" stands for.
     """
+    entries = (entry for word in words for entry in _resolve(word, split, data_root, lines))
     inputs: list[Input] = []
-    paths: list[str] = []
-    for entry in (entry for word in words for entry in _resolve(word, split, data_root, lines)):
-        if isinstance(entry, str):
-            paths.append(entry)
-            continue
-        inputs += [("", _open_files(paths)), entry] if paths else [entry]
-        paths = []
-    inputs += [("", _open_files(paths))] if paths else []
+    for are_paths, group in itertools.groupby(entries, lambda entry: isinstance(entry, str)):
+        members: list[Any] = list(group)
+        inputs += [("", Files("", members, np.full(len(members), -1), ()))] if are_paths else members
     if not sum(len(source) for _, source in inputs):
         raise DataError(f"no images found in {' '.join(words) or 'an empty list of inputs'}")
     return Inputs(inputs)
-
-
-def _open_files(paths: Sequence[str]) -> Files:
-    return Files("", paths, np.full(len(paths), -1), ())
 
 
 def _resolve(
@@ -143,8 +137,7 @@ def _match(pattern: str, split: str) -> Iterator[str | Input]:
     """Matching images; folders only if nothing else matches, as ** matches folders and their files."""
     matches = sorted(glob.iglob(pattern, recursive=True))  # noqa: PTH207
     files = [path for path in matches if not Path(path).is_dir()]
-    images = [files[position] for position in select_images(pattern, files)]
-    for path in images or sorted(set(matches).difference(files)):
+    for path in select_images(pattern, files) or sorted(set(matches).difference(files)):
         yield from _open_path(path, split)
     if not matches:
         raise DataError(f"no file matches {pattern}")
