@@ -28,7 +28,7 @@ from plainvit.data.tables import INDEX, find_split
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
 LOST = {  # reasons why a member has no data, by its negative length
-    -1: "it is a link to what is no image before it in the archive",
+    -1: "it is a link to a file that does not precede it in the tar",
     -2: "it is a sparse file",
     -3: "it is a pipe or a device, not a file",
 }

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
 from plainvit.data.columns import map_file, write_table
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
@@ -40,7 +40,7 @@ from plainvit.runtime.folder import environment, finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
-LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or compute
+LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision")  # that decode, resize or compute
 TEXTS = {  # required in each part of a card
     "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
     "model": ("weights",),
@@ -121,13 +121,12 @@ def _describe_data(labels: Labels) -> dict[str, Any]:
 
 def _describe_model(predictor: Predictor) -> dict[str, Any]:
     model = predictor.model
-    config = to_json(model.config) if isinstance(model.config, Checked) else dataclasses.asdict(model.config)
     return {
         "source": str(predictor.source),
         "family": model.about.family,
         "weights": tensor_hash(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "config": config,
+        "config": to_json(model.config),
         **_find_steps(predictor.source),
     }
 
@@ -137,8 +136,8 @@ def _describe_preprocess(predictor: Predictor) -> dict[str, Any]:
     settings, config = asdict(predictor.preprocess), predictor.model.config
     if settings["resize"] == "squash":
         del settings["crop"]
-    statistics = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
-    described = {"settings": settings, "image_size": list(predictor.size), **statistics}
+    described = {"settings": settings, "image_size": list(predictor.size)}
+    described |= {"mean": list(config.mean), "std": list(config.std)}
     return described | {"hash": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}
 
 

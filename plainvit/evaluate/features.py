@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
@@ -71,11 +71,10 @@ def extract(
 
 def features_key(predictor: Predictor, source: Source) -> str:
     """Cache key: equal only for equal features."""
-    config = predictor.model.config
     settings: dict[str, Any] = {
         "schema": SCHEMA,
         "weights": predictor.weights_hash,
-        "model": to_json(config) if isinstance(config, Checked) else str(config),
+        "model": to_json(predictor.model.config),
         "data": source.fingerprint(),
         "content": content_stamp(source),
         "split": source.split,

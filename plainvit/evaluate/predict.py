@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import read_json, run_folder
@@ -106,11 +106,11 @@ class PredictionJob:
 
     def describe(self, source: Source) -> dict[str, Any]:
         """Everything that the rows depend on, except the batch size, which changes at most the last digits."""
-        predictor, config = self.predictor, self.predictor.model.config
+        predictor = self.predictor
         return {
             "plainvit": __version__,
             "model": predictor.weights_hash,
-            "config": to_json(config) if isinstance(config, Checked) else str(config),
+            "config": to_json(predictor.model.config),
             "class names": list(predictor.class_names) if self.top else [],
             "inputs": source.fingerprint(),
             "images": len(source),
