@@ -458,26 +458,17 @@ def test_a_truncated_or_damaged_tar_is_rejected(tmp_path: Path, place: str) -> N
         assert "train-0.tar" in catch_error(tmp_path)
 
 
-def test_links_in_a_tar_only_reach_its_own_images_and_devices_are_unreadable(tmp_path: Path) -> None:
-    links = {
-        "in/l.png": (tarfile.LNKTYPE, "./in/good.png"),
-        "in/s.png": (tarfile.SYMTYPE, "good.png"),
-        "s.png": (tarfile.SYMTYPE, "in/./s.png"),
-        "p.png": (tarfile.FIFOTYPE, "in/good.png"),
-        "in/lost.png": (tarfile.LNKTYPE, "/etc/passwd"),
-        "lost.png": (tarfile.SYMTYPE, "../../good.png"),
-        "c.png": (tarfile.CHRTYPE, "in/good.png"),
-    }
-    path = write_tar(tmp_path / "x.tar", [("./in/good.png", png())])
+def test_links_pipes_and_devices_in_a_tar_are_unreadable(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [("good.png", png())])
+    kinds = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE)
     with tarfile.open(path, "a") as file:
-        for name, (kind, target) in links.items():
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, target
+        for number, kind in enumerate(kinds):
+            member = tarfile.TarInfo(f"{number}.png")
+            member.type, member.linkname = kind, "/etc/passwd" if number else "good.png"
             file.addfile(member)
     source = open_source(str(tmp_path))
-    assert len(source) == 8
-    assert [source.read(index) for index in range(4)] == [png()] * 4
-    for index in range(4, 8):
+    assert source.read(0) == png()
+    for index in range(1, 5):
         with pytest.raises(ImageError):
             source.read(index)
 

@@ -9,7 +9,6 @@ offset, length, label, size and checksum. A folder of tars without an index is s
 import io
 import json
 import os
-import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -27,11 +26,7 @@ from plainvit.data.tables import INDEX, find_split
 
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
-LOST = {  # reasons why a member has no data, by its negative length
-    -1: "it is a link to a file that does not precede it in the tar",
-    -2: "it is a sparse file",
-    -3: "it is a pipe or a device, not a file",
-}
+NOT_A_FILE = -1  # length of a member that is no regular file
 INDEXED = {"shard": pa.string(), "name": pa.string(), "offset": pa.int64(), "length": pa.int64(), "label": pa.int64()}
 
 
@@ -109,8 +104,8 @@ class Tars(Source):
 
     def read(self, index: int) -> bytes:
         shard, length = int(self._shard[index]), int(self._length[index])
-        if length in LOST:
-            raise ImageError(LOST[length])
+        if length == NOT_A_FILE:
+            raise ImageError("it is a link, a pipe, a device or a sparse file in the tar: store the image itself")
         check_length(length)
         if shard not in self._files:
             self._files[shard] = os.open(self.folder / self.shards[shard], os.O_RDONLY)
@@ -170,29 +165,18 @@ class _LimitedFile(io.FileIO):
 
 def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
     """(name, offset, length) of each member of a tar but folders. Raises DataError if it is damaged."""
-    places: dict[str, tuple[int, int]] = {}  # targets of links
     try:
         with _LimitedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 archive.members = []  # pyright: ignore - tarfile would keep all in memory
                 if not member.isdir():
-                    places[posixpath.normpath(member.name)] = place = _find_place(member, places)
-                    yield member.name, *place
+                    is_file = member.isreg() and not member.issparse()
+                    yield member.name, member.offset_data, member.size if is_file else NOT_A_FILE
             file.seek(archive.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile also stops at a damaged header
                 raise tarfile.ReadError(f"invalid header at byte {archive.offset:,}")
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise DataError(f"{path} is cut short or not a tar file: {error}") from error
-
-
-def _find_place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """(offset, length) of a member or of a link's target; for unreadable members the length is a key of LOST."""
-    if member.isreg():
-        return member.offset_data, -2 if member.issparse() else member.size
-    if not (member.issym() or member.islnk()):
-        return 0, -3
-    folder = posixpath.dirname(member.name) if member.issym() else ""
-    return places.get(posixpath.normpath(posixpath.join(folder, member.linkname)), (0, -1))
 
 
 def _parse_label(data: bytes, suffix: str, path: Path) -> int:
