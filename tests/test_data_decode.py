@@ -1,17 +1,11 @@
 """Decoding: against Pillow bit for bit (its draft mode for scaled JPEGs), analytic pixels, and hostile files."""
 
 import io
-import json
 import re
 import struct
-import subprocess
-import sys
-import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -183,21 +177,6 @@ def test_lossless_formats_round_trip(form: str, mode: str) -> None:
     assert size(data) == (20, 30)
 
 
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        ("WEBP", {"quality": 70}),
-        ("TIFF", {"compression": "tiff_lzw"}),
-        ("TIFF", {"compression": "tiff_adobe_deflate"}),
-        ("TIFF", {"compression": "jpeg"}),
-        ("PNG", {"interlace": 1}),
-    ],
-)
-def test_compressed_formats_equal_pillow(form: str, options: dict[str, object]) -> None:
-    data = encode(COLOURS, form, **options)
-    assert np.array_equal(decode(data), by_pillow(data))
-
-
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_are_scaled_to_eight(form: str) -> None:
     """Every one of the 65,536 levels, rounded to the nearest of 256."""
@@ -286,11 +265,6 @@ def png_of(width: int, height: int, rows: bytes | None = None) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
-def honest_bomb() -> bytes:
-    """12000 x 12000 in 17 KB, every pixel of it there."""
-    return png_of(12000, 12000, bytes(1501) * 12000)
-
-
 def jpeg_of(width: int, height: int) -> bytes:
     """A small JPEG whose frame header claims another size."""
     data = bytearray(jpeg())
@@ -299,26 +273,10 @@ def jpeg_of(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-def gif_of(width: int, height: int) -> bytes:
-    data = bytearray(encode(photo(8, 8).quantize(4), "GIF"))
-    data[6:10] = struct.pack("<HH", width, height)
-    return bytes(data)
-
-
 def bmp_of(width: int, height: int) -> bytes:
     data = bytearray(encode(photo(8, 8), "BMP"))
     data[18:26] = struct.pack("<ii", width, height)
     return bytes(data)
-
-
-def webp_of(width: int, height: int) -> bytes:
-    """An animation whose canvas is so large, around one small frame."""
-    small = encode(photo(16, 16), "WEBP")[12:]
-    canvas = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
-    frame = bytes(6) + struct.pack("<I", 15)[:3] * 2 + struct.pack("<I", 100)[:3] + b"\0" + small
-    parts = [(b"VP8X", b"\2\0\0\0" + canvas), (b"ANIM", bytes(6)), (b"ANMF", frame)]
-    body = b"WEBP" + b"".join(kind + struct.pack("<I", len(data)) + data for kind, data in parts)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 def tiff_of(width: int, height: int) -> bytes:
@@ -334,21 +292,20 @@ def ppm_of(width: int, height: int) -> bytes:
 CLAIMS: dict[str, Callable[[int, int], bytes]] = {
     "PNG": png_of,
     "JPEG": jpeg_of,
-    "GIF": gif_of,
     "BMP": bmp_of,
-    "WEBP": webp_of,
     "TIFF": tiff_of,
     "PPM": ppm_of,
 }
 
 
 @pytest.mark.parametrize("form", CLAIMS)
-def test_a_decompression_bomb_is_rejected_with_its_size(form: str) -> None:
-    reason = catch_image_error(CLAIMS[form](12000, 12001))
+def test_a_decompression_bomb_is_rejected_before_it_is_decoded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = CLAIMS[form](12000, 12001)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("pixels are allocated"))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", lambda *_, **__: pytest.fail("pixels are allocated"))
+    reason = catch_image_error(data)
     assert "12000 x 12001" in reason
     assert f"{PIXEL_LIMIT:,}" in reason
-    side = 16383 if form == "WEBP" else 30000
-    assert "limit" in catch_image_error(CLAIMS[form](side, side))
 
 
 @pytest.mark.parametrize("data", [jpeg(height=10, width=10), png(height=10, width=10)], ids=["JPEG", "PNG"])
@@ -357,38 +314,6 @@ def test_the_limit_is_exact_and_can_be_set(data: bytes) -> None:
     for wanted in (None, (1, 1)):
         with pytest.raises(ImageError, match="99"):
             decode(data, wanted, limit=99)
-
-
-MEASURE = """
-import json, resource, sys
-from plainvit.data.decode import ImageError, decode, size
-small, *bombs = [open(path, "rb").read() for path in sys.argv[1:]]
-for data in bombs:  # once, so that Pillow's readers are loaded
-    try: decode(data[:40])
-    except ImageError: pass
-decode(small)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-before, refused = peak(), 0
-for data in bombs:
-    try: decode(data)
-    except ImageError: refused += 1
-print(json.dumps([refused, peak() - before]))
-"""
-
-
-def test_a_bomb_allocates_no_pixels(tmp_path: Path) -> None:
-    """In a process of its own, since the peak of memory is the whole process's."""
-    bombs = [honest_bomb(), *(make(12000, 12000) for make in CLAIMS.values()), jpeg_of(65500, 65500)]
-    assert len(bombs[0]) < 20_000
-    paths = [tmp_path / str(number) for number in range(len(bombs) + 1)]
-    for path, data in zip(paths, [png(), *bombs], strict=True):
-        path.write_bytes(data)
-    child = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True
-    )
-    refused, megabytes = json.loads(child.stdout)
-    assert refused == len(bombs)
-    assert megabytes < 64
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])
@@ -499,7 +424,7 @@ def mutations(kinds: list[str]) -> st.SearchStrategy[bytes]:
     )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(mutations(list(SOUND)))
 def test_damaged_files_raise_only_image_errors(data: bytes) -> None:
     with warnings.catch_warnings():
@@ -507,49 +432,12 @@ def test_damaged_files_raise_only_image_errors(data: bytes) -> None:
         attempt(data)
 
 
-def loud_files() -> Iterator[bytes]:
-    """Files about which Pillow itself would warn: tags that reach beyond the end, a block that stops."""
-    tiff = SOUND["tiff"]
-    yield tiff[:4] + tiff[4:].replace(struct.pack("<HH", 273, 4), struct.pack("<HH", 273, 12), 1)
-    exif = jpeg(height=24, width=40, exif=EXIF)
-    place = exif.index(b"a description")
-    yield exif[: place - 30] + b"\xff\xff\xff\x7f" + exif[place - 26 :]
-    yield exif.replace(struct.pack(">HHI", 0x010E, 2, 14), struct.pack(">HHI", 0x010E, 2, 2**30))
-    yield exif.replace(struct.pack("<HHI", 0x010E, 2, 14), struct.pack("<HHI", 0x010E, 2, 2**30))
-
-
 def test_damaged_files_give_no_warnings() -> None:
-    """No warning beside it: a worker's warnings would bury the log."""
-    with warnings.catch_warnings(record=True) as heard:
+    """A worker's warnings would bury the log. Pillow itself warns of tags that reach beyond the end of these files."""
+    tiff, exif = SOUND["tiff"], SOUND["jpeg with exif"]
+    start = exif.index(b"a description")
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for data in loud_files():
-            attempt(data)
-    assert [str(warning.message) for warning in heard] == []
-
-
-def test_threads_restore_the_warning_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads decode at once; the first to enter is the first to leave."""
-    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
-    original, data, turn = Image.open, png(), iter((0, 1))
-
-    def slow(*arguments: Any, **options: Any) -> Image.Image:
-        if next(turn) == 0:
-            first_in.set()
-            second_in.wait(1)
-        else:
-            second_in.set()
-            first_out.wait(1)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(Image, "open", slow)
-    before = list(warnings.filters)
-    threads = [threading.Thread(target=decode, args=(data,)) for _ in range(2)]
-    threads[0].start()
-    first_in.wait(1)
-    threads[1].start()
-    threads[0].join(10)
-    first_out.set()
-    threads[1].join(10)
-    after = list(warnings.filters)
-    warnings.filters[:] = before
-    assert after == before
+        attempt(tiff[:4] + tiff[4:].replace(struct.pack("<HH", 273, 4), struct.pack("<HH", 273, 12), 1))
+        attempt(exif[: start - 30] + b"\xff\xff\xff\x7f" + exif[start - 26 :])
+    assert [str(warning.message) for warning in caught] == []

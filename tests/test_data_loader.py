@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
-from pictures import by_pillow, encode, jpeg, noise, photo, plant, png, real_data, write_parquet
+from pictures import jpeg, noise, photo, plant, png, write_parquet
 from tiny import mostly_slow
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from plainvit.data.generated import Pixels
 from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation
 from plainvit.data.pack import pack
-from plainvit.data.resident import decode_all, resize_boxes
+from plainvit.data.resident import resize_boxes
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.data.workers import default_workers
 
@@ -126,15 +126,6 @@ def catch_error(call: Callable[[], object]) -> str:
 # The same stream, however it is made ----------------------------------------------------------------------------------
 
 
-def test_batches_have_shapes_dtypes_and_labels(photos: Source) -> None:
-    for one in stream(photos, augment=Augment()):
-        assert one.images.shape == (12, 3, 32, 32)
-        assert one.images.dtype is torch.uint8
-        assert one.labels.dtype is torch.int64
-        assert one.labels.tolist() == photos.labels[one.index].tolist()
-        assert one.bad == []
-
-
 def test_order_is_that_of_the_permutations(photos: Source) -> None:
     expected = np.concatenate([permutation(11, epoch, 37) for epoch in range(3)])
     assert samples(stream(photos, stop=9))[2] == expected[: 9 * 12].tolist()
@@ -222,14 +213,6 @@ def test_closing_the_loader_ends_its_workers(photos: Source) -> None:
     assert len(multiprocessing.active_children()) == 2
     batches.close()
     wait_for_children()
-
-
-@pytest.mark.parametrize("batch", [8, 25])
-def test_an_epoch_may_end_within_a_batch(batch: int) -> None:
-    source = open_source("shapes:size=8,count=10")
-    index = samples(stream(source, stop=5, batch=batch, side=8, augment=Augment()))[2]
-    for epoch in range(4):
-        assert sorted(index[10 * epoch : 10 * (epoch + 1)]) == list(range(10))
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
@@ -332,19 +315,6 @@ class Trap(Pixels):
         return super().read(index)
 
 
-@pytest.mark.slow
-def test_three_worker_deaths_at_one_step_are_a_data_error() -> None:
-    """Three deaths at one step are no accident; without a limit the loop would never end."""
-
-    def work() -> str:
-        source = Trap(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        return digest(stream(source, stop=10, batch=4, side=8, augment=Augment(), workers=2))
-
-    ending = in_a_child(work)
-    assert ending.startswith("DataError: ")
-    assert "died" in ending
-
-
 def test_an_exception_in_a_worker_is_raised_unchanged() -> None:
     def strike() -> None:
         raise RuntimeError("a fault of the program")
@@ -410,29 +380,18 @@ def difference(source: Source, augment: Augment, side: int, steps: int = 4) -> T
     return (floats(streamed[0]) - floats(resident[0])).abs()
 
 
-def tiny_imagenet() -> Source:
-    return Subset(open_source("tiny-imagenet", "val", data_root=real_data()), np.arange(100, 200))
-
-
-SETS: dict[str, Callable[[], Source]] = {
-    "shapes": lambda: open_source("shapes:size=64,count=100"),
-    "tiny-imagenet": tiny_imagenet,
-}
-
-
 @pytest.mark.parametrize(
     "augment",
     [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5), Augment(colour=0.4)],
     ids=["torchvision", "tensorflow", "erasing", "color"],
 )
-@pytest.mark.parametrize("name", SETS)
-def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None:
+def test_resident_crops_equal_streamed_ones(augment: Augment) -> None:
     """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to grey levels.
 
     Brightness, contrast and saturation may each enlarge the rounding by 1.4. Crops that are reduced differ by a level
     on average.
     """
-    source = SETS[name]()
+    source = open_source("shapes:size=64,count=100")
     assert difference(source, augment, 64).max() <= (1 + augment.colour) ** 3 * LEVEL
     assert difference(source, Augment(crop="random", resize=80), 64).mean() <= LEVEL
 
@@ -442,9 +401,8 @@ def test_resident_crops_equal_streamed_ones(name: str, augment: Augment) -> None
     [Augment(crop="pad"), Augment(crop="none"), Augment(crop="pad", pad=9, colour=0.4, erase=0.5)],
     ids=["pad", "none", "colour"],
 )
-@pytest.mark.parametrize("name", SETS)
-def test_crops_without_resizing_are_equal_in_both_modes(name: str, augment: Augment) -> None:
-    source = SETS[name]()
+def test_crops_without_resizing_are_equal_in_both_modes(augment: Augment) -> None:
+    source = open_source("shapes:size=64,count=100")
     assert difference(source, augment, 64).max() == 0
     if not augment.colour:
         batches = [stream(source, stop=1, side=64, augment=augment, mode=mode)[0] for mode in ("streamed", "resident")]
@@ -452,13 +410,14 @@ def test_crops_without_resizing_are_equal_in_both_modes(name: str, augment: Augm
 
 
 class Sizes(Source):
-    """Photos in memory, of the sizes that are asked for."""
+    """Photos or white images in memory, of the sizes that are asked for."""
 
-    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], *, is_white: bool = False) -> None:
         self.labels, self.classes, self.shapes = np.zeros(len(shapes), np.int32), ("a",), shapes
+        self.is_white = is_white
 
     def read(self, index: int) -> np.ndarray:
-        return np.array(photo(*self.shapes[index], seed=index))
+        return np.maximum(photo(*self.shapes[index], seed=index), 255 * self.is_white).astype(np.uint8)
 
     def name(self, index: int) -> str:
         return str(index)
@@ -466,32 +425,10 @@ class Sizes(Source):
 
 def test_padding_of_resident_images_is_never_visible() -> None:
     """White images of many sizes on a black canvas stay white, whatever is cut from them."""
-    white = {f"a/{i}.png": encode(np.full((8 + i, 40 - i, 3), 255, np.uint8)) for i in range(30)}
-
-    class Whites(Source):
-        labels, classes = np.zeros(30, np.int32), ("a",)
-
-        def read(self, index: int) -> bytes:
-            return list(white.values())[index]
-
-        def name(self, index: int) -> str:
-            return list(white)[index]
-
+    source = Sizes([(8 + i, 40 - i) for i in range(30)], is_white=True)
     for augment in (Augment(), Augment(crop="inception-tf"), Augment(crop="none"), Augment(crop="random", resize=40)):
-        for one in stream(Whites(), stop=5, side=32, augment=augment, mode="resident"):
+        for one in stream(source, stop=5, side=32, augment=augment, mode="resident"):
             assert floats(one.images).min() > 0.999
-
-
-def test_decode_all_equals_pillow(photos: Source) -> None:
-    bad: dict[int, str] = {}
-    images, sizes = decode_all(photos, bad, threads=3)
-    assert bad == {}
-    assert images.shape[2:] == (int(sizes[:, 0].max()), int(sizes[:, 1].max()))
-    for index in range(len(photos)):
-        expected = by_pillow(photos.read(index))
-        height, width = sizes[index].tolist()
-        assert (height, width) == expected.shape[:2]
-        assert np.array_equal(images[index, :, :height, :width].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])

@@ -105,15 +105,6 @@ def test_neighbors_on_every_axis_are_independent(axis: str) -> None:
     assert evenness((first * 16).astype(int) * 16 + (second * 16).astype(int), 256) > RARE
 
 
-def test_uniforms_do_not_depend_on_the_batch() -> None:
-    epoch, position = torch.arange(64) % 3, torch.arange(64) * 7919
-    whole = uniforms(5, epoch, position, 49)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(uniforms(5, epoch[order], position[order], 49), whole[order])
-    for row in (0, 17, 63):
-        assert torch.equal(uniforms(5, epoch[row : row + 1], position[row : row + 1], 49)[0], whole[row])
-
-
 # Permutations ---------------------------------------------------------------------------------------------------------
 
 

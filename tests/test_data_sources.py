@@ -2,14 +2,11 @@
 
 import csv
 import hashlib
-import io
 import json
 import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,9 +26,9 @@ from pictures import (
     write_parquet,
     write_tar,
 )
+from shell import Capture, fail, report
 from sklearn.datasets import load_digits
 
-from plainvit.cli import main
 from plainvit.config import Config
 from plainvit.data import generated, known, tables
 from plainvit.data.decode import DataError, ImageError
@@ -57,14 +54,6 @@ def catch_error(spec: Path | str, split: str = "train", **options: Any) -> str:
     assert text
     assert "\n" not in text
     return text
-
-
-def exit_code(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 # A folder of class folders --------------------------------------------------------------------------------------------
@@ -104,13 +93,6 @@ def test_split_folders_have_synonyms(tmp_path: Path, train: str, val: str, test:
         assert source.read(0) == (tmp_path / part / "a" / "0.png").read_bytes()
 
 
-def test_split_folders_without_train_are_not_classes(tmp_path: Path) -> None:
-    """val/ and test/ without train/: opened as training images they would be two classes of those names."""
-    plant_classes(tmp_path / "val", {"a": 1, "b": 1})
-    plant_classes(tmp_path / "test", {"a": 1, "b": 1})
-    assert "train" in catch_error(tmp_path, "train")
-
-
 def test_nested_folders_belong_to_their_class(tmp_path: Path) -> None:
     plant(tmp_path, {"a/x/y/1.png": png(1), "a/2.png": png(2), "b/z/3.png": png(3)})
     assert by_class(open_source(str(tmp_path))) == [("a/2.png", "a"), ("a/x/y/1.png", "a"), ("b/z/3.png", "b")]
@@ -133,9 +115,7 @@ def test_images_of_unsupported_formats_are_counted_in_a_warning(
     plant(tmp_path, {"a/IMG_1.HEIC": b"", "a/deep/IMG_2.heic": b"", "b/x.avif": b""})
     assert len(open_source(str(tmp_path))) == 2
     assert "3 files skipped: .avif, .heic" in caplog.text
-    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", tmp_path, "b")
-    packed = shutil.make_archive(str(tmp_path / "photos"), "tar", tmp_path, "b")
-    for word in (f"{tmp_path}/b", f"{tmp_path}/b/*", archive, packed):
+    for word in (f"{tmp_path}/b", f"{tmp_path}/b/*"):
         caplog.clear()
         assert len(find([word])) == 1
         assert f"{word}: 1 files skipped: .avif" in caplog.text
@@ -157,15 +137,13 @@ IRREGULAR: dict[str, Callable[[Path], None]] = {
     "broken link": lambda path: path.symlink_to("nowhere.jpg"),
     "link to itself": lambda path: path.symlink_to(path.name),
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "link into a file": lambda path: path.symlink_to("0.png/x.jpg"),
     "pipe": os.mkfifo,
-    "link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe"))[0],
 }
 
 
 @pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
 def test_broken_links_and_pipes_are_unreadable_images(
-    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, make: Callable[[Path], None], capsys: Capture
 ) -> None:
     root = plant_classes(tmp_path, {"a": 1, "b": 1})
     make(root / "a" / "x.jpg")
@@ -173,49 +151,9 @@ def test_broken_links_and_pipes_are_unreadable_images(
     assert names(source) == ["a/0.png", "a/x.jpg", "b/0.png"]
     with pytest.raises(ImageError):
         source.read(1)
-    assert [record.levelname for record in caplog.records if "a/x.jpg" in record.getMessage()] == ["WARNING"]
-    assert exit_code("data", "info", str(root), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["splits"]["train"]["unreadable"] == 1
-    assert exit_code("data", "check", str(root), "--json") == 3
-    found = json.loads(capsys.readouterr().out)
+    assert report(capsys, "data", "info", root)["splits"]["train"]["unreadable"] == 1
+    found = report(capsys, "data", "check", root, code=3)
     assert [(one["name"], one["problem"]) for one in found] == [("a/x.jpg", "unreadable")]
-
-
-@pytest.mark.parametrize("name", ["a/gone", "gone"])
-def test_a_broken_link_to_a_folder_is_reported(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    root = plant_classes(tmp_path, {"a": 1, "b": 1})
-    (root / name).symlink_to("nowhere")
-    assert names(open_source(str(root))) == ["a/0.png", "b/0.png"]
-    assert [record.levelname for record in caplog.records if name in record.getMessage()] == ["WARNING"]
-
-
-def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(str(plant_classes(tmp_path, {"a": 1})))
-    monkeypatch.setattr("plainvit.data.sources.FILE_LIMIT", 10)
-    with pytest.raises(ImageError, match="limit"):
-        source.read(0)
-
-
-def test_links_in_a_tar_are_followed_and_devices_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = {"s": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "p": tarfile.FIFOTYPE, "d": tarfile.CHRTYPE}
-    write_tar(tmp_path / "train-0.tar", [("0.png", png(1)), ("0.cls", b"0")])
-    with tarfile.open(tmp_path / "train-0.tar", "a") as archive:
-        for name, target in {"1s": "0.png", "2h": "0.png", "3s": "gone.png", "4p": "", "5d": ""}.items():
-            member = tarfile.TarInfo(f"{name}.png")
-            member.type, member.linkname = kinds[name[1]], target
-            archive.addfile(member)
-            label = tarfile.TarInfo(f"{name}.cls")
-            label.size = 1
-            archive.addfile(label, io.BytesIO(b"0"))
-    source = open_source(str(tmp_path))
-    assert names(source) == ["0.png", "1s.png", "2h.png", "3s.png", "4p.png", "5d.png"]
-    assert [source.read(at) for at in range(3)] == [png(1)] * 3
-    for at in (3, 4, 5):
-        with pytest.raises(ImageError):
-            source.read(at)
-    assert exit_code("data", "check", str(tmp_path), "--json") == 3
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found if one["problem"] == "unreadable"] == ["3s.png", "4p.png", "5d.png"]
 
 
 LONG = "/".join("x" * 240 for _ in range(4)) + "/y"  # 966 bytes: each part is within what a disk allows
@@ -231,14 +169,13 @@ def test_any_file_name_can_be_read(tmp_path: Path) -> None:
     assert len(source.fingerprint()) == 16
 
 
-def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: Capture) -> None:
     """As labels in a list are. One name that is no number, and they are in the order of text."""
     root = plant_classes(tmp_path, dict.fromkeys(("10", "2", "0", "1"), 1))
     source = open_source(str(root))
     assert source.classes == ("0", "1", "2", "10")
     assert names(source) == ["0/0.png", "1/0.png", "2/0.png", "10/0.png"]
-    assert exit_code("data", "info", str(root), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["ordered_as_numbers"] is True
+    assert report(capsys, "data", "info", root)["ordered_as_numbers"] is True
     plant_classes(tmp_path, {"x": 1})
     assert open_source(str(root)).classes == ("0", "1", "10", "2", "x")
     for split in ("train", "test"):
@@ -247,14 +184,11 @@ def test_numeric_class_folders_are_in_numeric_order(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("verb", ["info", "check", "pack"])
-def test_a_class_missing_in_train_is_a_data_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_a_class_missing_in_train_is_a_data_error(tmp_path: Path, capsys: Capture, verb: str) -> None:
     plant_classes(tmp_path / "set" / "train", {"a": 1, "b": 1})
     plant_classes(tmp_path / "set" / "val", {"a": 1, "zebra": 1}, start=10)
-    target = [str(tmp_path / "packed")] if verb == "pack" else []
-    assert exit_code("data", verb, str(tmp_path / "set"), *target) == 3
-    assert "'zebra'" in capsys.readouterr().err
+    target = [tmp_path / "packed"] if verb == "pack" else []
+    assert "'zebra'" in fail(capsys, "data", verb, tmp_path / "set", *target)
 
 
 def test_a_class_missing_in_val_keeps_the_other_labels(tmp_path: Path) -> None:
@@ -265,25 +199,6 @@ def test_a_class_missing_in_val_keeps_the_other_labels(tmp_path: Path) -> None:
     assert source.labels.tolist() == [2, 2]
 
 
-def test_a_folder_without_images_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "nothing").mkdir()
-    assert "no class folders" in catch_error(tmp_path / "nothing")
-    (tmp_path / "classes" / "a").mkdir(parents=True)
-    assert "no images" in catch_error(tmp_path / "classes")
-    plant(tmp_path / "flat", {"1.png": png()})
-    assert "no class folders" in catch_error(tmp_path / "flat")
-
-
-def test_a_misspelt_data_set_or_split_suggests_the_nearest() -> None:
-    assert "no folder" in catch_error("nowhere/at/all")
-    assert "no folder" in catch_error("missing.csv")
-    with pytest.raises(ValueError, match="nearest: cifar10") as caught:
-        open_source("cifar1")
-    assert not isinstance(caught.value, DataError)
-    with pytest.raises(ValueError, match="nearest: train"):
-        open_source("digits", "trian")
-
-
 # Lists ----------------------------------------------------------------------------------------------------------------
 
 ROWS = [("x/1.png", "cat", "train"), ("2.png", "ant", "train"), ("3.png", "cat", "val"), ("4.png", "bee", "test")]
@@ -291,18 +206,14 @@ ROWS = [("x/1.png", "cat", "train"), ("2.png", "ant", "train"), ("3.png", "cat",
 
 def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str] = ("file", "label", "split")) -> Path:
     plant(path.parent, {str(row[0]): png(number) for number, row in enumerate(rows)})
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
-    else:
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([columns, *rows])
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
     return path
 
 
-@pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
 @pytest.mark.parametrize("by_folder", [False, True])
-def test_a_list_has_splits(tmp_path: Path, file: str, by_folder: bool) -> None:
-    path = write_list(tmp_path / file, ROWS)
+def test_a_list_has_splits(tmp_path: Path, by_folder: bool) -> None:
+    path = write_list(tmp_path / "labels.csv", ROWS)
     spec = str(tmp_path if by_folder else path)
     found = {split: open_source(spec, split) for split in ("train", "val", "test")}
     assert {split: by_class(source) for split, source in found.items()} == {
@@ -314,13 +225,10 @@ def test_a_list_has_splits(tmp_path: Path, file: str, by_folder: bool) -> None:
     assert found["test"].read(0) == png(3)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "file", "label"),
-    [("csv", "path", "class"), ("csv", "image", "label"), ("jsonl", "filename", "label"), ("jsonl", "file", "class")],
-)
-def test_list_columns_have_synonyms(tmp_path: Path, suffix: str, file: str, label: str) -> None:
+@pytest.mark.parametrize(("file", "label"), [("path", "class"), ("image", "label"), ("filename", "class")])
+def test_list_columns_have_synonyms(tmp_path: Path, file: str, label: str) -> None:
     rows = [("1.png", "a"), ("2.png", "b")]
-    source = open_source(str(write_list(tmp_path / f"my list.{suffix}", rows, (file, label))))
+    source = open_source(str(write_list(tmp_path / "my list.csv", rows, (file, label))))
     assert by_class(source) == rows
 
 
@@ -340,60 +248,20 @@ def test_classes_txt_fixes_the_order(tmp_path: Path) -> None:
     assert source.labels.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize(("text", "reason"), [(b"ant\nbee\nant\n", "twice"), (b"ant\n\xff\n", "UTF-8")])
-def test_an_invalid_classes_txt_is_rejected(tmp_path: Path, text: bytes, reason: str) -> None:
-    (tmp_path / "classes.txt").write_bytes(text)
-    assert reason in catch_error(write_list(tmp_path / "labels.csv", ROWS))
-
-
-@pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl"])
-def test_integer_labels_are_in_numeric_order(tmp_path: Path, file: str) -> None:
+def test_integer_labels_are_in_numeric_order(tmp_path: Path) -> None:
     """As words they would sort 0, 1, 10, 11, 2: the labels would change silently."""
     rows = [(f"{number}.png", number) for number in range(12)]
-    source = open_source(str(write_list(tmp_path / file, rows, ("file", "label"))))
+    source = open_source(str(write_list(tmp_path / "labels.csv", rows, ("file", "label"))))
     assert source.classes == tuple(map(str, range(12)))
     assert source.labels.tolist() == list(range(12))
 
 
-@pytest.mark.parametrize(("file", "line"), [("labels.csv", 5), ("labels.jsonl", 4)])
-def test_an_unknown_label_is_reported_with_its_line(tmp_path: Path, file: str, line: int) -> None:
-    path = write_list(tmp_path / file, ROWS)
+def test_an_unknown_label_is_reported_with_its_line(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "labels.csv", ROWS)
     (tmp_path / "classes.txt").write_text("ant\ncat\n")
     message = catch_error(path, "test")
     assert "'bee'" in message
-    assert f"line {line}:" in message
-
-
-@pytest.mark.parametrize("name", ["../1.png", "/etc/passwd", "a/../../1.png", "a/.."])
-def test_a_listed_path_outside_the_folder_is_rejected(tmp_path: Path, name: str) -> None:
-    (tmp_path / "labels.csv").write_text(f"file,label\n{name},a\n")
-    assert "outside" in catch_error(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("labels.csv", "1,cat\n2,dog\n"),  # no header, and no names of images
-        ("labels.csv", "file\n1.png\n"),
-        ("labels.csv", "file,label\n1.png\n"),
-        ("labels.csv", "file,label\n,cat\n"),
-        ("labels.csv", "file,label\n1.png,\n"),
-        ("labels.csv", ""),
-        ("labels.csv", "file,label\n"),
-        ("labels.csv", "file,label\n1.png,caf\xe9\n"),
-        ("labels.jsonl", '{"file": "1.png"}\n'),
-        ("labels.jsonl", '{"label": "a"}\n'),
-        ("labels.jsonl", '{"file": "1.png", "label": "a"\n'),
-        ("labels.jsonl", '["1.png", "a"]\n'),
-        ("labels.jsonl", '"1.png"\n'),
-        ("labels.jsonl", ""),
-        ("labels.jsonl", "\n\n"),
-        ("labels.jsonl", '{"file": "\\ud800.png", "label": "a"}\n'),
-    ],
-)
-def test_a_malformed_list_is_rejected(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / file).write_text(text, encoding="latin-1")
-    catch_error(tmp_path / file)
+    assert "line 5:" in message
 
 
 def test_a_list_exported_by_a_spreadsheet(tmp_path: Path) -> None:
@@ -401,19 +269,6 @@ def test_a_list_exported_by_a_spreadsheet(tmp_path: Path) -> None:
     plant(tmp_path, {"a,b.png": png(1)})
     (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline"\r\n')
     assert by_class(open_source(str(tmp_path))) == [("a,b.png", "new\nline")]
-
-
-def test_a_missing_listed_file_is_an_image_error(tmp_path: Path) -> None:
-    path = write_list(tmp_path / "labels.csv", ROWS)
-    (tmp_path / "2.png").unlink()
-    with pytest.raises(ImageError, match="No such file"):
-        open_source(str(path)).read(1)
-
-
-def test_an_impossible_file_name_in_a_list_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "labels.jsonl").write_text('{"file": "a\\u0000.png", "label": "a"}\n')
-    with pytest.raises((DataError, OSError)):
-        open_source(str(tmp_path)).read(0)
 
 
 # Parquet --------------------------------------------------------------------------------------------------------------
@@ -497,15 +352,6 @@ def test_parquet_labels_without_names_or_values(
 
 
 @pytest.mark.parametrize(
-    "labels",
-    [[0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5, 1.0, 2.0]],
-)
-def test_invalid_parquet_labels_are_rejected(tmp_path: Path, labels: list[Any]) -> None:
-    shard(tmp_path / "train.parquet", 0, 3, labels=labels)
-    catch_error(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("which", "share"), [("train-00.parquet", 0), ("train-01.parquet", 0.5), ("train-00.parquet", 0.99)]
 )
 def test_a_truncated_parquet_file_is_rejected(tmp_path: Path, which: str, share: float) -> None:
@@ -514,38 +360,6 @@ def test_a_truncated_parquet_file_is_rejected(tmp_path: Path, which: str, share:
     data = (tmp_path / which).read_bytes()
     (tmp_path / which).write_bytes(data[: int(len(data) * share)])
     assert which in catch_error(tmp_path)
-
-
-def test_inconsistent_parquet_files_are_rejected(tmp_path: Path) -> None:
-    shard(tmp_path / "names" / "train-00.parquet", 0, 3, names=["ant", "bee", "cat"])
-    shard(tmp_path / "names" / "train-01.parquet", 3, 3, names=["bee", "ant", "cat"])
-    assert "train-01.parquet" in catch_error(tmp_path / "names")
-    (tmp_path / "text").mkdir()
-    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "text" / "train.parquet")
-    assert "text, label" in catch_error(tmp_path / "text")
-    for name in ("one", "two"):
-        shard(tmp_path / "sets" / name / "train-00.parquet", 0, 3)
-    assert "(one, two)" in catch_error(tmp_path / "sets")
-    shard(tmp_path / "mixed" / "train-00.parquet", 0, 3)
-    write_parquet(tmp_path / "mixed" / "train-01.parquet", [png(0)], [0], columns=("img", "label"))
-    assert "train-01.parquet" in catch_error(tmp_path / "mixed")
-    pq.write_table(pa.table({"image": [1, 2], "label": [0, 1]}), tmp_path / "mixed" / "train-00.parquet")
-    assert "int64" in catch_error(tmp_path / "mixed")
-
-
-IN_A_CHILD = """
-import hashlib, pickle, sys
-source = pickle.load(open(sys.argv[1], "rb"))
-print(hashlib.sha256(b"".join(bytes(source.read(i)) for i in range(len(source)))).hexdigest(), source.fingerprint())
-"""
-
-
-def same_in_a_child(source: Source, path: Path) -> bool:
-    """Pickled by this process, read by another that has none of its open files."""
-    read = b"".join(bytes(source.read(index)) for index in range(len(source)))
-    path.write_bytes(pickle.dumps(source))
-    done = subprocess.run([sys.executable, "-c", IN_A_CHILD, str(path)], capture_output=True, text=True, check=True)
-    return done.stdout.split() == [hashlib.sha256(read).hexdigest(), source.fingerprint()]
 
 
 def planted_sources(tmp_path: Path) -> dict[str, Source]:
@@ -562,7 +376,7 @@ def test_sources_can_be_pickled(tmp_path: Path, kind: str) -> None:
     assert (copy.spec, copy.split, copy.classes) == (source.spec, source.split, source.classes)
     assert copy.labels.tolist() == source.labels.tolist()
     assert names(copy) == names(source)
-    assert same_in_a_child(source, tmp_path / "pickled")
+    assert [copy.read(index) for index in range(len(copy))] == [source.read(index) for index in range(len(copy))]
 
 
 def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,20 +396,6 @@ def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: py
 
 
 # Tar shards -----------------------------------------------------------------------------------------------------------
-
-
-def test_packed_images_equal_the_originals(tmp_path: Path) -> None:
-    """JPEGs below the side are taken over byte for byte, so that nothing but the container differs."""
-    for number, part in enumerate(("train", "val")):
-        files = {f"{part}/{'ab'[i % 2]}/{i}.jpg": jpeg(100 * number + i) for i in range(7)}
-        plant(tmp_path / "set", files)
-    pack(str(tmp_path / "set"), tmp_path / "packed")
-    for split in ("train", "val"):
-        origin, packed = open_source(str(tmp_path / "set"), split), open_source(str(tmp_path / "packed"), split)
-        assert packed.classes == origin.classes
-        assert packed.labels.tolist() == origin.labels.tolist()
-        assert [packed.read(i) for i in range(7)] == [origin.read(i) for i in range(7)]
-    assert "no test split" in catch_error(tmp_path / "packed", "test")
 
 
 def plain_members(count: int, label: Callable[[int], tuple[str, bytes]]) -> list[tuple[str, bytes]]:
@@ -658,10 +458,26 @@ def test_a_truncated_or_damaged_tar_is_rejected(tmp_path: Path, place: str) -> N
         assert "train-0.tar" in catch_error(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"not a tar" * 100, bytes(600)])
-def test_a_file_that_is_not_a_tar_is_rejected(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "train-0.tar").write_bytes(data)
-    catch_error(tmp_path)
+def test_links_pipes_and_devices_in_a_tar_are_unreadable(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [("good.png", png())])
+    kinds = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE)
+    with tarfile.open(path, "a") as file:
+        for number, kind in enumerate(kinds):
+            member = tarfile.TarInfo(f"{number}.png")
+            member.type, member.linkname = kind, "/etc/passwd" if number else "good.png"
+            file.addfile(member)
+    source = open_source(str(tmp_path))
+    assert source.read(0) == png()
+    for index in range(1, 5):
+        with pytest.raises(ImageError):
+            source.read(index)
+
+
+def test_a_huge_tar_header_is_not_read(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 6 * 2**30
+    (tmp_path / "x.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT))
+    assert "6,442,450,944" in catch_error(tmp_path)
 
 
 @pytest.fixture
@@ -701,6 +517,47 @@ def test_an_index_with_labels_outside_its_classes(packed: Path, label: int) -> N
     catch_error(packed)
 
 
+# Invalid data ---------------------------------------------------------------------------------------------------------
+
+
+def write_table(path: Path, **columns: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+LABELS_CSV = (b"1,cat\n2,dog\n", b"file\n1.png\n", b"file,label\n1.png\n", b"file,label\n,cat\n", b"", b"file,label\n")
+LABELS_CSV += (b"file,label\n/etc/passwd,a\n", b"file,label\na\0.png,a\n", b"file,label\n1.png,caf\xe9\n")
+LABELS_CSV += (b"file,label\n../1.png,a\n", b"file,label\na/../../1.png,a\n")
+PARQUET_LABELS = ([0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5] * 3)
+INVALID: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: None,
+    "no images": lambda root: (root / "a").mkdir(),
+    "no classes": lambda root: plant(root, {"1.png": png()}),
+    "no training images": lambda root: [plant_classes(root / split, {"a": 1}) for split in ("val", "test")],
+    "a class twice": lambda root: plant(root, {"labels.csv": b"1.png,ant\n", "classes.txt": b"ant\nant\n"}),
+    "classes not in UTF-8": lambda root: plant(root, {"labels.csv": b"1.png,ant\n", "classes.txt": b"ant\n\xff\n"}),
+    **{f"csv {text!r}": lambda root, text=text: plant(root, {"labels.csv": text}) for text in LABELS_CSV},
+    **{
+        f"tar {len(data)}": lambda root, data=data: plant(root, {"x.tar": data})
+        for data in (b"", b"no" * 100, bytes(600))
+    },
+    **{f"{one}": lambda root, one=one: shard(root / "train.parquet", 0, 3, labels=one) for one in PARQUET_LABELS},
+    "other class names": lambda root: [shard(root / f"train-{n}.parquet", 0, 3, names=n) for n in ("abc", "bac")],
+    "other columns": lambda root: [
+        shard(root / f"train-{n}.parquet", 0, 3, columns=(n, "label")) for n in ("img", "jpg")
+    ],
+    "several configurations": lambda root: [shard(root / n / "train-00.parquet", 0, 3) for n in ("one", "two")],
+    "no image column": lambda root: write_table(root / "train.parquet", text=["a", "b"], label=[0, 1]),
+    "images that are numbers": lambda root: write_table(root / "train.parquet", image=[1, 2], label=[0, 1]),
+}
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_data_is_a_data_error_of_one_line(tmp_path: Path, kind: str) -> None:
+    INVALID[kind](tmp_path)
+    catch_error(tmp_path)
+
+
 # Known sets -----------------------------------------------------------------------------------------------------------
 
 COUNTS = {
@@ -736,19 +593,16 @@ def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
     assert "12" in message
 
 
-@pytest.mark.parametrize("name", ["cifar10", "flowers102", "objectnet"])
+@pytest.mark.parametrize("name", ["cifar10", "flowers102", "imagenet-a"])
 def test_known_sets_are_read_from_the_documented_folders(name: str, tmp_path: Path) -> None:
     """As the errors and docs/data.md draw them."""
     page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    assert all(f"DIR/{known.describe_layout(one)}" in page for one in (*known.SETS,)[:13])
+    assert all(f"DIR/{known.describe_layout(one)}" in page for one in (*known.SETS,)[:12])
     one, splits = known.SETS[name], re.search(r"\{(.*)\}", known.describe_layout(name))
     for split in splits[1].split(",") if splits else ("",):
         place = known.describe_layout(name).replace(splits[0] if splits else "?", split).removesuffix("/CLASS")
         plant_classes(tmp_path / place, {f"{k:03d}": 1 + (split == "test") for k in range(one.classes)})
     assert len(open_source(name, "test", data_root=tmp_path)) == one.classes * (1 + bool(splits))
-
-
-# Table 9 of the ViT paper's order, with the class counts of the task_adaptation code
 
 
 def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
@@ -769,22 +623,12 @@ def test_real_labels_have_the_published_counts() -> None:
     assert {label for one in labels for label in one} == set(range(1000))
 
 
-SOUND = [[1]] * 50_000
+LAST = ("", "not json", "{}", "null", [[1], [1]], [5], [[1000]], [[-1]], [["a"]], [[0.5]])  # in place of the last list
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "not json", "{}", "[]", '"x"', "null"),
-        *(json.dumps(value) for value in (SOUND[:-1], [*SOUND, [1]], [*SOUND[:-1], 5], [*SOUND[:-1], [1000]])),
-        *(
-            json.dumps(value)
-            for value in ([*SOUND[:-1], [-1]], [*SOUND[:-1], ["a"]], [*SOUND[:-1], [0.5]], [*SOUND[:-1], [None]])
-        ),
-    ],
-    ids=range(14),
-)
-def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("last", LAST, ids=range(len(LAST)))
+def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, last: Any) -> None:
+    text = last if isinstance(last, str) else json.dumps([[1]] * 49_999 + last)
     plant(tmp_path, {"imagenet-real/real.json": text.encode()})
     with pytest.raises(DataError, match=r"real\.json"):
         known.real_labels(tmp_path)
@@ -855,9 +699,9 @@ def test_labels_of_shapes_are_balanced() -> None:
 
 def test_masks_have_the_stated_position_and_area() -> None:
     """Its pixels are within reach of the centre, its area is the shape's, and circles are filled to their radius."""
-    source = generated.shapes("train", "size=96,count=200")
+    source = generated.shapes("train", "size=96,count=60")
     rows, columns = np.mgrid[:96, :96] + 0.5
-    for index in range(200):
+    for index in range(60):
         pixels, mask, (row, column, radius) = source.draw(index)
         distance = np.hypot(rows - row, columns - column) / radius
         assert 0.18 * 96 <= radius <= 0.32 * 96
@@ -922,12 +766,6 @@ def test_val_and_test_with_equal_names_are_both_used(tmp_path: Path) -> None:
     assert splits.val
     assert (len(splits.train), len(splits.val)) == (6, 6)
     assert splits.val.read(0) == (tmp_path / "set/val/a/0.png").read_bytes()
-
-
-def test_excluding_all_images_is_rejected(tmp_path: Path) -> None:
-    root = plant_classes(tmp_path / "set", {"a": 2})
-    (tmp_path / "bad.txt").write_text("a/0.png\na/1.png\n")
-    catch_error(root, exclude=tmp_path / "bad.txt")
 
 
 @pytest.mark.parametrize("text", ["{broken", '{"problem": "x"}', "{}"])

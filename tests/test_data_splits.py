@@ -1,6 +1,5 @@
 """Training and held-out images: stable by content, fair to classes, never a copy on both sides."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,13 +7,12 @@ import numpy as np
 import pytest
 from pictures import plant, plant_classes, png, write_parquet
 
-from plainvit.config import Config, to_json
 from plainvit.data import tables
 from plainvit.data.content import content_numbers
 from plainvit.data.decode import DataError
 from plainvit.data.pack import pack
-from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
-from plainvit.data.splits import choose_split, hold_out, open_splits
+from plainvit.data.sources import Source, Subset, open_source
+from plainvit.data.splits import hold_out
 
 
 def names(source: Source) -> set[str]:
@@ -114,28 +112,3 @@ def test_files_are_told_apart_by_both_ends_and_their_size(tmp_path: Path) -> Non
     numbers = content_numbers(open_source(str(plant(tmp_path, files | {"a/5.png": body}))))
     assert len(set(numbers.tolist())) == 4
     assert numbers[0] == numbers[4]
-
-
-def write_run(folder: Path, config: Config, records: dict[str, object]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(to_json(config)))
-    (folder / "data.json").write_text(json.dumps(records))
-    return folder
-
-
-def test_the_rule_is_recorded_and_evaluation_uses_the_held_out_images(tmp_path: Path) -> None:
-    plant_classes(tmp_path / "set", {"a": 20, "b": 20})
-    config = Config(data=str(tmp_path / "set"), holdout=0.3)
-    splits = open_splits(config)
-    assert splits.describe["holdout"] == "content"
-    run = write_run(tmp_path / "run", config, splits.describe)
-    assert names(choose_split(run, config.data, "", None)) == held_names(tmp_path / "set")
-
-
-def test_images_that_an_older_version_held_out_are_not_guessed(tmp_path: Path) -> None:
-    """It chose them by position: those held out now were trained on."""
-    plant_classes(tmp_path / "set", {"a": 20, "b": 20})
-    config = Config(data=str(tmp_path / "set"), holdout=0.3)
-    records = {key: value for key, value in open_splits(config).describe.items() if key != "holdout"}
-    with pytest.raises(MissingSplitError, match="earlier version"):
-        choose_split(write_run(tmp_path / "run", config, records), config.data, "", None)

@@ -13,43 +13,17 @@ import small_runs
 import tiny
 import torch
 from pictures import encode, photo, plant, plant_classes, png, write_parquet
+from shell import Capture, evaluate_to, fail, save_model
 
 import plainvit
 from plainvit.analyse.evaluation import evaluate_model
 from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
-from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source, open_source
 from plainvit.data.splits import choose_split
 from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.predictor import Predictor
-
-Capture = pytest.CaptureFixture[str]
-
-
-def save_model(path: Path, names: tuple[str, ...] = (), **settings: Any) -> Path:
-    """A small ViT on disk, with weights that give different predictions."""
-    model = tiny.vit(torch.float32, **{"image_size": (16, 16)} | settings)
-    model.about = About(class_names=names)
-    return plainvit.save(model, path)
-
-
-def fail(capsys: Capture, *words: str, code: int = 3) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(list(words))
-    out, err = capsys.readouterr()
-    assert caught.value.code == code, err
-    assert out == ""
-    return err.splitlines()[-1]
-
-
-def evaluate_to(capsys: Capture, out: Path, *words: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The card and the rows of images.parquet."""
-    main(["evaluate", *words, "--out", str(out), "--device", "cpu", "--json"])
-    card = json.loads(capsys.readouterr().out)
-    return card, pq.read_table(out / "images.parquet").to_pydict()
-
 
 # Metrics --------------------------------------------------------------------------------------------------------------
 
@@ -96,28 +70,7 @@ def test_the_calibration_error_equals_that_of_scikit_learns_bins(seed: int) -> N
     assert result.calibration_error == pytest.approx((weights * np.abs(accuracy - sure)).sum(), rel=1e-12)
 
 
-def test_a_calibrated_model_has_no_calibration_error() -> None:
-    right = np.arange(1000) % 4 > 0  # three of four, at a probability of 0.75
-    guesses = np.where(right, 1, 0)[:, None]
-    ones = np.ones(1000, int)
-    assert Result(ones, guesses, np.full(1000, 0.75), np.zeros(1000), ones, 2).calibration_error == pytest.approx(0)
-
-
 # Every image once -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("batch", "processes"), [(1, 3), (7, 1), (13, 2), (64, 5)])
-def test_every_image_belongs_to_one_batch_of_one_process(batch: int, processes: int) -> None:
-    source = open_source("shapes:size=8,count=31", "test")
-    seen = [
-        index
-        for rank in range(processes)
-        for made in evaluation_batches(
-            source, batch=batch, size=(8, 8), preprocess=Preprocess(), rank=rank, world=processes
-        )
-        for index in made.index.tolist()
-    ]
-    assert sorted(seen) == list(range(len(source)))
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
@@ -260,15 +213,15 @@ def test_invalid_data_is_one_line(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "error", "said"),
+    ("command", "error"),
     [
-        ("evaluate", torch.OutOfMemoryError("CUDA out of memory. Tried to get 20 GiB.\nmore"), "Tried to get 20 GiB."),
-        ("probe", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "DefaultCPUAllocator"),
-        ("evaluate", MemoryError(), "MemoryError"),
+        ("evaluate", torch.OutOfMemoryError("CUDA out of memory. Tried to get 20 GiB.\nmore")),
+        ("probe", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")),
+        ("evaluate", MemoryError()),
     ],
 )
-def test_out_of_memory_is_one_line(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception, said: str
+def test_out_of_memory_has_exit_code_5(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, error: Exception
 ) -> None:
     def full(*_: object) -> None:
         raise error
@@ -276,19 +229,7 @@ def test_out_of_memory_is_one_line(
     for method in ("logits", "features"):
         monkeypatch.setattr(Predictor, method, full)
     model = str(save_model(tmp_path / "model.safetensors", classes=10))
-    told = fail(capsys, verb, model, "--data", "digits", "--device", "cpu", code=5)
-    assert told.startswith("plainvit: out of memory, reduce --batch: ")
-    assert told.endswith(said) or said in told.split(": ")
-
-
-def test_an_internal_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*_: object) -> None:
-        raise RuntimeError("shapes do not fit")
-
-    monkeypatch.setattr(Predictor, "logits", wrong)
-    model = str(save_model(tmp_path / "model.safetensors", classes=10))
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        main(["evaluate", model, "--data", "digits", "--device", "cpu"])
+    assert "--batch" in fail(capsys, command, model, "--data", "digits", "--device", "cpu", code=5)
 
 
 def test_invalid_arguments_are_one_line(tmp_path: Path, capsys: Capture) -> None:
@@ -322,24 +263,16 @@ def test_preprocessing_is_the_models_own_by_default(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32, image_size=(16, 16), classes=2)
     model.about = About(preprocess=Preprocess(resize="crop", crop=0.5, interpolation="bicubic"))
     plainvit.save(model, tmp_path / "model.safetensors")
-    own = evaluate_model(tmp_path / "model.safetensors", str(folder), out=tmp_path / "own", device="cpu", quiet=True)
-    changed = evaluate_model(
-        tmp_path / "model.safetensors",
-        str(folder),
-        out=tmp_path / "changed",
-        preprocess={"resize": "squash"},
-        device="cpu",
-        quiet=True,
-    )
+    options: Any = {"out": tmp_path / "out", "device": "cpu", "quiet": True}
+    own = evaluate_model(tmp_path / "model.safetensors", str(folder), **options)
+    squash = {"resize": "squash"}
+    changed = evaluate_model(tmp_path / "model.safetensors", str(folder), preprocess=squash, **options)
     assert own
     assert changed
     assert own.card.preprocess["settings"]["crop"] == 0.5
     settings = {name: value for name, value in own.card.preprocess["settings"].items() if name != "crop"}
     assert changed.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
-    squashed = {"resize": "squash", "crop": 0.5}
     with pytest.raises(ValueError, match="--resize crop"):
-        evaluate_model(
-            tmp_path / "model.safetensors", str(folder), out=tmp_path / "odd", preprocess=squashed, quiet=True
-        )
+        evaluate_model(tmp_path / "model.safetensors", str(folder), preprocess=squash | {"crop": 0.5}, **options)
     assert own.card.preprocess["hash"] != changed.card.preprocess["hash"]
     assert not np.allclose(own.result.nll, changed.result.nll)

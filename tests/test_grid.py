@@ -8,7 +8,7 @@ import small_runs as runs
 import torch
 
 from plainvit.config import Optim
-from plainvit.evaluate import frozen, probe
+from plainvit.evaluate import frozen
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
 from plainvit.train.guards import DivergedError
@@ -70,16 +70,6 @@ def test_the_linear_probe_warns_of_an_l2_at_the_edge(
     found = frozen.run_probes(pair, frozen.Settings(methods=("linear",), linear_l2=grid))["linear"]
     assert found["at_edge"] == (edge if edge is not None else found["l2"] > 0)
     assert any("--linear-l2" in line for line in caplog.messages) == found["at_edge"]
-
-
-def test_few_shot_warns_of_a_chosen_l2_at_the_edge(caplog: pytest.LogCaptureFixture) -> None:
-    tops = {repr(l2): {"top1": float(at), "sd": 0.0} for at, l2 in enumerate(probe.L2_SWEEP)}  # the larger the better
-    cards = [{"data": name, "results": {"fewshot": {"5": {"sweep": tops}}}} for name in "ab"]
-    frozen._add_chosen_l2(cards, frozen.Settings(shots=(5,), sweep=True))
-    for card in cards:
-        chosen = card["results"]["fewshot"]["5"]["chosen"]
-        assert (chosen["l2"], chosen["at_edge"]) == (max(probe.L2_SWEEP), True)
-    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize(

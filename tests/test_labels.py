@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,48 +10,21 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import encode, jpeg, noise, plant, plant_classes, png, real_data
+from pictures import encode, plant, plant_classes, png, real_data
+from shell import Capture, evaluate_to, save_model
 from torch import Tensor, nn
 
 import plainvit
 from plainvit.analyse.evaluation import evaluate_model
-from plainvit.cli import main
 from plainvit.config import About, Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.imagenet import class_names, wordnet_ids
 from plainvit.data.known import SETS, real_labels
-from plainvit.data.sources import Source, open_source
+from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate.class_names import find_permutation, match_classes, read_class_names
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.timm_models import TimmConfig
-
-Capture = pytest.CaptureFixture[str]
-
-
-def save_model(path: Path, names: tuple[str, ...] = (), **settings: Any) -> Path:
-    """A small ViT on disk, with weights that give different predictions."""
-    model = tiny.vit(torch.float32, **{"image_size": (16, 16)} | settings)
-    model.about = About(class_names=names)
-    return plainvit.save(model, path)
-
-
-def fail(capsys: Capture, *words: str, code: int = 3) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(list(words))
-    out, err = capsys.readouterr()
-    assert caught.value.code == code, err
-    assert out == ""
-    return err.splitlines()[-1]
-
-
-def evaluate_to(capsys: Capture, out: Path, *words: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The card and the rows of images.parquet."""
-    main(["evaluate", *words, "--out", str(out), "--device", "cpu", "--json"])
-    card = json.loads(capsys.readouterr().out)
-    return card, pq.read_table(out / "images.parquet").to_pydict()
-
 
 # ImageNet's variants --------------------------------------------------------------------------------------------------
 
@@ -70,30 +44,12 @@ def test_the_classes_of_imagenet_and_its_subsets_equal_timms() -> None:
     assert set(lists["sources"]) == set(lists) - {"sources"}
 
 
-def test_objectnet_has_113_objects_of_imagenet() -> None:
-    objects = imagenet()["objectnet"]
-    numbers = [number for several in objects.values() for number in several]
-    assert len(objects) == 113
-    assert len(numbers) == len(set(numbers)) == 125
-    words = dict(line.split("\t") for line in info("imagenet_synset_to_lemma.txt"))
-    meant = {name: [words[wordnet_ids()[one]].split(",")[0] for one in objects[name]] for name in objects}
-    named = [name for name in objects if set(name.replace("_", " ").split()) & set(" ".join(meant[name]).split())]
-    assert len(named) > 75  # most share a word with their class; of the others, those with several classes by hand:
-    assert meant["alarm_clock"] == ["analog clock", "digital clock"]
-    assert meant["chair"] == ["barber chair", "folding chair", "rocking chair"]
-    assert meant["still_camera"] == ["Polaroid camera", "reflex camera"]
-    assert meant["wheel"] == ["car wheel", "paddlewheel"]
-    assert meant["winter_glove"] == ["mitten"]
-    assert meant["full_sized_towel"] == ["bath towel"]
-    assert meant["drinking_cup"] == ["cup"]
-
-
 class Told(nn.Module):
     """A model whose prediction is encoded in the pixel: red + 256 green."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.config = TimmConfig("told", classes, (1, 1), (0.0,), (1.0,))
+        self.config = SimpleNamespace(classes=classes, image_size=(1, 1))
         self.about = About()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -108,11 +64,11 @@ class Pixels(Source):
     """Images of one pixel, whatever their names."""
 
     def __init__(self, guesses: np.ndarray, names: list[str], labels: np.ndarray, classes: tuple[str, ...]) -> None:
-        self.guesses, self.names, self.labels, self.classes = guesses, names, labels.astype(np.int32), classes
+        self.predictions, self.names, self.labels, self.classes = guesses, names, labels.astype(np.int32), classes
         self.spec, self.split = "imagenet-real", "val"
 
     def read(self, index: int) -> np.ndarray:
-        guess = int(self.guesses[index])
+        guess = int(self.predictions[index])
         return np.array([[[guess % 256, guess // 256, 0]]], np.uint8)
 
     def name(self, index: int) -> str:
@@ -139,7 +95,7 @@ def test_real_equals_a_direct_count_on_all_50_000_lists() -> None:
     total = np.exp(3) + np.exp(2) + 998
     place = int(result.index[0])
     answers = set(lists[order[int(labels.source.indices[place])]])  # pyright: ignore[reportAttributeAccessIssue]
-    given = {int(result.guesses[0, 0]): np.exp(3), (int(result.guesses[0, 0]) + 7) % 1000: np.exp(2)}
+    given = {int(result.predictions[0, 0]): np.exp(3), (int(result.predictions[0, 0]) + 7) % 1000: np.exp(2)}
     share = sum(given.get(one, 1.0) for one in answers) / total
     assert result.nll[0] == pytest.approx(-np.log(share), rel=1e-9)
 
@@ -148,31 +104,6 @@ def empty_folders(root: Path, names: list[str]) -> Path:
     for name in names:
         (root / name).mkdir(parents=True)
     return root
-
-
-def test_real_from_a_folder_of_images_to_a_card(tmp_path: Path, capsys: Capture) -> None:
-    lists = [[one % 1000] for one in range(50_000)]
-    lists[1], lists[2] = [], [5, 6, 7]
-    plant(tmp_path, {"imagenet-real/real.json": json.dumps(lists).encode()})
-    folder = empty_folders(tmp_path / "imagenet" / "val", list(wordnet_ids()))
-    numbers = {0: "n01440764", 1: "n01440764", 2: "n15075141", 3: "n07860988"}
-    images = {number: jpeg(number) for number in numbers}
-    plant(folder, {f"{wnid}/ILSVRC2012_val_{at + 1:08d}.JPEG": images[at] for at, wnid in numbers.items()})
-    model = save_model(tmp_path / "model.safetensors", classes=1000)
-    words = (str(model), "--data", "imagenet-real", "--data-root", str(tmp_path))
-    card, rows = evaluate_to(capsys, tmp_path / "out", *words)
-    predictor = Predictor(model, device="cpu")
-    guesses = {at: int(predictor.logits(predictor.stack([data])).argmax()) for at, data in images.items()}
-    expected = [guesses[at] in lists[at] for at in numbers if lists[at]]
-    assert card["images"] == 3
-    assert card["data"]["left_out"] == 1
-    assert card["data"]["split"] == "val"
-    assert set(card["metrics"]) == {"top1", "top5", "nll", "ece"}  # of several labels none is a row of its own
-    assert card["counts"]["top1"] == sum(expected)
-    by_number = {int(name[-13:-5]) - 1: guess for name, guess in zip(rows["name"], rows["prediction"], strict=True)}
-    assert by_number == {at: guesses[at] for at in numbers if lists[at]}
-    (tmp_path / "imagenet-real" / "real.json").unlink()
-    assert "real.json" in fail(capsys, "evaluate", *words)
 
 
 def test_real_needs_the_official_names(tmp_path: Path) -> None:
@@ -195,7 +126,6 @@ def test_real_needs_the_official_names(tmp_path: Path) -> None:
         ("imagenet-a", ("n01498041", "cat"), "'cat'"),
         ("imagenet-sketch", ("0",), "'0'"),
         ("imagenet-a", ("n01498041",), "200 classes"),
-        ("objectnet", ("chair",), "objectnet has no folder"),
     ],
 )
 def test_wrong_folders_of_a_known_dataset_are_a_data_error(
@@ -236,40 +166,6 @@ def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path:
     assert card["counts"]["top1"] == sum(right)
     assert card["data"]["classes"] == SETS[name].classes == len(every)
     assert (name in card["data"]["rule"]) == (len(every) == 200)
-
-
-def test_objectnet_accepts_any_class_of_the_object(tmp_path: Path, capsys: Capture) -> None:
-    others = [f"thing_{number}" for number in range(200)]
-    folder = empty_folders(tmp_path / "objectnet" / "images", [*imagenet()["objectnet"], *others])
-    model = save_model(tmp_path / "model.safetensors", classes=1000)
-    predictor = Predictor(model, device="cpu")
-    inner = noise(12, 12, 3)
-    guess = int(predictor.logits(predictor.stack([inner])).argmax())
-    framed = np.zeros((16, 16, 3), np.uint8)  # the border must be cut off before the image is resized
-    framed[..., 0], framed[2:-2, 2:-2] = 255, inner
-    plant(folder, {f"{one}/a.png": encode(framed) for one in ("alarm_clock", "wok", "thing_3")})
-    card, rows = evaluate_to(capsys, tmp_path / "out", str(model), "--data", "objectnet", "--data-root", str(tmp_path))
-    assert rows["prediction"] == [guess, guess]
-    assert card["images"] == 2
-    assert card["data"]["left_out"] == 1
-    assert card["data"]["classes"] == 313
-    meant = {"alarm_clock": (409, 530), "wok": (909,)}
-    assert card["counts"]["top1"] == sum(guess in several for several in meant.values())
-    source = open_source("objectnet", "test", data_root=tmp_path)
-    told = Predictor(Told(1000), device="cpu")
-    labels = align(source, 1000)
-    assert sorted(map(tuple, labels.right.tolist())) == [(409, 530), (909, -1)]
-    planted = Pixels(np.array([530, 530]), ["a", "b"], labels.source.labels, labels.source.classes)
-    result = classify(told, Prepared(planted, (1, 1), Preprocess()), labels)
-    assert sorted(result.right.tolist()) == [False, True]
-
-
-def test_subsets_of_imagenet_need_a_model_of_its_classes(tmp_path: Path, capsys: Capture) -> None:
-    plant_classes(tmp_path / "imagenet-a", dict.fromkeys(info("imagenet_a_synsets.txt")[:3], 1))
-    empty_folders(tmp_path / "imagenet-a", info("imagenet_a_synsets.txt")[3:])
-    model = save_model(tmp_path / "model.safetensors", classes=10)
-    words = ("evaluate", str(model), "--data", "imagenet-a", "--data-root", str(tmp_path))
-    assert "1,000 classes" in fail(capsys, *words)
 
 
 # Classes by name ------------------------------------------------------------------------------------------------------
@@ -352,7 +248,7 @@ def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
     model = Predictor(save_model(tmp_path / "model.safetensors", shuffled, classes=5), device="cpu")
     result = classify(model, Prepared(source, model.size, model.preprocess), align(source, 5, model.class_names))
     predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
-    assert [source.classes[one] for one in result.guesses[:, 0]] == [shuffled[one] for one in predicted]
+    assert [source.classes[one] for one in result.predictions[:, 0]] == [shuffled[one] for one in predicted]
     assert len(set(predicted)) > 1
     assert result.right.tolist() == [
         shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)
@@ -369,19 +265,18 @@ def test_some_of_the_models_classes_are_scored_among_all(tmp_path: Path, capsys:
     assert card["counts"]["top1"] == sum(np.array(predicted) == [0] * 3 + [207] * 4)
 
 
-def test_published_weights_know_the_names_of_real_photos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_published_weights_know_the_names_of_real_photos(caplog: pytest.LogCaptureFixture) -> None:
     """48 photos of ImageNet, by its readable names; the weights have no names."""
     root = real_data()
     weights = root / "weights" / "vit_ti16_augreg.safetensors"
-    done = evaluate_model(weights, str(root / "imagenet-photos"), out=tmp_path / "out", device="cpu", quiet=True)
-    assert done
-    images = pq.read_table(root / "imagenet-photos")["image"].to_pylist()
-    predictor = Predictor(weights, device="cpu")
-    predicted = predictor.logits(predictor.stack(image["bytes"] for image in images)).argmax(1).tolist()
-    truth = [wordnet_ids().index(image["path"].partition("_")[0]) for image in images]  # n01675722_banded_gecko.JPEG
-    assert done.card.counts["top1"] == sum(a == b for a, b in zip(predicted, truth, strict=True)) > 38
+    source, predictor = open_source(str(root / "imagenet-photos")), Predictor(weights, device="cpu")
+    labels = align(source, predictor.classes, predictor.class_names)
+    paths = [image["path"] for image in pq.read_table(root / "imagenet-photos")["image"].to_pylist()]
+    truth = [wordnet_ids().index(path.partition("_")[0]) for path in paths]  # n01675722_banded_gecko.JPEG
+    assert labels.right[:, 0].tolist() == truth
     assert "ImageNet-1k's are used" in caplog.text
-    assert "permuted" not in caplog.text
+    result = classify(predictor, Prepared(Subset(source, np.arange(8)), predictor.size, predictor.preprocess), labels)
+    assert result.right.sum() > 5
 
 
 # Names from a file ----------------------------------------------------------------------------------------------------
@@ -421,9 +316,7 @@ def test_class_names_of_a_file_replace_the_models(tmp_path: Path, capsys: Captur
         words = (model, "--data", str(photos), "--class-names", str(tmp_path / "names.txt"))
         counts.append(evaluate_to(capsys, tmp_path / "out", *words)[0]["counts"]["top1"])
     assert sum(counts) == 8
-    main(["predict", model, str(photos), "--class-names", str(tmp_path / "names.txt"), "--json"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {one["label"] for row in rows for one in row["predictions"]} == {"ant", "bee"}
+    assert Predictor(model, class_names=tmp_path / "names.txt").class_names == ("bee", "ant")
 
 
 # Permuted labels ------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def evaluate_model(
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
         if world.is_main and labels.right.shape[1] == 1:
-            warn_permuted(labels.right[result.index, 0], result.guesses[:, 0], labels.guess_names)
+            warn_permuted(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -105,22 +105,17 @@ def _open_model_and_data(
     data: str,
     split: str,
     data_root: str | Path | None,
-    changes: dict[str, object],
+    changes: dict[str, Any],
     image_size: int | None,
     precision: Literal["auto", "fp32", "bf16"],
     class_names: str | Path | None,
 ) -> tuple[Predictor, Labels]:
     """Data first: it opens faster than weights and fails more often."""
     source = choose_split(model, data, split, data_root)
-    overrides: Any = {} if str(model).startswith("timm:") else changes
     options: Any = {"precision": precision, "image_size": image_size, "class_names": class_names}
-    predictor = Predictor(model, device=world.device, **options, **overrides)
+    predictor = Predictor(model, device=world.device, **options, **changes)
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
-    if not overrides:  # a timm model normalises by itself; resize and crop can still change
-        predictor.preprocess = predictor.preprocess.replace(**changes)
-        if "crop" in changes and predictor.preprocess.resize == "squash":
-            raise ValueError("--crop needs --resize crop or --resize squash-crop, got --resize squash")
     return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
 
@@ -164,7 +159,7 @@ def default_name(card: Card) -> str:
 
 def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
     numbers = result.by_class()
-    columns = [labels.guess_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
+    columns = [labels.class_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
     figures.write_csv(
         folder / "classes.csv", [["class", "images", "precision", "recall", "f1"], *zip(*columns, strict=True)]
     )
@@ -194,7 +189,7 @@ def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
     return Sample(
         image=np.zeros((1, 1, 3), np.uint8) if image is None else image,  # the file was removed meanwhile
         truth=labels.truth(index),
-        prediction=labels.guess_names[result.guesses[place, 0]],
+        prediction=labels.class_names[result.predictions[place, 0]],
         probability=float(result.probabilities[place]),
         name=labels.source.name(index),
     )

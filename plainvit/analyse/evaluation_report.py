@@ -38,7 +38,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     """report.html with its figures."""
     sections = [
         _confusion_section(card, labels, result, folder),
-        class_section(result.by_class(), labels.guess_names, "classes.csv") if labels.single else None,
+        class_section(result.by_class(), labels.class_names, "classes.csv") if labels.single else None,
         _calibration_section(result, folder),
         predictions_section(errors, folder, "Most confident errors", (int((~result.right).sum()), len(result.right))),
         _command_section(card),
@@ -87,7 +87,7 @@ def _confusion_section(card: Card, labels: Labels, result: Result, folder: Path)
     """None if predictions are not classes of the dataset, or if there are too many for a matrix."""
     if not labels.single or result.classes > MOST_CONFUSED:
         return None
-    names = [figures.printable(name) for name in labels.guess_names]
+    names = [figures.printable(name) for name in labels.class_names]
     return confusion_section(result.confusion.astype(float), names, SPLIT[card.data["split"]], folder)
 
 

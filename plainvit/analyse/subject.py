@@ -119,7 +119,7 @@ def resolve_images(model: str | Path, images: str, split: str, data_root: str) -
         return images, split, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("--data is required: give a folder, an archive, or a dataset name (see `plainvit data info`)")
+        raise ValueError("--data is required: give a folder, or a dataset name (see `plainvit data info`)")
     return stored["data"], split, data_root or stored.get("data_root") or ""
 
 

@@ -27,7 +27,7 @@ def analyse(
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        data: Folder, archive, glob, or known dataset
+        data: Folder, glob, or known dataset
         out: Output folder; default: the run folder, or analysis/NAME
         split: Split of a dataset: train, val or test; default: test if there is one
         data_root: Folder with the known datasets, each in a folder of its name

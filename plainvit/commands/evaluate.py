@@ -40,12 +40,12 @@ def evaluate(
 ) -> "Processes | None":
     """Measure the accuracy, calibration and errors of a model on a dataset.
 
-    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r,
-    imagenet-sketch and objectnet follow their authors' protocol. The output folder holds a report, the figures,
+    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r
+    and imagenet-sketch follow their authors' protocol. The output folder holds a report, the figures,
     card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
+        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
         data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
         data_root: Folder with the known datasets, each in a folder of its name

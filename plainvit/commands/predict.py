@@ -57,8 +57,8 @@ def predict(
     formula is preceded by an apostrophe.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
-        inputs: Files, folders, quoted globs, archives (.zip, .tar ...) or a known dataset; - reads names from stdin
+        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
+        inputs: Files, folders, quoted globs, or a known dataset; - reads names from stdin
         out: Write the rows to this .jsonl, .csv or .parquet file
         top: Number of classes per image; default: 5, or all if there are fewer
         sheet: Draw up to 96 of the images with their predictions into this PNG file
@@ -99,8 +99,8 @@ def embed(
     same command resumes an interrupted job.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights`, or timm:NAME
-        inputs: Files, folders, quoted globs, archives (.zip, .tar ...) or a known dataset; - reads names from stdin
+        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
+        inputs: Files, folders, quoted globs, or a known dataset; - reads names from stdin
         out: Write the features to this .parquet or .npz file
         config: How images are read and run through the model
         force: Overwrite an existing file, or the parts of another job

@@ -22,7 +22,6 @@ def probe(
     shots: tuple[int, ...] = (1, 5, 10, 25),
     seeds: int = 3,
     l2: float = 1024.0,
-    sweep: bool = False,
     k: tuple[int, ...] = (),
     temperature: float = 0.07,
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0),
@@ -42,8 +41,7 @@ def probe(
 ) -> None:
     """Evaluate frozen features: few-shot least squares (as big_vision), k-NN, linear probe.
 
-    Features are computed once and cached on disk, so another method takes seconds. With --sweep and several datasets,
-    the l2 of each dataset is also chosen on the others, as in big_vision.
+    Features are computed once and cached on disk, so another method takes seconds.
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
@@ -52,7 +50,6 @@ def probe(
         shots: Few-shot: training images per class (a class with fewer uses all)
         seeds: Few-shot: number of random draws of these images
         l2: Few-shot: regularization (big_vision: 2^10)
-        sweep: Few-shot: also try every l2 from 2^-10 to 2^19
         k: k-NN: numbers of neighbours; default: 1 5 10 20 100 200, as far as there are images
         temperature: k-NN: votes are weighted by exp(cosine / temperature), as in DINO
         linear_l2: Linear probe: regularization; the best on a fifth of the training images is used
@@ -87,7 +84,6 @@ def probe(
         shots=shots,
         seeds=seeds,
         l2=l2,
-        sweep=sweep,
         k=k,
         temperature=temperature,
         linear_l2=linear_l2,

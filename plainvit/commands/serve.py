@@ -39,7 +39,7 @@ def export(
         input: Type of the input images: uint8, or floats in [0, 1]
         int8: Quantize weights and activations to 8 bits (onnx and openvino)
         no_verify: Write without comparing the outputs
-        data: Photos to compare on: a folder, archive, glob or dataset; default: the test images of the run
+        data: Photos to compare on: a folder, glob or dataset; default: the test images of the run
         data_root: Folder with the known datasets, each in a folder of its name
         images: Number of photos, spread over the data
         min_agreement: Fraction of photos on which an int8 export must predict the class that PyTorch does

@@ -1,6 +1,6 @@
-"""Decode once: training images as pixels in memory, or on disk, shared by a process and the workers that it forks.
+"""Decode once: training images as pixels in memory, shared by a process and the workers that it forks.
 
-    images = open_cache(source, augment, size=(224, 224))     # None if they fit neither memory nor disk
+    images = open_cache(source, augment, size=(224, 224))     # None if they do not fit into memory
     images.read(i)                                            # decoded by whoever comes first, later only copied
 
 Decoding a photo takes longer than cropping it, and fine-tuning reads each photo many times. Quality rule: an image is
@@ -13,9 +13,6 @@ fits decodes and shrinks each image again and sees the same pixels.
 import math
 import mmap
 import os
-import shutil
-import tempfile
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -26,23 +23,19 @@ from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 
 LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
-MEMORY_FRACTION, DISK_FRACTION = 0.3, 0.3  # of the free bytes that a machine's processes may use together
+MEMORY_FRACTION = 0.3  # of the free memory that a machine's processes may use together
 SAMPLE = 64  # images whose sizes are read to decide
 
 
 class Decoded(Subset):
     """A source's images as pixels, each decoded at its first use. Create it before workers are forked."""
 
-    def __init__(self, source: Source, least: tuple[float, float], slot: int = 0, *, on_disk: bool = False) -> None:
-        """Every image has `slot` bytes of a sparse file; larger ones are not kept, and none with a slot of 0."""
+    def __init__(self, source: Source, least: tuple[float, float], slot: int = 0) -> None:
+        """Every image has `slot` bytes, which take memory when written; larger images are not kept."""
         super().__init__(source, np.arange(len(source)))
         self.least, self.slot = least, slot
         self._sizes = np.frombuffer(mmap.mmap(-1, 16 * len(source)), np.uint32).reshape(-1, 4)  # stored, original
-        if slot:
-            self._file = _open_nameless_file(on_disk)
-            weakref.finalize(self, os.close, self._file)
-            os.truncate(self._file, slot * len(source))
-            self._pixels = np.frombuffer(mmap.mmap(self._file, slot * len(source)), np.uint8)
+        self._pixels = np.frombuffer(mmap.mmap(-1, max(slot * len(source), 1)), np.uint8)
 
     def read(self, index: int) -> np.ndarray:
         return self.read_with_extent(index)[0]
@@ -58,38 +51,21 @@ class Decoded(Subset):
             return self._pixels[start : start + 3 * height * width].reshape(height, width, 3), (extent[0], extent[1])
         data = self.source.read(index)
         pixels, extent = shrink(data, self.least), size(data)
-        if pixels.nbytes <= self.slot and self._write(np.ascontiguousarray(pixels).data.cast("B"), start):
+        if pixels.nbytes <= self.slot:
+            self._pixels[start : start + pixels.nbytes] = pixels.reshape(-1)
             self._sizes[index] = *pixels.shape[:2], *extent  # two workers may store an image twice: the bytes are equal
         return pixels, extent
 
-    def _write(self, data: memoryview, position: int) -> bool:
-        """pwrite, because a store into a mapped file would end the process if the disk is full."""
-        try:
-            while data:
-                written = os.pwrite(self._file, data, position)
-                data, position = data[written:], position + written
-        except OSError:  # no space left
-            self.slot = 0
-            return False
-        return True
-
 
 def open_cache(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded | None:
-    """The images of a source in memory if they fit, else on disk, else None."""
+    """The images of a source in memory if they fit, else None."""
     least = _find_least_size(augment, out)
-    sample = _measure(source, least)
-    if sample is None:
-        return None
-    stored, encoded = sample
+    stored = _measure(source, least)
     processes = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    slot = math.ceil(4 * stored)  # photos differ in shape and size; a sparse file takes only what is written
-    in_memory = MEMORY_FRACTION * available_memory() / processes / len(source)
-    if stored <= in_memory:
-        return Decoded(source, least, min(slot, int(in_memory)))
-    on_disk = DISK_FRACTION * shutil.disk_usage(tempfile.gettempdir()).free / processes / len(source)
-    if stored <= on_disk and stored <= 2 * encoded:  # else reading the pixels takes longer than decoding
-        return Decoded(source, least, min(slot, int(on_disk)), on_disk=True)
-    return None
+    available = MEMORY_FRACTION * available_memory() / processes / len(source)
+    if stored is None or stored > available:
+        return None
+    return Decoded(source, least, min(math.ceil(4 * stored), int(available)))  # photos differ in shape and size
 
 
 def make_uncached(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded:
@@ -107,20 +83,18 @@ def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, flo
     return out[0] * factor, out[1] * factor
 
 
-def _measure(source: Source, least: tuple[float, float]) -> tuple[float, float] | None:
-    """Mean bytes of an image (as stored, as encoded) in a sample; None if there is nothing to decode."""
+def _measure(source: Source, least: tuple[float, float]) -> float | None:
+    """Mean bytes of a stored image in a sample; None if there is nothing to decode."""
     stored: list[int] = []
-    encoded: list[int] = []
-    for index in np.unique(np.linspace(0, len(source) - 1, min(len(source), SAMPLE)).astype(int)):
+    for index in source.sample(SAMPLE):
         try:
-            data = source.read(int(index))
+            data = source.read(index)
             if isinstance(data, np.ndarray):
                 return None
             stored.append(3 * math.prod(_find_stored_size(size(data), least)))
-            encoded.append(len(data))
         except (ImageError, OSError):
             continue
-    return (float(np.mean(stored)), float(np.mean(encoded))) if stored else None
+    return float(np.mean(stored)) if stored else None
 
 
 def _find_stored_size(extent: tuple[int, int], least: tuple[float, float]) -> tuple[int, int]:
@@ -150,11 +124,3 @@ def available_memory() -> int:
         return max(min(free, limit - used), 0)
     except (OSError, ValueError):  # no container, or "max": no limit
         return free
-
-
-def _open_nameless_file(on_disk: bool) -> int:
-    """Open a file that disappears with the process."""
-    if not on_disk and hasattr(os, "memfd_create"):
-        return os.memfd_create("plainvit")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

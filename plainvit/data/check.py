@@ -31,17 +31,16 @@ NAMES_SHOWN = 6  # classes named by `data info`
 
 def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     """Open every split of the data. A damaged split is an error; an absent one is left out."""
-    found: dict[str, Source] = {}
-    names = known.SETS[spec].splits if spec in known.SETS else tuple(SPLITS)
-    first: MissingSplitError | None = None
-    for split in names:
+    sources: dict[str, Source] = {}
+    missing: MissingSplitError | None = None
+    for split in known.SETS[spec].splits if spec in known.SETS else SPLITS:
         try:
-            found[split] = open_source(spec, split, data_root=data_root)
+            sources[split] = open_source(spec, split, data_root=data_root)
         except MissingSplitError as error:
-            first = first or error
-    if not found:
-        raise first or DataError(f"{spec} has no images")
-    return found
+            missing = missing or error
+    if not sources:
+        raise missing or DataError(f"{spec} has no images")
+    return sources
 
 
 def merge_classes(spec: str, sources: dict[str, Source]) -> tuple[str, ...]:
@@ -71,8 +70,8 @@ def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
     report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
     for split, source in sources.items():
-        sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 500)).astype(int))
-        extents = np.array([extent for index in sample if (extent := _read_size(source, int(index))) is not None])
+        sample = source.sample(500)
+        extents = np.array([extent for index in sample if (extent := _read_size(source, index)) is not None])
         counts = _count_classes(source)
         report["splits"][split] = {
             "images": len(source),

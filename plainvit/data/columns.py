@@ -1,11 +1,10 @@
-"""Columns of parquet and Arrow files: which holds images, which labels, and the files that they are read from."""
+"""Columns of parquet files: which holds images, which labels, and the files that they are read from."""
 
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +29,12 @@ def map_file(path: Path) -> pa.MemoryMappedFile:
     return pa.memory_map(os.fsencode(path))  # pyright: ignore[reportArgumentType]
 
 
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write to an open file, not to a path, for the same reason."""
+    with path.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
+
+
 @contextlib.contextmanager
 def report_damage(path: Path) -> Iterator[None]:
     """Turn pyarrow's errors into a DataError that names the file."""
@@ -47,9 +52,8 @@ class ParquetFile:
         self.path = path
         with report_damage(path):
             self.file = pq.ParquetFile(map_file(path))
-        self.schema = self.file.schema_arrow
-        self._groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
-        self.rows = [group.num_rows for group in self._groups]
+        self.schema, self.bytes = self.file.schema_arrow, path.stat().st_size
+        self.rows = [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
 
     def read_column(self, name: str) -> pa.ChunkedArray:
         with report_damage(self.path):
@@ -58,52 +62,6 @@ class ParquetFile:
     def read_images(self, group: int, column: str) -> pa.ChunkedArray:
         with report_damage(self.path):
             return _get_bytes(self.file.read_row_group(group, [column], use_threads=False).column(0))
-
-    def count_bytes(self, column: str) -> list[int]:
-        """Bytes in memory of the images of each row group, by the file's metadata."""
-        return [chunk.total_uncompressed_size for chunk in self._find_chunks(column)]
-
-    def lacks_images(self, column: str) -> bool:
-        statistics = [chunk.statistics for chunk in self._find_chunks(column)]
-        return all(s is not None and s.has_null_count and s.null_count and not s.num_values for s in statistics)
-
-    def _find_chunks(self, column: str) -> list[Any]:
-        """Metadata of the image column in each row group."""
-        chunks = [[group.column(number) for number in range(group.num_columns)] for group in self._groups]
-        paths = (column, f"{column}.bytes")
-        return [next(chunk for chunk in found if chunk.path_in_schema in paths) for found in chunks]
-
-
-class ArrowFile:
-    """A memory-mapped stream, as `datasets` writes it, or a file with a footer: read from the shared page cache."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with report_damage(path):
-            file = map_file(path)
-            has_footer = file.read(6) == b"ARROW1"
-            file.seek(0)
-            self.table = (pa.ipc.open_file(file) if has_footer else pa.ipc.open_stream(file)).read_all()
-        self.schema, self.rows = self.table.schema, [self.table.num_rows]
-
-    def read_column(self, name: str) -> pa.ChunkedArray:
-        """A validated column: a damaged one could be read out of bounds."""
-        with report_damage(self.path):
-            column = self.table.column(name)
-            column.validate()
-            column = _get_bytes(column)
-            column.validate(full=True)
-        return column
-
-    def read_images(self, group: int, column: str) -> pa.ChunkedArray:  # noqa: ARG002 - the file is one group
-        return self.read_column(column)
-
-    def count_bytes(self, column: str) -> list[int]:  # noqa: ARG002
-        return [0]  # mapped files take no memory of the process
-
-    def lacks_images(self, column: str) -> bool:
-        images = self.read_column(column)
-        return 0 < len(images) == images.null_count
 
 
 def _get_bytes(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -117,8 +75,8 @@ def _get_bytes(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def read_integers(column: pa.ChunkedArray, where: str) -> np.ndarray:
     if not pa.types.is_integer(column.type) or column.null_count:
-        found = f"{column.null_count} empty cells" if column.null_count else f"{column.type}"
-        raise DataError(f"{where} must contain integers, got {found}")
+        content = f"{column.null_count} empty cells" if column.null_count else f"{column.type}"
+        raise DataError(f"{where} must contain integers, got {content}")
     return column.to_numpy().astype(np.int64)
 
 
@@ -144,12 +102,12 @@ def read_names(columns: Sequence[pa.ChunkedArray], where: Path) -> tuple[str, ..
 
 
 def convert_names(column: pa.ChunkedArray, names: tuple[str, ...], where: str) -> np.ndarray:
-    found = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
-    if found.null_count:
-        other = column.filter(found.is_null())[0].as_py()
-        problem = f"the class {other!r}, which the training images lack" if other else "empty labels"
+    labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
+    if labels.null_count:
+        unknown = column.filter(labels.is_null())[0].as_py()
+        problem = f"the class {unknown!r}, which the training images lack" if unknown else "empty labels"
         raise DataError(f"{where} has {problem}")
-    return found.to_numpy().astype(np.int64)
+    return labels.to_numpy().astype(np.int64)
 
 
 def find_columns(path: Path, schema: pa.Schema) -> Layout:
@@ -161,15 +119,10 @@ def find_columns(path: Path, schema: pa.Schema) -> Layout:
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         kind = kind.field("bytes").type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        raise paths_error(path)
+        raise DataError(f"{path} contains image paths, not bytes: give the folder of the images, or a labels.csv")
     if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise DataError(f"the column {image} of {path} must contain encoded images, got {kind}")
     return image, label, _read_hub_names(schema.metadata or {}, label)
-
-
-def paths_error(path: Path) -> DataError:
-    command = "datasets.Dataset.from_parquet(FILE).cast_column('image', datasets.Image()).save_to_disk(DIR)"
-    return DataError(f"{path} contains image paths, not bytes: embed the images with {command}, then use --data DIR")
 
 
 def _read_hub_names(metadata: dict[bytes, bytes], label: str | None) -> tuple[str, ...]:

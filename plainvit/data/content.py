@@ -28,9 +28,9 @@ log = logging.getLogger("plainvit")
 def sample_hash(source: Source, count: int = SAMPLE) -> str:
     """Hash of the bytes of `count` evenly spaced images; an unreadable image is hashed as unreadable."""
     digest = hashlib.sha256()
-    for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int)):
+    for index in source.sample(count):
         try:
-            data = source.read(int(index))
+            data = source.read(index)
             digest.update(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
         except (ImageError, OSError):
             digest.update(b"unreadable\n")
@@ -62,8 +62,8 @@ def content_numbers(source: Source) -> np.ndarray:
     source.load()
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         chunks = [range(start, min(start + 256, len(source))) for start in range(0, len(source), 256)]
-        found = pool.map(lambda chunk: [compute(index) for index in chunk], chunks)
-        return np.concatenate([*log_progress(found, len(chunks), f"hashing {len(source):,} images")])
+        numbers = pool.map(lambda chunk: [compute(index) for index in chunk], chunks)
+        return np.concatenate([*log_progress(numbers, len(chunks), f"hashing {len(source):,} images")])
 
 
 def log_progress(items: Iterable[T], count: int, title: str) -> Iterator[T]:

@@ -4,12 +4,8 @@ libjpeg-turbo decodes JPEGs at the smallest sufficient scale; Pillow decodes eve
 decoder rejects. Sizes are checked before memory is allocated; only listed formats are opened; only the first frame.
 """
 
-import contextlib
 import io
-import os
-import threading
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import simplejpeg
@@ -17,7 +13,6 @@ from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 PIXEL_LIMIT = 50_000_000
-_FILTERS = threading.Lock()
 MARGIN = 3  # a JPEG decoded at a smaller scale keeps at least this many pixels per output pixel, for antialiasing
 
 
@@ -116,8 +111,7 @@ def _exif_orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format in ("PNG", "JPEG", "MPO") and "exif" not in image.info):
         return 1  # Pillow rotates TIFFs itself; getexif would decode the whole PNG, and would read XMP in a JPEG
     try:
-        with _ignore_warnings():
-            orientation = image.getexif().get(0x0112, 1)
+        orientation = image.getexif().get(0x0112, 1)
     except Exception as error:  # Pillow's parsers raise anything on damaged metadata
         raise ImageError(_first_line(error)) from error
     return orientation if orientation in range(1, 9) else 1
@@ -147,33 +141,15 @@ def to_pixels(image: Image.Image) -> np.ndarray:
 def _open_image(data: bytes, limit: int) -> Image.Image:
     if not data:
         raise ImageError("the file is empty")
+    warnings.filterwarnings("ignore", module="PIL")  # they repeat our errors; set here, as filters may be reset
     try:
-        with _ignore_warnings():
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
         raise ImageError(f"not an image in a known format: it starts with {data[:12]!r}") from error
     except Exception as error:  # Pillow's parsers raise anything on damaged data
         raise ImageError(_first_line(error)) from error
     _check_size(image.height, image.width, limit)
     return image
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked worker: a thread of the parent may have held it during the fork."""
-    global _FILTERS
-    _FILTERS = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-@contextlib.contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    """Silence Pillow's warnings, which repeat our errors. Filters are global: one thread at a time sets them."""
-    with _FILTERS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _check_size(height: int, width: int, limit: int) -> None:

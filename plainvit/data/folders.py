@@ -6,29 +6,19 @@ photos/train/beagle/1.jpg       the same in a folder per split
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from plainvit.data.decode import DataError
-from plainvit.data.sources import (
-    SPLITS,
-    Files,
-    MissingSplitError,
-    Source,
-    image_files,
-    is_folder,
-    log,
-    warn_unread,
-)
+from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, find_images, is_folder
 
 
 def open_folder(folder: Path, split: str) -> Source:
     """Open one split of a folder: tables, shards, a list of labels, split folders or class folders."""
     from plainvit.data import lists, shards, tables
 
-    if tables.has_saved(folder):
-        return tables.open_saved(folder, split)
     if tables.has_parquet(folder):
         return tables.open_parquet(folder, split)
     if shards.has_tars(folder):
@@ -36,25 +26,25 @@ def open_folder(folder: Path, split: str) -> Source:
     image_list = lists.find_list(folder)
     if image_list:
         return lists.open_list(image_list, split)
-    found = _find_split_folders(folder)
-    if not found and split == "train":
+    folders = _find_split_folders(folder)
+    if not folders and split == "train":
         return _open_class_folders(folder, class_names(folder))
-    if split not in found:
+    if split not in folders:
         raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    if "train" in found:
-        classes = _read_classes(found["train"])
+    if "train" in folders:
+        classes = _read_classes(folders["train"])
     else:
-        classes = order_classes({name for path in found.values() for name in _read_classes(path)})
-    image_list = lists.find_list(found[split])
+        classes = order_classes({name for path in folders.values() for name in _read_classes(path)})
+    image_list = lists.find_list(folders[split])
     if image_list:
         return lists.open_list(image_list, split, folder_of=split, classes=classes)
-    return _open_class_folders(found[split], classes)
+    return _open_class_folders(folders[split], classes)
 
 
 def _find_split_folders(folder: Path) -> dict[str, Path]:
     """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
-    found = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in found.items() if path and (found["train"] or _read_classes(path))}
+    folders = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
+    return {name: path for name, path in folders.items() if path and (folders["train"] or _read_classes(path))}
 
 
 def _read_classes(folder: Path) -> list[str]:
@@ -73,10 +63,10 @@ def class_names(folder: Path) -> list[str]:
 
 def order_classes(names: Iterable[str]) -> list[str]:
     """Label order: alphabetical, or numeric if all names are integers. ImageNet's is that of its sorted WordNet ids."""
-    found = list(names)
-    if all(len(name) < 19 and name.removeprefix("-").isdecimal() for name in found):
-        return sorted(found, key=lambda name: (int(name), name))
-    return sorted(found)
+    names = list(names)
+    if all(len(name) < 19 and name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
 
 
 def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
@@ -85,25 +75,11 @@ def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
         raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
     if not classes:
         layout = "put the images of each class into a folder of its own, such as beagle/1.jpg"
-        raise DataError(f"{folder} has no class folders and no labels.csv or labels.jsonl: {layout}")
-    names: list[str] = []
-    counts: list[int] = []
-    unread: list[str] = []
-    irregular = _find_broken_links(folder)
-    for name in classes:
-        exists = (folder / name).is_dir()
-        files = sorted(image_files(folder / name, name, unread=unread, irregular=irregular)) if exists else []
-        names += files
-        counts.append(len(files))
-    warn_unread(folder, unread)
-    if irregular:
-        problem = "%s: %d unreadable entries (broken links, pipes or devices): %s"
-        log.warning(problem, folder, len(irregular), ", ".join(irregular[:3]))
-    return Files(folder, names, np.repeat(np.arange(len(classes)), counts), classes)
-
-
-def _find_broken_links(folder: Path) -> list[str]:
-    """Broken links among the class folders."""
-    with os.scandir(folder) as entries:
-        links = [entry for entry in entries if entry.is_symlink() and not entry.name.startswith(".")]
-    return [entry.name for entry in links if not Path(entry.path).exists()]
+        raise DataError(f"{folder} has no class folders and no labels.csv: {layout}")
+    by_class: dict[str, list[str]] = {name: [] for name in classes}
+    for path in find_images(folder):
+        top, is_inside, _ = path.partition("/")
+        if is_inside:
+            by_class[top].append(path)
+    labels = np.repeat(np.arange(len(classes)), [len(names) for names in by_class.values()])
+    return Files(folder, chain.from_iterable(by_class.values()), labels, classes)

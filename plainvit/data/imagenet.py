@@ -23,7 +23,7 @@ def readable_names(classes: Iterable[str]) -> tuple[str, ...]:
     """The names of these classes if all are WordNet ids of ImageNet-1k (n01440764 is tench); otherwise unchanged."""
     classes = tuple(classes)
     names = dict(zip(wordnet_ids(), class_names(), strict=True))
-    return tuple(names[one] for one in classes) if classes and all(one in names for one in classes) else classes
+    return tuple(names[wnid] for wnid in classes) if classes and all(wnid in names for wnid in classes) else classes
 
 
 @functools.cache

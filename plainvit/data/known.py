@@ -8,12 +8,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from plainvit.data import vtab
-from plainvit.data.decode import DataError, size
+from plainvit.data.decode import DataError
 from plainvit.data.folders import open_folder
-from plainvit.data.sources import MissingSplitError, Source, Subset
+from plainvit.data.sources import MissingSplitError, Source
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class Known:
     splits: tuple[str, ...]
     about: str
     folder: str = ""  # below the data root, if it differs from the name
-    least: int = 0  # fewest classes of a copy that leaves out classes which are not scored
 
 
 SETS: dict[str, Known] = {
@@ -32,7 +29,6 @@ SETS: dict[str, Known] = {
     "imagenet-a": Known(200, ("test",), "natural adversarial examples (arXiv 1907.07174)"),
     "imagenet-r": Known(200, ("test",), "renditions of ImageNet's classes (arXiv 2006.16241)"),
     "imagenet-sketch": Known(1000, ("test",), "sketches of ImageNet's classes (arXiv 1905.13549)"),
-    "objectnet": Known(313, ("test",), "ObjectNet (objectnet.dev); 113 of its classes are ImageNet's", least=113),
     "imagenet21k": Known(21843, ("train",), "ImageNet-21k, 14 million images"),
     "tiny-imagenet": Known(200, ("train", "val"), "64 x 64 pixels; test is the validation set"),
     "cifar10": Known(10, ("train", "test"), "32 x 32 pixels"),
@@ -67,7 +63,7 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
             source = _open_test_only(name, folder, split)
         else:
             source = open_folder(folder, official_split(name, split))
-    if len(source.classes) != known.classes and not 0 < known.least <= len(source.classes) <= known.classes:
+    if len(source.classes) != known.classes:
         raise DataError(f"{name} has {known.classes} classes, but the images in {folder} have {len(source.classes)}")
     return source
 
@@ -88,26 +84,14 @@ def official_split(spec: str, split: str) -> str:
 
 
 def _open_test_only(name: str, folder: Path, split: str) -> Source:
-    """A test set without split folders; ObjectNet and ImageNet-Sketch have one more folder level."""
+    """A test set without split folders; ImageNet-Sketch has one more folder level."""
     if split != "test":
         raise MissingSplitError(f"{name} has no {split} split: it is a test set")
-    inner = next((folder / part for part in ("images", "sketch") if (folder / part).is_dir()), folder)
+    inner = folder / "sketch" if (folder / "sketch").is_dir() else folder
     try:
-        source = open_folder(inner, "test")
+        return open_folder(inner, "test")
     except MissingSplitError:
-        source = open_folder(inner, "train")  # no split folders: all images
-    return WithoutBorder(source, np.arange(len(source))) if name == "objectnet" else source
-
-
-class WithoutBorder(Subset):
-    """ObjectNet without the red border of two pixels that marks its images as test images."""
-
-    def extent(self, index: int) -> tuple[int, int]:
-        return size(self.read(index))
-
-    def read(self, index: int) -> np.ndarray:
-        pixels = self.source.image(index)
-        return pixels[2:-2, 2:-2] if min(pixels.shape[:2]) > 4 else pixels
+        return open_folder(inner, "train")  # no split folders: all images
 
 
 def real_labels(data_root: Path) -> list[list[int]]:

@@ -1,20 +1,17 @@
 """Lists of image files with labels.
 
-labels.csv, labels.jsonl        file,label[,split]; a CSV without a header has these columns in this order
-metadata.csv, metadata.jsonl    file_name,label: Hugging Face's imagefolder
-classes.txt                     fixes the order of the classes where it is next to the list
+labels.csv      file,label[,split]; without a header it has these columns in this order
+classes.txt     fixes the order of the classes where it is next to the list
 """
 
 import csv
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
-from plainvit.data.folders import class_names, order_classes
+from plainvit.data.folders import order_classes
 from plainvit.data.sources import SPLITS, SUFFIXES, Files, MissingSplitError, Source
 
 COLUMNS = {
@@ -22,8 +19,7 @@ COLUMNS = {
     "label": ("label", "class"),
     "split": ("split",),
 }
-LISTS = ("labels.csv", "labels.jsonl")
-METADATA = ("metadata.csv", "metadata.jsonl")
+LIST = "labels.csv"
 LIST_LIMIT = 2**30  # bytes
 
 
@@ -35,29 +31,17 @@ class _Row(NamedTuple):
 
 
 def find_list(folder: Path) -> Path | None:
-    """Find the list in a folder. A metadata file without labels next to class folders is ignored."""
-    for name in (*LISTS, *METADATA):
-        path = folder / name
-        if path.is_file() and (name in LISTS or _has_labels(path) or not class_names(folder)):
-            return path
-    return None
-
-
-def _has_labels(path: Path) -> bool:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        first = file.readline(2**20)
-    return any(name in first for name in COLUMNS["label"])
+    """The list in a folder, if there is one."""
+    return folder / LIST if (folder / LIST).is_file() else None
 
 
 def open_list(path: Path, split: str, *, folder_of: str = "", classes: Sequence[str] | None = None) -> Source:
     """Open the images of one split.
 
     Rows without a split are training images. In a split folder (`folder_of` names its split) all rows belong to it.
-    metadata.csv without a split column may list train/1.jpg. `classes` overrides the classes of the list.
+    `classes` overrides the classes of the list.
     """
     rows = _read_rows(path)
-    if path.name in METADATA and not folder_of:
-        rows = [_add_split(row) for row in rows]
     classes = _find_classes(path, rows) if classes is None else classes
     number = {name: label for label, name in enumerate(classes)}
     for row in rows:
@@ -100,18 +84,11 @@ def _find_problem(row: _Row, classes: dict[str, int], folder_of: str) -> str:
         return f"the split {row.split!r} contradicts the folder, which holds the {folder_of} split"
     if row.label not in classes:
         return f"the label {row.label!r} is not in classes.txt, or not among the classes of the training images"
-    if "\0" in row.file or not _is_encodable(row.file):
+    if "\0" in row.file:
         return f"{row.file!r} is not a valid file name"
     if path.is_absolute() or ".." in path.parts:
         return f"{row.file!r} is outside the list's folder"
     return ""
-
-
-def _is_encodable(name: str) -> bool:
-    try:
-        return bool(os.fsencode(name))
-    except UnicodeEncodeError:
-        return False
 
 
 def _read_rows(path: Path) -> list[_Row]:
@@ -121,22 +98,18 @@ def _read_rows(path: Path) -> list[_Row]:
     line = 0
     with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
         try:
-            for line, cells in _read_csv(file) if path.suffix == ".csv" else _read_jsonl(file):
-                row = _pick_cells(line, cells)
-                if row is None:
-                    found = f", found {', '.join(map(repr, list(cells)[:6]))}" if isinstance(cells, dict) else ""
-                    expected = "expected the columns file,label[,split]"
-                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}{found}")
-                rows.append(row)
-        except DataError:
-            raise
-        except (ValueError, csv.Error, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # json's own line number is always 1
-            raise DataError(f"{path} is not a well-formed list after line {line}: {reason}") from error
+            for line, cells in _read_csv(file):
+                values = {key: next(filter(None, map(cells.get, names)), "") for key, names in COLUMNS.items()}
+                if not values["file"] or not values["label"]:
+                    expected = f"expected the columns file,label[,split], found {', '.join(map(repr, list(cells)[:6]))}"
+                    raise DataError(f"{path} line {line} lacks a file or a label: {expected}")
+                rows.append(_Row(line, **values))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{path} is not a well-formed list after line {line}: {error}") from error
     return rows
 
 
-def _read_csv(file: TextIO) -> Iterator[tuple[int, Any]]:
+def _read_csv(file: TextIO) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows as dicts by the header's names; a first row that starts with an image's name is not a header."""
     reader = csv.reader(file)
     header: list[str] | None = None
@@ -149,29 +122,3 @@ def _read_csv(file: TextIO) -> Iterator[tuple[int, Any]]:
             if not has_no_header:
                 continue
         yield reader.line_num, dict(zip(header, cells, strict=False))
-
-
-def _read_jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
-    for line, text in enumerate(file, 1):
-        if text.strip():
-            yield line, json.loads(text)
-
-
-def _pick_cells(line: int, cells: Any) -> _Row | None:
-    """A row from cells under any accepted column name; None if a file or a label is missing."""
-    if not isinstance(cells, dict):
-        return None
-    found = {
-        key: next((cells[name] for name in names if cells.get(name) is not None), "") for key, names in COLUMNS.items()
-    }
-    if not all(isinstance(value, str | int) for value in found.values()):
-        return None
-    row = _Row(line, **{key: str(value) for key, value in found.items()})
-    return row if row.file and row.label else None
-
-
-def _add_split(row: _Row) -> _Row:
-    """Take the split from the top folder of the file, as Hugging Face's imagefolder does."""
-    top, inside, _ = row.file.partition("/")
-    is_split = inside and any(top in names for names in SPLITS.values())
-    return row._replace(split=top) if is_split and not row.split else row

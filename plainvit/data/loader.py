@@ -126,8 +126,8 @@ class Loader:
         chunk = steps_at_once(self.local_batch, self.size, self.device)
         first = start - start % chunk
         chunks = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
-        made = (prefetch if chunk > 1 else map)(lambda step: self._make_batches(range(step, step + chunk)), chunks)
-        batches = itertools.chain.from_iterable(made)
+        lists = (prefetch if chunk > 1 else map)(lambda step: self._make_batches(range(step, step + chunk)), chunks)
+        batches = itertools.chain.from_iterable(lists)
         yield from itertools.islice(batches, start - first, None if stop is None else stop - first)
 
     def _make_batches(self, steps: range) -> list[Batch]:

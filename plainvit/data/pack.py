@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import simplejpeg
 
 from plainvit.data.check import map_threads, merge_classes, splits
+from plainvit.data.columns import write_table
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import Source
@@ -48,16 +48,10 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
             raise DataError(f"no image of the {split} split can be read; the last error: {unreadable[-1]['why']}")
     metadata = json.dumps({"schema": 1, "classes": list(classes), "spec": spec, "side": side})
     table = pa.Table.from_pylist(rows).replace_schema_metadata({"plainvit": metadata})
-    write_atomically(target / INDEX, lambda temporary: _write_index(table, temporary))
+    write_atomically(target / INDEX, lambda temporary: write_table(table, temporary))
     (target / UNFINISHED).unlink()
     total = sum(row["length"] for row in rows)
     return {"images": len(rows), "left_out": unreadable, "bytes": total, "folder": str(target)}
-
-
-def _write_index(table: pa.Table, path: Path) -> None:
-    """Write to an open file: pyarrow would read a path such as pk:1/index.parquet as a URI."""
-    with path.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
 
 
 def _write_shards(

@@ -7,7 +7,7 @@ launched by a thread while the device works on earlier steps.
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -80,8 +80,8 @@ def find_resident_sizes(
     else:  # on a CPU, cropping a large padded image takes longer than decoding it again
         side_limit, byte_limit = 160, min(free * MEMORY_FRACTION, 4e9)
     sizes = np.empty((0, 2), int)
-    sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int))
-    for index in (np.arange(len(source)),) if required else (sample, np.arange(len(source))):
+    everything = range(len(source))
+    for index in (everything,) if required else (source.sample(64), everything):
         sizes = _read_sizes(source, index)
         height, width = (int(side) for side in sizes.max(0))
         needed = len(source) * height * width * 3
@@ -101,9 +101,9 @@ def _report_lack_of_memory(needed: float, free: float, device: torch.device, for
     log.warning("%s: images are read from disk from now on, which resizes them slightly differently", problem)
 
 
-def _read_sizes(source: Source, index: np.ndarray) -> np.ndarray:
+def _read_sizes(source: Source, index: Sequence[int]) -> np.ndarray:
     items = log_progress(index, len(index), f"reading the sizes of {len(index):,} images")
-    return np.array([_read_size(source, int(item)) for item in items])
+    return np.array([_read_size(source, item) for item in items])
 
 
 def _read_size(source: Source, index: int) -> tuple[int, int]:
@@ -195,7 +195,7 @@ def decode_all(
 ) -> tuple[Tensor, Tensor]:
     """Decode every image: uint8 [N, 3, H, W] and sizes [N, 2]. Uses threads: the decoder releases the GIL."""
     count, threads = len(source), threads or os.cpu_count() or 1
-    extents = _read_sizes(source, np.arange(count)) if extents is None else extents
+    extents = _read_sizes(source, range(count)) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
     canvas = images.numpy()

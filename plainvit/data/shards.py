@@ -6,9 +6,9 @@ A packed folder holds SPLIT-00000.tar ... (plain tars: KEY.jpg, KEY.cls) and ind
 offset, length, label, size and checksum. A folder of tars without an index is scanned once.
 """
 
+import io
 import json
 import os
-import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -19,17 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from plainvit.data.columns import MOST_CLASSES, check_range, map_file, read_integers, report_damage
+from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source
+from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source, check_length
 from plainvit.data.tables import INDEX, find_split
 
+HEADER_LIMIT = 2**20  # bytes of one header of a tar
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
-LOST = {  # reasons why a member has no data, by its negative length
-    -1: "it is a link to what is no image before it in the archive",
-    -2: "it is a sparse file",
-    -3: "it is a pipe or a device, not a file",
-}
+NOT_A_FILE = -1  # length of a member that is no regular file
 INDEXED = {"shard": pa.string(), "name": pa.string(), "offset": pa.int64(), "length": pa.int64(), "label": pa.int64()}
 
 
@@ -41,7 +38,7 @@ def has_tars(folder: Path) -> bool:
 def open_tars(folder: Path, split: str) -> Source:
     if (folder / UNFINISHED).is_file():
         raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
-    table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else scan(folder)
+    table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else _scan(folder)
     shards: list[str] = table.column("shard").unique().to_pylist()
     chosen = [name for name in shards if find_split(folder / name, folder) == split]
     if not chosen and split == "train" and not any(find_split(folder / name, folder) for name in shards):
@@ -54,18 +51,13 @@ def open_tars(folder: Path, split: str) -> Source:
 def _read_index(path: Path) -> pa.Table:
     with report_damage(path):
         table = pq.ParquetFile(map_file(path)).read()
-    missing = [name for name in INDEXED if name not in table.column_names]
-    if missing:
-        raise DataError(f"{path} is not an index of shards: it lacks the column {missing[0]}")
-    for name, kind in INDEXED.items():
-        column = table.column(name)
-        if pa.types.is_integer(kind):
-            values = read_integers(column, f"the column {name} of {path}")
-            if name != "label" and values.min(initial=0) < 0:
-                raise DataError(f"{path} is damaged: column {name} has negative values")
-        elif column.type != kind or column.null_count:
-            raise DataError(f"the column {name} of {path} must have type {kind}, got {column.type}")
-    outside = [name for name in table.column("shard").unique().to_pylist() if Path(name).name != name]
+        columns = {name: table.column(name).cast(kind) for name, kind in INDEXED.items()}
+        if any(column.null_count for column in columns.values()):
+            raise ValueError("it has empty cells")
+        shards = columns["shard"].unique().to_pylist()
+        if min(columns[name].to_numpy().min(initial=0) for name in ("offset", "length")) < 0:
+            raise ValueError("it has negative values")
+    outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise DataError(f"{path} names the shard {outside[0]!r}, which is outside its folder")
     return table
@@ -112,8 +104,9 @@ class Tars(Source):
 
     def read(self, index: int) -> bytes:
         shard, length = int(self._shard[index]), int(self._length[index])
-        if length in LOST:
-            raise ImageError(LOST[length])
+        if length == NOT_A_FILE:
+            raise ImageError("it is a link, a pipe, a device or a sparse file in the tar: store the image itself")
+        check_length(length)
         if shard not in self._files:
             self._files[shard] = os.open(self.folder / self.shards[shard], os.O_RDONLY)
         data = os.pread(self._files[shard], length, int(self._offset[index]))
@@ -133,75 +126,71 @@ class Tars(Source):
         return {**self.__dict__, "_files": {}}
 
 
-def scan(folder: Path) -> pa.Table:
+def _scan(folder: Path) -> pa.Table:
     """Build an index from the headers of tars: KEY.jpg with KEY.cls or {"label": N} in KEY.json."""
-    columns: dict[str, list[Any]] = {name: [] for name in INDEXED}
+    columns: dict[str, list[Any]] = {key: [] for key in INDEXED}
     for path in sorted(folder.glob("*.tar")):
-        for name, offset, length, label in _read_members(path):
-            if not -1 <= label < MOST_CLASSES:
-                raise DataError(
-                    f"{path}: the label {label} of {name} is invalid (0 to {MOST_CLASSES - 1:,}, or -1 for none)"
-                )
-            shown = os.fsencode(name).decode("utf-8", "backslashreplace")
-            for key, value in zip(columns, (path.name, shown, offset, length, label), strict=True):
-                columns[key].append(value)
+        for name, *numbers in _read_samples(path):
+            shown = os.fsencode(name).decode("utf-8", "backslashreplace")  # names may be any bytes
+            for column, value in zip(columns.values(), (path.name, shown, *numbers), strict=True):
+                column.append(value)
     return pa.table(columns, schema=pa.schema(list(INDEXED.items())))
 
 
-def _read_members(path: Path) -> Iterator[tuple[str, int, int, int]]:
+def _read_samples(path: Path) -> Iterator[tuple[str, int, int, int]]:
     """(name, offset, length, label) of each image. The key of a sample is its path up to the first dot of the name."""
     images: dict[str, tuple[str, int, int]] = {}
-    places: dict[str, tuple[int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.isdir():
-                    continue
-                folder, _, base = member.name.rpartition("/")
-                stem, _, suffix = base.partition(".")
-                key = f"{folder}/{stem}"
-                if stem and f".{suffix.lower()}" in SUFFIXES:
-                    places[posixpath.normpath(member.name)] = found = find_place(member, places)
-                    images[key] = member.name, *found
-                elif suffix in ("cls", "json") and member.isfile() and member.size < 2**20:
-                    file = archive.extractfile(member)
-                    labels[key, suffix] = _parse_label(file.read() if file else b"", suffix)
-            _check_end(path, archive.offset)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{path} is cut short or not a tar file: {error}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: {error}") from error
-    for key, (name, offset, length) in images.items():
-        yield name, offset, length, labels.get((key, "cls"), labels.get((key, "json"), -1))
-
-
-def find_place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """(offset, length) of a member or of a link's target; for unreadable members the length is a key of LOST."""
-    if member.isreg():
-        return member.offset_data, -2 if member.issparse() else member.size
-    if not (member.issym() or member.islnk()):
-        return 0, -3
-    folder = posixpath.dirname(member.name) if member.issym() else ""
-    return places.get(posixpath.normpath(posixpath.join(folder, member.linkname)), (0, -1))
-
-
-def _check_end(path: Path, offset: int) -> None:
-    """Raise if the archive does not end with a block of zeros: tarfile also stops at a damaged header."""
     with path.open("rb") as file:
-        file.seek(offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"invalid header at byte {offset:,}")
+        for name, offset, length in _read_members(path):
+            folder, _, base = name.rpartition("/")
+            stem, _, suffix = base.partition(".")
+            if stem and f".{suffix.lower()}" in SUFFIXES:
+                images[f"{folder}/{stem}"] = name, offset, length
+            elif suffix in ("cls", "json") and 0 <= length < 2**20:
+                file.seek(offset)
+                labels[f"{folder}/{stem}", suffix] = _parse_label(file.read(length), suffix, path)
+    for key, image in images.items():
+        yield *image, labels.get((key, "cls"), labels.get((key, "json"), -1))
 
 
-def _parse_label(data: bytes, suffix: str) -> int:
+class _LimitedFile(io.FileIO):
+    """A file with a size limit per read: tarfile alone reads as many bytes as a header says."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= HEADER_LIMIT:
+            raise tarfile.ReadError(f"a header has {size:,} bytes, above the limit of {HEADER_LIMIT:,}")
+        return super().read(size)
+
+
+def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, length) of each member of a tar but folders. Raises DataError if it is damaged."""
+    try:
+        with _LimitedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                archive.members = []  # pyright: ignore - tarfile would keep all in memory
+                if not member.isdir():
+                    is_file = member.isreg() and not member.issparse()
+                    yield member.name, member.offset_data, member.size if is_file else NOT_A_FILE
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile also stops at a damaged header
+                raise tarfile.ReadError(f"invalid header at byte {archive.offset:,}")
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path} is cut short or not a tar file: {error}") from error
+
+
+def _parse_label(data: bytes, suffix: str, path: Path) -> int:
     """The label in a .cls or .json member; -1 if a .json has none."""
     if suffix == "cls":
         if not data.strip().removeprefix(b"-").isdigit():
-            raise ValueError(f"a .cls member must contain an integer, got {data[:20]!r}")
-        return int(data)
-    try:
-        label = json.loads(data).get("label", -1)
-    except (ValueError, AttributeError, RecursionError):
-        return -1
-    return label if type(label) is int else -1
+            raise DataError(f"{path}: a .cls member must contain an integer, got {data[:20]!r}")
+        label = int(data)
+    else:
+        try:
+            label = json.loads(data).get("label", -1)
+        except (ValueError, AttributeError, RecursionError):
+            return -1
+        label = label if type(label) is int else -1
+    if not -1 <= label < MOST_CLASSES:
+        raise DataError(f"{path}: the label {label} is invalid (0 to {MOST_CLASSES - 1:,}, or -1 for none)")
+    return label

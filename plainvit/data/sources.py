@@ -1,9 +1,9 @@
 """Sources of images: every accepted `--data` value, behind one interface.
 
 photos/                       class folders, optionally inside train/ val/ test/
-photos/labels.csv             a list: file,label[,split]; or .jsonl with those keys
+photos/labels.csv             a list: file,label[,split]
 shards/                       parquet as the Hugging Face hub stores it, or tar shards with an index
-train.parquet, saved/         one such file; a folder of Hugging Face's save_to_disk
+train.parquet                 one such file
 hf:org/dataset                parquet from the hub
 cifar10, oxford-pets, ...     known sets, below the data root
 digits, shapes:size=64        built in
@@ -34,7 +34,7 @@ from plainvit.config import nearest
 from plainvit.data.decode import DataError, ImageError, decode, size
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2")
+UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf")
 SPLITS = {
     "train": ("train", "training", "trainval"),
     "val": ("val", "valid", "validation", "dev"),
@@ -93,6 +93,10 @@ class Source(ABC):
         data = self.read(index)
         return data, size(data)
 
+    def sample(self, count: int) -> list[int]:
+        """Positions of up to `count` evenly spaced images."""
+        return np.unique(np.linspace(0, len(self) - 1, min(len(self), count)).astype(int)).tolist()
+
     def fingerprint(self) -> str:
         """Hash of names, labels and classes; independent of the folder."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogatepass"))
@@ -116,30 +120,34 @@ class Names:
 
 
 class Files(Source):
-    """Image files below a folder."""
+    """Image files below a folder; if the folder is "", names are whole paths."""
 
     def __init__(
-        self, root: Path, names: Iterable[str], labels: Sequence[int] | np.ndarray, classes: Sequence[str]
+        self, root: Path | str, names: Iterable[str], labels: Sequence[int] | np.ndarray, classes: Sequence[str]
     ) -> None:
-        self.root, self.names = root, Names(names)
+        self.prefix, self.names = f"{root}/" if root else "", Names(names)
         self.labels, self.classes = np.asarray(labels, np.int32), tuple(classes)
 
+    def path(self, index: int) -> str:
+        return self.prefix + self.names[index]
+
     def read(self, index: int) -> bytes:
-        return read_image_file(f"{self.root}/{self.name(index)}")
+        with _open_image_file(self.path(index)) as file:
+            return file.read()
 
     def name(self, index: int) -> str:
         return self.names[index]
 
     def identify(self, index: int) -> bytes:
         """The size and both ends of a file: a million files are read in a minute, and no two photos agree in them."""
-        with _open_image_file(f"{self.root}/{self.name(index)}") as file:
+        with _open_image_file(self.path(index)) as file:
             start = file.read(ENDS)
             count = file.seek(0, os.SEEK_END)
             file.seek(max(count - ENDS, 0))
             return b"%d %s%s" % (count, start, file.read())
 
     def files(self) -> Iterable[str]:
-        return (f"{self.root}/{self.names[index]}" for index in range(len(self)))
+        return map(self.path, range(len(self)))
 
 
 class View(Source):
@@ -187,7 +195,7 @@ class Subset(View):
 
     def files(self) -> Iterable[str]:
         if isinstance(self.source, Files):
-            return (f"{self.source.root}/{self.name(index)}" for index in range(len(self)))
+            return map(self.source.path, self.indices.tolist())
         return super().files()
 
 
@@ -212,9 +220,9 @@ class ConcatSource(View):
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def read_image_file(path: str) -> bytes:
-    with _open_image_file(path) as file:
-        return file.read()
+def check_length(length: int) -> None:
+    if length > FILE_LIMIT:
+        raise ImageError(f"{length:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
 
 
 @contextlib.contextmanager
@@ -224,8 +232,7 @@ def _open_image_file(path: str) -> Iterator[io.FileIO]:
         status = os.stat(path)  # noqa: PTH116 - a million times
         if not stat.S_ISREG(status.st_mode):
             raise ImageError("it is a folder, a pipe or a device, not a file")
-        if status.st_size > FILE_LIMIT:
-            raise ImageError(f"{status.st_size:,} bytes are over the limit of {FILE_LIMIT:,} for one image")
+        check_length(status.st_size)
         with io.FileIO(path) as file:
             yield file
     except ImageError:
@@ -234,40 +241,28 @@ def _open_image_file(path: str) -> Iterator[io.FileIO]:
         raise ImageError(getattr(error, "strerror", None) or str(error)) from error
 
 
-def image_files(
-    folder: Path,
-    prefix: str,
-    seen: frozenset[tuple[int, int]] = frozenset(),
-    *,
-    unread: list[str],
-    irregular: list[str],
-) -> list[str]:
-    """Names of the image files below a folder. Links are followed, but not in circles.
+def find_images(folder: Path, prefix: str = "") -> list[str]:
+    """Sorted names of the image files below a folder. Links are followed, but not in circles.
 
-    A broken link, pipe or device with an image's name counts as an unreadable image. These and other broken links are
-    added to `irregular`, images of unsupported formats to `unread`.
+    A broken link, pipe or device with the name of an image counts: it is reported when it is read.
     """
+    return select_images(folder, sorted(_walk(folder, prefix, frozenset())))
+
+
+def _walk(folder: Path, prefix: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Names of all files below a folder but hidden ones."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
-    if identity in seen:
-        return []
-    found: list[str] = []
+    if identity in parents:
+        return
     with os.scandir(folder) as entries:
         for entry in entries:
-            name = entry.name
-            if name.startswith("."):
+            if entry.name.startswith("."):
                 continue
             if is_folder(entry):
-                path, parents = Path(entry.path), seen | {identity}
-                found += image_files(path, f"{prefix}/{name}", parents, unread=unread, irregular=irregular)
-            elif name.lower().endswith(SUFFIXES):
-                found.append(f"{prefix}/{name}")
-                irregular += [] if _is_file(entry) else [found[-1]]
-            elif name.lower().endswith(UNREAD):
-                unread.append(name)
-            elif entry.is_symlink() and not _is_file(entry):
-                irregular.append(f"{prefix}/{name}")
-    return found
+                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", parents | {identity})
+            else:
+                yield f"{prefix}{entry.name}"
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -277,19 +272,21 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
-
-
-def warn_unread(where: str | Path, names: Iterable[str]) -> None:
-    """Warn of images that are skipped because of their format."""
-    formats = Counter(Path(name).suffix.lower() for name in names)
-    if formats:
+def select_images(where: str | Path, names: Iterable[str]) -> list[str]:
+    """The names of images; warns of those that are skipped because of their format."""
+    images: list[str] = []
+    skipped: Counter[str] = Counter()
+    for name in names:
+        file = name.rpartition("/")[2]
+        suffix = f".{file.rpartition('.')[2].lower()}"
+        if suffix in SUFFIXES and not file.startswith("."):
+            images.append(name)
+        elif suffix in UNSUPPORTED and not file.startswith("."):
+            skipped[suffix] += 1
+    if skipped:
         problem = "%s: %d files skipped: %s not supported; convert them to JPEG"
-        log.warning(problem, where, formats.total(), ", ".join(sorted(formats)))
+        log.warning(problem, where, skipped.total(), ", ".join(sorted(skipped)))
+    return images
 
 
 # Opening --------------------------------------------------------------------------------------------------------------
@@ -321,14 +318,14 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     path = Path(spec)
     if path.is_dir():
         return folders.open_folder(path, split)
-    if path.is_file() and path.suffix in (".csv", ".jsonl"):
+    if path.is_file() and path.suffix == ".csv":
         return lists.open_list(path, split)
-    if path.is_file() and path.suffix in (".parquet", ".arrow"):
+    if path.is_file() and path.suffix == ".parquet":
         return tables.open_table(path, split)
     if spec in known.SETS:
         return known.open_known(spec, split, data_root)
     if path.is_file():
-        raise DataError(f"{spec} is a file: --data takes a folder of images, a .csv or .jsonl list, or a .parquet file")
+        raise DataError(f"{spec} is a file: --data takes a folder of images, a .csv list, or a .parquet file")
     if "/" in spec or os.sep in spec or path.suffix:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")

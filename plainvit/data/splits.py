@@ -17,7 +17,6 @@ from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
 from plainvit.disk import read_json, run_folder, run_settings
 
-HOLDOUT_RULE = "content"  # recorded in data.json; runs before 0.2 held out images by position
 log = logging.getLogger("plainvit")
 
 
@@ -26,7 +25,6 @@ class Splits:
     train: Source
     val: Source | None
     test: Source | None
-    is_held_out: bool = False  # val is a part of the training images
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -41,8 +39,7 @@ class Splits:
             for name, source in present.items()
             if source is not None
         }
-        rule = {"holdout": HOLDOUT_RULE} if self.is_held_out else {}
-        return {"classes": list(self.classes), "splits": sizes} | rule
+        return {"classes": list(self.classes), "splits": sizes}
 
 
 def open_splits(config: Config) -> Splits:
@@ -57,10 +54,9 @@ def open_splits(config: Config) -> Splits:
     val, test = _open(config, "val"), _open(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
-    is_held_out = val is None and config.holdout > 0
-    if is_held_out:
+    if val is None and config.holdout > 0:
         train, val = hold_out(train, config.holdout)
-    return Splits(take_fraction(train, config.train_fraction), val, test, is_held_out)
+    return Splits(take_fraction(train, config.train_fraction), val, test)
 
 
 def _check_classes(source: Source, config: Config) -> None:
@@ -76,9 +72,9 @@ def _check_classes(source: Source, config: Config) -> None:
             raise DataError(f"{source.spec} has the class {name!r}, which is not UTF-8: rename it")
 
 
-def _are_same_images(one: Source, other: Source) -> bool:
+def _are_same_images(a: Source, b: Source) -> bool:
     """Compare names and content: val/cat/0.jpg and test/cat/0.jpg have the same name in their splits."""
-    return one.fingerprint() == other.fingerprint() and sample_hash(one) == sample_hash(other)
+    return a.fingerprint() == b.fingerprint() and sample_hash(a) == sample_hash(b)
 
 
 def find_training_config(model: str | Path, data: str, data_root: str | Path | None) -> Config | None:
@@ -119,13 +115,7 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
         if split and not (run and split == "val"):
             raise MissingSplitError(f"{error}; choose another with --split") from error
     if run:
-        splits = open_splits(run)
-        held_out = splits.val
-        if held_out is not None and splits.is_held_out and "holdout" not in read_json(run_folder(model) / "data.json"):
-            raise MissingSplitError(
-                f"an earlier version of plainvit chose the images that {model} held out, and they are not known now: "
-                "give test images, or train again"
-            )
+        held_out = open_splits(run).val
         if held_out is not None:
             words = "%s has no %s images: using the %d that the run held out"
             log.warning(words, data, split or "test", len(held_out))

@@ -17,11 +17,11 @@ def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
     sides: list[int] = []
     is_grey = True
     error: ImageError | None = None
-    for index in np.unique(np.linspace(0, len(source) - 1, SAMPLE).astype(int)):
+    for index in source.sample(SAMPLE):
         try:
-            image = source.image(int(index))
-        except ImageError as found:  # training reports the unreadable ones
-            error = found
+            image = source.image(index)
+        except ImageError as unreadable:  # training reports them
+            error = unreadable
             continue
         sides.append(min(image.shape[:2]))
         is_grey = is_grey and bool((image == image[..., :1]).all())

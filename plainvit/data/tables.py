@@ -1,7 +1,6 @@
-"""Tables of images: parquet files as on the Hugging Face hub, and folders of `datasets.save_to_disk`.
+"""Tables of images: parquet files as on the Hugging Face hub.
 
 train-00000-of-00002.parquet      a column of images (bytes, or a struct with bytes) and one of labels
-DatasetDict.save_to_disk(DIR)     DIR/train/{state.json, dataset_info.json, data-00000-of-00001.arrow}
 
 Labels are integers, with class names from the schema, or strings, which are the class names.
 """
@@ -17,24 +16,18 @@ import numpy as np
 import pyarrow as pa
 
 from plainvit.data.columns import (
-    ArrowFile,
     Layout,
     ParquetFile,
     check_range,
     convert_names,
     find_columns,
     is_text,
-    paths_error,
     read_integers,
     read_names,
-)
-from plainvit.data.columns import (
-    map_file as map_file,
 )
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
 from plainvit.data.sources import SPLITS, MissingSplitError, Source
-from plainvit.disk import read_json
 
 IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory
 SLOW_GROUP = 8 * 2**20  # bytes of a row group that is slow to decode for each image
@@ -54,9 +47,9 @@ def _find_parquet_files(folder: Path) -> list[Path]:
     split_names = [name for names in SPLITS.values() for name in names]
     candidates = (f"{folder}/{top}/{name}" for top in class_names(folder) for name in split_names)
     deep = [path for path in candidates if os.path.isdir(path)]  # noqa: PTH112  (thousands of classes: Path is slow)
-    found = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
-    found += [path for parent in deep for path in sorted(Path(parent).glob("*.parquet"))]
-    return [path for path in found if path.name != INDEX]
+    files = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
+    files += [path for parent in deep for path in sorted(Path(parent).glob("*.parquet"))]
+    return [path for path in files if path.name != INDEX]
 
 
 def open_parquet(folder: Path, split: str) -> "Table":
@@ -64,26 +57,21 @@ def open_parquet(folder: Path, split: str) -> "Table":
     files = _find_parquet_files(folder)
     by_split = {name: [path for path in files if find_split(path, folder) == name] for name in SPLITS}
     if not any(by_split.values()):
-        return _open_all(folder, files, split)
+        if split != "train":  # files that name no split are training images
+            raise MissingSplitError(f"{folder} has no {split} split: no file or folder is named after one")
+        return Table(files)
     chosen = by_split[split]
     if not chosen:
         names = ", ".join(path.name for path in files[:4])
         raise MissingSplitError(f"{folder} has no {split} split among its parquet files ({names})")
-    configs = sorted({_find_config(path, folder) for path in chosen})
-    if len(configs) > 1:
-        raise DataError(f"{folder} has several configurations ({', '.join(configs)}): give the folder of one of them")
+    folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
+    if len(folders) > 1:
+        raise DataError(f"{folder} has {split} files in several folders ({', '.join(folders)}): give one of them")
     return Table(chosen, by_split["train"] or files)
 
 
-def _open_all(where: Path, files: Sequence[Path], split: str) -> "Table":
-    """Files that name no split are training images."""
-    if split != "train":
-        raise MissingSplitError(f"{where} has no {split} split: no file or folder is named after one")
-    return Table(files)
-
-
 def open_table(path: Path, split: str) -> "Table":
-    """One .parquet or .arrow file: the split in its name, otherwise train."""
+    """One file: the split in its name, otherwise train."""
     own = _parse_split(path.name) or "train"
     if own != split:
         raise MissingSplitError(f"{path} has no {split} split: by its name it is {own}")
@@ -98,42 +86,9 @@ def find_split(path: Path, folder: Path) -> str | None:
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(name == one or name.startswith((f"{one}-", f"{one}_", f"{one}.")) for one in synonyms):
+        if any(name == word or name.startswith((f"{word}-", f"{word}_", f"{word}.")) for word in synonyms):
             return split
     return None
-
-
-def _find_config(path: Path, folder: Path) -> str:
-    """The path above the split: the configuration of a hub data set, which may have several."""
-    parts = list(path.relative_to(folder).parts)
-    while parts and not _parse_split(parts[-1]):
-        parts.pop()
-    return "/".join(parts[:-1]) or "."
-
-
-def has_saved(folder: Path) -> bool:
-    """Whether this is a folder of `datasets.save_to_disk`."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def open_saved(folder: Path, split: str) -> "Table":
-    """Open a split of a save_to_disk folder: one folder per split, or a single one without splits."""
-    if (folder / "state.json").is_file():
-        return _open_all(folder, _read_saved_files(folder), split)
-    found = {name: folder / one for name, names in SPLITS.items() for one in names if (folder / one).is_dir()}
-    if split not in found:
-        raise MissingSplitError(f"{folder} has no {split} split: save_to_disk wrote {', '.join(found) or 'none'}")
-    return Table(_read_saved_files(found[split]), _read_saved_files(found.get("train", found[split])))
-
-
-def _read_saved_files(folder: Path) -> list[Path]:
-    entries = read_json(folder / "state.json").get("_data_files")
-    names = [one.get("filename") for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\0" in name]
-    if not names or outside:
-        found = repr(outside[0]) if outside else "no files"
-        raise DataError(f"{folder / 'state.json'} names {found}: save the data again")
-    return [folder / name for name in names]
 
 
 # Source ---------------------------------------------------------------------------------------------------------------
@@ -144,7 +99,7 @@ class Table(Source):
 
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
         self.paths, self.class_paths = list(paths), list(class_paths or paths)
-        self._files = [_open_file(path) for path in self.paths]
+        self._files = [ParquetFile(path) for path in self.paths]
         self._column, label, names = self._find_layout()
         self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(len(file.rows))]
         self._ends = np.cumsum([rows for file in self._files for rows in file.rows], dtype=np.int64)
@@ -163,9 +118,6 @@ class Table(Source):
                 raise DataError(f"{path} has the columns {other[:2]}, but {self.paths[0].name} has {first[:2]}")
             if other[2] != first[2]:
                 raise DataError(f"{path} has other class names than {self.paths[0].name}")
-        filled = [file for file in self._files if sum(file.rows)]
-        if filled and all(file.lacks_images(first[0]) for file in filled):
-            raise paths_error(self.paths[0])
         return first
 
     def _read_labels(self, label: str | None, names: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -176,33 +128,32 @@ class Table(Source):
         titles = [f"the column {label} of {path}" for path in self.paths]
         if all(map(is_text, columns)):
             if not names:
-                others = [] if self.class_paths == self.paths else [_open_file(path) for path in self.class_paths]
+                others = [] if self.class_paths == self.paths else [ParquetFile(path) for path in self.class_paths]
                 names = read_names([file.read_column(label) for file in others] or columns, where)
-            found = [convert_names(column, names, title) for column, title in zip(columns, titles, strict=True)]
+            labels = [convert_names(column, names, title) for column, title in zip(columns, titles, strict=True)]
         else:
-            found = [read_integers(column, title) for column, title in zip(columns, titles, strict=True)]
-        return check_range(np.concatenate(found), names, where)
+            labels = [read_integers(column, title) for column, title in zip(columns, titles, strict=True)]
+        return check_range(np.concatenate(labels), names, where)
 
     def load(self) -> None:
         """Read all images into memory if they fit, once for this process and the workers that it forks."""
         if self._fits is not None:
             return
-        sizes = [size for file in self._files for size in file.count_bytes(self._column)]
-        limit, total = memory_limit(IN_MEMORY), 0
-        self._fits = sum(sizes) <= limit
-        for group, size in enumerate(sizes if self._fits else ()):
+        limit, size = memory_limit(IN_MEMORY), sum(file.bytes for file in self._files)
+        total = 0
+        for group in range(len(self._groups) if size <= limit else 0):
             self._images[group] = self._read_group(group)
-            total += self._images[group].nbytes if size else 0
-            if total > limit:  # more than stated: parquet stores equal images once
-                self._fits = False
+            total += self._images[group].nbytes
+            if total > limit:  # more than the files: parquet stores equal images once
                 self._images.clear()
                 break
-        if not self._fits and max(sizes) > SLOW_GROUP:
+        self._fits = len(self._images) == len(self._groups)
+        if not self._fits and size > SLOW_GROUP * len(self._groups):
             log.warning(
                 "%s: each read decodes a row group of %d MiB, because the images do not fit into memory; "
                 "`plainvit data pack` writes a copy that reads faster",
                 self.paths[0].parent,
-                max(sizes) >> 20,
+                (size // len(self._groups)) >> 20,
             )
 
     def read(self, index: int) -> bytes:
@@ -217,7 +168,7 @@ class Table(Source):
                 images = self._images[group]
         data = images[row].as_py()
         if not data:
-            raise ImageError("the row has no image bytes")
+            raise ImageError("the row has no image bytes, only a path or nothing")
         return data
 
     def identify(self, index: int) -> bytes:
@@ -243,10 +194,6 @@ class Table(Source):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["paths"], state["class_paths"])
         self.__dict__.update(state)
-
-
-def _open_file(path: Path) -> ParquetFile | ArrowFile:
-    return ParquetFile(path) if path.suffix == ".parquet" else ArrowFile(path)
 
 
 def memory_limit(most: int) -> int:

@@ -1,7 +1,6 @@
 """Weights -> numbers.
 
-prediction    predictor (a model with its preprocessing), predict (images -> rows), inputs, outputs, cluster (Ray),
-              timm_models
+prediction    predictor (a model with its preprocessing), predict (images -> rows), inputs, outputs, cluster (Ray)
 evaluation    classify, labels (which predictions are correct), class_names, card (a stored result), compare, seeds
               (groups of runs), statistics, paper (its tables)
 features      features (of a dataset, cached on disk), probe (the fits), frozen (the protocol), grid (the best value)

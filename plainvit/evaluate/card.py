@@ -25,12 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
+from plainvit.data.columns import map_file, write_table
 from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
-from plainvit.data.sources import Source
-from plainvit.data.tables import map_file
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
 from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
@@ -41,7 +40,7 @@ from plainvit.runtime.folder import environment, finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
-LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision", "timm")  # that decode, resize or compute
+LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision")  # that decode, resize or compute
 TEXTS = {  # required in each part of a card
     "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
     "model": ("weights",),
@@ -122,13 +121,12 @@ def _describe_data(labels: Labels) -> dict[str, Any]:
 
 def _describe_model(predictor: Predictor) -> dict[str, Any]:
     model = predictor.model
-    config = to_json(model.config) if isinstance(model.config, Checked) else dataclasses.asdict(model.config)
     return {
         "source": str(predictor.source),
         "family": model.about.family,
         "weights": tensor_hash(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "config": config,
+        "config": to_json(model.config),
         **_find_steps(predictor.source),
     }
 
@@ -138,8 +136,8 @@ def _describe_preprocess(predictor: Predictor) -> dict[str, Any]:
     settings, config = asdict(predictor.preprocess), predictor.model.config
     if settings["resize"] == "squash":
         del settings["crop"]
-    statistics = {name: list(getattr(config, name, ())) for name in ("mean", "std")}
-    described = {"settings": settings, "image_size": list(predictor.size), **statistics}
+    described = {"settings": settings, "image_size": list(predictor.size)}
+    described |= {"mean": list(config.mean), "std": list(config.std)}
     return described | {"hash": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}
 
 
@@ -175,35 +173,29 @@ def write_card(card: Card, folder: Path, labels: Labels | None = None, result: R
     if result is not None:
         assert labels is not None
         rows = per_image(labels, result)
-        writers[folder / IMAGES] = lambda path: _write_rows(rows, path)
+        writers[folder / IMAGES] = lambda path: write_table(rows, path)
     writers[folder / CARD] = lambda path: path.write_text(text, encoding="utf-8")
     write_together(writers)
-
-
-def _write_rows(rows: pa.Table, path: Path) -> None:
-    """Writes to an open file: pyarrow reads a path such as lr:3e-4/images.parquet as a URI."""
-    with path.open("wb") as file:
-        pq.write_table(rows, file, compression="zstd")
-
-
-def _hash_image(source: Source, index: int) -> str:
-    return hashlib.blake2b(source.identify(index), digest_size=12).hexdigest()
 
 
 def per_image(labels: Labels, result: Result) -> pa.Table:
     """One row per scored image. Classes are numbers; their names, which may repeat, are in the metadata."""
     names = [labels.source.name(int(index)) for index in result.index]
+
+    def hash_image(index: int) -> str:
+        return hashlib.blake2b(labels.source.identify(index), digest_size=12).hexdigest()
+
     columns = {
         "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
-        "content": pa.array([_hash_image(labels.source, int(index)) for index in result.index], pa.string()),
+        "content": pa.array(map(hash_image, result.index.tolist()), pa.string()),
         "label": pa.array(result.labels, pa.int32()),
-        "prediction": pa.array(result.guesses[:, 0], pa.int32()),
+        "prediction": pa.array(result.predictions[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
         "nll": pa.array(result.nll),
         "right": pa.array(result.right),
         "right5": pa.array(result.hits.any(1)),
     }
-    class_names = {"label": list(labels.source.classes), "prediction": list(labels.guess_names)}
+    class_names = {"label": list(labels.source.classes), "prediction": list(labels.class_names)}
     return pa.table(columns).replace_schema_metadata({key: json.dumps(value) for key, value in class_names.items()})
 
 
@@ -229,7 +221,8 @@ def _find_fault(card: dict[str, Any]) -> str:
     """What is wrong with a stored card; "" if it can be compared."""
     kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Card)}
     wrong = [name for name, kind in kinds.items() if not isinstance(card.get(name), kind)]
-    wrong += [f"{part}.{key}" for part, keys in TEXTS.items() for key in keys if not _is_text(card.get(part), key)]
+    texts = [(part, key) for part, keys in TEXTS.items() for key in keys if part not in wrong]
+    wrong += [f"{part}.{key}" for part, key in texts if not isinstance(card[part].get(key), str)]
     if wrong:
         return f"{wrong[0]} is missing or invalid"
     for name in ("top1", "top5"):
@@ -237,10 +230,6 @@ def _find_fault(card: dict[str, Any]) -> str:
         if not isinstance(count, int) or images < 1 or card["metrics"].get(name) != count / images:
             return f"{name} is not {count} of {images} images"
     return ""
-
-
-def _is_text(part: Any, key: str) -> bool:
-    return isinstance(part, dict) and isinstance(part.get(key), str)
 
 
 @dataclass(frozen=True)
@@ -286,7 +275,7 @@ def _number_copies(content: np.ndarray) -> list[str]:
     """Makes the hashes of copies different: the second copy of an image gets the number 2."""
     counts: Counter[str] = Counter()
     numbered = []
-    for one in content:
-        counts[one] += 1
-        numbered.append(f"{one} {counts[one]}")
+    for digest in content:
+        counts[digest] += 1
+        numbered.append(f"{digest} {counts[digest]}")
     return numbered

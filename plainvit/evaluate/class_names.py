@@ -57,12 +57,15 @@ def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndar
     """
     theirs, data = source.classes, source.spec or "the data"
     names = () if _are_numbers(names) else names
-    found = _match_names(theirs, names)
-    missing = [name for name, at in zip(theirs, found, strict=True) if at is None]
-    if not missing and len(set(found)) == len(found):
-        _report_match(data, theirs, names, found)
-        return np.array(found, int)
-    in_place = len(theirs) == classes and all(at in (None, place) for place, at in enumerate(found))
+    matches = _match_names(theirs, names)
+    missing = [name for name, match in zip(theirs, matches, strict=True) if match is None]
+    if not missing and len(set(matches)) == len(matches):
+        if len(theirs) < len(names):
+            log.warning("note: the classes of %s are %d of the model's %d, by name", data, len(theirs), len(names))
+        elif matches != list(range(len(matches))):
+            log.warning("note: the model's classes are in another order than those of %s: matched by name", data)
+        return np.array(matches, int)
+    in_place = len(theirs) == classes and all(match in (None, position) for position, match in enumerate(matches))
     if len(missing) < len(theirs) and not in_place:
         wrong = f"{len(missing):,} of the {len(theirs):,} classes" if missing else "two equal classes"
         raise DataError(
@@ -70,34 +73,38 @@ def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndar
             "rename the class folders, or give the model's names with --class-names FILE"
         )
     if _are_numbers(theirs) and max(map(int, theirs)) < classes:
-        return _match_numbers(data, theirs, classes, names)
+        if names or len(theirs) != classes or list(theirs) != sorted(theirs):  # 0 to 9 have one order, 0 to 10 two
+            log.warning("note: the classes of %s are matched by number", data)
+        return np.array([int(name) for name in theirs])
     if len(theirs) != classes:
         raise DataError(
             f"the model has {classes:,} classes, but {data} has {len(theirs):,}: use data with the model's classes, "
             "fine-tune the model, or give the model's names with --class-names FILE"
         )
-    _warn_order(data, theirs, names)
+    kind = "other class names" if names else "no class names"
+    problem = "the model has %s: the classes of %s are matched by their order (0 is %r); check it, or use --class-names"
+    log.warning(problem, kind, data, theirs[0])
     return np.arange(classes)
 
 
 def _match_names(theirs: Sequence[str], names: Sequence[str]) -> list[int | None]:
-    exact = {name: at for at, name in enumerate(names)}
+    exact = {name: label for label, name in enumerate(names)}
     loose: dict[str, set[int]] = {}
-    for at, name in enumerate(names):
+    for label, name in enumerate(names):
         for key in {_simplify(name), _simplify(name.partition(",")[0])}:
-            loose.setdefault(key, set()).add(at)
+            loose.setdefault(key, set()).add(label)
     if is_imagenet(names):
         exact = {**dict(zip(imagenet_names(), range(IMAGENET), strict=True)), **exact}
         exact |= dict(zip(wordnet_ids(), range(IMAGENET), strict=True))
-        for at, name in enumerate(imagenet_names()):
-            loose.setdefault(_simplify(name), set()).add(at)
-    found: list[int | None] = []
+        for label, name in enumerate(imagenet_names()):
+            loose.setdefault(_simplify(name), set()).add(label)
+    matches: list[int | None] = []
     for name in theirs:
         wordnet = re.match(r"n\d{8}(?!\d)", name)  # also of folders such as n01440764_tench
         near = loose.get(_simplify(name), set()) | loose.get(_simplify(name.partition(",")[0]), set())
-        at = exact.get(name, exact.get(wordnet[0]) if wordnet else None)
-        found.append(at if at is not None or len(near) != 1 else next(iter(near)))
-    return found
+        match = exact.get(name, exact.get(wordnet[0]) if wordnet else None)
+        matches.append(match if match is not None or len(near) != 1 else next(iter(near)))
+    return matches
 
 
 def is_imagenet(names: Sequence[str]) -> bool:
@@ -115,33 +122,6 @@ def _simplify(name: str) -> str:
 
 def _are_numbers(names: Sequence[str]) -> bool:
     return bool(names) and all(name.isdecimal() and name.isascii() for name in names)
-
-
-def _report_match(data: str, theirs: Sequence[str], names: Sequence[str], found: Sequence[int | None]) -> None:
-    if len(theirs) < len(names):
-        log.warning("note: the classes of %s are %d of the model's %d, by name", data, len(theirs), len(names))
-    elif list(found) != sorted(found, key=lambda at: at or 0):
-        log.warning("note: the model's classes are in another order than those of %s: matched by name", data)
-
-
-def _match_numbers(data: str, theirs: Sequence[str], classes: int, names: Sequence[str]) -> np.ndarray:
-    """Data with numbers for names; a note unless the model has no names and the numbers one order, as 0 to 9 do."""
-    if names or len(theirs) != classes or list(theirs) != sorted(theirs):
-        last = int(theirs[-1])
-        meaning = f", from {theirs[0]} = {names[int(theirs[0])]!r} to {last} = {names[last]!r}" if names else ""
-        log.warning("note: the classes of %s are matched by number%s", data, meaning)
-    return np.array([int(name) for name in theirs])
-
-
-def _warn_order(data: str, theirs: Sequence[str], names: Sequence[str]) -> None:
-    last = len(theirs) - 1
-    first = f"{names[0]!r} of the model is {theirs[0]!r}" if names else f"0 is {theirs[0]!r}, {last} is {theirs[-1]!r}"
-    log.warning(
-        "the model has %s: the classes of %s are matched by their order (%s); check it, or use --class-names FILE",
-        "other class names" if names else "no class names",
-        data,
-        first,
-    )
 
 
 # Permuted labels ------------------------------------------------------------------------------------------------------
@@ -192,15 +172,15 @@ def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
 
 def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> Permutation | None:
     """Warns if labels seem permuted, with the first pairs of the mapping."""
-    found = find_permutation(labels, predicted)
-    if found:
-        top1, moved = float((labels == predicted).mean()), [(a, b) for a, b in found.pairs if a != b]
+    permutation = find_permutation(labels, predicted)
+    if permutation:
+        top1, moved = float((labels == predicted).mean()), [(a, b) for a, b in permutation.pairs if a != b]
         pairs = ", ".join(f"{names[label]!r} -> {names[prediction]!r}" for label, prediction in moved[:PAIRS])
         log.warning(
             "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
             "(on %d images that were not used to find it)",
-            *(100 * top1, 100 * found.top1, found.images),
+            *(100 * top1, 100 * permutation.top1, permutation.images),
         )
         log.warning("  label -> prediction: %s%s", pairs, " ..." if len(moved) > PAIRS else "")
         log.warning("  check the order of the classes, or give the model's names with --class-names FILE")
-    return found
+    return permutation

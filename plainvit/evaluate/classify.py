@@ -37,7 +37,7 @@ class Result:
     """Predictions for each image, in the order of the source."""
 
     labels: np.ndarray  # [N]
-    guesses: np.ndarray  # [N, up to 5], the most probable first
+    predictions: np.ndarray  # [N, up to 5], the most probable first
     probabilities: np.ndarray  # [N], of the top-1 prediction
     nll: np.ndarray  # [N], negative log-probability of the correct classes
     index: np.ndarray  # [N], positions in the source
@@ -47,7 +47,7 @@ class Result:
 
     def __post_init__(self) -> None:
         if not self.hits.size:
-            self.hits = self.guesses == self.labels[:, None]
+            self.hits = self.predictions == self.labels[:, None]
 
     @property
     def right(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Result:
     @property
     def majority_accuracy(self) -> float | None:
         """Accuracy of always predicting the most frequent class; None if an image has several correct classes."""
-        single = np.array_equal(self.hits, self.guesses == self.labels[:, None])
+        single = np.array_equal(self.hits, self.predictions == self.labels[:, None])
         return float(np.bincount(self.labels).max() / len(self.labels)) if single else None
 
     @property
@@ -82,7 +82,7 @@ class Result:
     @property
     def confusion(self) -> np.ndarray:
         """[K, K] counts: rows are labels, columns are predictions."""
-        pairs = self.labels.astype(np.int64) * self.classes + self.guesses[:, 0]
+        pairs = self.labels.astype(np.int64) * self.classes + self.predictions[:, 0]
         return np.bincount(pairs, minlength=self.classes**2).reshape(self.classes, self.classes)
 
     def bins(self) -> np.ndarray:
@@ -110,13 +110,13 @@ class Result:
 
     def by_class(self) -> dict[str, np.ndarray]:
         """[K] each: images, predictions, precision, recall and F1; 0 where undefined."""
-        right, labels, top1 = self.right, self.labels, self.guesses[:, 0]
+        right, labels, top1 = self.right, self.labels, self.predictions[:, 0]
         images, predicted = (np.bincount(values, minlength=self.classes) for values in (labels, top1))
         hits = np.bincount(labels[right], minlength=self.classes)
-        shares = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
+        fractions = {"precision": (hits, predicted), "recall": (hits, images), "f1": (2 * hits, images + predicted)}
         divided = {
             name: np.divide(a, b, out=np.zeros(self.classes), where=b > 0, dtype=float)
-            for name, (a, b) in shares.items()
+            for name, (a, b) in fractions.items()
         }
         return {"images": images, "predicted": predicted, **divided}
 
@@ -168,11 +168,13 @@ class Prepared:
         if self._kept is not None:
             return self._kept
         world = self.world
-        found = evaluation_batches(self.source, rank=world.rank, world=world.size, device=world.device, **self._options)
+        batches = evaluation_batches(
+            self.source, rank=world.rank, world=world.size, device=world.device, **self._options
+        )
         if self._small:
-            self._kept = list(found)
+            self._kept = list(batches)
             return self._kept
-        return found
+        return batches
 
 
 @torch.no_grad()
@@ -205,19 +207,19 @@ def classify(
                 on_batch(batch)
         for _ in range(prepared.rounds - rounds):
             predictor.logits(torch.zeros(1, 3, *prepared.size))
-    found = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
+    table = world.gather_rows(torch.cat(rows).to(world.device)).cpu().numpy()
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
-    if not len(found):
+    if not len(table):
         raise DataError(f"no image of the {prepared.source.split} split can be read")
-    found = found[np.argsort(found[:, 0])]
-    check_finite(torch.from_numpy(found[:, 4:COLUMNS]), lambda at: prepared.source.name(int(found[at, 0])))
-    return _make_result(found, len(prepared.source.classes), unreadable)
+    table = table[np.argsort(table[:, 0])]
+    check_finite(torch.from_numpy(table[:, 4:COLUMNS]), lambda at: prepared.source.name(int(table[at, 0])))
+    return _make_result(table, len(prepared.source.classes), unreadable)
 
 
 def _make_result(rows: np.ndarray, classes: int, unreadable: int) -> Result:
-    index, truth, several = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
-    guesses, hits = np.split(several, 2, axis=1)
-    return Result(truth, guesses, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
+    index, truth, ranked = (rows[:, at].astype(np.int64) for at in (0, 1, slice(COLUMNS, None)))
+    predictions, hits = np.split(ranked, 2, axis=1)
+    return Result(truth, predictions, rows[:, 2], rows[:, 3], index, classes, unreadable, hits.astype(bool))
 
 
 # Columns of a row: position in the source, label, top-1 probability, nll, sum of the logits, which is NaN or Inf if any
@@ -245,6 +247,8 @@ class _Scorer:
         hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
         columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
-        row = torch.cat((torch.stack([one.double() for one in columns], 1), best.indices.double(), hits.double()), 1)
-        readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+        row = torch.cat(
+            (torch.stack([column.double() for column in columns], 1), best.indices.double(), hits.double()), 1
+        )
+        readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
         return row.cpu()[readable]

@@ -162,13 +162,13 @@ class Work:
 
     @classmethod
     def pack(cls, job: PredictionJob, source: Source, device: str, workers: int) -> "Work":
-        one = job.predictor
-        precision = "bf16" if one.dtype is torch.bfloat16 else "fp32"
-        settings = {"device": device, "precision": precision, "preprocess": one.preprocess, "batch": one.batch}
-        settings["class_names"] = one.class_names if job.top else None
-        model = one.model if one.device == "cpu" else copy.deepcopy(one.model).cpu()
+        local = job.predictor
+        precision = "bf16" if local.dtype is torch.bfloat16 else "fp32"
+        settings = {"device": device, "precision": precision, "preprocess": local.preprocess, "batch": local.batch}
+        settings["class_names"] = local.class_names if job.top else None
+        model = local.model if local.device == "cpu" else copy.deepcopy(local.model).cpu()
         inputs = source.sources if isinstance(source, Inputs) else [source]
-        samples = [path for one in inputs for path in itertools.islice(filter(os.path.exists, one.files()), 1)]
+        samples = [path for part in inputs for path in itertools.islice(filter(os.path.exists, part.files()), 1)]
         return cls(model, settings, job.top, source, tuple(samples), workers)
 
     def open_job(self) -> PredictionJob:
@@ -195,13 +195,13 @@ class ModelActor:
         work: Work = ray.get(self.sent)
         try:
             self.job = self.job or work.open_job()
-            found = list(predict_locally(self.job, work.source, np.asarray(batch["item"]), work.workers))
-            steps, tables = zip(*found, strict=True)
+            outputs = list(predict_locally(self.job, work.source, np.asarray(batch["item"]), work.workers))
+            steps, tables = zip(*outputs, strict=True)
             none = [""] * len(steps)
             return {"step": list(steps), "rows": [_to_bytes(table) for table in tables], "kind": none, "error": none}
         except Exception as error:
             log.exception("these steps failed")  # Ray keeps the log of the machine
-            kind = next((name for name, one in ERRORS.items() if isinstance(error, one)), "")
+            kind = next((name for name, cls in ERRORS.items() if isinstance(error, cls)), "")
             message = str(error) if kind else f"the Ray job failed: {type(error).__name__}: {error}"
             return {"step": [-1], "rows": [b""], "kind": [kind], "error": [message]}
 

@@ -54,9 +54,11 @@ class Entry:
         stored = _flatten(settings_of(self.path, self.card))
         return {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
 
-    @property
-    def planned_steps(self) -> int | None:
-        return (run_settings(self.path) or run_settings(self.card.name)).get("steps")
+    def as_run(self) -> seeds.Run:
+        """Preprocessing and precision count as settings, and so do the steps that the run was to take."""
+        planned = (run_settings(self.path) or run_settings(self.card.name)).get("steps")
+        inputs = {"preprocess": self.card.preprocess["hash"], "precision": self.card.precision, "steps": planned}
+        return seeds.Run(self.name, self.settings | inputs, self.card.metrics)
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         row["difference"] = difference(first, entry)
         row["settings"] = compare_settings(first, entry)
         row["remarks"] = [*list_remarks(first.card, entry.card), *_compare_truth(first.rows, entry.rows)]
-    runs = [_make_run(entry) for entry in entries if entry.settings]
-    return {"data": first.card.data, "images": first.card.images, "cards": rows, "groups": seeds.groups(runs)}
+    groups = seeds.groups([entry.as_run() for entry in entries if entry.settings])
+    return {"data": first.card.data, "images": first.card.images, "cards": rows, "groups": groups}
 
 
 def _read_entries(paths: Sequence[Path]) -> list[Entry]:
@@ -85,13 +87,6 @@ def _read_entries(paths: Sequence[Path]) -> list[Entry]:
     names = names if len(set(names)) == len(names) else list(map(str, paths))
     rows = [read_rows(path, card) for path, card in zip(paths, cards, strict=True)]
     return [Entry(*parts) for parts in zip(names, paths, cards, rows, strict=True)]
-
-
-def _make_run(entry: Entry) -> seeds.Run:
-    """Preprocessing and precision count as settings."""
-    inputs = {"preprocess": entry.card.preprocess["hash"], "precision": entry.card.precision}
-    metrics = {metric: _number(entry.card.metrics.get(metric)) for metric in seeds.METRICS}
-    return seeds.Run(entry.name, entry.settings | inputs | {"steps": entry.planned_steps}, metrics)
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
@@ -106,23 +101,18 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "metrics": card.metrics,
         "intervals": card.intervals,
         "published": published(card),
-        "steps": [entry.settings.get("steps"), entry.planned_steps],
     }
 
 
 def list_remarks(a: Card, b: Card) -> list[str]:
     """Differences besides the weights that may affect the result."""
-    found: list[str] = []
-    if a.model["weights"] == b.model["weights"]:
-        found.append("the weights are the same")
+    remarks = ["the weights are the same"] if a.model["weights"] == b.model["weights"] else []
     if a.preprocess["hash"] != b.preprocess["hash"]:
-        found.append(f"preprocessing differs: {_describe_preprocess(a)}, and {_describe_preprocess(b)}")
-    if a.precision != b.precision:
-        found.append(f"precision differs: {a.precision} and {b.precision}")
+        remarks.append(f"preprocessing differs: {_describe_preprocess(a)}, and {_describe_preprocess(b)}")
     versions = [card.environment.get("plainvit") for card in (a, b)]
-    if versions[0] != versions[1]:
-        found.append(f"plainvit differs: {versions[0]} and {versions[1]}")
-    return found
+    for title, (ours, theirs) in {"precision": (a.precision, b.precision), "plainvit": versions}.items():
+        remarks += [f"{title} differs: {ours} and {theirs}"] if ours != theirs else []
+    return remarks
 
 
 def _compare_truth(a: Rows, b: Rows) -> list[str]:
@@ -130,7 +120,7 @@ def _compare_truth(a: Rows, b: Rows) -> list[str]:
     at_a, at_b = match_images(a, b)
     ours, theirs = (np.unique(truth.astype(str), return_inverse=True)[1] for truth in (a.truth[at_a], b.truth[at_b]))
     names = assign_classes(ours, theirs)
-    differing = sum(names.get(int(one)) != other for one, other in zip(ours, theirs, strict=True))
+    differing = sum(names.get(int(label)) != other for label, other in zip(ours, theirs, strict=True))
     return [f"{differing:,} of the {len(at_a):,} shared images have different labels"] if differing else []
 
 
@@ -172,13 +162,15 @@ def difference(a: Entry, b: Entry) -> dict[str, Any]:
             f"{a.name} and {b.name} share {shared} of {fewest:,} images, too few to compare: evaluate both on the same "
             "data with `plainvit evaluate MODEL --data DATA`"
         )
-    found: dict[str, Any] = {"shared": shared}
-    for name, left, right in (("top1", a.rows.right, b.rows.right), ("top5", a.rows.right5, b.rows.right5)):
-        found[name] = _compare_accuracy(left[at_a], right[at_b])
-    return found | {"nll": _compare_means(b.rows.nll[at_b] - a.rows.nll[at_a])}
+    return {
+        "shared": shared,
+        "top1": _compare_accuracy(a.rows.right[at_a], b.rows.right[at_b]),
+        "top5": _compare_accuracy(a.rows.right5[at_a], b.rows.right5[at_b]),
+        "nll": _compare_means(b.rows.nll[at_b] - a.rows.nll[at_a]),
+    }
 
 
-def _compare_accuracy(left: Any, right: Any) -> dict[str, Any]:
+def _compare_accuracy(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
     only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
     return {
         "difference": (only_b - only_a) / len(left),
@@ -189,7 +181,7 @@ def _compare_accuracy(left: Any, right: Any) -> dict[str, Any]:
     }
 
 
-def _compare_means(differences: Any) -> dict[str, Any]:
+def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     """The mean difference with its interval and the p-value of a z-test."""
     centre, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
@@ -197,56 +189,33 @@ def _compare_means(differences: Any) -> dict[str, Any]:
     return {"difference": centre, "interval": ends, "p": p}
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
 def published(card: Card) -> list[dict[str, Any]]:
     """Published top-1 of these weights by timm, as a fraction."""
-    field = {"imagenet": "top1", "imagenet-real": "real"}.get(card.data["spec"], "")
+    column = {"imagenet": "top1", "imagenet-real": "real"}.get(card.data["spec"], "")
     return [
-        {"top1": getattr(entry, field) / 100, "source": "timm's results for these weights"}
+        {"top1": getattr(entry, column) / 100, "source": "timm's results for these weights"}
         for name, entry in PUBLISHED.items()
-        if field
-        and getattr(entry, field)
-        and card.name in (name, f"hf:{entry.hub}", entry.hub.replace("timm/", "timm:"))
+        if column and getattr(entry, column) and card.name in (name, f"hf:{entry.hub}")
     ]
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
-def table(found: dict[str, Any]) -> Group:
-    """Groups of seeds, a column per card, differences and published results."""
-    rows, data = found["cards"], found["data"]
+def table(report: dict[str, Any]) -> Group:
+    """Groups of seeds, a row per card, differences and published results."""
+    rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
-    if found["groups"]:
-        lines += [seeds.table(found["groups"]), *map(Text, seeds.describe(found["groups"])), Text("")]
+    if groups:
+        lines += [_make_group_table(groups), *map(_describe_group, groups[1:], [groups[0]] * len(groups)), Text("")]
     lines += [_make_table(rows), Text("")]
-    pairs = _select_pairs(rows, found["groups"])
-    for row in pairs:
+    if groups:
+        lines.append(Text("The differences of single runs are in --json.", style="dim"))
+    for row in () if groups else rows[1:]:
         lines += _describe_difference(row, rows[0])
-    if len(pairs) < len(rows) - 1:
-        lines.append(Text("Runs that differ only in the seed are compared as groups; --json has all.", style="dim"))
     for row in rows:
-        lines += [Text(f"{row['name']}: {words}") for words in _describe_steps(row["steps"])]
-        lines += [Text(f"{row['name']}: {100 * one['top1']:.2f} % in {one['source']}") for one in row["published"]]
+        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
-
-
-def _describe_steps(steps: Sequence[int | None]) -> list[str]:
-    taken, planned = steps
-    return [f"stopped after {taken:,} of {planned:,} steps"] if taken and planned and taken < planned else []
-
-
-def _select_pairs(rows: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cards to compare with the first: one of each other group, with the same seed if there is one."""
-    member: dict[str, int] = {name: at for at, group in enumerate(groups) for name in group["runs"]}
-    chosen: dict[Any, dict[str, Any]] = {}
-    for row in sorted(rows[1:], key=lambda row: "seed" in row["settings"]):
-        chosen.setdefault(member.get(row["name"], row["path"]), row)
-    chosen.pop(member.get(rows[0]["name"], ""), None)
-    return [row for row in rows if any(row is one for one in chosen.values())]
 
 
 def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -260,6 +229,29 @@ def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
         cells = (_format(name, row["metrics"].get(name)) for name in metrics)
         shown.add_row(Text(row["name"]), *cells, f"{row['images']:,}")
     return shown
+
+
+def _make_group_table(groups: Sequence[dict[str, Any]]) -> Table:
+    """A row per group: mean and standard deviation over its seeds."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("mean ± sd over seeds", overflow="fold")
+    for title in (*(HEADINGS[name] for name in seeds.METRICS), "seeds"):
+        shown.add_column(title, justify="right")
+    for group in groups:
+        means, spreads = group["mean"], group["std"]
+        cells = (f"{_format(name, means[name])} ± {_format(name, spreads[name])}" for name in seeds.METRICS)
+        shown.add_row(Text(group["name"]), *cells, str(len(group["seeds"])))
+    return shown
+
+
+def _describe_group(group: dict[str, Any], first: dict[str, Any]) -> Text:
+    """The difference of a group from the first, in one line."""
+    title, change = f"{group['name']} - {first['name']}", group["difference"]
+    if change is None:
+        return Text(f"{title}: no interval: the groups have fewer than two seeds in common")
+    unpaired = f" (no matching seed: {', '.join(change['left_out'])})" if change["left_out"] else ""
+    points, low, high = (f"{100 * value:+.2f}" for value in (change["top1"]["difference"], *change["top1"]["interval"]))
+    return Text(f"{title}: {points} points of top-1, 95 % {low} to {high} over {len(change['seeds'])} seeds{unpaired}")
 
 
 def to_unit(name: str, value: float) -> str:
@@ -279,14 +271,14 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
     lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
     for name in ("top1", "top5", "nll"):
-        one = row["difference"][name]
+        result = row["difference"][name]
         scale, unit, digits = (100, " points", 2) if name != "nll" else (1, "", 4)
-        low, high = (f"{scale * end:+.{digits}f}" for end in one["interval"])
-        words = f"  {TITLES[name]} {scale * one['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
-        lines.append(Text(f"{words}{_describe_p(one['p'])}"))
-        if "only_this" in one:
-            counts = f"correct only in {row['name']}: {one['only_this']}, only in {first['name']}: {one['only_first']}"
-            lines.append(Text(f"    {counts}"))
+        low, high = (f"{scale * end:+.{digits}f}" for end in result["interval"])
+        words = f"  {TITLES[name]} {scale * result['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
+        lines.append(Text(f"{words}{_describe_p(result['p'])}"))
+        if "only_this" in result:
+            counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
+            lines.append(Text(f"    correct only in {counts}"))
     changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
     if changes:
         more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""

@@ -1,4 +1,4 @@
-"""Describe a weights file: settings and where each was found; tables for the terminal.
+"""Describe a weights file: settings and where each was detected; tables for the terminal.
 
 plainvit inspect B_16.npz          plainvit weights
 """
@@ -20,34 +20,34 @@ from plainvit.weights.reading import inspect_weights
 
 def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
     """Describes a file from its headers; only the head is read, to see whether it was trained."""
-    found, tensors = inspect_weights(source, **hints)
-    settings = {key: value for key, value in to_json(found.config).items() if key not in ("kind", "init", "stem")}
-    if isinstance(found.config, ViTConfig) and found.config.stem:
-        settings["stem"] = {key: value for key, value in to_json(found.config.stem).items() if key != "kind"}
+    detected, tensors = inspect_weights(source, **hints)
+    settings = {key: value for key, value in to_json(detected.config).items() if key not in ("kind", "init", "stem")}
+    if isinstance(detected.config, ViTConfig) and detected.config.stem:
+        settings["stem"] = {key: value for key, value in to_json(detected.config.stem).items() if key != "kind"}
     unprotected = "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata
-    notes = found.notes + ["the file has no checksum, so damage cannot be detected"] * unprotected
-    head = locate(found.layout, "head.weight")
+    notes = detected.notes + ["the file has no checksum, so damage cannot be detected"] * unprotected
+    head = locate(detected.layout, "head.weight")
     name = head.names[0] if head and head.names[0] in tensors.shapes else None
-    sources = {key: found.sources.get(key, found.default) for key in settings}
-    sources["std"] = find_source(found, "std")
+    sources = {key: detected.sources.get(key, detected.default) for key in settings}
+    sources["std"] = find_source(detected, "std")
     for key in {"dropout", "stochastic_depth"} & settings.keys():
         sources[key] = "not in a weights file"
     return {
         "source": str(source),
-        "family": found.family,
-        "parameters": cost.parameters(found.config),
+        "family": detected.family,
+        "parameters": cost.parameters(detected.config),
         "head": "none" if name is None else "trained" if tensors.read(name).any() else "all zeros: features only",
         "settings": settings,
-        "preprocess": found.about.get("preprocess", {}),
-        "class_names": list(found.about.get("class_names") or ()),
-        "sources": sources | {"preprocess": _preprocess_source(found)},
+        "preprocess": detected.about.get("preprocess", {}),
+        "class_names": list(detected.about.get("class_names") or ()),
+        "sources": sources | {"preprocess": _preprocess_source(detected)},
         "notes": notes,
     }
 
 
-def _preprocess_source(found: DetectedModel) -> str:
-    given = [name for name in found.about.get("preprocess", {}) if found.sources.get(name) == GIVEN]
-    other = found.sources.get("preprocess", found.default)
+def _preprocess_source(detected: DetectedModel) -> str:
+    given = [name for name in detected.about.get("preprocess", {}) if detected.sources.get(name) == GIVEN]
+    other = detected.sources.get("preprocess", detected.default)
     return f"{', '.join(given)} {GIVEN}; else {other}" if given else other
 
 

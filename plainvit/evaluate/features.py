@@ -1,7 +1,7 @@
 """Features of a source, computed once and cached on disk.
 
-    found = extract(Predictor("runs/photos"), open_source("photos/", "train"))
-    found.features, found.labels, found.index
+    train = extract(Predictor("runs/photos"), open_source("photos/", "train"))
+    train.features, train.labels, train.index
 
 The cache key is a hash of weights, config, preprocessing, image size, precision and data: names, labels and classes,
 size and modification time of every file, and the bytes of 64 images. Like make and rsync it misses an edit that keeps
@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
 from plainvit.data.content import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source
 from plainvit.device import cache_folder
-from plainvit.disk import DiskError, write_atomically
+from plainvit.disk import make_folder, write_atomically
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
@@ -58,31 +58,23 @@ def extract(
 ) -> Features:
     """Features of every image, read from or written to the folder `cache`, if given."""
     if cache:
-        _make_folder(cache)
-    key = features_key(predictor, source, predictor.weights_hash)
+        make_folder(cache)
+    key = features_key(predictor, source)
     path = cache / f"{key}.safetensors" if cache else None
     cached = _read(path, key) if path else None
-    found = cached or _compute(predictor, source, key, workers, quiet)
-    check_finite(found.features, lambda at: source.name(int(found.index[at])), "features")
+    result = cached or _compute(predictor, source, key, workers, quiet)
+    check_finite(result.features, lambda row: source.name(int(result.index[row])), "features")
     if path and not cached:
-        _write(path, found)
-    return found
+        _write(path, result)
+    return result
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"cannot cache features in {path} ({error.strerror}): use --cache DIR or --no-cache") from error
-
-
-def features_key(predictor: Predictor, source: Source, weights: str) -> str:
+def features_key(predictor: Predictor, source: Source) -> str:
     """Cache key: equal only for equal features."""
-    config = predictor.model.config
     settings: dict[str, Any] = {
         "schema": SCHEMA,
-        "weights": weights,
-        "model": to_json(config) if isinstance(config, Checked) else str(config),
+        "weights": predictor.weights_hash,
+        "model": to_json(predictor.model.config),
         "data": source.fingerprint(),
         "content": content_stamp(source),
         "split": source.split,
@@ -101,7 +93,7 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet
     )
     with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
         for batch in batches:
-            readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+            readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
             if bool(readable.any()):
                 features = predictor.features(batch.images[readable]).cpu()
                 parts.append((features, batch.labels[readable], torch.from_numpy(batch.index)[readable]))
@@ -113,9 +105,9 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet
     return Features(features.contiguous(), labels, index, unreadable, key)
 
 
-def _write(path: Path, found: Features) -> None:
-    tensors = {"features": found.features, "labels": found.labels, "index": found.index}
-    about = {"plainvit": json.dumps({"key": found.key, "unreadable": found.unreadable, "hash": tensor_hash(tensors)})}
+def _write(path: Path, result: Features) -> None:
+    tensors = {"features": result.features, "labels": result.labels, "index": result.index}
+    about = {"plainvit": json.dumps({"key": result.key, "unreadable": result.unreadable, "hash": tensor_hash(tensors)})}
     write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, about))
 
 

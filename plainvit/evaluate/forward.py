@@ -37,23 +37,23 @@ def report(name: str, image: Path | None = None, image_size: int = 224, seed: in
     return {"name": name, "settings": settings, "milliseconds": 1000 * seconds, "steps": steps}
 
 
-def tables(found: dict[str, Any]) -> Group:
+def tables(described: dict[str, Any]) -> Group:
     """The report as a table; blocks after the first, which have the same shapes, are only in --json."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("intermediate", style="cyan")
     for title in ("shape", "mean", "std"):
         shown.add_column(title, justify="right")
-    for step in found["steps"]:
+    for step in described["steps"]:
         block, _, part = step["name"].partition("/")
         if part and block != "block0" and part != "tokens":
             continue
         shape = " x ".join(map(str, step["shape"]))
         shown.add_row(step["name"], shape, f"{step['mean']:.4f}", f"{step['std']:.4f}")
-    settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items() if key != "stem")
+    settings = ", ".join(f"{key} {value}" for key, value in described["settings"].items() if key != "stem")
     return Group(
-        Text.assemble((found["name"], "bold"), "  ", (settings, "dim"), "\n"),
+        Text.assemble((described["name"], "bold"), "  ", (settings, "dim"), "\n"),
         shown,
-        f"\none image, fresh weights, {found['milliseconds']:.0f} ms on the CPU; all blocks: --json",
+        f"\none image, fresh weights, {described['milliseconds']:.0f} ms on the CPU; all blocks: --json",
     )
 
 

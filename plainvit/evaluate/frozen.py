@@ -47,7 +47,6 @@ class Settings(Checked):
     shots: tuple[int, ...] = probe.SHOTS
     seeds: int = probe.SEEDS
     l2: float = probe.L2
-    sweep: bool = False  # also try every l2 of probe.L2_SWEEP
     k: tuple[int, ...] = ()  # neighbours; (): those of probe.KS up to the number of training images
     temperature: float = probe.TEMPERATURE
     linear_l2: tuple[float, ...] = probe.LINEAR_L2
@@ -94,8 +93,6 @@ def probe_sets(
         results = run_probes(pair, settings)
         card = _describe(predictor, spec, train, test, pair) | {"settings": asdict(settings)}
         cards.append(card | {"results": results, "seconds": round(time.perf_counter() - started, 2)})
-    if settings.sweep:
-        _add_chosen_l2(cards, settings)
     return cards
 
 
@@ -106,55 +103,34 @@ def run_probes(pair: Pair, settings: Settings) -> dict[str, Any]:
 
 
 def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
-    """For each number of shots: mean and standard deviation over the seeds; with `sweep`, for every l2."""
-    l2s = tuple(dict.fromkeys((settings.l2, *(probe.L2_SWEEP if settings.sweep else ()))))
+    """For each number of shots: mean and sample standard deviation over the seeds."""
     labels = pair.train.labels.numpy()
-    top1s: dict[int, dict[float, list[float]]] = {shots: {l2: [] for l2 in l2s} for shots in settings.shots}
+    top1s: dict[int, list[float]] = {shots: [] for shots in settings.shots}
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
             solved = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes)
-            for l2, classes in solved.sweep(pair.test.features, l2s).items():
-                top1s[shots][l2].append(accuracy(classes, pair.test.labels))
+            top1s[shots].append(accuracy(solved.predict(pair.test.features, settings.l2), pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
-    return {str(shots): _summarise_shots(by_l2, shots, counts, settings) for shots, by_l2 in top1s.items()}
-
-
-def _summarise_shots(
-    by_l2: Mapping[float, list[float]], shots: int, counts: np.ndarray, settings: Settings
-) -> dict[str, Any]:
-    summary: dict[str, Any] = {"l2": settings.l2, **_summarise_seeds(by_l2[settings.l2])}
-    summary |= {"support": int(np.minimum(counts, shots).sum()), "classes_with_fewer": int((counts < shots).sum())}
-    if settings.sweep:
-        summary["sweep"] = {repr(l2): _summarise_seeds(by_l2[l2]) for l2 in probe.L2_SWEEP}
-    return summary
-
-
-def _summarise_seeds(values: list[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation, which is 0 for one seed."""
-    sd = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"top1": statistics.fmean(values), "sd": sd, "seeds": values}
-
-
-def _add_chosen_l2(cards: list[dict[str, Any]], settings: Settings) -> None:
-    """Adds to each card the l2 chosen on the other datasets, and its accuracy."""
-    for shots in map(str, settings.shots):
-        results = {card["data"]: card["results"].get("fewshot", {}).get(shots) for card in cards}
-        if not all(results.values()):
-            return
-        tops = {name: {float(l2): of["top1"] for l2, of in result["sweep"].items()} for name, result in results.items()}
-        for name, l2 in probe.choose_l2(tops).items():
-            at_edge = warn_at_edge(l2, probe.L2_SWEEP, f"{name}, {shots} shots: l2", "use --l2 for other values")
-            results[name]["chosen"] = {"l2": l2, **results[name]["sweep"][repr(l2)], "at_edge": at_edge}
+    return {
+        str(shots): {
+            "l2": settings.l2,
+            "top1": statistics.fmean(values),
+            "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "seeds": values,
+            "support": int(np.minimum(counts, shots).sum()),
+            "classes_with_fewer": int((counts < shots).sum()),
+        }
+        for shots, values in top1s.items()
+    }
 
 
 def _run_knn(pair: Pair, settings: Settings) -> dict[str, Any]:
     count = len(pair.train.features)
     ks = settings.k or tuple(k for k in probe.KS if k <= count)
-    found = probe.neighbours(
-        pair.train.features, pair.train.labels, pair.classes, pair.test.features, ks, settings.temperature
-    )
-    return {str(k): accuracy(classes, pair.test.labels) for k, classes in found.items()}
+    train, test = pair.train, pair.test
+    predicted = probe.neighbours(train.features, train.labels, pair.classes, test.features, ks, settings.temperature)
+    return {str(k): accuracy(classes, test.labels) for k, classes in predicted.items()}
 
 
 def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
@@ -171,7 +147,7 @@ def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
         "l2": l2,
         "at_edge": edge,
         "converged": fitted.converged,
-        "held_out": {repr(one): value for one, value in sorted(tried.items())},
+        "held_out": {repr(l2): value for l2, value in sorted(tried.items())},
     }
 
 
@@ -258,22 +234,13 @@ def table(cards: list[dict[str, Any]]) -> Group:
 def _list_cells(card: Mapping[str, Any]) -> dict[str, str]:
     """The results of one dataset by their titles."""
     cells: dict[str, str] = {}
-    for shots, found in card["results"].get("fewshot", {}).items():
-        title = f"{shots} per class"
-        cells[title] = _format(found)
-        if found["classes_with_fewer"]:
-            cells[f"  classes with fewer than {shots}"] = str(found["classes_with_fewer"])
-        for l2, one in found.get("sweep", {}).items():
-            cells[f"  {title}, l2 {float(l2):g}"] = _format(one)
-        if "chosen" in found:
-            cells[f"  {title}, l2 chosen on the others"] = f"{_format(found['chosen'])} (l2 {found['chosen']['l2']:g})"
+    for shots, result in card["results"].get("fewshot", {}).items():
+        cells[f"{shots} per class"] = f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}"
+        if result["classes_with_fewer"]:
+            cells[f"  classes with fewer than {shots}"] = str(result["classes_with_fewer"])
     cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in card["results"].get("knn", {}).items()}
     if linear := card["results"].get("linear"):
         remarks = {"at the edge of --linear-l2": linear["at_edge"], "not converged": not linear["converged"]}
         remark = ", ".join([f"l2 {linear['l2']:g}", *(words for words, holds in remarks.items() if holds)])
         cells["linear"] = f"{100 * linear['top1']:.2f} ({remark})"
     return cells
-
-
-def _format(result: Mapping[str, Any]) -> str:
-    return f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}"

@@ -6,8 +6,6 @@ ImageNet-ReaL        correct if the prediction is in the image's list; without a
                      (arXiv 2006.07159)
 ImageNet-V2, Sketch  folders are classes of ImageNet, by number or WordNet id
 ImageNet-A, -R       the prediction is the best of the set's 200 classes, as in the authors' evaluation
-ObjectNet            the prediction is the best of all 1,000 classes; correct if it is one of the object's ImageNet
-                     classes, as in the authors' evaluation and BiT's; objects outside ImageNet are not scored
 
 imagenet.json holds the lists and their sources.
 """
@@ -37,7 +35,7 @@ class Labels:
     source: Source  # scored images only
     rule: str  # in words; results under different rules are not comparable
     right: np.ndarray  # [N, M] correct predictions, padded with -1
-    guess_names: tuple[str, ...]  # names of the classes to predict
+    class_names: tuple[str, ...]  # names of the classes to predict
     columns: np.ndarray | None = None  # the model's class of each class to predict; None: all, in order
     single: bool = True  # predictions are classes of the source, exactly one is correct
     left_out: int = 0  # images that are not scored
@@ -48,11 +46,9 @@ class Labels:
         digest.update(np.ascontiguousarray(self.right, np.int32).tobytes())
         return digest.hexdigest()[:16]
 
-    def truth(self, place: int) -> str:
+    def truth(self, position: int) -> str:
         """The names of the correct classes of an image."""
-        if len(self.guess_names) != len(self.source.classes):  # ObjectNet's objects are not ImageNet's classes
-            return self.source.classes[self.source.labels[place]]
-        return " or ".join(self.guess_names[one] for one in self.right[place] if one >= 0)
+        return " or ".join(self.class_names[label] for label in self.right[position] if label >= 0)
 
 
 @functools.cache
@@ -65,7 +61,7 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
     """The correct classes of each image for a model with `classes` classes and these names, if it has any."""
     check_labels(source)
     spec = source.spec
-    special = {"imagenet-real": _align_real, "objectnet": _align_objectnet} | dict.fromkeys(SUBSETS, _align_subset)
+    special = {"imagenet-real": _align_real} | dict.fromkeys(SUBSETS, _align_subset)
     if spec not in special or (classes != IMAGENET and classes == len(source.classes)):
         return _align_labels(source, classes, tuple(names))
     if classes != IMAGENET:
@@ -111,12 +107,14 @@ def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) ->
     expected = imagenet().get(spec, range(IMAGENET))
     present, wanted = set(columns.tolist()), set(expected)
     if present != wanted:
-        missing, extra = ([wordnet_ids()[at] for at in sorted(one)] for one in (wanted - present, present - wanted))
+        missing, extra = (
+            [wordnet_ids()[label] for label in sorted(labels)] for labels in (wanted - present, present - wanted)
+        )
         counts = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])})"
         raise DataError(f"{spec} has a folder for each of its {len(wanted)} classes, here: {counts}; check --data-root")
     among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
     labels = _use_labels(source, f"the label{among}", columns)
-    return replace(labels, guess_names=tuple(names[at] for at in columns)) if names else labels
+    return replace(labels, class_names=tuple(names[at] for at in columns)) if names else labels
 
 
 def _parse_class(name: str, spec: str) -> int:
@@ -138,13 +136,15 @@ def _align_real(source: Source, names: tuple[str, ...], spec: str, data_root: Pa
     if len(set(numbers)) < len(numbers):
         raise DataError(f"{spec}: two images have the same number in their names")
     correct = [lists[number - 1] for number in numbers]
-    keep = np.array([at for at, classes in enumerate(correct) if classes], int)
+    keep = np.array([position for position, classes in enumerate(correct) if classes], int)
     if not len(keep):
         raise DataError(f"{spec}: no image has a label in ReaL's lists")
-    scored = Subset(source, keep)
-    right = _pad([correct[at] for at in keep])
+    right = np.full((len(keep), max(map(len, lists))), -1, np.int64)
+    for row, position in enumerate(keep):
+        right[row, : len(correct[position])] = correct[position]
     rule = "any label of the image's ReaL list"
-    return Labels(scored, rule, right, names or source.classes, None, single=False, left_out=len(source) - len(keep))
+    left_out = len(source) - len(keep)
+    return Labels(Subset(source, keep), rule, right, names or source.classes, None, single=False, left_out=left_out)
 
 
 def _parse_number(name: str, spec: str) -> int:
@@ -152,27 +152,3 @@ def _parse_number(name: str, spec: str) -> int:
     if not match or not 1 <= int(match[1]) <= 50_000:
         raise DataError(f"{spec}: the file {name!r} is not named like ILSVRC2012_val_00000001.JPEG")
     return int(match[1])
-
-
-def _align_objectnet(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
-    objects: dict[str, list[int]] = imagenet()["objectnet"]
-    folders = {name: name.strip().lower().replace(" ", "_") for name in source.classes}  # as ObjectNet spells them
-    absent = sorted(set(objects).difference(folders.values()))
-    if absent:
-        raise DataError(f"{spec} has no folder {absent[0]!r}, one of the 113 objects that are classes of ImageNet")
-    in_imagenet = np.array([folders[name] in objects for name in source.classes])
-    keep = np.flatnonzero(in_imagenet[source.labels])
-    if not len(keep):
-        raise DataError(f"{spec} has no image of the 113 objects that are classes of ImageNet")
-    right = _pad([objects[folders[source.classes[label]]] for label in source.labels[keep]])
-    rule = "any of the object's ImageNet classes, predicted among all 1,000"
-    left_out = len(source) - len(keep)
-    return Labels(Subset(source, keep), rule, right, names or wordnet_ids(), None, single=False, left_out=left_out)
-
-
-def _pad(lists: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N, M] array of lists of up to M numbers, padded with -1."""
-    table = np.full((len(lists), max(map(len, lists))), -1, np.int64)
-    for row, numbers in enumerate(lists):
-        table[row, : len(numbers)] = numbers
-    return table

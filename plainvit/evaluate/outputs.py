@@ -10,8 +10,6 @@ atomically from all parts. In a .csv file, text that a spreadsheet would read as
 
 import contextlib
 import csv
-import fcntl
-import glob
 import itertools
 import json
 import re
@@ -24,16 +22,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from plainvit.data.columns import map_file, write_table
 from plainvit.data.decode import DataError
-from plainvit.data.tables import map_file
-from plainvit.disk import DiskError, read_json, write_atomically, write_text
+from plainvit.disk import make_folder, read_json, write_atomically, write_text
 
 FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 
 
 class Parts:
-    """The finished parts of one job, locked while it is open."""
+    """The finished parts of one job."""
 
     def __init__(
         self, out: Path, job: dict[str, Any], *, images: int, batch: int, part: int, force: bool = False
@@ -43,38 +41,20 @@ class Parts:
         self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self._acquire_lock()
-        try:
-            self._start({**job, "batch": batch, "part": self.per_part * batch})
-        except ValueError:
-            self._lock.close()
-            raise
+        self._start({**job, "batch": batch, "part": self.per_part * batch})
         self.done = {part for part in range(self.count) if self._is_complete(part)}
-
-    def _acquire_lock(self) -> None:
-        try:
-            self.folder.mkdir(exist_ok=True)
-            self._lock = (self.folder / ".lock").open("w")
-        except OSError as error:
-            raise DiskError(f"cannot write into {self.folder}: {error.strerror}") from error
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by data workers
-        except OSError as error:
-            self._lock.close()
-            raise ValueError(f"another process is writing {self.out}: wait for it, or give another --out") from error
 
     def _start(self, job: dict[str, Any]) -> None:
         """Keeps the finished parts of the same job. Raises ValueError for those of another."""
-        stored = read_json(self.folder / "job.json")
+        make_folder(self.folder)
+        stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]
-        parts = list(self.folder.glob("part-*.parquet"))
         if stored and changed and parts and not self.force:
             raise ValueError(
                 f"{self.folder} contains {len(parts)} parts of another job (different: {', '.join(changed)}): "
                 "use --force to start over, or give another --out"
             )
-        temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.{'[0-9a-f]' * 8}.tmp")  # of plainvit.disk
-        for path in (*temporary, *self.folder.glob(".*.tmp"), *(parts if changed else ())):
+        for path in (*self.folder.glob(".*.tmp"), *(parts if changed else ())):
             path.unlink()
         write_text(self.folder / "job.json", json.dumps(job, indent=2) + "\n")
 
@@ -91,9 +71,9 @@ class Parts:
         part = step // self.per_part
         tables = self._unwritten.setdefault(part, {})
         tables[step] = table
-        if len(tables) == len(self._steps(part)):
-            rows = pa.concat_tables([tables[one] for one in sorted(tables)])
-            write_atomically(self._path(part), lambda path: _write_parquet(path, iter([rows])))
+        if len(tables) == min(self.per_part, self.steps - part * self.per_part):
+            rows = pa.concat_tables([tables[step] for step in sorted(tables)])
+            write_atomically(self._path(part), lambda path: write_table(rows, path))
             self.done.add(part)
             del self._unwritten[part]
 
@@ -104,27 +84,15 @@ class Parts:
             yield pq.ParquetFile(map_file(self._path(part))).read()
 
     def finish(self) -> None:
-        """Writes the output; `close` then deletes the parts."""
+        """Writes the output and deletes the parts."""
         write = WRITERS[self.out.suffix.lower()]
         if self.out.exists() and not self.force:
             raise ValueError(f"{self.out} was written by another process: run again with --force or another --out")
         write_atomically(self.out, lambda path: write(path, self.tables()))
-        self.done = set()
-
-    def close(self) -> None:
-        """Releases the lock; deletes the folder if no finished part is needed."""
-        if not self.done:
-            self._delete()
-        self._lock.close()
-
-    def _delete(self) -> None:
-        for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json", self.folder / ".lock"):
+        for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json"):
             path.unlink(missing_ok=True)  # parts first: they are useless without job.json
         with contextlib.suppress(OSError):  # it contains other files
             self.folder.rmdir()
-
-    def _steps(self, part: int) -> range:
-        return range(part * self.per_part, min((part + 1) * self.per_part, self.steps))
 
     def _path(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}.parquet"
@@ -157,7 +125,7 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
 
 
 def _make_cells(row: dict[str, Any], width: int) -> list[Any]:
-    pairs = [cell for one in row["predictions"] for cell in (one["label"], one["probability"])]
+    pairs = [cell for prediction in row["predictions"] for cell in (prediction["label"], prediction["probability"])]
     return [row["name"], *pairs, *[""] * (width - len(pairs)), row["error"] or ""]
 
 
@@ -183,12 +151,12 @@ def _write_parquet(path: Path, tables: Iterator[pa.Table]) -> None:
 
 def _write_npz(path: Path, tables: Iterator[pa.Table]) -> None:
     """features [N, D], NaN for unreadable images; names [N] and errors [N], "" without one."""
-    whole = pa.concat_tables(list(tables))
-    rows: Any = whole["features"].combine_chunks()
+    table = pa.concat_tables(list(tables))
+    rows: Any = table["features"].combine_chunks()
     width, valid = rows.type.list_size, rows.is_valid().to_numpy(zero_copy_only=False)
     features = np.full((len(rows), width), np.nan, np.float32)
     features[valid] = rows.flatten().to_numpy().reshape(-1, width)
-    names, errors = np.array(whole["name"].to_pylist()), np.array([one or "" for one in whole["error"].to_pylist()])
+    names, errors = np.array(table["name"].to_pylist()), np.array([text or "" for text in table["error"].to_pylist()])
     with path.open("wb") as file:  # savez adds .npz to the name of a path
         np.savez(file, features=features, names=names, errors=errors)
 

@@ -49,7 +49,7 @@ class PaperTable:
 def tables() -> dict[int, PaperTable]:
     """All stored tables, by number."""
     stored = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))["tables"]
-    return {int(at): PaperTable(int(at), **one | {"columns": dict(one["columns"])}) for at, one in stored.items()}
+    return {int(key): PaperTable(int(key), **part | {"columns": dict(part["columns"])}) for key, part in stored.items()}
 
 
 def table(number: int) -> PaperTable:
@@ -59,43 +59,44 @@ def table(number: int) -> PaperTable:
     return known[number]
 
 
-def add_cards(one: PaperTable, paths: Sequence[Path]) -> PaperTable:
+def add_cards(paper: PaperTable, paths: Sequence[Path]) -> PaperTable:
     """Appends your results: one row per pre-trained model, with the mean over its runs for each dataset."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_model: dict[str, dict[str, list[float]]] = {}
     for path in dict.fromkeys(paths):
         card = read_card(path)
         spec = card.data["spec"].replace("vtab/", "vtab1000/")  # both have the same test images
-        if not spec or spec not in one.columns.values():
+        if not spec or spec not in paper.columns.values():
             raise ValueError(
-                f"{path}: Table {one.number} has no column for {spec or 'a folder'}, it has {', '.join(one.columns)}"
+                f"{path}: Table {paper.number} has no column for {spec or 'a folder'}, only {', '.join(paper.columns)}"
             )
         if card.data["split"] not in ("test", official_split(spec, "test")):
             raise ValueError(f"{path} is on the {card.data['split']} split, but the paper reports the test split")
         name = f"yours: {Path(settings_of(path, card).get('init') or card.name).name}"
-        found.setdefault(name, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
-    rows = [(name, [_summarise(sets.get(spec, [])) for spec in one.columns.values()]) for name, sets in found.items()]
-    return replace(one, rows=[*one.rows, *rows])
+        by_model.setdefault(name, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
+    specs = paper.columns.values()
+    rows = [(name, [_summarise(sets.get(spec, [])) for spec in specs]) for name, sets in by_model.items()]
+    return replace(paper, rows=[*paper.rows, *rows])
 
 
 def _summarise(values: list[float]) -> Cell:
     return [statistics.fmean(values), statistics.stdev(values)] if len(values) > 1 else values[0] if values else None
 
 
-def render(one: PaperTable) -> Group:
+def render(paper: PaperTable) -> Group:
     """The table for a terminal, transposed where it has more columns than rows."""
-    grid = [["", *one.columns], *([name, *_format_row(one, cells)] for name, cells in one.rows)]
-    grid = list(zip(*grid, strict=True)) if len(one.columns) > len(one.rows) else grid
+    grid = [["", *paper.columns], *([name, *_format_row(paper, cells)] for name, cells in paper.rows)]
+    grid = list(zip(*grid, strict=True)) if len(paper.columns) > len(paper.rows) else grid
     shown = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     for at, title in enumerate(grid[0]):
         shown.add_column(Text(title.replace(" (", "\n(")), justify="right" if at else "left", overflow="fold")
     for line in grid[1:]:
         shown.add_row(*map(Text, line))
-    notes = [Text(f"- {note}", style="dim") for note in one.notes]
-    return Group(Text(f"Table {one.number}: {one.title}", style="bold"), Text(f"{one.caption}\n"), shown, *notes)
+    notes = [Text(f"- {note}", style="dim") for note in paper.notes]
+    return Group(Text(f"Table {paper.number}: {paper.title}", style="bold"), Text(f"{paper.caption}\n"), shown, *notes)
 
 
-def _format_row(one: PaperTable, cells: Sequence[Cell]) -> list[str]:
-    places = [one.digits if spec else 0 for spec in one.columns.values()]
+def _format_row(paper: PaperTable, cells: Sequence[Cell]) -> list[str]:
+    places = [paper.digits if spec else 0 for spec in paper.columns.values()]
     return [_format_cell(cell, digits) for cell, digits in zip(cells, places, strict=True)]
 
 

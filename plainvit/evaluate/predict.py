@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import Checked, to_json
+from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import read_json, run_folder
@@ -106,11 +106,11 @@ class PredictionJob:
 
     def describe(self, source: Source) -> dict[str, Any]:
         """Everything that the rows depend on, except the batch size, which changes at most the last digits."""
-        predictor, config = self.predictor, self.predictor.model.config
+        predictor = self.predictor
         return {
             "plainvit": __version__,
             "model": predictor.weights_hash,
-            "config": to_json(config) if isinstance(config, Checked) else str(config),
+            "config": to_json(predictor.model.config),
             "class names": list(predictor.class_names) if self.top else [],
             "inputs": source.fingerprint(),
             "images": len(source),
@@ -201,8 +201,8 @@ def describe_accuracy_of_run(model: str | Path) -> str:
     except ValueError:  # next to another library's weights it may be any file
         return ""
     for split in ("test", "val"):
-        found = stored.get(split)
-        top1, images = (found.get("top1"), found.get("images")) if isinstance(found, dict) else (None, None)
+        result = stored.get(split)
+        top1, images = (result.get("top1"), result.get("images")) if isinstance(result, dict) else (None, None)
         if isinstance(top1, int | float) and 0 <= top1 <= 1 and isinstance(images, int) and images > 0:
             right = round(top1 * images)
             interval = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
@@ -249,19 +249,16 @@ def write(
     check_out(out, ROWS if job.top else FEATURES)
     start, size = time.monotonic(), job.batch
     parts = Parts(out, job.describe(source), images=len(source), batch=size, part=part, force=force)
-    try:
-        missing = parts.missing()
-        todo = sum(min(size, len(source) - int(step) * size) for step in missing)
-        done = len(source) - todo
-        with Display("images", len(source), done, quiet=quiet) as display:
-            for step, table in engine(job, source, missing) if todo else ():
-                parts.add(step, table)
-                done += len(table)
-                display.advance(done, f"{(done + todo - len(source)) / (time.monotonic() - start):,.0f}/s")
-        counts, kept = summarise(parts.tables(), np.asarray(keep, np.int64))
-        parts.finish()
-    finally:
-        parts.close()
+    missing = parts.missing()
+    todo = sum(min(size, len(source) - int(step) * size) for step in missing)
+    done = len(source) - todo
+    with Display("images", len(source), done, quiet=quiet) as display:
+        for step, table in engine(job, source, missing) if todo else ():
+            parts.add(step, table)
+            done += len(table)
+            display.advance(done, f"{(done + todo - len(source)) / (time.monotonic() - start):,.0f}/s")
+    counts, kept = summarise(parts.tables(), np.asarray(keep, np.int64))
+    parts.finish()
     return Summary(str(out), *counts, len(source) - todo, time.monotonic() - start), kept
 
 

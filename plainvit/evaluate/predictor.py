@@ -1,15 +1,13 @@
 """Predictor: images -> classes or features. Training, evaluation, prediction and serving share it.
 
-predictor = plainvit.Predictor("runs/photos")       a run, weights of any library, hf:org/name, timm:NAME, a model
+predictor = plainvit.Predictor("runs/photos")       a run, weights of any library, hf:org/name, a model
 predictor("a.jpg")                                  [Prediction("cat", 0.93), Prediction("dog", 0.05), ...]
 predictor(["a.jpg", image, array])                  a list of such lists
 predictor.features("a.jpg")                         [D]
 """
 
-import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,7 +25,7 @@ from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.class_names import IMAGENET, read_class_names
 from plainvit.models import has_fast_path
-from plainvit.models.inference import check_finite
+from plainvit.models.inference import check_finite, eval_mode
 from plainvit.weights import load
 from plainvit.weights.pixels import Pixels
 
@@ -47,8 +45,8 @@ class Predictor:
     """A model on one device in one precision, with its preprocessing.
 
     Args:
-        model: A run, a weights file of any library, hf:org/name, timm:NAME, or a model. A model object is not copied
-            or moved; each call switches it to eval mode and restores its mode afterwards.
+        model: A run, a weights file of any library, hf:org/name, or a model. A model object is not copied or moved;
+            each call switches it to eval mode and restores its mode afterwards.
         device: cpu, cuda, cuda:N, or auto.
         precision: fp32, bf16, or auto.
         preprocess: Replaces the model's own preprocessing.
@@ -82,7 +80,7 @@ class Predictor:
         self.source = model if isinstance(model, str | Path) else ""
         if isinstance(model, str | Path):
             self.device = choose_device(device)
-            self.model: Any = _load_model(model, image_size, pixels).to(self.device).eval()
+            self.model: Any = load(model, image_size=image_size, **pixels).to(self.device).eval()
             if self.device.startswith("cuda") and has_fast_path():
                 from plainvit.models.fast import accelerate
 
@@ -91,7 +89,6 @@ class Predictor:
             raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a model object")
         else:
             self.device, self.model = _find_device(model, device), model
-        self._lock, self._calls, self._training_modules = threading.Lock(), 0, []
         self.dtype = choose_precision(precision, self.device)
         self.size: tuple[int, int] = self.model.config.image_size
         self.preprocess = preprocess or self.model.about.preprocess
@@ -146,7 +143,7 @@ class Predictor:
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, K] in fp32, on the model's device."""
-        with self._eval_mode(), self._cast():
+        with eval_mode(self.model), self._cast():
             return self.model(images.to(self.device, non_blocking=True)).float()
 
     @torch.no_grad()
@@ -167,11 +164,11 @@ class Predictor:
             return self.features([cast(ImageLike, images)])[0]
         if isinstance(images, Tensor) and tuple(images.shape[2:]) == tuple(self.size):
             return self._features(images)
-        several = cast(Iterable[ImageLike], images)
-        return torch.cat([self._features(self.stack(some)) for some in _batches(several, self.batch)])
+        batches = _batches(cast(Iterable[ImageLike], images), self.batch)
+        return torch.cat([self._features(self.stack(batch)) for batch in batches])
 
     def _features(self, images: Tensor) -> Tensor:
-        with self._eval_mode(), self._cast():
+        with eval_mode(self.model), self._cast():
             return self.model.features(images.to(self.device, non_blocking=True)).float()
 
     def __call__(self, images: ImageLike | Iterable[ImageLike], k: int = 5) -> Any:
@@ -195,33 +192,16 @@ class Predictor:
             raise ValueError(f"k must be at least 1, got {k}")
         if _is_one_image(images):
             return self([cast(ImageLike, images)], k)[0]
-        found: list[list[Prediction]] = []
-        for some in _batches(cast(Iterable[ImageLike], images), self.batch):
-            logits = self.logits(self.stack(some))
-            check_finite(logits, [_name(one, at) for at, one in enumerate(some, len(found))].__getitem__)
+        predictions: list[list[Prediction]] = []
+        for batch in _batches(cast(Iterable[ImageLike], images), self.batch):
+            logits = self.logits(self.stack(batch))
+            names = [_name(image, number) for number, image in enumerate(batch, len(predictions))]
+            check_finite(logits, names.__getitem__)
             best = logits.softmax(-1).topk(min(k, self.classes))
             for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 pairs = zip(classes, values, strict=True)
-                found.append([Prediction(self.class_names[at], value) for at, value in pairs])
-        return found
-
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Threads share the model: the first call switches to eval mode, the last one restores the modes."""
-        with self._lock:
-            self._calls += 1
-            if self._calls == 1:
-                self._training_modules = [module for module in self.model.modules() if module.training]
-                for module in self._training_modules:
-                    module.training = False
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if self._calls == 0:
-                    for module in self._training_modules:
-                        module.training = True
+                predictions.append([Prediction(self.class_names[label], value) for label, value in pairs])
+        return predictions
 
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.device.split(":")[0], self.dtype, enabled=self.dtype is not torch.float32)
@@ -238,35 +218,6 @@ def _find_device(model: nn.Module, device: str) -> str:
             f"device is {device!r}, but the model is on {parameter.device}: call model.to({device!r}) first"
         )
     return str(parameter.device)
-
-
-def _load_model(source: str | Path, image_size: int | None, pixels: Pixels) -> nn.Module:
-    if str(source).startswith("timm:"):
-        if any(value is not None for value in pixels.values()):
-            raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a timm model")
-        from plainvit.evaluate.timm_models import load_timm
-
-        return load_timm(str(source).removeprefix("timm:"), image_size)
-    with _gather_notes(source):
-        return load(source, image_size=image_size, **pixels)
-
-
-@contextlib.contextmanager
-def _gather_notes(source: str | Path) -> Iterator[None]:
-    """Prints all that `load` assumes as one block."""
-    notes: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        notes.append(record.getMessage().removeprefix(f"{source}: "))
-        return False
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
-        for note in [f"note: {source}", *(f"  {note}" for note in notes)] if notes else []:
-            log.warning("%s", note)
 
 
 def _check_names(names: str | Path | Sequence[str], classes: int) -> tuple[str, ...]:
@@ -302,5 +253,5 @@ def _name(image: ImageLike, number: int) -> str:
 
 def _batches(images: Iterable[ImageLike], size: int) -> Iterator[list[ImageLike]]:
     rest = iter(images)
-    while some := list(islice(rest, size)):
-        yield some
+    while batch := list(islice(rest, size)):
+        yield batch

@@ -1,7 +1,6 @@
 """Probes of features [N, D] with labels: few-shot least squares, nearest neighbours, logistic regression.
 
-    solved = solve(features, labels, classes)           closed form; each further l2 costs one matmul
-    solved.predict(others, l2=1024)
+    solve(features, labels, classes).predict(others, l2=1024)           closed form
     neighbours(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
@@ -10,7 +9,7 @@ Few-shot is the paper's measure (4.1): l2-regularised least squares onto {-1, 1}
 multinomial logistic regression by L-BFGS. All run on the CPU, in float64 unless noted, in blocks of bounded memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.evaluate.grid import choose_best
-from plainvit.evaluate.statistics import mean_ranks
 from plainvit.models.inference import check_finite
 
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
-L2_SWEEP = tuple(2.0**power for power in range(-10, 20))  # of big_vision's earlier version
 BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularised
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
@@ -52,7 +49,7 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
 
 @dataclass
 class LeastSquares:
-    """Solutions for every l2: weights = left diag(1 / (eigenvalues + l2)) right on standardised features.
+    """The solution for any l2: weights = left diag(1 / (eigenvalues + l2)) right on standardised features.
 
     Standardised features are centred, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
@@ -66,32 +63,16 @@ class LeastSquares:
     target_sums: Tensor  # [K], of the {-1, 1} targets
     count: int
 
-    def weights(self, l2: float) -> tuple[Tensor, Tensor]:
-        """(weights [D, K] of the standardised features, bias [K])."""
-        return self.left @ (self.right / (self.eigenvalues + l2).unsqueeze(1)), self.bias(l2)
-
-    def bias(self, l2: float) -> Tensor:
-        return BIAS**2 * self.target_sums / (BIAS**2 * self.count + l2)
-
-    def scores(self, features: Tensor, l2: float) -> Tensor:
+    def scores(self, features: Tensor, l2: float = L2) -> Tensor:
         """[M, K] in float64."""
-        weights, bias = self.weights(l2)
-        return standardised(features, self.mean, self.std) @ weights + bias
+        bias = BIAS**2 * self.target_sums / (BIAS**2 * self.count + l2)
+        weights = self.left @ (self.right / (self.eigenvalues + l2).unsqueeze(1))
+        return standardise(features, self.mean, self.std) @ weights + bias
 
     def predict(self, features: Tensor, l2: float = L2) -> Tensor:
         """[M] classes."""
-        return self.sweep(features, (l2,))[l2]
-
-    def sweep(self, features: Tensor, l2s: Sequence[float] = L2_SWEEP) -> dict[float, Tensor]:
-        """The predicted classes [M] for each l2."""
-        _check_features(features)
-        found = {l2: torch.empty(len(features), dtype=torch.long) for l2 in l2s}
-        for block in parts(len(features)):
-            projected = standardised(features[block], self.mean, self.std) @ self.left  # [M, R]
-            for l2, classes in found.items():
-                matrix = self.right / (self.eigenvalues + l2).unsqueeze(1)
-                classes[block] = (projected @ matrix + self.bias(l2)).argmax(1)
-        return found
+        check_finite(features, "row {}".format, "features")
+        return torch.cat([self.scores(features[part], l2).argmax(1) for part in parts(len(features))])
 
 
 def solve(features: Tensor, labels: Tensor, classes: int) -> LeastSquares:
@@ -106,7 +87,7 @@ def solve(features: Tensor, labels: Tensor, classes: int) -> LeastSquares:
         eigenvalues, vectors = torch.linalg.eigh(gram)
         left, right = vectors, vectors.T @ cross
     else:
-        rows = standardised(features, mean, std)
+        rows = standardise(features, mean, std)
         eigenvalues, vectors = torch.linalg.eigh(rows @ rows.T)
         left, right = rows.T @ vectors, vectors.T @ (2 * F.one_hot(labels, classes).double() - 1)
     return LeastSquares(mean, std, eigenvalues.clamp(min=0), left, right, sums, len(labels))
@@ -120,7 +101,7 @@ def _normal_equations(
     gram = torch.zeros(width, width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
     for part in parts(len(features)):
-        rows = standardised(features[part], mean, std)
+        rows = standardise(features[part], mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, labels[part], rows)
     return gram, (2 * sums - sums.sum(0)).T
@@ -133,23 +114,8 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (sum(squares, torch.zeros(())) / len(features)).sqrt()
 
 
-def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
-
-
-def choose_l2(accuracies: Mapping[str, Mapping[float, float]]) -> dict[str, float]:
-    """For each dataset the l2 with the best mean rank on the other datasets; the smallest of equals.
-
-    This is "leave-self-out" of big_vision's earlier version; the present one fixes l2 at 2^10. A single dataset gets
-    none.
-    """
-    ranks = {name: mean_ranks(np.array(list(by_l2.values()))) for name, by_l2 in accuracies.items()}
-    chosen: dict[str, float] = {}
-    for name, by_l2 in accuracies.items():
-        others = [rank for other, rank in ranks.items() if other != name]
-        if others:
-            chosen[name] = list(by_l2)[int(np.mean(others, axis=0).argmax())]
-    return chosen
 
 
 # Nearest neighbours ---------------------------------------------------------------------------------------------------
@@ -168,14 +134,14 @@ def neighbours(
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """
     _check(features, labels, classes)
-    _check_features(others)
+    check_finite(others, "row {}".format, "features")
     if not ks or min(ks) < 1 or max(ks) > len(features):
         given = ", ".join(map(str, ks)) or "none"
         raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature:g}")
     bank = F.normalize(features, dim=1)
-    found = {k: torch.empty(len(others), dtype=torch.long) for k in ks}
+    predicted = {k: torch.empty(len(others), dtype=torch.long) for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 256 MB of float64 cosines at once
     for part in parts(len(others), size):
         cosines = F.normalize(others[part], dim=1) @ bank.T  # [M, N]
@@ -183,8 +149,8 @@ def neighbours(
         nearest, weights = labels[positions], ((values - values[:, :1]) / temperature).exp()
         for k in ks:
             votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
-            found[k][part] = votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1)
-    return found
+            predicted[k][part] = votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1)
+    return predicted
 
 
 def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -213,12 +179,11 @@ class Logistic:
     converged: bool
 
     def scores(self, features: Tensor) -> Tensor:
-        return standardised(features, self.mean, self.std) @ self.weights + self.bias
+        return standardise(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
-        _check_features(features)
-        found = [self.scores(features[part]).argmax(1) for part in parts(len(features))]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.long)
+        check_finite(features, "row {}".format, "features")
+        return torch.cat([self.scores(features[part]).argmax(1) for part in parts(len(features))])
 
 
 def logistic(
@@ -243,7 +208,7 @@ def logistic(
     std = std + STD_EPS
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardised(features, mean, std)
+    rows = standardise(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)
@@ -269,7 +234,7 @@ def _minimise(
     )
     optimiser.step(objective)  # pyright: ignore[reportArgumentType]
     loss = float(objective())
-    return loss, max(float(one.grad.abs().max()) for one in parameters if one.grad is not None)
+    return loss, max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,11 +271,11 @@ def search_logistic(
 
 def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
     """Positions of the rest and of the held-out fifth of each class, at least one image of a class with two."""
-    generator, held = np.random.default_rng(0), []
+    generator, parts_of_classes = np.random.default_rng(0), []
     for label in range(classes):
         members = generator.permutation(np.flatnonzero(labels == label))
-        held.append(members[: max(min(max(round(0.2 * len(members)), 1), len(members) - 1), 0)])
-    chosen = np.sort(np.concatenate(held))
+        parts_of_classes.append(members[: max(min(max(round(0.2 * len(members)), 1), len(members) - 1), 0)])
+    chosen = np.sort(np.concatenate(parts_of_classes))
     if not len(chosen):
         raise ValueError("no class has two training images, so --linear-l2 cannot be chosen: give a single value")
     return torch.from_numpy(np.setdiff1d(np.arange(len(labels)), chosen)), torch.from_numpy(chosen)
@@ -321,8 +286,4 @@ def _check(features: Tensor, labels: Tensor, classes: int) -> None:
         raise ValueError(f"features must be [N, D] with N labels, got {tuple(features.shape)} and {len(labels)} labels")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-    _check_features(features)
-
-
-def _check_features(features: Tensor) -> None:
-    check_finite(features, lambda at: f"row {at}", "features")
+    check_finite(features, "row {}".format, "features")

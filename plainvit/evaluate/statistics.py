@@ -55,7 +55,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     """Exact two-sided p-value from the images that only one of the two models gets right."""
     count, least = only_a + only_b, min(only_a, only_b)
     logs = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in range(least + 1)]
-    return min(1.0, 2 * math.fsum(math.exp(one - count * math.log(2)) for one in logs))
+    return min(1.0, 2 * math.fsum(math.exp(term - count * math.log(2)) for term in logs))
 
 
 def paired_bootstrap(only_a: int, only_b: int, images: int) -> tuple[float, float]:
@@ -63,8 +63,8 @@ def paired_bootstrap(only_a: int, only_b: int, images: int) -> tuple[float, floa
 
     The difference of an image is -1, 0 or 1, so resampling images is a multinomial draw of three counts.
     """
-    shares = np.array([only_a, only_b, images - only_a - only_b]) / images
-    drawn = np.random.default_rng(0).multinomial(images, shares, DRAWS)
+    fractions = np.array([only_a, only_b, images - only_a - only_b]) / images
+    drawn = np.random.default_rng(0).multinomial(images, fractions, DRAWS)
     low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / images, (0.025, 0.975))
     return float(low), float(high)
 

@@ -69,7 +69,7 @@ def find_images(source: str | Path, data: str, data_root: str | Path | None) -> 
         return inputs.find([data], data_root=data_root, split="train")
     stored = run_settings(source)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("--data is required: name a folder, an archive or a dataset with photos, or use --no-verify")
+        raise ValueError("--data is required: name a folder or a dataset with photos, or use --no-verify")
     return choose_split(source, stored["data"], "", data_root or stored.get("data_root"))
 
 
