@@ -6,10 +6,8 @@
 Candidates are compiled at once, timed one by one while the others wait, and trained (bench/sweep.py).
 """
 
-import contextlib
 import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,17 +16,11 @@ from typing import Any
 import torch
 
 from bench.measure import first_line
+from bench.steps import steps_on_data
 from plainvit.commands.settings import configure_run
 from plainvit.config import Config
-from plainvit.data.splits import open_splits
-from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import end_after
-from plainvit.runtime.folder import Folder
-from plainvit.train.loop import take_step
 from plainvit.train.run import fit
-from plainvit.train.setup import build_training
-from plainvit.train.step import Prefetcher
-from plainvit.train.transfer import resolve
 
 WARM_STEPS, TIMED_STEPS = 5, 40
 Settings = dict[str, Any]  # flags of `plainvit train` and their values
@@ -48,22 +40,12 @@ def configure(recipe: str, settings: Settings, data_root: str, device: str) -> C
 
 def time_steps(config: Config) -> Iterator[float]:
     """Yields 0 when the steps are compiled, and then the mean seconds of a step with its data."""
-    splits = open_splits(config)
-    splits.val = splits.test = None
-    config = resolve(config, splits).replace(steps=WARM_STEPS + TIMED_STEPS)
-    with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
-        run = build_training(config, splits, folder, quiet=True)
-        run.objective.train()
-        display, seconds = Display("timing", config.steps, quiet=True), []
-        with contextlib.closing(run.loader.batches(0, config.steps)) as batches:
-            prefetcher = Prefetcher(run, batches)
-            for step in range(config.steps):
-                if step == WARM_STEPS:
-                    yield 0.0
-                line, _ = take_step(run, prefetcher, display)
-                seconds.append(line["seconds"])
-                run.progress.step += 1
-    yield statistics.fmean(seconds[WARM_STEPS:])
+    with steps_on_data(config.replace(steps=WARM_STEPS + TIMED_STEPS)) as step:
+        for _ in range(WARM_STEPS):
+            step()
+        yield 0.0
+        seconds = [step() for _ in range(TIMED_STEPS)]
+    yield statistics.fmean(seconds)
 
 
 def train_stages(stages: Sequence[Config], steps: Sequence[int], out: Path, *, test: bool) -> dict[str, Any]:
