@@ -15,9 +15,8 @@ other work on the machine hardly changes; --clock wall --threads 2 is for an idl
 import contextlib
 import itertools
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from bench.measure import interleaved, make_parser, report, summary
-from plainvit.data.splits import open_splits
+from bench.steps import steps_on_data
 from plainvit.recipes import recipe
-from plainvit.runtime.display import Display
-from plainvit.runtime.folder import Folder
-from plainvit.train.loop import take_step
-from plainvit.train.setup import build_training
-from plainvit.train.step import Prefetcher
-from plainvit.train.transfer import resolve
 
 BATCH, WARM = 16, 2
 NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # of the weights, in timm
@@ -70,33 +63,14 @@ def timm_step(data: Path, weights: str) -> Callable[[], object]:
     return step
 
 
-@contextlib.contextmanager
-def plainvit_step(data: Path, weights: str, precision: str) -> Iterator[Callable[[], object]]:
-    """The step of `plainvit finetune`, in this process: no data workers."""
-    config = recipe("finetune").replace(
-        data=str(data), init=weights, batch=BATCH, steps=1000, precision=precision, workers=0, device="cpu"
-    )
-    splits = open_splits(config)
-    config = resolve(config, splits)
-    with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
-        run = build_training(config, splits, folder, quiet=True)
-        run.objective.train()
-        with contextlib.closing(run.loader.batches(0, run.steps)) as batches:
-            prefetcher, display = Prefetcher(run, batches), Display("steps", run.steps, quiet=True)
-
-            def step() -> None:
-                take_step(run, prefetcher, display)
-                run.progress.step += 1
-
-            yield step
-
-
 def time_steps(data: Path, weights: str, steps: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """A row for each system; ratios are medians of those within a round."""
     with contextlib.ExitStack() as stack:
-        systems = {PEER: timm_step(data, weights)}
-        for name in ("fp32", "auto"):
-            systems[f"plainvit, {name}"] = stack.enter_context(plainvit_step(data, weights, name))
+        systems: dict[str, Callable[[], object]] = {PEER: timm_step(data, weights)}
+        config = recipe("finetune").replace(data=str(data), init=weights, batch=BATCH, steps=1000)
+        for name in ("fp32", "auto"):  # without data workers
+            changes: dict[str, Any] = {"precision": name, "workers": 0, "device": "cpu"}
+            systems[f"plainvit, {name}"] = stack.enter_context(steps_on_data(config.replace(**changes)))
         for step in systems.values():
             for _ in range(WARM):
                 step()

@@ -35,7 +35,7 @@ def list_parts(device: str, data: Path | None, trial: bool) -> dict[str, list[st
     if data:
         parts["start"] = ["bench.start", "--data", str(data), "--repeats", "1" if trial else "3"]
         if not trial:
-            parts["first-steps"] = [*parts["start"], "--steps"]
+            parts["first-steps"] = ["bench.start", "--data", str(data), "--repeats", "1", "--steps"]
     return parts
 
 
@@ -73,7 +73,7 @@ def summarise(name: str, found: dict[str, Any]) -> list[tuple[str, str, str, str
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for JSON and logs")
-    parser.add_argument("--data", type=Path, help="folder with imagenet-photos, oxford-pets and weights")
+    parser.add_argument("--data", type=Path, help="folder with imagenet-photos, oxford-pets, weights and cifar10")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=570, help="seconds in all")
     parser.add_argument("--trial", action="store_true", help="tiny sizes")

@@ -8,6 +8,7 @@
 A further way of training with plainvit is a line in VARIANTS.
 """
 
+import contextlib
 import itertools
 import math
 import tempfile
@@ -26,13 +27,14 @@ from bench.peers import RATE, PeerStep, cudnn_attention
 from plainvit.config import Config, Masked, Optim, Preprocess, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
-from plainvit.data.splits import Splits
+from plainvit.data.splits import Splits, open_splits
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.train.loop import take_step
 from plainvit.train.setup import build_training
 from plainvit.train.step import Prefetcher
+from plainvit.train.transfer import resolve
 
 BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
 OURS = "plainvit"
@@ -153,6 +155,27 @@ def forever(pixels: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
     """The same batches in turn."""
     for images, labels in itertools.cycle(pixels):
         yield Batch(images, labels, np.arange(len(images)))
+
+
+@contextlib.contextmanager
+def steps_on_data(config: Config) -> Iterator[Callable[[], float]]:
+    """A training step on the data of a config, its reading included: a function that returns its seconds."""
+    splits = open_splits(config)
+    splits.val = splits.test = None
+    config = resolve(config, splits)
+    with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
+        run = build_training(config, splits, folder, quiet=True)
+        run.objective.train()
+        display = Display("steps", config.steps, quiet=True)
+        with contextlib.closing(run.loader.batches(0, config.steps)) as batches:
+            prefetcher = Prefetcher(run, batches)
+
+            def step() -> float:
+                line, _ = take_step(run, prefetcher, display)
+                run.progress.step += 1
+                return line["seconds"]
+
+            yield step
 
 
 def config_of(job: Job) -> Config:

@@ -6,10 +6,12 @@ import pytest
 
 from plainvit.config import Config
 from plainvit.names import configure
+from plainvit.recipes import recipe
 from plainvit.train.compile_choice import COMPILE_SECONDS, choose_compile, is_worth_compiling
 
 B16 = Config(model=configure("ViT-B/16"), batch=256)
 SMALL = Config(model=configure("ViT-Ti/4", 10, 32), batch=256)
+CIFAR = recipe("cifar10")  # measured at batch 512: 11.6 ms compiled, 20.5 not, so 4,000 steps save 36 s
 
 
 def test_compiling_is_worth_it_where_the_steps_save_more_than_it_takes() -> None:
@@ -27,6 +29,8 @@ def test_compiling_is_worth_it_where_the_steps_save_more_than_it_takes() -> None
         (B16, {"steps": 10_000, "hours": 1.0}, True),
         (SMALL, {"steps": 500}, False),
         (SMALL, {"steps": 30_000}, True),
+        (CIFAR, {"steps": 12_000, "batch": 512}, True),
+        (CIFAR, {"steps": 2_000, "batch": 512}, False),
     ],
 )
 def test_auto_compiles_long_runs_on_a_gpu(config: Config, changes: dict[str, Any], compiles: bool) -> None:
