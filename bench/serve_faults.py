@@ -7,8 +7,8 @@ DIR is the data root: its imagenet-photos are sent to `plainvit serve` with ViT-
 capacity      --clients clients as fast as the answers come
 load          0.8 of the capacity for --minutes: lost, failed and exchanged answers, latency, growth of memory
 overload      3 times the capacity: goodput, latency of accepted and of rejected requests, time to recover
-slow          --sockets connections each that send no header, half a header, half a body, or read no answer, next to
-              the clients: when they are closed, the clients' latency, open files before and after
+slow          --sockets connections each that send no header, half a header, half a body, or go away in the body, next
+              to the clients: when the server closes them, the clients' latency, open files before and after
 
 An answer is exchanged if its x-request-id is not the request's, or if it names another class than the photo alone does.
 """
@@ -109,23 +109,6 @@ async def _hold(port: int, beginning: bytes) -> float:
     return time.monotonic() - begun
 
 
-async def _stop_reading(port: int, request: bytes) -> float:
-    """Seconds until the server drops a client that sends requests and reads no answers."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-    begun = time.monotonic()
-    writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        while time.monotonic() < begun + 90:
-            writer.write(request)
-            await asyncio.wait_for(writer.drain(), 90)
-    except (OSError, TimeoutError):
-        pass
-    finally:
-        writer.close()
-    del reader
-    return time.monotonic() - begun
-
-
 async def _disconnect(port: int, request: bytes) -> float:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request[: len(request) // 2])
@@ -140,10 +123,13 @@ def measure_slow(probe: Probe, rate: float, sockets: int) -> dict[str, Any]:
 
     async def run() -> tuple[list[Answer], dict[str, list[float]]]:
         limits = Limits()
-        seconds = max(limits.header_seconds, limits.body_seconds) + 5
-        clients = asyncio.create_task(
-            send(probe.port, probe.requests, clients=probe.clients, rate=rate, seconds=seconds)
-        )
+        seconds = max(limits.header_seconds, limits.body_seconds)
+
+        async def send_later() -> list[Answer]:
+            await asyncio.sleep(2.0)  # opening the connections keeps this process busy
+            return await send(probe.port, probe.requests, clients=probe.clients, rate=rate, seconds=seconds)
+
+        clients = asyncio.create_task(send_later())
         held = {name: [_hold(probe.port, text) for _ in range(sockets)] for name, text in SLOW.items()}
         held["disconnected in the body"] = [_disconnect(probe.port, probe.requests[0]) for _ in range(sockets)]
         names = [name for name, some in held.items() for _ in some]

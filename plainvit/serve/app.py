@@ -11,6 +11,7 @@ import base64
 import binascii
 import hmac
 import json
+import mimetypes
 import re
 import time
 from collections.abc import Sequence
@@ -22,8 +23,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor, stack
 
@@ -312,7 +312,17 @@ async def _known_error(_: Request, error: Exception) -> Response:
     return _error(_status(error), _say(error), headers)
 
 
-FILES = ("/", "/page.css", "/page.js", "/openapi.json")
+def _serve_file(path: Path) -> Any:
+    """Not a FileResponse: while it sends, uvicorn reads on, and a client that reads nothing would fill the memory."""
+    content, kind = path.read_bytes(), mimetypes.guess_type(path.name)[0]
+
+    async def send_file(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return send_file
+
+
+FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
 ROUTES = ("/predict", "/embed", "/explain", "/models", "/healthz", "/readyz", "/metrics", *FILES)
 
 
@@ -327,9 +337,9 @@ def make_app(
     server = Server(services, explainers or {})
 
     posted, shown = ("predict", "embed", "explain"), ("models", "metrics", "healthz", "readyz")
-    routes: list[BaseRoute] = [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in posted]
+    routes = [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in posted]
     routes += [Route(f"/{name}", getattr(server, name)) for name in shown]
-    routes += [Mount("/", StaticFiles(directory=PAGE, html=True))]
+    routes += [Route(path, _serve_file(PAGE / name)) for path, name in FILES.items()]
     handlers: dict[Any, Any] = {HTTPException: _http_error, **{kind: _known_error for kind, _ in STATUS}}
     app = Starlette(routes=routes, exception_handlers=handlers)
     return Guard(app, token=token, hosts=hosts, metrics=services[0].metrics)
