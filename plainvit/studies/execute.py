@@ -64,15 +64,15 @@ def run_studies(
     Studies that the time does not suffice for are not yielded; the same call resumes them.
     """
     ledger, plans = settings.open_ledger(), []
+    can_train = settings.budget == "cpu" or torch.cuda.is_available()
     for study in studies:
         try:
-            plans.append(plan_study(study, settings))
-        except NoDeviceError:  # would fail every study
-            raise
+            plans.append(plan_study(study, settings, ledger, can_train=can_train))
         except (ValueError, OSError) as error:
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
-    for plan, error in Queue(trained, ledger, workers, settings.deadline, quiet=settings.quiet).run():
+    queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
+    for plan, error in queue.run():
         yield plan.study, error or write_verdict(plan, ledger, settings)
     for plan in plans:  # the others need the machine for themselves, such as to measure times
         if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
@@ -88,12 +88,16 @@ def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
     raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
 
 
-def plan_study(study: Study, settings: Settings) -> Plan:
-    """Fails before the first run if the study cannot be run."""
-    check_budget(study, settings.budget, settings.out / study.name)
+def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: bool) -> Plan:
+    """Fails before the first run if the study cannot be run; if all runs are finished it needs neither GPU nor data."""
+    check_verdict(study, settings.budget, settings.out / study.name)
     arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
-    _check_data(arms)
-    return Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
+    plan = Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
+    if plan.wanted(ledger):
+        if not can_train:
+            raise NoDeviceError(f"--budget {settings.budget} needs a CUDA GPU and none was found: use --budget cpu")
+        _check_data(arms)
+    return plan
 
 
 def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
@@ -106,10 +110,8 @@ def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
     return True
 
 
-def check_budget(study: Study, budget: Budget, folder: Path) -> None:
-    """Fails if the budget cannot be run here, or if a verdict of a larger one would be replaced."""
-    if budget != "cpu" and not torch.cuda.is_available():
-        raise NoDeviceError(f"--budget {budget} needs a CUDA GPU and none was found: use --budget cpu")
+def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
+    """Fails if a verdict of a larger budget would be replaced."""
     stored = read_verdict_file(folder)
     if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_present(stored):
         larger = stored["budget"]
@@ -183,7 +185,7 @@ def _write(
     study: Study, budget: Budget, folder: Path, found: Results, verdict: Verdict, run_info: Mapping[str, Any]
 ) -> None:
     """Writes the folder; a verdict under another rule or with other arms is kept in `history`."""
-    machine = environment("cpu" if budget == "cpu" else "cuda")
+    machine = environment("cuda" if budget != "cpu" and torch.cuda.is_available() else "cpu")
     stored = read_verdict_file(folder)
     history = stored.pop("history", [])
     if stored and (stored["rule"], stored.get("definition")) != (study.rule, run_info["definition"]):
