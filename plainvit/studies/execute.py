@@ -9,6 +9,7 @@ numbers in a ledger: studies share them, and a finished run is repeated only if 
 import json
 import logging
 import math
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
+from plainvit.studies.claims import CLAIMS
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.evidence import Verdict
 from plainvit.studies.ledger import Ledger
@@ -181,6 +183,16 @@ def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def find_rule_commit(study: Study) -> str | None:
+    """The commit that wrote the rule, for one of the project's own studies in a checkout."""
+    words = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
+    try:
+        found = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() or None
+
+
 def _write(
     study: Study, budget: Budget, folder: Path, found: Results, verdict: Verdict, run_info: Mapping[str, Any]
 ) -> None:
@@ -199,6 +211,8 @@ def _write(
         "parts": verdict.parts,
         "seeds": max(map(len, found.values.values())),
         "values": found.values,
+        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
+        "rule_commit": find_rule_commit(study),
         **run_info,
         "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
         "history": history,
