@@ -126,7 +126,7 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
 
 def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> tuple[dict[str, Exception], int]:
     """Run the studies; the report is written after each. Returns those that failed, and how many were decided."""
-    from plainvit.studies.execute import run_studies
+    from plainvit.studies.execute import NoDeviceError, run_studies
     from plainvit.studies.report import write_report
 
     failed: dict[str, Exception] = {}
@@ -139,7 +139,7 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
             decided += 1
             write_report(settings.out)
             words = found.outcome
-        if shows:
+        if shows and not isinstance(found, NoDeviceError):  # the same for all
             print(f"{one.name}: {words}", file=sys.stderr)
     return failed, decided
 

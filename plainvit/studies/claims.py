@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+CLAIMS = Path(__file__).with_name("claims.toml")
 PERCENT = {  # metrics in percent, with their table headings
     "top1": "held-out top-1, %",
     "few_shot": "5-shot top-1, %",
@@ -15,5 +16,5 @@ PERCENT = {  # metrics in percent, with their table headings
 @functools.cache
 def read_claims() -> dict[str, dict[str, Any]]:
     """number, claim, source, paper and rule of each study by name, sorted by number."""
-    with Path(__file__).with_name("claims.toml").open("rb") as file:
+    with CLAIMS.open("rb") as file:
         return tomllib.load(file)

@@ -1,25 +1,36 @@
-"""Figures of studies: the arms one after the other, or a curve for each group of arms, with a dot for each run."""
+"""Figures of studies: the arms one after the other, or a curve for each group of arms, with a dot for each run.
 
-from collections.abc import Sequence
+Where the paper prints its numbers, they are shown in a second panel.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
+from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
 from plainvit.studies.claims import PERCENT
 from plainvit.studies.study import Results, Study
 
 SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
 
 
+@styled()
 def draw_study(study: Study, found: Results) -> Figure:
-    """The study's own figure, or curves where its arms have groups, or its arms."""
-    draw = study.draw or (draw_curves if any(found.groups()) else draw_best)
-    figure = draw(found)
-    if study.xlabel:
-        figure.axes[0].set_xlabel(study.xlabel)
+    """The study's own figure; otherwise its arms, next to the paper's numbers."""
+    if study.draw:
+        return study.draw(found)
+    has_curves = any(found.groups()) and not study.bars
+    width = PANEL[0] if has_curves else max(PANEL[0], 0.75 * len(choose_shown(found)))
+    figure, axes = new_figure(1, 2 if study.paper_figure else 1, (width, PANEL[1]))
+    draw = draw_curves if has_curves else draw_arms
+    draw(axes[0, 0], found)
+    axes[0, 0].set_xlabel(study.xlabel)
+    if study.paper_figure:
+        draw_paper(axes[0, 1], study.paper_figure)
     return figure
 
 
@@ -32,39 +43,65 @@ def draw_dots(axes: Axes, x: float, values: Sequence[float] | np.ndarray, colour
     axes.scatter(np.full(len(values), x), values, s=14, color=colour, alpha=0.5, linewidths=0)
 
 
-@styled()
-def draw_best(found: Results) -> Figure:
-    """The mean of each arm; of arms that differ in learning rate only the best."""
-    shown = {found.best(arm.family) if arm.family else name: arm.family or name for name, arm in found.arms.items()}
-    figure, axes = new_axes((max(PANEL[0], 0.75 * len(shown)), PANEL[1]))
+def choose_shown(found: Results) -> dict[str, str]:
+    """Labels of the arms that are shown: of those that differ in learning rate only the best."""
+    return {found.best(arm.family) if arm.family else name: arm.family or name for name, arm in found.arms.items()}
+
+
+def draw_arms(axes: Axes, found: Results) -> None:
+    """The mean and the runs of each arm."""
+    shown = choose_shown(found)
     for x, arm in enumerate(shown):
         values = _scale(found) * np.array(found.samples(arm))
         axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
         draw_dots(axes, x, values, COLOURS["blue"])
-    axes.set_xticks(range(len(shown)), [label.replace(", ", "\n") for label in shown.values()], fontsize=7.5)
-    axes.set(title=PERCENT.get(found.metric, found.metric), xlim=(-0.6, len(shown) - 0.4))
-    return figure
+    _label_arms(axes, list(shown.values()))
+    axes.set_title(PERCENT.get(found.metric, found.metric))
 
 
-@styled()
-def draw_curves(found: Results) -> Figure:
-    """A line through the means of each group of arms; x is logarithmic where it covers a wide range."""
-    figure, axes = new_axes()
-    for group, colour in zip(found.groups(), SERIES * 3, strict=False):
-        arms, scale = found.group(group), _scale(found)
-        axes.plot(
-            [found.arms[arm].x for arm in arms], [scale * found.mean(arm) for arm in arms], color=colour, label=group
-        )
+def _label_arms(axes: Axes, labels: Sequence[str]) -> None:
+    axes.set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize=7.5)
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+
+
+def draw_curves(axes: Axes, found: Results) -> None:
+    """A line through the means of each group of arms; arms without a group are on every line."""
+    scale, common = _scale(found), found.group("")
+    for group, colour in zip(filter(None, found.groups()), SERIES * 3, strict=False):
+        arms = sorted(common + found.group(group), key=lambda arm: found.arms[arm].x)
+        means = [scale * found.mean(arm) for arm in arms]
+        axes.plot([found.arms[arm].x for arm in arms], means, color=colour, label=group)
         for arm in arms:
             draw_dots(axes, found.arms[arm].x, scale * np.array(found.samples(arm)), colour)
-    ticks = sorted({arm.x for arm in found.arms.values()})
-    if 0 < 4 * ticks[0] <= ticks[-1]:
-        set_log_ticks(axes, ticks)
-    else:
-        axes.set_xticks(ticks)
+    _set_ticks(axes, sorted({arm.x for arm in found.arms.values()}))
     axes.set_title(PERCENT.get(found.metric, found.metric))
     axes.legend()
-    return figure
+
+
+def draw_paper(axes: Axes, shown: Mapping[str, Any]) -> None:
+    """The paper's printed numbers: bars by name, or points [x, y] by curve."""
+    axes.set_title(shown["title"])
+    for x, value in enumerate(shown.get("bars", {}).values()):
+        axes.plot([x - 0.25, x + 0.25], [value] * 2, color=COLOURS["ink"], linewidth=2.4)
+    if "bars" in shown:
+        _label_arms(axes, list(shown["bars"]))
+        return
+    for (name, points), colour in zip(shown["curves"].items(), SERIES, strict=False):
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
+    _set_ticks(axes, sorted({x for points in shown["curves"].values() for x, _ in points}))
+    axes.set_xlabel(shown["xlabel"])
+    axes.legend()
+
+
+def _set_ticks(axes: Axes, ticks: Sequence[float]) -> None:
+    """Logarithmic where the values cover a wide range."""
+    if not 0 < 4 * ticks[0] <= ticks[-1]:
+        axes.set_xticks(ticks)
+        return
+    kept = ticks[:1]
+    for tick in ticks[1:]:
+        kept += [tick] if tick > 1.4 * kept[-1] else []
+    set_log_ticks(axes, kept)
 
 
 def set_log_ticks(axes: Axes, ticks: Sequence[float]) -> None:

@@ -9,6 +9,7 @@ numbers in a ledger: studies share them, and a finished run is repeated only if 
 import json
 import logging
 import math
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
+from plainvit.studies.claims import CLAIMS
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.evidence import Verdict
 from plainvit.studies.ledger import Ledger
@@ -64,15 +66,15 @@ def run_studies(
     Studies that the time does not suffice for are not yielded; the same call resumes them.
     """
     ledger, plans = settings.open_ledger(), []
+    can_train = settings.budget == "cpu" or torch.cuda.is_available()
     for study in studies:
         try:
-            plans.append(plan_study(study, settings))
-        except NoDeviceError:  # would fail every study
-            raise
+            plans.append(plan_study(study, settings, ledger, can_train=can_train))
         except (ValueError, OSError) as error:
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
-    for plan, error in Queue(trained, ledger, workers, settings.deadline, quiet=settings.quiet).run():
+    queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
+    for plan, error in queue.run():
         yield plan.study, error or write_verdict(plan, ledger, settings)
     for plan in plans:  # the others need the machine for themselves, such as to measure times
         if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
@@ -88,12 +90,16 @@ def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
     raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
 
 
-def plan_study(study: Study, settings: Settings) -> Plan:
-    """Fails before the first run if the study cannot be run."""
-    check_budget(study, settings.budget, settings.out / study.name)
+def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: bool) -> Plan:
+    """Fails before the first run if the study cannot be run; if all runs are finished it needs neither GPU nor data."""
+    check_verdict(study, settings.budget, settings.out / study.name)
     arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
-    _check_data(arms)
-    return Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
+    plan = Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
+    if plan.wanted(ledger):
+        if not can_train:
+            raise NoDeviceError(f"--budget {settings.budget} needs a CUDA GPU and none was found: use --budget cpu")
+        _check_data(arms)
+    return plan
 
 
 def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
@@ -106,10 +112,8 @@ def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
     return True
 
 
-def check_budget(study: Study, budget: Budget, folder: Path) -> None:
-    """Fails if the budget cannot be run here, or if a verdict of a larger one would be replaced."""
-    if budget != "cpu" and not torch.cuda.is_available():
-        raise NoDeviceError(f"--budget {budget} needs a CUDA GPU and none was found: use --budget cpu")
+def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
+    """Fails if a verdict of a larger budget would be replaced."""
     stored = read_verdict_file(folder)
     if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_present(stored):
         larger = stored["budget"]
@@ -179,11 +183,21 @@ def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def find_rule_commit(study: Study) -> str | None:
+    """The commit that wrote the rule, for one of the project's own studies in a checkout."""
+    words = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
+    try:
+        found = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() or None
+
+
 def _write(
     study: Study, budget: Budget, folder: Path, found: Results, verdict: Verdict, run_info: Mapping[str, Any]
 ) -> None:
     """Writes the folder; a verdict under another rule or with other arms is kept in `history`."""
-    machine = environment("cpu" if budget == "cpu" else "cuda")
+    machine = environment("cuda" if budget != "cpu" and torch.cuda.is_available() else "cpu")
     stored = read_verdict_file(folder)
     history = stored.pop("history", [])
     if stored and (stored["rule"], stored.get("definition")) != (study.rule, run_info["definition"]):
@@ -197,6 +211,8 @@ def _write(
         "parts": verdict.parts,
         "seeds": max(map(len, found.values.values())),
         "values": found.values,
+        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
+        "rule_commit": find_rule_commit(study),
         **run_info,
         "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
         "history": history,

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
 from plainvit.config import Config, Masked
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, plain, pretrain_config, vit
-from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, bootstrap, rank_correlations
 from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -135,7 +134,7 @@ def draw_few_shot(found: Results) -> Figure:
 
 
 STUDIES = (
-    define("masked", arms, parts, measure=halves, draw=draw_best, runs=8),
+    define("masked", arms, parts, measure=halves, bars=True, runs=8),
     define("masked-steps", step_arms, step_parts, xlabel="pre-training steps"),
     define("few-shot", few_shot_arms, few_shot_parts, measure=with_few_shot, draw=draw_few_shot),
 )

@@ -117,13 +117,18 @@ class Plan:
         values = {arm: [job.values(ledger) or {} for job in self.jobs[arm]] for arm in compared}
         return Results(compared, values, self.study.metric)
 
-    def extend(self, found: Results) -> bool:
-        """Whether a grid of learning rates has been extended."""
-        more = extend_rates(self.arms, found) if self.extensions < EXTENSIONS else {}
+    def extend(self, ledger: Ledger, *, can_train: bool = True) -> bool:
+        """Extend grids whose best rate is at the edge; without training only by runs that are finished."""
+        if self.extensions == EXTENSIONS or not (more := extend_rates(self.arms, self.results(ledger))):
+            return False
         self.extensions += 1
         self.arms |= more
         self.add_jobs()
-        return bool(more)
+        if can_train or not self.wanted(ledger):
+            return True
+        for name in more:
+            del self.arms[name], self.jobs[name]
+        return False
 
 
 def name_edit(edit: Callable[..., Any], before: Path, config: Config) -> str:

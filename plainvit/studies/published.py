@@ -9,7 +9,6 @@ The rules are those of `transfer` and `resolution`. On a CPU transfer is tested 
 from plainvit.config import Config, ViTConfig, pair
 from plainvit.names import configure
 from plainvit.studies.bases import finetune_config, finetune_rates
-from plainvit.studies.drawings import draw_best
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, define, rate_arms
 from plainvit.studies.transfer import parts, resolution_parts, size_arms
@@ -48,6 +47,6 @@ def resolution_arms(budget: Budget) -> dict[str, Arm]:
 
 
 STUDIES = (
-    define("transfer-published", arms, parts, measure=halves, draw=draw_best, runs=8),
+    define("transfer-published", arms, parts, measure=halves, bars=True, runs=8),
     define("resolution-published", resolution_arms, resolution_parts, xlabel="image side, pixels"),
 )

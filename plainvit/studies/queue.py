@@ -26,10 +26,18 @@ class Queue:
     """Runs all plans, those that cost least first, until they are done or the time is up."""
 
     def __init__(
-        self, plans: Sequence[Plan], ledger: Ledger, workers: Workers, deadline: float = math.inf, *, quiet: bool
+        self,
+        plans: Sequence[Plan],
+        ledger: Ledger,
+        workers: Workers,
+        deadline: float = math.inf,
+        *,
+        can_train: bool = True,
+        quiet: bool = False,
     ) -> None:
         self.folder = plans[0].folder if plans else Path()
-        self.ledger, self.workers, self.deadline, self.quiet = ledger, workers, deadline, quiet
+        self.ledger, self.workers, self.deadline = ledger, workers, deadline
+        self.can_train, self.quiet = can_train, quiet
         self.wanted: dict[str, Job] = {}
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
@@ -53,7 +61,7 @@ class Queue:
             while True:
                 for plan in [plan for plan in rest if not self.is_open(plan)]:
                     error = self.find_error(plan)
-                    if not error and plan.extend(plan.results(self.ledger)):
+                    if not error and plan.extend(self.ledger, can_train=self.can_train):
                         self.add(plan)
                         continue
                     rest.remove(plan)

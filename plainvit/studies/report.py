@@ -45,10 +45,14 @@ INTRODUCTION = (
     "may not hold on 80,000."
 )
 HISTORY = (
-    "History: verdicts of 0.1, by rules that paired runs by seed and took two standard errors over three seeds, which "
-    "cover 82 %. They are shown with the rule and the commit that they come from, and are replaced by runs under the "
-    "present rule."
+    "Verdicts by earlier rules, with the commits of their runs. Those of 0.1 paired runs by seed and took two standard "
+    "errors over three seeds, which cover 82 %. They are no evidence under the present rules."
 )
+MEANINGS = {
+    "supported": "In these small runs the claim holds: every part of its rule does.",
+    "contradicted": "In these small runs the claim does not hold: {part} is {effect}, and {need} was needed.",
+    "inconclusive": "These runs do not decide the claim: {part} is {effect}; {need} is neither shown nor ruled out.",
+}
 COMMANDS = (
     "`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in minutes "
     "or on one large GPU, and writes this page."
@@ -144,17 +148,13 @@ def make_report(out: Path) -> str:
     rest = [name for name in read_claims() if name not in found and not own]
     paragraphs = [*_introduction(found, len(rest), own=own), *_overview(found)]
     for record in found.values():
-        paragraphs += _section(record, out)
-    if rest:
-        rows = [(read_claims()[name]["number"], read_claims()[name]["claim"], name) for name in rest]
-        paragraphs += ["## Not run", markdown_table(("no.", "claim", "study"), rows)]
-    return "\n\n".join(paragraphs) + "\n"
+        paragraphs += _section(record, out) if is_present(record) else ()
+    return "\n\n".join([*paragraphs, *_history(found)]) + "\n"
 
 
 def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
-    present = [record for record in found.values() if is_present(record)]
-    counts = Counter(record["outcome"] for record in found.values())
-    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (*COLOURS, *EARLIER) if counts[outcome])
+    counts = Counter(record["outcome"] for record in found.values() if is_present(record))
+    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
     if own:
         yield "# Studies"
         yield "Your own claims. The arms and the rule of each study are in the file that its command names."
@@ -163,57 +163,76 @@ def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: boo
         return
     yield "# The paper's claims, tested"
     yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
-    if len(present) < len(found):
-        yield _wrap(HISTORY)
-    known = len(found) + rest
-    summary = f"{len(present)} of {known} studies have a verdict by the present rules"
-    yield f"**{summary}; of all verdicts: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
+    summary = f"{counts.total()} of {len(found) + rest} studies have a verdict by the present rules"
+    yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
 
 
 def _wrap(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 118))
 
 
-def _overview(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rows = []
-    for record in found.values():
-        link = f"[{record['study']}](#{_heading(record).lower().replace('. ', '-')})"
-        claim = read_claims().get(record["study"], record)["claim"]
-        rows.append((record["number"] or "", claim, _outcome(record), record["budget"], link))
-    return [markdown_table(("no.", "claim", "outcome", "budget", "study"), rows)] if rows else []
+def _overview(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """One row for each study: claim, verdict, deciding effect, data and number of runs."""
+    rows: list[tuple[object, ...]] = []
+    claims = read_claims() if any(record["number"] for record in found.values()) or not found else {}
+    for name, claim in (claims | {name: record for name, record in found.items() if name not in claims}).items():
+        record = found.get(name, {})
+        about = claim.get("number") or "", claim["claim"]
+        if record and is_present(record):
+            part = find_deciding(record)
+            link = f"[{record['outcome']}](#{_heading(record).lower().replace('. ', '-')})"
+            effect = f"{part['name']}: {describe_effect(part)}"
+            rows.append((*about, link, effect, ", ".join(record.get("data", ())), record["runs"]["count"] or ""))
+        else:
+            rows.append((*about, "not run", "", "", ""))
+    yield markdown_table(("no.", "claim", "verdict", "effect, 95 % interval", "data", "runs"), rows)
+
+
+def find_deciding(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that the outcome rests on: of those that led to it, the one with the smallest or largest p-value."""
+    sought = {"supported": "yes", "contradicted": "no", "inconclusive": "open"}[record["outcome"]]
+    parts = [part for part in record["parts"] if part["holds"] == sought] or record["parts"]
+    parts = [part for part in parts if part["runs"]] or parts  # with an interval
+    return (min if sought == "no" else max)(parts, key=lambda part: part["p"])
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
-    """Claim, rule, verdict, parts, arms, figure and command of a study."""
+    """Claim, rule, verdict, meaning, figure, parts, arms and commits of a study."""
     name, folder = record["study"], out / record["study"]
     yield f"## {_heading(record)}"
     claim = read_claims().get(name, record)
     yield f"{claim['claim']} *{claim['source']}.* {claim.get('paper', '')}".rstrip()
     yield f"Rule: {claim['rule'].rstrip('.')}."
-    if is_present(record):
-        yield f"**{record['outcome']}**, {count_runs(record)} runs an arm: {record['why'].rstrip('.')}."
-        heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
-        yield markdown_table(heads, _part_rows(record))
-    else:
-        yield "Not run yet under this rule."
-        yield from _history(record)
-    yield markdown_table(("arm", PERCENT.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
+    part = find_deciding(record)
+    meaning = MEANINGS[record["outcome"]].format(part=part["name"], effect=describe_effect(part), need=part["need"])
+    yield f"**{record['outcome']}**, {count_runs(record)} runs an arm. {meaning} {claim.get('limits', '')}".rstrip()
     if (folder / "figure.png").is_file():
         yield f"![{name}: {_cell(record['claim'])}]({out.resolve().name}/{name}/figure.png)"
+    heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
+    yield markdown_table(heads, _part_rows(record))
+    yield markdown_table(("arm", PERCENT.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
     yield _describe_runs(record, out)
-    for old in record.get("history", ()):
-        yield from _history(old)
 
 
-def _history(record: Mapping[str, Any]) -> Iterator[str]:
-    """A verdict under an earlier rule: its outcome, commit and rule."""
-    commits = ", ".join(_commits(record))
-    where = f"budget {record['budget']}, {count_runs(record)} runs an arm, commit {commits}"
-    yield f"History: **{record['outcome']}** ({where}): {record['why'].rstrip('.')}."
-    yield f"Rule of these runs: {record['rule'].rstrip('.')}."
-    if before := record.get("before"):
-        rule = before["rule"].rstrip(".")
-        yield f"It was written after the runs. The one before them, with the outcome {before['outcome']}: {rule}."
+def _history(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Verdicts under earlier rules."""
+    present = [(name, record) for name, record in found.items() if not is_present(record)]
+    present += [(name, old) for name, record in found.items() for old in record.get("history", ())]
+    rows = [
+        (
+            old["number"] or "",
+            name,
+            old["outcome"],
+            f"{old['budget']}, {count_runs(old)} runs an arm",
+            old["why"],
+            ", ".join(_commits(old)),
+        )
+        for name, old in sorted(present, key=lambda item: item[1]["number"] or math.inf)
+    ]
+    if rows:
+        yield "## History"
+        yield _wrap(HISTORY)
+        yield markdown_table(("no.", "study", "verdict", "budget", "why", "commits"), rows)
 
 
 def _part_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -244,13 +263,10 @@ def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     time = f"measured in {readable(record['seconds'])}"
     if count := runs.get("count"):
         time = f"{count} runs, {readable(runs['seconds'])} in total"
-    words = [time, *devices, f"commit {', '.join(_commits(record))}"]
+    rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
+    words = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
     link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
     return f"`{record['command']}`: {'; '.join(words)}; {link}."
-
-
-def _outcome(record: Mapping[str, Any]) -> str:
-    return f"**{record['outcome']}**" if is_present(record) else f"{record['outcome']} (history)"
 
 
 def _heading(record: Mapping[str, Any]) -> str:

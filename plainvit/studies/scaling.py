@@ -17,7 +17,6 @@ import numpy as np
 from plainvit.config import Config, Model, ViTConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, vit
-from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, bootstrap, correlations, fact
 from plainvit.studies.study import Arm, Budget, Results, define
 
@@ -54,11 +53,11 @@ def scale_axes(model: ViTConfig) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    """x is the multiply-adds relative to the small model, which has a linear head."""
+    """x is the multiply-adds relative to the small model, which has a linear head and is on every curve."""
     config = start(budget)
     config = config.replace(model=vit(config).replace(**SMALL[budget], representation=0))
     smallest = cost.macs(complete_model(config))
-    found = {"small": Arm(config, x=1.0, group="small")}
+    found = {"small": Arm(config, x=1.0)}
     for name, (axis, changes) in scale_axes(vit(config)).items():
         one = config.replace(model=vit(config).replace(**changes))
         found[name] = Arm(one, x=cost.macs(complete_model(one)) / smallest, group=axis)
@@ -114,7 +113,7 @@ def predictor_parts(found: Results) -> list[Part]:
 
 
 STUDIES = (
-    define("depth-and-width", arms, parts, draw=draw_best),
+    define("depth-and-width", arms, parts, xlabel="compute, relative to the small model"),
     define("patch-size", patch_arms, patch_parts, xlabel="patch side, pixels"),
-    define("predictor", all_arms, predictor_parts, draw=draw_best),
+    define("predictor", all_arms, predictor_parts, bars=True),
 )

@@ -60,11 +60,14 @@ class Study:
     rule: str  # the parts in words
     arms: Callable[[Budget], dict[str, Arm]]
     parts: "Parts"  # all must hold
-    draw: Callable[["Results"], Figure] | None = None  # default: arms, or curves where arms have groups
+    draw: Callable[["Results"], Figure] | None = None  # default: curves of groups of arms, or the arms
+    bars: bool = False  # the arms, although they have groups
     # Metrics of a run from its config and folder
     measure: Callable[[Config, Path], dict[str, float]] = held_out
     number: int = 0  # of the claim in the report of all studies
     paper: str = ""  # the paper's numbers
+    paper_figure: Mapping[str, Any] | None = None  # the same as a figure: title and bars, or curves and xlabel
+    limits: str = ""  # what a verdict does not say
     metric: str = "top1"  # shown in the table
     xlabel: str = ""  # of the default figure
     runs: int = 5  # of each arm, with independent seeds

@@ -19,7 +19,6 @@ from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
-from plainvit.studies.drawings import draw_best
 from plainvit.studies.evidence import Part, above, welch
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -157,7 +156,7 @@ def head_parts(found: Results) -> list[Part]:
 
 
 STUDIES = (
-    define("transfer", arms, parts, measure=halves, draw=draw_best, runs=8),
+    define("transfer", arms, parts, measure=halves, bars=True, runs=8),
     define("resolution", resolution_arms, resolution_parts, xlabel="image side, pixels"),
     define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )
