@@ -8,23 +8,23 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plainvit.analyse.figures import COLOURS, new_axes, printable, save, styled, write_csv
+from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
 from plainvit.analyse.page import (
     Html,
     Section,
     bar,
     element,
-    figure_links,
     folded_table,
-    inline_svg,
+    inline_figure,
     join,
+    make_section,
     percent,
     pluralize,
+    publish_figure,
     table,
 )
 
@@ -38,47 +38,43 @@ def draw_confusion(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     count = len(matrix)
     assert matrix.shape == (count, count) == (len(classes), len(classes)), "one row, one column and one name per class"
     totals = matrix.sum(1, keepdims=True)
-    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)  # [K, K]
+    fractions = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)  # [K, K]
     side = min(max(0.36 * count, 1.5), 7.2) if count <= NUMBERED else 7.2
     label_width = 0.075 * max((len(printable(name, 22)) for name in classes), default=0) if count <= NAMED else 0.2
     figure, axes = new_axes((side + label_width + 0.6, side + label_width + 0.6))
-    if count <= NUMBERED:
-        _draw_cells(axes, shares)
-    else:
-        axes.imshow(_cell_colours(shares), interpolation="none" if count <= 1000 else "antialiased", aspect="equal")
+    axes.imshow(_cell_colours(fractions), interpolation="none" if count <= 1000 else "antialiased", aspect="equal")
     _label_axes(axes, classes)
+    if count <= NUMBERED:
+        _number_cells(axes, fractions)
     return figure
 
 
-def _cell_colours(shares: np.ndarray) -> np.ndarray:
+def _cell_colours(fractions: np.ndarray) -> np.ndarray:
     """[K, K, 4]: hue for correct or wrong, opacity for frequency, so that it also works in dark mode."""
-    colours = np.empty((*shares.shape, 4))
+    colours = np.empty((*fractions.shape, 4))
     colours[..., :3] = to_rgb(COLOURS["orange"])
-    colours[range(len(shares)), range(len(shares)), :3] = to_rgb(COLOURS["blue"])
-    colours[..., 3] = np.where(shares > 0, 0.2 + 0.8 * np.sqrt(shares), 0)
+    colours[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLOURS["blue"])
+    colours[..., 3] = np.where(fractions > 0, 0.2 + 0.8 * np.sqrt(fractions), 0)
     return colours
 
 
-def _draw_cells(axes: Axes, shares: np.ndarray) -> None:
-    corners = 0.47 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
-    squares = np.argwhere(shares >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
-    colours = _cell_colours(shares).reshape(-1, 4)
-    colours[shares.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
-    axes.add_collection(PolyCollection(list(squares), facecolors=colours))
-    for row, column in np.argwhere(shares > 0).tolist():
-        share = 100 * shares[row, column]
-        label = f"{share:.0f}" if share >= 0.5 else "<1"
-        colour = COLOURS["paper" if share > 45 else "ink"]
+def _number_cells(axes: Axes, fractions: np.ndarray) -> None:
+    """Percentages, and lines between the cells."""
+    for row, column in np.argwhere(fractions > 0).tolist():
+        percentage = 100 * fractions[row, column]
+        label = f"{percentage:.0f}" if percentage >= 0.5 else "<1"
+        colour = COLOURS["paper" if percentage > 45 else "ink"]
         axes.text(column, row, label, color=colour, ha="center", va="center_baseline")
-    axes.set_aspect("equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(np.arange(len(fractions) + 1) - 0.5, minor=True)
+    axes.grid(visible=True, which="minor", axis="both")
+    axes.tick_params(which="minor", length=0)
 
 
 def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
     count = len(classes)
-    axes.set_xlim(-0.5, count - 0.5)
-    axes.set_ylim(count - 0.5, -0.5)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
-    axes.set(xlabel="predicted class", ylabel="true class")
     if count > NAMED:
         axes.set(xlabel="predicted class (index from 0)", ylabel="true class (index)")
         for axis in (axes.xaxis, axes.yaxis):
@@ -90,8 +86,7 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
         axes.set_xticks(range(count), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
         axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(count > NUMBERED)
+    axes.spines[:].set_visible(count > NUMBERED)
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -100,35 +95,31 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
 def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, folder: Path) -> Section:
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
-    save(figure, folder / "figures" / "confusion.png")
     rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
-    write_csv(folder / "figures" / "confusion.csv", [["truth \\ prediction", *classes], *rows])
-    width = f"min-width:{min(figure.get_figwidth() * 72, 620):.0f}px;max-width:{figure.get_figwidth() * 110:.0f}px"
+    links = publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
-    numbers = " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    drawn = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="wide-figure")
-    drawn = element("div", drawn, element("p", note + numbers, class_="note"))
+    note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
+    confusions = element("div", _confusion_table(matrix, classes, split))
+    drawn = element("div", inline_figure(figure, "Confusion matrix"), element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    body = element("div", element("div", _confusion_table(matrix, classes, split)), drawn, class_=layout)
-    return Section("Confusion matrix", join([body, figure_links("confusion")]))
+    return make_section("Confusion matrix", element("div", confusions, drawn, class_=layout), links)
 
 
 def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[int, int]]:
     """(true class, predicted class) of the most frequent errors; ties by their fraction of the true class."""
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     wrong = np.argwhere((matrix > 0) & ~np.eye(len(matrix), dtype=bool))
     cells = [(truth, predicted) for truth, predicted in wrong.tolist()]
-    return sorted(cells, key=lambda cell: (-matrix[cell], -shares[cell], cell))[:most]
+    return sorted(cells, key=lambda cell: (-matrix[cell], -fractions[cell], cell))[:most]
 
 
 def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> Html:
-    found = find_frequent_confusions(matrix)
-    if not found:
-        return element("p", f"No errors on the {split} images.")
     rows = []
-    for truth, predicted in found:
+    for truth, predicted in find_frequent_confusions(matrix):
         count, total = matrix[truth, predicted], matrix[truth].sum()
         rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", percent(count / total)))
+    if not rows:
+        return element("p", f"No errors on the {split} images.")
     errors = matrix.sum() - np.trace(matrix)
     summary = f"{pluralize(errors, 'error')} in {pluralize(matrix.sum(), f'{split} image')}."
     titles = ["true class", "predicted as", "images", "of the class"]
@@ -157,4 +148,4 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
     link = element("p", "Data: ", element("a", data, href=data), ".", class_="note") if data else ""
     titles = ["class", element("th", class_="measure"), "recall", "precision", "F1", "images"]
-    return Section("Metrics by class", join([element("p", text), folded_table(titles, rows, (2, 3, 4, 5)), link]))
+    return make_section("Metrics by class", text, folded_table(titles, rows, (2, 3, 4, 5)), link)

@@ -5,7 +5,7 @@ similarity(model)                        cosine similarity of every two position
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -117,28 +117,6 @@ def structure(similar: np.ndarray) -> Structure:
         elsewhere=_mean(flat[~same_row & ~same_column]),
         nearness=rank_correlation(-distance[~itself], flat[~itself]),
     )
-
-
-class PValues(NamedTuple):
-    """How often randomly permuted positions are as similar within a row, and within a column."""
-
-    row: float
-    column: float
-
-
-def permutation_test(similar: np.ndarray, shuffles: int = 199) -> PValues:
-    """One permutation test for rows and one for columns."""
-    h, w = similar.shape[:2]
-    flat, random = similar.reshape(h * w, h * w), np.random.default_rng(0)
-    y, x = np.divmod(np.arange(h * w), w)
-    orders = [np.arange(h * w), *(random.permutation(h * w) for _ in range(shuffles))]
-
-    def p_value(line: np.ndarray) -> float:
-        i, j = np.nonzero((line[:, None] == line) & ~np.eye(h * w, dtype=bool))
-        sums = np.array([flat[order[i], order[j]].sum() for order in orders])
-        return float((sums >= sums[0] - 1e-9).mean())
-
-    return PValues(p_value(y), p_value(x))
 
 
 def _mean(values: np.ndarray) -> float:

@@ -9,15 +9,15 @@ The folder holds card.json, images.parquet (a row for each image), classes.csv, 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.analyse import figures
 from plainvit.analyse.evaluation_report import slug, write_evaluation
+from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import Sample, thumbnail
 from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
@@ -56,28 +56,29 @@ def evaluate_model(
     split: str = "",
     data_root: str | Path | None = None,
     out: Path | None = None,
-    preprocess: dict[str, object] | None = None,
-    image_size: int | None = None,
-    class_names: str | Path | None = None,
+    preprocess: dict[str, Any] | None = None,
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
     quiet: bool = False,
+    **options: Any,
 ) -> Evaluation | None:
     """Evaluates a model on one split and writes its folder; returns None in all processes but the main one.
 
-    preprocess overrides single settings of the model, mean and std included. The default folder is
-    evaluations/MODEL-DATA-SPLIT-HASH.
+    preprocess overrides single settings of the model, mean and std included. Other options, such as precision and
+    image_size, are those of `Predictor`. The default folder is evaluations/MODEL-DATA-SPLIT-HASH.
     """
     _check_options(out, batch, workers)
     world = join_processes(device, TIMEOUT)
+
+    def open_model_and_data() -> tuple[Predictor, Labels]:
+        source = choose_split(model, data, split, data_root)  # first: it opens faster than weights and fails more often
+        predictor = _load_predictor(model, preprocess or {}, device=world.device, **options)
+        return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
+
     try:
         predictor, labels = world.agree(
-            lambda: _open_model_and_data(
-                world, model, data, split, data_root, preprocess or {}, image_size, precision, class_names
-            ),
-            lambda both: both[1].fingerprint() + str(both[0].preprocess),
+            open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
         if world.is_main and labels.right.shape[1] == 1:
@@ -99,29 +100,17 @@ def _check_options(out: Path | None, batch: int, workers: int | None) -> None:
         make_folder(out)
 
 
-def _open_model_and_data(
-    world: World,
-    model: str | Path,
-    data: str,
-    split: str,
-    data_root: str | Path | None,
-    changes: dict[str, object],
-    image_size: int | None,
-    precision: Literal["auto", "fp32", "bf16"],
-    class_names: str | Path | None,
-) -> tuple[Predictor, Labels]:
-    """Data first: it opens faster than weights and fails more often."""
-    source = choose_split(model, data, split, data_root)
-    overrides: Any = {} if str(model).startswith("timm:") else changes
-    options: Any = {"precision": precision, "image_size": image_size, "class_names": class_names}
-    predictor = Predictor(model, device=world.device, **options, **overrides)
+def _load_predictor(model: str | Path, changes: dict[str, Any], **options: Any) -> Predictor:
+    """A timm model normalises by itself; its resize and crop can still change."""
+    is_timm = str(model).startswith("timm:")
+    predictor = Predictor(model, **options, **({} if is_timm else changes))
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
-    if not overrides:  # a timm model normalises by itself; resize and crop can still change
+    if is_timm:
         predictor.preprocess = predictor.preprocess.replace(**changes)
         if "crop" in changes and predictor.preprocess.resize == "squash":
             raise ValueError("--crop needs --resize crop or --resize squash-crop, got --resize squash")
-    return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
+    return predictor
 
 
 def _classify(
@@ -131,16 +120,15 @@ def _classify(
     source = labels.source
     if workers is None:  # starting workers takes longer than a small dataset
         workers = 0 if len(source) < 16 * batch else default_workers()
-    prepared = Prepared(
-        source, predictor.size, predictor.preprocess, batch=batch, workers=workers, world=world, keep=False
-    )
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
+    prepared = Prepared(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
 
-        def report_progress(done: Batch) -> None:
-            for index, reason in done.bad:
+        def report_progress(batch: Batch) -> None:
+            for index, reason in batch.bad:
                 log.warning("%s: %s", source.name(index), reason)
-            display.advance(display.done + len(done.index), "images")
+            display.advance(display.done + len(batch.index), "images")
 
         return classify(predictor, prepared, labels, report_progress)
 
@@ -150,7 +138,9 @@ def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Re
     folder = out or Path("evaluations") / default_name(card)
     make_folder(folder / "figures")
     if labels.single:
-        _write_classes(labels, result, folder)
+        titles, numbers = ["images", "precision", "recall", "f1"], result.by_class()
+        rows = zip(labels.guess_names, *(numbers[title].tolist() for title in titles), strict=True)
+        write_csv(folder / "classes.csv", [["class", *titles], *rows])
     write_evaluation(card, labels, result, most_confident_errors(labels, result), folder)
     write_card(card, folder, labels, result)  # last: a folder with a card is complete
     return Evaluation(card, folder, result)
@@ -160,14 +150,6 @@ def default_name(card: Card) -> str:
     """Model, data, split and a hash of all that affects the result."""
     words = [slug(card.name), slug(card.data["spec"]), card.data["split"], card.identity()[:8]]
     return "-".join(word for word in words if word)
-
-
-def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
-    numbers = result.by_class()
-    columns = [labels.guess_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
-    figures.write_csv(
-        folder / "classes.csv", [["class", "images", "precision", "recall", "f1"], *zip(*columns, strict=True)]
-    )
 
 
 # Samples ------------------------------------------------------------------------------------------------------------
@@ -221,6 +203,6 @@ def summary_table(done: Evaluation) -> Group:
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), shown]
-    lines += [Text(f"{100 * one['top1']:.2f} % in {one['source']}", style="dim") for one in published(card)]
+    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
     lines.append(Text(done.result.confidence_sentence))
     return Group(*lines, Text(f"report: {done.folder / 'report.html'}", overflow="fold"))

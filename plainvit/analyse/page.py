@@ -1,7 +1,8 @@
 """Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
-from plainvit.analyse.page import Section, render_page, table
-render_page("Digits", "Class sizes.", [Section("Classes", table(["class", "images"], [("zero", 178)], numbers=[1]))])
+from plainvit.analyse.page import make_section, render_page, table
+sizes = table(["class", "images"], [("zero", 178)], numbers=[1])
+render_page("Digits", "Images by class.", [make_section("Classes", "The training images.", sizes)])
 
 Every string that is not `Html` is escaped, so class and file names cannot inject markup.
 """
@@ -29,6 +30,8 @@ CRISP = 64  # pixels along a side; smaller images are shown without smoothing
 THUMB = 200  # pixels of the longer side; 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow no-break space
 NONE = "\u2013"  # a missing value
+SCALE = 6.1  # rem for an inch of a figure: two panels fit side by side
+WIDE = 5.0  # inches above which a figure scrolls on a phone instead of shrinking
 UNFOLDED = 20  # classes shown before the rest is folded
 SPLIT = {"test": "test", "val": "validation", "train": "training"}  # reports show the first that exists
 DARK = {
@@ -49,8 +52,15 @@ class Html(str):
 
 
 class Section(NamedTuple):
+    """Part of a page with a heading."""
+
     title: str
     body: Html
+
+
+def make_section(title: str, *parts: str) -> Section:
+    """A section of texts, tables and figures: plain text becomes a paragraph, empty parts are omitted."""
+    return Section(title, join(part if isinstance(part, Html) else element("p", part) for part in parts if part))
 
 
 def escape(text: object) -> Html:
@@ -142,11 +152,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iter
 
 def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]) -> Html:
     """A row for each class; all but the first ones are folded."""
-    shown = table(titles, rows[:UNFOLDED], numbers)
-    if not rows[UNFOLDED:]:
-        return shown
-    rest = element("summary", f"The other {pluralize(len(rows) - UNFOLDED, 'class', 'classes')}")
-    return join([shown, element("details", rest, table(titles, rows[UNFOLDED:], numbers))])
+    parts = [table(titles, rows[:UNFOLDED], numbers)]
+    if rows[UNFOLDED:]:
+        summary = element("summary", f"The other {pluralize(len(rows) - UNFOLDED, 'class', 'classes')}")
+        parts.append(element("details", summary, table(titles, rows[UNFOLDED:], numbers)))
+    return join(parts)
 
 
 def _cell(name: str, value: object, kind: str | None) -> Html:
@@ -164,8 +174,8 @@ def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
     return element("table", element("tbody", *rows), class_="pairs")
 
 
-def bar(share: float) -> Html:
-    length = 100 * min(max(np.nan_to_num(share), 0), 1)
+def bar(fraction: float) -> Html:
+    length = 100 * min(max(np.nan_to_num(fraction), 0), 1)
     return element("span", element("i", style=f"width:{length:.1f}%"), class_="bar")
 
 
@@ -185,13 +195,22 @@ def code_block(line: str) -> Html:
     return element("pre", element("code", line))
 
 
-def inline_svg(figure: Figure, label: str) -> Html:
-    return Html(figures.svg(figure, label))  # matplotlib escapes its text
+def inline_figure(figure: Figure, label: str) -> Html:
+    """A figure at the scale of all figures; a wide one scrolls on a phone instead of shrinking."""
+    inches = figure.get_figwidth()
+    kind, width = "plot wide" if inches > WIDE else "plot", f"--width:{inches * SCALE:.1f}rem"
+    return element("figure", Html(figures.svg(figure, label)), class_=kind, style=width)  # matplotlib escapes its text
 
 
-def figure_links(name: str, data: str = "") -> Html:
-    """Links to the PNG of a figure and to its data: figures/NAME.csv, or another file of the folder."""
-    links = [element("a", path, href=path) for path in (data or f"figures/{name}.csv", f"figures/{name}.png")]
+def publish_figure(
+    folder: Path, name: str, figure: Figure, rows: Iterable[Sequence[object]] = (), *, data: str = ""
+) -> Html:
+    """Saves figures/NAME.png and .csv, and returns links to them; `data` is another file that holds the numbers."""
+    figures.save(figure, folder / "figures" / f"{name}.png")
+    if not data:
+        data = f"figures/{name}.csv"
+        figures.write_csv(folder / data, rows)
+    links = [element("a", path, href=path) for path in (data, f"figures/{name}.png")]
     return element("p", "Data: ", links[0], ". Figure: ", links[1], ".", class_="note")
 
 
@@ -215,11 +234,11 @@ def data_url(image: Image.Image, kind: Literal["png", "jpeg"], *, quality: int =
 # Formatting -----------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float, images: float = 0) -> str:
+def percent(fraction: float, images: float = 0) -> str:
     """A fraction as a percentage; two decimals from 10,000 images on."""
-    if math.isnan(share):
+    if math.isnan(fraction):
         return NONE
-    return f"{100 * share:.{2 if images >= 10_000 else 1}f}{SPACE}%"
+    return f"{100 * fraction:.{2 if images >= 10_000 else 1}f}{SPACE}%"
 
 
 def points(gap: float) -> str:
@@ -227,21 +246,8 @@ def points(gap: float) -> str:
     return f"{100 * gap:.1f}{SPACE}points"
 
 
-def format_duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return NONE
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min" if seconds >= 600 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    hours, minutes = divmod(minutes, 60)
-    days, rest = divmod(round(seconds / 3600), 24)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{days} days {rest} h"
-
-
-def pluralize(count: float, one: str, many: str = "") -> str:
-    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+def pluralize(count: float, singular: str, plural: str = "") -> str:
+    return f"{count:,.0f} {singular if count == 1 else plural or singular + 's'}"
 
 
 def describe_unreadable(count: float, image: str) -> str:
