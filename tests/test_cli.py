@@ -250,7 +250,7 @@ def test_other_flags_become_arguments_of_the_function() -> None:
     assert call.keywords == {
         "out": Path("rows.csv"),
         "top": 3,
-        "config": InferenceFlags(mean=(0.5,)),
+        "flags": InferenceFlags(mean=(0.5,)),
     }
 
 

@@ -98,7 +98,7 @@ def measure_deletion(
     predict: Callable[[Tensor], Tensor], images: Tensor, maps: Tensor, fractions: Sequence[float] = FRACTIONS
 ) -> Tensor:
     """[n, fractions] for maps [n, h, w] of images [n, 3, H, W]; `predict` returns logits."""
-    order = maps.flatten(1).argsort(1, descending=True, stable=True)
+    order = maps.flatten(1).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(1).view(-1, 1, *maps.shape[1:]).float()  # [n, 1, h, w]
     rank = torch.nn.functional.interpolate(rank, images.shape[2:])  # nearest: constant within a patch
     mean = images.float().mean((2, 3), keepdim=True).round().to(images.dtype)
