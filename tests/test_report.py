@@ -21,7 +21,7 @@ from PIL import Image
 from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import draw_confusion, find_frequent_confusions
 from plainvit.analyse.gallery import Cell, Sample, draw_cells, predictions_section, shorten
-from plainvit.analyse.page import Html, Section, element, embed_image, format_duration, render_page
+from plainvit.analyse.page import Html, element, embed_image, make_section, render_page
 from plainvit.analyse.report import write_report
 from plainvit.analyse.run import FILES
 from plainvit.config import Config, Optim, ViTConfig, to_json
@@ -155,9 +155,9 @@ def test_headline_shows_model_data_and_result(whole: tuple[Path, Reader]) -> Non
     assert "test top-1 accuracy 85.0 % 95 % interval 76.7 % to 90.7 % · 85 of 100 images correct" in text
     assert "validation top-1 91.0 %" in text
     assert "test NLL 0.457" in text
-    assert "training time 3 min 12 s" in text
+    assert "training time 3m12s" in text
     assert "trained from scratch on pets: 1,437 training images of 3 classes" in text
-    assert "depth 3, width 64, 4 heads" in text
+    assert "depth 3, width 64, heads 4, patch 2 x 2, image size 8 x 8" in text
     assert "steps 20 2 epochs" in text
     assert "optimistic" not in text
     assert "Missing" not in text
@@ -188,18 +188,16 @@ def test_errors_come_first_by_confidence(whole: tuple[Path, Reader]) -> None:
     assert re.search(r"cat 80 % true: emu c\.png emu 40 % true: dog b\.png Correct 1 cat 90 % a\.jpg", whole[1].text)
 
 
-def test_selection_of_predictions_is_described(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("totals", "shown"), [(None, ("2 of 2", "1 of 1")), ((9, 36), ("2 of 9", "1 of 27"))])
+def test_selection_of_predictions_is_described(
+    totals: tuple[int, int] | None, shown: tuple[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "figures").mkdir()
-
-    def describe(totals: tuple[int, int] | None = None) -> str:
-        samples = [sample(), sample("dog", "emu"), sample("cat", "emu")]
-        section = predictions_section(samples, tmp_path, totals=totals)
-        assert section
-        return Reader(section.body).text
-
-    assert "Errors are over-represented" in describe()
-    assert "2 most confident of 9 errors in 36 images and 1 of 27 correct predictions" in describe((9, 36))
-    assert "over-represented" not in describe((2, 36))
+    samples = [sample(), sample("dog", "emu"), sample("cat", "emu")]
+    section = predictions_section(samples, tmp_path, totals=totals)
+    assert section
+    text = Reader(section.body).text
+    assert all(words in text for words in shown)
 
 
 def test_report_shows_commands_to_reproduce_and_finetune(whole: tuple[Path, Reader]) -> None:
@@ -310,11 +308,9 @@ def test_steps_cut_by_hours_and_the_first_result_are_shown(tmp_path: Path) -> No
     config = run_files()["config.json"] | {"hours": 0.1}
     text = read(write_run(tmp_path / "a", results=results, config=config, metrics=steps(3))).text
     assert "steps 40 of 200: limited by --hours 0.1" in text
-    assert "first result 97.9 % linear head on frozen features 48 held-out images, after 21 s" in text
+    assert "first result 97.9 % linear head on frozen features 48 held-out images, after 21s" in text
     results |= {"final": "first", "trained": {"top1": 0.95}}
-    text = read(write_run(tmp_path / "b", results=results, metrics=[])).text
-    assert "The final model is the first one" in text
-    assert "95.0 %" in text
+    assert "training reached 95.0 %" in read(write_run(tmp_path / "b", results=results, metrics=[])).text
 
 
 def test_selection_bias_is_noted(tmp_path: Path) -> None:
@@ -324,7 +320,6 @@ def test_selection_bias_is_noted(tmp_path: Path) -> None:
     text = read(write_run(tmp_path / "b", results=alone, metrics=[])).text
     assert "validation top-1 accuracy 85.0 %" in text
     assert "chance level 50.0 %" in text
-    assert "top-5" not in text  # of three classes it says nothing
     assert "There is no test split" in text
     assert "2 validation images could not be read" in text
     last = {"val": result(), "better_before": {"step": 1200, "top1": 0.875}}
@@ -438,11 +433,11 @@ def test_neither_torch_nor_pyplot_is_loaded() -> None:
 
 
 def test_page_escapes_text_but_not_html() -> None:
-    text = render_page("A < B", "plain & simple", [Section("One & two", element("p", "<i>", Html("<b>bold</b>")))])
+    text = render_page("A < B", "plain & simple", [make_section("One & two", "a < b", element("p", "<i>", Html("<b>bold</b>")), "")])
     reader = Reader(text)
     check_harmless(reader)
     assert reader.unbalanced == []
-    assert "<p>&lt;i&gt;<b>bold</b></p>" in text
+    assert "<p>a &lt; b</p><p>&lt;i&gt;<b>bold</b></p></section>" in text
     assert '<p class="lead">plain &amp; simple</p>' in text
     assert '<section id="one-two">' in text
     assert "<title>A &lt; B</title>" in text
@@ -453,14 +448,6 @@ def test_images_of_any_shape_are_embedded(shape: tuple[int, int]) -> None:
     text = embed_image(np.zeros((*shape, 3), np.uint8), "x")
     assert len(text) < 20_000
     assert Reader(text).elements[0][0] == "img"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(3.21, "3.2 s"), (42, "42 s"), (192.4, "3 min 12 s"), (1234, "21 min"), (5400, "1 h 30 min"), (2e5, "2 days 8 h")],
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
 
 
 @given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), max_size=300), st.integers(1, 20))
@@ -557,7 +544,7 @@ def test_contact_sheet_draws_images_labels_and_probabilities() -> None:
     ("text", "shown"),
     [
         ("short.jpg", "short.jpg"),
-        ("long name of a photo 17.jpg", "long …7.jpg"),
+        ("long name of a photo 17.jpg", "long…7.jpg"),
         ("猫" * 9 + ".jpg", "猫猫….jpg"),
         ("🐈.jpg", ":cat:.jpg"),
     ],

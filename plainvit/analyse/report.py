@@ -88,10 +88,12 @@ def _describe_model(model: Mapping[str, Any], init: object) -> str:
     if not kind:
         return "The model of its initial weights" if init else "A model"
     kind = "A hybrid ResNet and Vision Transformer" if model.get("stem") else kind
-    shown = {
-        name: model[name] for name in ("depth", "width", "heads", "blocks", "patch", "image_size") if name in model
-    }
-    return f"{kind} ({', '.join(f'{name} {_format_value(value)}' for name, value in shown.items())})"
+    texts = []
+    for name in ("depth", "width", "heads", "blocks", "patch", "image_size"):
+        if name in model:
+            sides = model[name] if isinstance(model[name], list) else [model[name]]
+            texts.append(f"{name.replace('_', ' ')} {' x '.join(map(str, sides))}")
+    return f"{kind} ({', '.join(texts)})"
 
 
 def _headline(run: Run) -> list[Html]:
