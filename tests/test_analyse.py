@@ -86,6 +86,7 @@ def run_all(subject: Subject) -> tuple[set[str], list[str]]:
 ALL = {"filters", "positions", "attention-distance", "attention-maps", "faithfulness"}
 LACKS = {
     "no positions": {"positions"},
+    "relative": {"positions"},
     "axial": {"attention-maps", "faithfulness"},
     "no head": {"faithfulness"},
     "resnet": ALL - {"filters"},

@@ -433,7 +433,9 @@ def test_neither_torch_nor_pyplot_is_loaded() -> None:
 
 
 def test_page_escapes_text_but_not_html() -> None:
-    text = render_page("A < B", "plain & simple", [make_section("One & two", "a < b", element("p", "<i>", Html("<b>bold</b>")), "")])
+    text = render_page(
+        "A < B", "plain & simple", [make_section("One & two", "a < b", element("p", "<i>", Html("<b>bold</b>")), "")]
+    )
     reader = Reader(text)
     check_harmless(reader)
     assert reader.unbalanced == []

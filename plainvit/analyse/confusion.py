@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -42,10 +43,11 @@ def draw_confusion(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     side = min(max(0.36 * count, 1.5), 7.2) if count <= NUMBERED else 7.2
     label_width = 0.075 * max((len(printable(name, 22)) for name in classes), default=0) if count <= NAMED else 0.2
     figure, axes = new_axes((side + label_width + 0.6, side + label_width + 0.6))
-    axes.imshow(_cell_colours(fractions), interpolation="none" if count <= 1000 else "antialiased", aspect="equal")
-    _label_axes(axes, classes)
     if count <= NUMBERED:
-        _number_cells(axes, fractions)
+        _draw_cells(axes, fractions)
+    else:
+        axes.imshow(_cell_colours(fractions), interpolation="none" if count <= 1000 else "antialiased")
+    _label_axes(axes, classes)
     return figure
 
 
@@ -58,22 +60,24 @@ def _cell_colours(fractions: np.ndarray) -> np.ndarray:
     return colours
 
 
-def _number_cells(axes: Axes, fractions: np.ndarray) -> None:
-    """Percentages, and lines between the cells."""
+def _draw_cells(axes: Axes, fractions: np.ndarray) -> None:
+    """Numbered squares, as polygons: a page shows them in its own colours."""
+    corners = 0.47 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
+    squares = np.argwhere(fractions >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
+    colours = _cell_colours(fractions).reshape(-1, 4)
+    colours[fractions.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
+    axes.add_collection(PolyCollection(list(squares), facecolors=colours))
     for row, column in np.argwhere(fractions > 0).tolist():
         percentage = 100 * fractions[row, column]
         label = f"{percentage:.0f}" if percentage >= 0.5 else "<1"
         colour = COLOURS["paper" if percentage > 45 else "ink"]
         axes.text(column, row, label, color=colour, ha="center", va="center_baseline")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(np.arange(len(fractions) + 1) - 0.5, minor=True)
-    axes.grid(visible=True, which="minor", axis="both")
-    axes.tick_params(which="minor", length=0)
 
 
 def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
     count = len(classes)
-    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), xlabel="predicted class", ylabel="true class")
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal")
+    axes.set(xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
     if count > NAMED:
         axes.set(xlabel="predicted class (index from 0)", ylabel="true class (index)")

@@ -36,6 +36,7 @@ def draw_filters(found: Filters) -> Figure:
         )
     axes.set(xlim=(-0.02, columns), ylim=(1.25 * rows, -0.02))
     axes.set_title("Principal components of the first layer, explained variance")
+    axes.set_anchor("NW")
     axes.set_axis_off()
     return figure
 
@@ -55,6 +56,7 @@ def draw_similarity(similar: np.ndarray, title: str) -> Figure:
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+    axes.set_anchor("NW")
     ticks = (-1, -0.5, 0, 0.5, 1)
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label="cosine similarity", ticks=ticks, aspect=18)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.analyse.attention import check_layer
 from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
-from plainvit.models.vit import Block
 
 TILES = 28  # as in the paper
 
@@ -67,9 +65,7 @@ def position_vectors(model: ViT, layer: int = 0) -> Tensor:
 
 
 def similarity(model: ViT, layer: int = 0) -> np.ndarray:
-    """[h, w, h, w] cosines of each position with all others; for relative positions, of each offset with offset 0."""
-    if model.config.posemb == "relative":
-        return _offset_similarity(model, layer)
+    """[h, w, h, w] cosines of each position with all others."""
     vectors = position_vectors(model, layer)
     return cosines(vectors.flatten(0, 1)).reshape(*model.config.grid, *model.config.grid)
 
@@ -78,15 +74,6 @@ def cosines(vectors: Tensor) -> np.ndarray:
     """[n, n] cosine similarities; 0 for a zero vector."""
     units = torch.nn.functional.normalize(vectors.detach().double(), dim=-1)
     return (units @ units.mT).cpu().numpy()
-
-
-def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
-    check_layer(model, layer)
-    (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
-    relative = block.attention.relative
-    assert relative is not None
-    to_zero = cosines(relative.table.detach())[h * w - 1]  # [2n - 1]; the middle row is the offset zero
-    return to_zero[relative.index.value.cpu().numpy()].reshape(h, w, h, w)
 
 
 @dataclass

@@ -6,7 +6,6 @@ plainvit data info photos/ --sheet sheet.png                     class_sheet(sou
 
 import math
 import re
-import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,11 +76,9 @@ def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def contact_sheet(
-    source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]], note: str = ""
-) -> Figure:
-    """The images at `index` with their rows as `plainvit predict` writes them, and a note below."""
-    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)], note)
+def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The images at `index` with their rows as `plainvit predict` writes them."""
+    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)])
 
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
@@ -113,18 +110,14 @@ def thumbnail(source: Source, index: int) -> np.ndarray | None:
 
 
 @styled()
-def draw_cells(cells: Sequence[Cell], note: str = "") -> Figure:
-    """A grid of images with text below each, and a note below the grid."""
+def draw_cells(cells: Sequence[Cell]) -> Figure:
+    """A grid of images with text below each."""
     columns = min(max(len(cells), 1), 8 if len(cells) > 24 else 6)
     lines = max(math.ceil(len(cells) / columns), 1)
-    note_lines = textwrap.wrap(printable(note), 26 * columns)
-    foot = 0.02 + 0.11 * len(note_lines) if note_lines else 0.0
-    figure, axes = new_axes((1.3 * columns, 1.3 * (TALL * lines + foot)))
+    figure, axes = new_axes((1.3 * columns, 1.3 * TALL * lines))
     for place, cell in enumerate(cells):
         _draw_cell(axes, cell, place % columns, place // columns * TALL)
-    below: dict[str, Any] = {"fontsize": 6, "color": COLOURS["muted"], "va": "top", "parse_math": False}
-    axes.text(0, TALL * lines + 0.01, "\n".join(note_lines), **below)
-    axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
+    axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines - 0.04, -0.04), aspect="equal")
     axes.set_axis_off()
     return figure
 

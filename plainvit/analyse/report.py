@@ -246,13 +246,13 @@ def _settings_section(run: Run) -> Section | None:
 
 
 def _data_table(run: Run) -> Html:
-    rows = []
+    """The number of images of each split, and the fingerprint of their names and labels."""
+    values = {}
     for name, part in as_dict(run.data.get("splits")).items():
-        images, fingerprint = number(as_dict(part).get("images")), as_dict(part).get("fingerprint", page.NONE)
-        count = page.NONE if math.isnan(images) else f"{images:,.0f}"
-        rows.append((page.SPLIT.get(name, name), count, page.element("code", fingerprint)))
-    titles = ["split", "images", "fingerprint of file names and labels"]
-    return page.table(titles, rows, numbers=(1,)) if rows else Html("")
+        images, fingerprint = run.images(name), as_dict(part).get("fingerprint", page.NONE)
+        count = page.NONE if math.isnan(images) else page.pluralize(images, "image")
+        values[page.SPLIT.get(name, name)] = f"{count}, fingerprint {fingerprint}"
+    return page.pairs(values) if values else Html("")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ def make_facts(scores: Mapping[str, Any], split: str = "") -> list[Html]:
         "top-5": (top5, percent(top5, images)),
         "NLL": (nll, f"{nll:.3f}", "negative log-likelihood"),
         "F1": (f1, percent(f1, images), "mean over the classes"),
-        "calibration error": (error, points(error), _compare_confidence(scores), "expected calibration error, 15 bins"),
+        "calibration error": (error, points(error), _compare_confidence(scores)),
     }
     shown = {name: notes for name, (value, *notes) in facts.items() if not math.isnan(value)}
     return [fact(f"{split} {name}".strip(), *notes) for name, notes in shown.items()]

@@ -63,7 +63,8 @@ def predict(
         sheet: Draw up to 96 of the images with their predictions into this PNG file
         json: Print JSON: one line per image or, with --out, a summary
     """
-    from plainvit.analyse.gallery import choose_evenly
+    from plainvit.analyse.figures import save
+    from plainvit.analyse.gallery import BYTES, choose_evenly, contact_sheet
     from plainvit.evaluate import outputs
     from plainvit.evaluate.predict import write
 
@@ -81,7 +82,7 @@ def predict(
             keep = bool(sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
     if sheet:
-        _draw_sheet(model, source, drawn, rows if out else [rows[index] for index in drawn], sheet)
+        save(contact_sheet(source, drawn, rows if out else [rows[index] for index in drawn]), sheet, BYTES)
     notes = _describe_trust(model, sheet)
     if out:
         _print_summary(summary, json, notes)
@@ -169,15 +170,6 @@ def _predict_rows(
         if stdout:
             print(_json.dumps(row), file=stdout, flush=True)
     return Summary("", len(source), unreadable, first_error, resumed=0, seconds=0.0), kept
-
-
-def _draw_sheet(model: str, source: "Source", drawn: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
-    from plainvit.analyse.figures import save
-    from plainvit.analyse.gallery import BYTES, contact_sheet
-    from plainvit.evaluate.predict import describe_accuracy_of_run
-
-    accuracy = describe_accuracy_of_run(model)
-    save(contact_sheet(source, drawn, rows, f"{model}: {accuracy}" if accuracy else ""), sheet, BYTES)
 
 
 def _describe_trust(model: str, sheet: Path | None) -> list[str]:
