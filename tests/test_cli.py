@@ -206,7 +206,7 @@ WRONG = {  # command: words that the line must name
     "train digits --devices 0": "--devices 0",
     "train digits --restarts -1": "--restarts -1",
     "doctor --search": "'--search'",
-    "evaluate A --data B --antialias --no-antialias": "--antialias --no-antialias",
+    "evaluate A --data B --antialias yes": "--antialias 'yes'",
     "evaluate A --data B --workers -2": "--workers -2",
     "evaluate A --data B --devices 0": "--devices 0",
     "predict A B --batch 0": "--batch 0",

@@ -29,7 +29,7 @@ from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.statistics import FEW
+from plainvit.evaluate.statistics import FEW, describe_accuracy
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
@@ -204,5 +204,7 @@ def summary_table(done: Evaluation) -> Group:
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), shown]
     lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
-    lines.append(Text(done.result.confidence_sentence))
-    return Group(*lines, Text(f"report: {done.folder / 'report.html'}", overflow="fold"))
+    result = done.result
+    words = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
+    words += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
+    return Group(*lines, *(Text(line, overflow="fold") for line in words))

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plainvit.commands.parsing import (
     ClassNames,
@@ -15,9 +14,6 @@ from plainvit.commands.parsing import (
     print_result,
 )
 
-if TYPE_CHECKING:
-    from plainvit.evaluate.classify import Result
-
 
 def evaluate(
     model: Model,
@@ -29,8 +25,6 @@ def evaluate(
     class_names: ClassNames = None,
     text_head: TextHead = None,
     flags: InferenceFlags,
-    antialias: bool = False,
-    no_antialias: bool = False,
     devices: int = 1,
     json: Json = False,
 ) -> "Processes | None":
@@ -45,25 +39,14 @@ def evaluate(
         data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
-        antialias: Antialias when an image is made smaller
-        no_antialias: Do not antialias
         devices: Number of processes on this machine, one per device (several machines: torchrun)
     """
     flags.check()
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
-    if antialias and no_antialias:
-        raise ValueError("--antialias and --no-antialias cannot be combined: remove one of them")
-    if no_antialias and flags.interpolation == "lanczos":
-        raise ValueError(
-            "--interpolation lanczos always antialiases: remove --no-antialias, or use --interpolation bilinear"
-        )
     if devices > 1 and "RANK" not in os.environ:
         return Processes(devices, 0, flags.device)
     from dataclasses import asdict
-
-    from rich.console import Group
-    from rich.text import Text
 
     from plainvit.analyse.evaluation import evaluate_model, summary_table
     from plainvit.runtime.folder import finite
@@ -71,8 +54,6 @@ def evaluate(
     changes = given_pixel_flags(flags)
     if text_head is not None:
         changes["text_head"] = str(text_head)  # for plainvit.load
-    if antialias or no_antialias:
-        changes["antialias"] = antialias
     evaluation = evaluate_model(
         model,
         data,
@@ -90,15 +71,8 @@ def evaluate(
     )
     if evaluation:  # only the main process has it
         card = {"folder": str(evaluation.folder), **asdict(evaluation.card)}
-        table = Group(summary_table(evaluation), *map(Text, _describe_accuracy(evaluation.result)))
-        print_result(finite(card), None if json else table)
+        print_result(finite(card), None if json else summary_table(evaluation))
     return None
-
-
-def _describe_accuracy(result: "Result") -> list[str]:
-    from plainvit.evaluate.statistics import describe_accuracy
-
-    return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
 
 
 def compare(cards: tuple[Path, ...], /, *, json: Json = False) -> None:

@@ -43,6 +43,7 @@ class PixelFlags:
     resize: Literal["squash", "crop", "squash-crop"] | None = None  # Resize: ignore aspect, centre-crop, or both
     crop: float | None = None  # Side kept by the centre crop, as a fraction of the resized side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # Interpolation when resizing
+    antialias: Literal["on", "off"] | None = None  # Antialias when an image is made smaller (lanczos always does)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class InferenceFlags(PixelFlags):
 def given_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
     """The flags that were given, as arguments of `load`."""
     values = {name: getattr(flags, name) for name in PixelFlags.__dataclass_fields__}
-    return {name: value for name, value in values.items() if value not in (None, ())}
+    given = {name: value for name, value in values.items() if value not in (None, ())}
+    return given | ({"antialias": flags.antialias == "on"} if flags.antialias else {})
 
 
 def exit_with_error(line: str, code: int) -> NoReturn:

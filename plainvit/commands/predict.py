@@ -63,8 +63,6 @@ def predict(
         sheet: Draw up to 96 of the images with their predictions into this PNG file
         json: Print JSON: one line per image or, with --out, a summary
     """
-    from plainvit.analyse.figures import save
-    from plainvit.analyse.gallery import BYTES, choose_evenly, contact_sheet
     from plainvit.evaluate import outputs
     from plainvit.evaluate.predict import write
 
@@ -75,14 +73,18 @@ def predict(
             outputs.check_out(path, kinds)
     stdout = sys.stdout
     with _open_job(model, inputs, top, flags, class_names) as (job, source, engine):
-        drawn = choose_evenly(len(source)) if sheet else []
+        drawn: list[int] = []
+        if sheet:
+            from plainvit.analyse.gallery import choose_evenly
+
+            drawn = choose_evenly(len(source)).tolist()
         if out:
             summary, rows = write(job, source, out, engine=engine, force=force, quiet=json, keep=drawn)
         else:
             keep = bool(sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
     if sheet:
-        save(contact_sheet(source, drawn, rows if out else [rows[index] for index in drawn]), sheet, BYTES)
+        _draw_sheet(source, drawn, rows if out else [rows[index] for index in drawn], sheet)
     notes = _describe_trust(model, sheet)
     if out:
         _print_summary(summary, json, notes)
@@ -170,6 +172,13 @@ def _predict_rows(
         if stdout:
             print(_json.dumps(row), file=stdout, flush=True)
     return Summary("", len(source), unreadable, first_error, resumed=0, seconds=0.0), kept
+
+
+def _draw_sheet(source: "Source", drawn: list[int], rows: list[dict[str, Any]], sheet: Path) -> None:
+    from plainvit.analyse.figures import save
+    from plainvit.analyse.gallery import BYTES, contact_sheet
+
+    save(contact_sheet(source, drawn, rows), sheet, BYTES)
 
 
 def _describe_trust(model: str, sheet: Path | None) -> list[str]:

@@ -76,7 +76,9 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
     if flags.json:
-        print_result({"folder": str(run.folder), **_drop_confusion(run.numbers)}, None)
+        for scores in filter(lambda value: isinstance(value, dict), run.numbers.values()):
+            scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
+        print_result({"folder": str(run.folder), **run.numbers}, None)
         return None
     for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
         print(line)
@@ -95,21 +97,10 @@ def describe_results(results: dict[str, Any]) -> Iterator[str]:
             accuracy, *warning = describe_accuracy(correct, scores["images"], scores.get("majority_accuracy"))
             yield from (f"{name}: {accuracy}", *warning)
             if split == "val" and (better := results.get("better_before")):
-                percent = f"{better['top1']:.2%}".replace("%", " %")
-                yield (
-                    f"the final weights are the last step's; step {better['step']:,} had {percent}: "
-                    "use --patience N to keep the best"
-                )
+                step = f"step {better['step']:,} had {100 * better['top1']:.2f} %"
+                yield f"the final weights are the last step's; {step}: use --patience N to keep the best"
         elif scores.get("loss") is not None:
             yield f"{name} loss {scores['loss']:.4f}"
-
-
-def _drop_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Results without the confusion matrix, which is in results.json and has a row for each pair of classes."""
-    splits = {name: value for name, value in numbers.items() if isinstance(value, dict)}
-    return numbers | {
-        name: {key: one for key, one in value.items() if key != "confusion"} for name, value in splits.items()
-    }
 
 
 def plan(
