@@ -15,22 +15,11 @@ from typing import Any, Unpack
 
 from PIL import Image
 
-from plainvit.analyse import findings
+from plainvit.analyse import findings, page
 from plainvit.analyse.explorer import IMAGES, describe_omissions, explorer, plan
 from plainvit.analyse.figures import save
 from plainvit.analyse.maps import analyse_maps
-from plainvit.analyse.page import (
-    CRISP,
-    Section,
-    data_url,
-    element,
-    inline_figure,
-    join,
-    make_section,
-    notice,
-    pluralize,
-    write_page,
-)
+from plainvit.analyse.page import Section
 from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_images
 from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
@@ -128,8 +117,11 @@ def _write_report(subject: Subject, results: list[Finding], name: str, path: Pat
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
         section, script = _explorer_section(subject)
         sections.insert(0, section)
-    lead = join((element("p", _describe_subject(subject), class_="lead"), *map(notice, subject.notes)))
-    return write_page(path, f"Analysis of {name}", lead, sections, ["plainvit analyse"], script=script)
+    lead = page.element("p", _describe_subject(subject), class_="lead")
+    lead = page.join((lead, *map(page.notice, subject.notes)))
+    text = page.render_page(f"Analysis of {name}", lead, sections, above=["plainvit analyse"], script=script)
+    write_text(path, text)
+    return path
 
 
 def _describe_subject(subject: Subject) -> str:
@@ -138,15 +130,15 @@ def _describe_subject(subject: Subject) -> str:
     images = f"for images of {width} x {height} pixels; analysed with {count} {subject.description}."
     if not isinstance(subject.model, ViT):
         return f"A ResNet {images}"
-    (h, w), layers = config.grid, pluralize(len(subject.model.blocks), "layer")
+    (h, w), layers = config.grid, page.pluralize(len(subject.model.blocks), "layer")
     patches = f"{h} x {w} patches of {height // h} x {width // w} pixels"
-    heads = pluralize(config.heads, "head")
+    heads = page.pluralize(config.heads, "head")
     return f"A Vision Transformer with {layers}, {heads}, width {config.width} and {patches}, {images}"
 
 
 def _make_section(finding: Finding) -> Section:
-    figure = finding.html or inline_figure(finding.figure, finding.title)
-    return make_section(finding.title, finding.text, figure, finding.table or "")
+    figure = finding.html or page.inline_figure(finding.figure, finding.title)
+    return page.make_section(finding.title, finding.text, figure, finding.table or "")
 
 
 def _explorer_section(subject: Subject) -> tuple[Section, str]:
@@ -162,12 +154,12 @@ def _explorer_section(subject: Subject) -> tuple[Section, str]:
             "its own attention. "
         )
     text += describe_omissions(wanted, subject.model, len(subject.images))
-    return make_section("Attention explorer", text, body), script
+    return page.make_section("Attention explorer", text, body), script
 
 
 def _explorer_images(subject: Subject) -> list[dict[str, Any]]:
     images = subject.images[:IMAGES].permute(0, 2, 3, 1).numpy()
-    kind = "png" if subject.images.shape[-1] < CRISP else "jpeg"
-    sources = [data_url(Image.fromarray(image), kind, quality=88) for image in images]
+    kind = "png" if subject.images.shape[-1] < page.CRISP else "jpeg"
+    sources = [page.data_url(Image.fromarray(image), kind, quality=88) for image in images]
     rows = zip(sources, subject.names, subject.describe_predictions(IMAGES), strict=False)
     return [{"source": source, "name": name, "prediction": prediction} for source, name, prediction in rows]

@@ -13,21 +13,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from plainvit.analyse import page
 from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
-from plainvit.analyse.page import (
-    Html,
-    Section,
-    bar,
-    element,
-    folded_table,
-    inline_figure,
-    join,
-    make_section,
-    percent,
-    pluralize,
-    publish_figure,
-    table,
-)
+from plainvit.analyse.page import Html, Section
 
 NUMBERED = 20  # classes up to which a cell shows its number
 NAMED = 60  # classes up to which the axes show names
@@ -100,13 +88,13 @@ def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, fo
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
     rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
-    links = publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
+    links = page.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    confusions = element("div", _confusion_table(matrix, classes, split))
-    drawn = element("div", inline_figure(figure, "Confusion matrix"), element("p", note, class_="note"))
+    confusions = page.element("div", _confusion_table(matrix, classes, split))
+    drawn = page.element("div", page.inline_figure(figure, "Confusion matrix"), page.element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    return make_section("Confusion matrix", element("div", confusions, drawn, class_=layout), links)
+    return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout), links)
 
 
 def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[int, int]]:
@@ -121,13 +109,13 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     rows = []
     for truth, predicted in find_frequent_confusions(matrix):
         count, total = matrix[truth, predicted], matrix[truth].sum()
-        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", percent(count / total)))
+        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", page.percent(count / total)))
     if not rows:
-        return element("p", f"No errors on the {split} images.")
+        return page.element("p", f"No errors on the {split} images.")
     errors = matrix.sum() - np.trace(matrix)
-    summary = f"{pluralize(errors, 'error')} in {pluralize(matrix.sum(), f'{split} image')}."
+    summary = f"{page.pluralize(errors, 'error')} in {page.pluralize(matrix.sum(), f'{split} image')}."
     titles = ["true class", "predicted as", "images", "of the class"]
-    return join([element("p", summary), table(titles, rows, numbers=(2, 3))])
+    return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
 
 
 def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
@@ -144,12 +132,12 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
     rows = []
     for at in order.tolist():
-        ratios = (percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        measure = element("td", bar(float(recall[at])), class_="measure")
+        ratios = (page.percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
+        measure = page.element("td", page.bar(float(recall[at])), class_="measure")
         rows.append((classes[at], measure, *ratios, f"{images[at]:,.0f}"))
-    text = f"Lowest recall (accuracy within the class) first. Mean recall: {percent(recall[seen].mean())}."
+    text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
-    text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
-    link = element("p", "Data: ", element("a", data, href=data), ".", class_="note") if data else ""
-    titles = ["class", element("th", class_="measure"), "recall", "precision", "F1", "images"]
-    return make_section("Metrics by class", text, folded_table(titles, rows, (2, 3, 4, 5)), link)
+    text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
+    link = page.element("p", "Data: ", page.element("a", data, href=data), ".", class_="note") if data else ""
+    titles = ["class", page.element("th", class_="measure"), "recall", "precision", "F1", "images"]
+    return page.make_section("Metrics by class", text, page.folded_table(titles, rows, (2, 3, 4, 5)), link)

@@ -11,6 +11,7 @@ from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.page import Html, Section
 from plainvit.analyse.scores import make_facts, make_headline
+from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
 from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
@@ -35,7 +36,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     ]
     title = f"{slug(card.name)} on {slug(card.data['spec'])}"
     above = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
-    page.write_page(folder / "report.html", title, _summarize(card, result), sections, above)
+    write_text(folder / "report.html", page.render_page(title, _summarize(card, result), sections, above=above))
 
 
 def slug(text: str) -> str:

@@ -19,19 +19,9 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
+from plainvit.analyse import page
 from plainvit.analyse.figures import COLOURS, RIGHT, WRONG, new_axes, number, printable, styled
-from plainvit.analyse.page import (
-    NONE,
-    SPACE,
-    Html,
-    Section,
-    bar,
-    element,
-    embed_image,
-    make_section,
-    pluralize,
-    publish_figure,
-)
+from plainvit.analyse.page import Html, Section
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
@@ -173,13 +163,13 @@ def predictions_section(
     ordered = errors + correct
     rows = [[sample.name, sample.truth, sample.prediction, sample.probability] for sample in ordered]
     sheet = draw_cells(list(map(_sample_cell, ordered[:SHOWN])))
-    links = publish_figure(folder, "gallery", sheet, [["name", "truth", "prediction", "probability"], *rows])
-    parts = [element("p", _describe_selection(len(errors), len(ordered), totals), class_="note")]
+    links = page.publish_figure(folder, "gallery", sheet, [["name", "truth", "prediction", "probability"], *rows])
+    parts = [page.element("p", _describe_selection(len(errors), len(ordered), totals), class_="note")]
     for kind, shown in (("Errors", errors), ("Correct", correct)):
         if shown:
-            parts.append(element("h3", kind, " ", element("span", len(shown), class_="quiet")))
-            parts.append(element("div", *map(_sample_card, shown), class_="samples"))
-    return make_section(title, *parts, links)
+            parts.append(page.element("h3", kind, " ", page.element("span", len(shown), class_="quiet")))
+            parts.append(page.element("div", *map(_sample_card, shown), class_="samples"))
+    return page.make_section(title, *parts, links)
 
 
 def _sample_cell(sample: Sample) -> Cell:
@@ -192,17 +182,18 @@ def _describe_selection(wrong: int, shown: int, totals: tuple[int, int] | None) 
     """Which predictions are shown: the selection may not reflect the accuracy."""
     errors, images = totals or (wrong, shown)
     correct = f"{shown - wrong:,} of {images - errors:,} correct predictions"
-    return f"Shown: {wrong:,} of {pluralize(errors, 'error')}, the most confident first, and {correct}."
+    return f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first, and {correct}."
 
 
 def _sample_card(sample: Sample) -> Html:
     probability = number(sample.probability)
-    confidence = NONE if math.isnan(probability) else f"{100 * probability:.0f}{SPACE}%"
+    confidence = page.NONE if math.isnan(probability) else f"{100 * probability:.0f}{page.SPACE}%"
+    first = page.element("b", sample.prediction), page.element("span", confidence, class_="quiet")
     words = [
-        element("div", element("b", sample.prediction), element("span", confidence, class_="quiet"), class_="line"),
-        "" if sample.is_correct else element("div", element("span", "true: ", class_="quiet"), sample.truth),
-        element("div", sample.name, class_="file", title=sample.name),
+        page.element("div", *first, class_="line"),
+        "" if sample.is_correct else page.element("div", page.element("span", "true: ", class_="quiet"), sample.truth),
+        page.element("div", sample.name, class_="file", title=sample.name),
     ]
-    shown = embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
+    shown = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
     kind = "sample right" if sample.is_correct else "sample wrong"
-    return element("figure", shown, bar(probability), element("figcaption", *words), class_=kind)
+    return page.element("figure", shown, page.bar(probability), page.element("figcaption", *words), class_=kind)

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ from PIL import Image
 
 from plainvit.analyse import figures
 from plainvit.analyse.figures import printable
-from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CRISP = 64  # pixels along a side; smaller images are shown without smoothing
@@ -78,45 +78,25 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
 
 
-def render_page(title: str, lead: str, sections: Sequence[Section], *, eyebrow: str = "", script: str = "") -> str:
-    """An HTML page with a title, a lead (plain text or Html) and sections.
+def render_page(
+    title: str, lead: str, sections: Iterable[Section | None], *, above: Iterable[str] = (), script: str = ""
+) -> str:
+    """A page with a title, a lead (plain text or Html) and sections; those that are None are omitted.
 
-    eyebrow: the line above the title. The content security policy allows no script but the given one.
+    above: words of the line above the title. The content security policy allows no script but the given one.
     """
-    allowed = f"; script-src {_digest(script)}" if script else ""
-    offline = "This page loads no external resources" + ("." if script else " and runs no scripts.")
-    body = element(
-        "main",
-        element(
-            "header",
-            element("p", eyebrow, class_="eyebrow") if eyebrow else "",
-            element("h1", title),
-            lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
-        ),
-        _table_of_contents(sections) if len(sections) > 2 else "",
-        *(element("section", element("h2", title), body, id=_anchor(title)) for title, body in sections),
-        element("footer", f"Made by plainvit. {offline}"),
-        Html(f"<script>{script}</script>") if script else "",
+    shown, words = [section for section in sections if section], " · ".join(filter(None, above))
+    return Template(_read("page.html")).substitute(
+        policy=POLICY + (f"; script-src {_digest(script)}" if script else ""),
+        title=escape(title),
+        style=_make_stylesheet(),
+        eyebrow=element("p", words, class_="eyebrow") if words else "",
+        lead=lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
+        contents=_make_contents(shown) if len(shown) > 2 else "",
+        sections=join(element("section", element("h2", title), body, id=_anchor(title)) for title, body in shown),
+        footer="Made by plainvit. This page loads no external resources" + ("." if script else " and runs no scripts."),
+        script=f"<script>{script}</script>" if script else "",
     )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{allowed}">'),
-        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        Html('<meta name="color-scheme" content="light dark">'),
-        element("title", title),
-        element("style", Html(_stylesheet())),
-    )
-    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def write_page(
-    path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], *, script: str = ""
-) -> Path:
-    """Writes a page atomically; sections that are None are omitted, `above` is the line above the title."""
-    shown = [section for section in sections if section]
-    write_text(path, render_page(title, lead, shown, eyebrow=" · ".join(filter(None, above)), script=script))
-    return path
 
 
 def _digest(script: str) -> str:
@@ -124,7 +104,7 @@ def _digest(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _table_of_contents(sections: Sequence[Section]) -> Html:
+def _make_contents(sections: Sequence[Section]) -> Html:
     links = [element("li", element("a", title, href=f"#{_anchor(title)}")) for title, _ in sections]
     return element("nav", element("ul", *links), aria_label="Contents")
 
@@ -133,13 +113,17 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _stylesheet() -> str:
+def _make_stylesheet() -> str:
     light, dark = (
         "".join(f"--{name}:{colour};" for name, colour in colours.items())
         for colours in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
     )
     colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return colours + _read("page.css")
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:

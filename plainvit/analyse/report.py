@@ -24,6 +24,7 @@ from plainvit.analyse.page import Html, Section
 from plainvit.analyse.run import Run, as_dict, read_run
 from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.config import Config, to_json
+from plainvit.disk import write_text
 from plainvit.runtime.display import readable
 
 OBJECTIVES = {
@@ -58,7 +59,8 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
     ]
     title = printable(run.config.get("recipe") or folder.resolve().name)
     above = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
-    return page.write_page(folder / "report.html", title, _summarize(run), sections, above)
+    write_text(folder / "report.html", page.render_page(title, _summarize(run), sections, above=above))
+    return folder / "report.html"
 
 
 # Summary --------------------------------------------------------------------------------------------------------------
