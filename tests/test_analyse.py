@@ -22,7 +22,7 @@ from torch import Tensor
 
 import plainvit
 from plainvit.analyse.analysis import analyse_model, display_name, run_analyses
-from plainvit.analyse.explorer import explorer, plan
+from plainvit.analyse.explorer import explorer, plan_explorer
 from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.maps import FRACTIONS, compute_gain, measure_deletion
 from plainvit.analyse.subject import Subject, gather, open_images
@@ -106,7 +106,7 @@ def test_each_model_kind_gets_the_applicable_figures(kind: str) -> None:
     assert all(parameter.grad is None for parameter in subject.model.parameters())
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
         rows = [{"source": "", "name": name, "prediction": ""} for name in subject.names]
-        assert "explorer-data" in explorer(subject.model, subject.images, rows, plan(subject.model, 3))[0]
+        assert "explorer-data" in explorer(subject.model, subject.images, rows, plan_explorer(subject.model, 3))[0]
 
 
 def test_one_image_is_enough() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from PIL import Image
 
 from plainvit.analyse import findings, page
-from plainvit.analyse.explorer import IMAGES, describe_omissions, explorer, plan
+from plainvit.analyse.explorer import IMAGES, describe_omissions, explorer, plan_explorer
 from plainvit.analyse.figures import save
 from plainvit.analyse.maps import analyse_maps
 from plainvit.analyse.page import Section
@@ -142,8 +142,8 @@ def _make_section(finding: Finding) -> Section:
 
 
 def _explorer_section(subject: Subject) -> tuple[Section, str]:
-    wanted = plan(subject.model, len(subject.images))
-    body, script = explorer(subject.model, subject.images, _explorer_images(subject), wanted)
+    plan = plan_explorer(subject.model, len(subject.images))
+    body, script = explorer(subject.model, subject.images, _explorer_images(subject), plan)
     text = (
         "Click a patch, or use the arrow keys, to see its attention; select a layer (Page Up, Page Down) and a head to "
         "enlarge them. On dark images, switch to the heat map. "
@@ -153,7 +153,7 @@ def _explorer_section(subject: Subject) -> tuple[Section, str]:
             "The cell next to the image is the class token: it shows its fraction of the attention; click it to see "
             "its own attention. "
         )
-    text += describe_omissions(wanted, subject.model, len(subject.images))
+    text += describe_omissions(plan, subject.model, len(subject.images))
     return page.make_section("Attention explorer", text, body), script
 
 

@@ -22,13 +22,13 @@ RANDOM = "random order"
 
 
 @styled()
-def draw_filters(found: Filters) -> Figure:
+def draw_filters(filters: Filters) -> Figure:
     """Tiles sorted by explained variance, seven to a row as in Figure 7."""
-    images = filters_to_rgb(found.tiles)
+    images = filters_to_rgb(filters.tiles)
     columns = min(7, len(images))
     rows = math.ceil(len(images) / columns)
     figure, axes = new_axes((0.7 * columns, 0.83 * rows + 0.3))
-    for at, (image, variance) in enumerate(zip(images, found.variance, strict=True)):
+    for at, (image, variance) in enumerate(zip(images, filters.variance, strict=True)):
         x, y = at % columns, 1.25 * (at // columns)
         axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
         axes.text(
@@ -47,9 +47,9 @@ def draw_similarity(similar: np.ndarray, title: str) -> Figure:
     h, w = similar.shape[:2]
     rows, columns = (np.unique(np.linspace(0, side - 1, min(side, MOST_TILES)).round().astype(int)) for side in (h, w))
     gap = max(1, h // 12)
-    shown = similar[rows][:, columns]
+    tiles = similar[rows][:, columns]
     figure, axes = new_axes((PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))
-    image = axes.imshow(_tile_grid(shown, gap), vmin=-1, vmax=1, cmap="viridis", interpolation="none")
+    image = axes.imshow(_tile_grid(tiles, gap), vmin=-1, vmax=1, cmap="viridis", interpolation="none")
     _number_tiles(axes.xaxis, columns, w + gap, w)
     _number_tiles(axes.yaxis, rows, h + gap, h)
     axes.set(xlabel="patch column", ylabel="patch row", title=title)
@@ -128,8 +128,8 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
     for row, (image, name) in enumerate(zip(images, names, strict=True)):
         y = row * tall
-        for x, shown in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
-            axes.imshow(shown, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
+        for x, tile in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
+            axes.imshow(tile, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
         below = {"fontsize": 6, "va": "top", "color": COLOURS["muted"], "parse_math": False}
         axes.text(0, y + 0.94 * ratio + 0.02, printable(name, 60), **below)
     for x, name in enumerate(columns):

@@ -49,8 +49,8 @@ def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
     if tiles.shape[-1] not in (1, 3):
         raise ValueError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
-    shown = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
-    return np.broadcast_to(shown.round().astype(np.uint8), (*shown.shape[:-1], 3))
+    levels = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
+    return np.broadcast_to(levels.round().astype(np.uint8), (*levels.shape[:-1], 3))
 
 
 @torch.no_grad()

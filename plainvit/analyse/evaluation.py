@@ -188,21 +188,21 @@ def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
 def summary_table(done: Evaluation) -> Group:
     """Metrics with their confidence intervals, and the path of the report."""
     card = done.card
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("", no_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
     for title in ("value", "95 % interval"):
-        shown.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
         if name in card.metrics and (name != "top5" or done.result.classes > FEW):
             ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(to_unit(name, end) for end in ends) if ends else ""
-            shown.add_row(TITLES[name], to_unit(name, value), between)
+            table.add_row(TITLES[name], to_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
-    lines = [Text(title, style="bold"), shown]
+    lines = [Text(title, style="bold"), table]
     lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
     result = done.result
     words = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]

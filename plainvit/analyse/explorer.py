@@ -46,7 +46,7 @@ class Plan:
         return self.images * queries * cells
 
 
-def plan(model: ViT, images: int, budget: int = BUDGET) -> Plan:
+def plan_explorer(model: ViT, images: int, budget: int = BUDGET) -> Plan:
     """The first plan within the budget; if there is none, the smallest one."""
     (h, w), plans = model.config.grid, _list_plans(model, min(images, IMAGES))
     queries = h * w + (model.config.prefix > 0)
@@ -76,14 +76,14 @@ class Views(NamedTuple):
 
 @torch.no_grad()
 @in_eval_mode
-def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
+def views(model: ViT, image: Tensor, plan: Plan) -> Views:
     """Views of one image [3, H, W] from one forward pass."""
     computed = Views([], [])
 
     def add(layer: int, attention: Tensor) -> None:
-        computed.means.append(_attention_matrix(model, attention[0].mean(0), wanted.keys))
-        for head in wanted.heads[layer]:
-            computed.singles.append(_attention_matrix(model, attention[0, head], wanted.head_keys))
+        computed.means.append(_attention_matrix(model, attention[0].mean(0), plan.keys))
+        for head in plan.heads[layer]:
+            computed.singles.append(_attention_matrix(model, attention[0, head], plan.head_keys))
 
     require_global_attention(model)(image[None].to(model.embedding.weight.device), AttentionReducer(add))
     return computed
@@ -106,23 +106,23 @@ def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> t
     return grey.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy()
 
 
-def explorer(model: ViT, images: Tensor, rows: list[dict[str, Any]], wanted: Plan) -> tuple[Html, str]:
+def explorer(model: ViT, images: Tensor, rows: list[dict[str, Any]], plan: Plan) -> tuple[Html, str]:
     """(HTML, script). `rows` has for each image: source (a data: URL), name, prediction."""
     height, width = model.config.image_size
-    images = images[: wanted.images]
-    computed = [views(model, image, wanted) for image in images]
+    images = images[: plan.images]
+    computed = [views(model, image, plan) for image in images]
     crisp = max(height, width) < CRISP
     data = {
-        "images": [row | {"width": width, "height": height} for row in rows[: wanted.images]],
+        "images": [row | {"width": width, "height": height} for row in rows[: plan.images]],
         "grid": model.config.grid,
-        "keys": wanted.keys,
+        "keys": plan.keys,
         "tokens": model.config.tokens,
-        "headKeys": wanted.head_keys,
+        "headKeys": plan.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
         "reads": model.config.pool == "token",
         "heat": crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": crisp,
-        "heads": wanted.heads,
+        "heads": plan.heads,
         "means": [[_png(view) for view, _ in image.means] for image in computed],
         "largest": [[largest.tolist() for _, largest in image.means] for image in computed],
         "singles": [[_png(view) for view, _ in image.singles] for image in computed],
@@ -138,15 +138,15 @@ def explorer(model: ViT, images: Tensor, rows: list[dict[str, Any]], wanted: Pla
     return body, Path(__file__).with_name("explorer.js").read_text(encoding="utf-8")
 
 
-def describe_omissions(wanted: Plan, model: ViT, images: int) -> str:
+def describe_omissions(plan: Plan, model: ViT, images: int) -> str:
     """What the report omits to stay small; empty if nothing."""
-    layers, with_heads = len(wanted.heads), sum(map(bool, wanted.heads))
-    if wanted == _list_plans(model, min(images, IMAGES))[0]:
+    layers, with_heads = len(plan.heads), sum(map(bool, plan.heads))
+    if plan == _list_plans(model, min(images, IMAGES))[0]:
         return ""
-    keys, head_keys = (" x ".join(map(str, grid)) for grid in (wanted.keys, wanted.head_keys))
+    keys, head_keys = (" x ".join(map(str, grid)) for grid in (plan.keys, plan.head_keys))
     heads = f"the heads of {with_heads} of {layers} layers as maps of {head_keys}" if with_heads else "no single heads"
-    shown = pluralize(wanted.images, "image")
-    return f"To keep this file below 10 MB, the explorer shows {shown}, layers as maps of {keys}, and {heads}."
+    images_shown = pluralize(plan.images, "image")
+    return f"To keep this file below 10 MB, the explorer shows {images_shown}, layers as maps of {keys}, and {heads}."
 
 
 def _png(view: np.ndarray) -> str:

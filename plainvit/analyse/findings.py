@@ -12,31 +12,31 @@ from plainvit.analyse.subject import Finding, Findings, Subject
 
 
 def analyse_filters(subject: Subject) -> Findings:
-    found = embeddings.filters(subject.model)
-    explained, (height, width) = 100 * float(found.variance.sum()), found.tiles.shape[1:3]
+    filters = embeddings.filters(subject.model)
+    explained, (height, width) = 100 * float(filters.variance.sum()), filters.tiles.shape[1:3]
     yield Finding(
         "filters",
         "Embedding filters",
         f"Principal components of the {height} x {width} kernels of the first layer, with the variance that each "
         f"explains (together {explained:.0f} %). Smooth patterns and colours are learned; noise remains from the "
         "initialisation, and so do colours if the training images are grey. Grey is zero.",
-        drawings.draw_filters(found),
-        {"variance": found.variance.tolist(), "tiles": found.tiles.round(5).tolist()},
+        drawings.draw_filters(filters),
+        {"variance": filters.variance.tolist(), "tiles": filters.tiles.round(5).tolist()},
     )
 
 
 def analyse_positions(subject: Subject) -> Findings:
     model = attention.require_vit(subject.model)
     similar, (h, w) = embeddings.similarity(model), model.config.grid
-    found = embeddings.structure(similar)
+    structure = embeddings.structure(similar)
     yield Finding(
         "positions",
         "Position similarity",
         "Each tile shows the cosine similarity of one patch's position embedding with all others. Mean similarity: "
-        f"{found.row:.2f} within a row, {found.column:.2f} within a column, {found.elsewhere:.2f} elsewhere. An "
-        "embedding that encodes the grid is more similar within rows and columns.",
+        f"{structure.row:.2f} within a row, {structure.column:.2f} within a column, {structure.elsewhere:.2f} elsewhere. "
+        "An embedding that encodes the grid is more similar within rows and columns.",
         drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches"),
-        {"grid": (h, w), **asdict(found), "similarity": similar.round(4).tolist()},
+        {"grid": (h, w), **asdict(structure), "similarity": similar.round(4).tolist()},
     )
 
 

@@ -92,11 +92,11 @@ def class_sheet(source: Source) -> Figure:
 def thumbnail(source: Source, index: int) -> np.ndarray | None:
     """None if the image cannot be read."""
     try:
-        shown = Image.fromarray(source.image(index))
+        image = Image.fromarray(source.image(index))
     except (ImageError, OSError):
         return None
-    shown.thumbnail((PIXELS, PIXELS))
-    return np.asarray(shown)
+    image.thumbnail((PIXELS, PIXELS))
+    return np.asarray(image)
 
 
 @styled()
@@ -165,10 +165,10 @@ def predictions_section(
     sheet = draw_cells(list(map(_sample_cell, ordered[:SHOWN])))
     links = page.publish_figure(folder, "gallery", sheet, [["name", "truth", "prediction", "probability"], *rows])
     parts = [page.element("p", _describe_selection(len(errors), len(ordered), totals), class_="note")]
-    for kind, shown in (("Errors", errors), ("Correct", correct)):
-        if shown:
-            parts.append(page.element("h3", kind, " ", page.element("span", len(shown), class_="quiet")))
-            parts.append(page.element("div", *map(_sample_card, shown), class_="samples"))
+    for kind, group in (("Errors", errors), ("Correct", correct)):
+        if group:
+            parts.append(page.element("h3", kind, " ", page.element("span", len(group), class_="quiet")))
+            parts.append(page.element("div", *map(_sample_card, group), class_="samples"))
     return page.make_section(title, *parts, links)
 
 
@@ -194,6 +194,6 @@ def _sample_card(sample: Sample) -> Html:
         "" if sample.is_correct else page.element("div", page.element("span", "true: ", class_="quiet"), sample.truth),
         page.element("div", sample.name, class_="file", title=sample.name),
     ]
-    shown = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
+    image = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
     kind = "sample right" if sample.is_correct else "sample wrong"
-    return page.element("figure", shown, page.bar(probability), page.element("figcaption", *words), class_=kind)
+    return page.element("figure", image, page.bar(probability), page.element("figcaption", *words), class_=kind)

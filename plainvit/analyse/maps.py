@@ -104,8 +104,8 @@ def measure_deletion(
     mean = images.float().mean((2, 3), keepdim=True).round().to(images.dtype)
     predicted = predict(images).argmax(-1, keepdim=True)
     counts = [round(fraction * order.shape[1]) for fraction in fractions]
-    logits = [predict(torch.where(rank < count, mean, images)) for count in counts]
-    return torch.stack([one.double().softmax(-1).gather(1, predicted)[:, 0] for one in logits], 1)
+    logits = torch.stack([predict(torch.where(rank < count, mean, images)) for count in counts], 1).double()
+    return logits.softmax(-1).gather(2, predicted[:, None].expand(-1, len(counts), -1))[..., 0]
 
 
 def compute_gain(curve: Tensor, base: Tensor) -> tuple[str, float, float]:

@@ -200,11 +200,11 @@ def publish_figure(
 
 def embed_image(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """An embedded image: PNG if small, otherwise a JPEG thumbnail."""
-    shown = Image.fromarray(image)
-    tiny = max(shown.size) < CRISP
+    picture = Image.fromarray(image)
+    tiny = max(picture.size) < CRISP
     if not tiny:
-        shown.thumbnail((side, side))
-    source = data_url(shown, "png" if tiny else "jpeg", optimize=tiny)
+        picture.thumbnail((side, side))
+    source = data_url(picture, "png" if tiny else "jpeg", optimize=tiny)
     return element("img", src=source, alt=alt, class_="small" if tiny else None)
 
 

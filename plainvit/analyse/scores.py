@@ -35,8 +35,8 @@ def make_facts(scores: Mapping[str, Any], split: str = "") -> list[Html]:
         "F1": (f1, percent(f1, images), "mean over the classes"),
         "calibration error": (error, points(error), _compare_confidence(scores)),
     }
-    shown = {name: notes for name, (value, *notes) in facts.items() if not math.isnan(value)}
-    return [fact(f"{split} {name}".strip(), *notes) for name, notes in shown.items()]
+    known_facts = {name: notes for name, (value, *notes) in facts.items() if not math.isnan(value)}
+    return [fact(f"{split} {name}".strip(), *notes) for name, notes in known_facts.items()]
 
 
 def _format_interval(scores: Mapping[str, Any]) -> str:

@@ -159,13 +159,13 @@ def weights(
         shown = "\n".join(f"{row['for']} {row['task']}: {row['name']}\n  {row['reason']}" for row in rows)
         print_result(rows, None if json else shown)
         return
-    found = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
-    if not found:
+    entries = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
+    if not entries:
         raise ValueError(f"no published weights match {pattern!r}; `plainvit weights` lists all")
-    print_result({name: asdict(entry) for name, entry in found.items()}, None if json else _published_table(found))
+    print_result({name: asdict(entry) for name, entry in entries.items()}, None if json else _make_table(entries))
 
 
-def _published_table(found: "dict[str, Published]") -> "Group":
+def _make_table(entries: "dict[str, Published]") -> "Group":
     from rich.console import Group
     from rich.table import Table
 
@@ -176,7 +176,7 @@ def _published_table(found: "dict[str, Published]") -> "Group":
     for title in ("params", "MB", "top-1", "ReaL"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("licence", overflow="fold")
-    for name, entry in found.items():
+    for name, entry in entries.items():
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         millions = entry.parameters / 1e6
         licence = f"{entry.licence}*" if entry.restriction else entry.licence
