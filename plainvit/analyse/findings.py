@@ -32,9 +32,9 @@ def analyse_positions(subject: Subject) -> Findings:
     yield Finding(
         "positions",
         "Position similarity",
-        "Each tile shows the cosine similarity of one patch's position embedding with all others. Mean similarity: "
-        f"{structure.row:.2f} within a row, {structure.column:.2f} within a column, {structure.elsewhere:.2f} elsewhere. "
-        "An embedding that encodes the grid is more similar within rows and columns.",
+        "Each tile shows the cosine similarity of one patch's position embedding with all others. Mean similarity "
+        f"{structure.row:.2f} in a row, {structure.column:.2f} in a column, {structure.elsewhere:.2f} elsewhere: an "
+        "embedding that encodes the grid is more similar within rows and columns.",
         drawings.draw_similarity(similar, f"Similarity of positions, {h} x {w} patches"),
         {"grid": (h, w), **asdict(structure), "similarity": similar.round(4).tolist()},
     )
