@@ -103,7 +103,7 @@ def _check_options(out: Path | None, batch: int, workers: int | None) -> None:
 def _load_predictor(model: str | Path, changes: dict[str, Any], **options: Any) -> Predictor:
     """A timm model normalises by itself; its resize and crop can still change."""
     is_timm = str(model).startswith("timm:")
-    predictor = Predictor(model, **options, **({} if is_timm else changes))
+    predictor = Predictor(model, **options | ({} if is_timm else changes))
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
     if is_timm:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from plainvit.evaluate.card import Card
 from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.statistics import FEW
 
 
 def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequence[Sample], folder: Path) -> None:
@@ -46,7 +48,14 @@ def slug(text: str) -> str:
 
 
 def _summarize(card: Card, result: Result) -> Html:
-    data, scores = card.data, result.summary() | {"f1": card.metrics.get("f1")}
+    data = card.data
+    scores: dict[str, Any] = {
+        **{name: value for name, value in card.metrics.items() if name != "top5" or result.classes > FEW},
+        "images": card.images,
+        "interval": card.intervals["top1"],
+        "probability": float(result.probabilities.mean()),
+        "majority_accuracy": result.majority_accuracy,
+    }
     lead = f"{card.name} on {page.pluralize(card.images, page.SPLIT[data['split']] + ' image')} of {data['spec']}, "
     lead += f"{page.pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
     facts = [page.element("dl", *row, class_="facts") for row in ([make_headline(scores)], make_facts(scores))]

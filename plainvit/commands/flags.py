@@ -213,7 +213,8 @@ def parse(call: Callable[..., Any], command: str, arguments: list[str]) -> funct
             )
         elif is_dataclass(parameter.annotation):
             fields = {field.name for field in dataclasses.fields(parameter.annotation)}
-            named[name] = parameter.annotation(**{key: given[key] for key in fields & given.keys()})
+            values = {key: given[key] for key in fields & given.keys()}
+            named[name] = parameter.annotation(**values)  # pyright: ignore[reportCallIssue]
         elif parameter.kind is parameter.KEYWORD_ONLY and name in given:
             named[name] = given[name]
     return functools.partial(call, *words, **named)
