@@ -16,17 +16,16 @@ import tiny
 import torch
 from pictures import plant, plant_classes, png, real_data
 from PIL import Image
-from scipy.stats import wilcoxon
 from small_runs import without_figures
 from tiny import filled, hybrid, vit
+from torch import Tensor
 
 import plainvit
-from plainvit.analyse import attention
-from plainvit.analyse.analysis import ANALYSES, analyse_model, display_name, find_warnings, run_analyses
-from plainvit.analyse.explorer import explorer, plan
+from plainvit.analyse.analysis import analyse_model, display_name, run_analyses
+from plainvit.analyse.explorer import explorer, plan_explorer
 from plainvit.analyse.findings import analyse_filters
-from plainvit.analyse.maps import compute_gain
-from plainvit.analyse.subject import WORK, Subject, gather, open_images
+from plainvit.analyse.maps import FRACTIONS, compute_gain, measure_deletion
+from plainvit.analyse.subject import Subject, gather, open_images
 from plainvit.cli import main
 from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
@@ -36,6 +35,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT
 from plainvit.names import configure
 from plainvit.runtime.display import Display
+from plainvit.studies.learned import rollout_on_object
 
 ALONE = {"pool": "average", "class_token": False}
 KINDS: dict[str, Any] = {
@@ -69,74 +69,82 @@ def predictor(model: Any) -> Predictor:
     return Predictor(model.float(), device="cpu", precision="fp32")
 
 
-def subject(model: Any, count: int = 3) -> Subject:
+def make_subject(model: Any, count: int = 3) -> Subject:
     generator = torch.Generator().manual_seed(0)
     shape = (count, 3, *model.config.image_size)
     shown = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return Subject(predictor(model), shown, [f"{place}.png" for place in range(count)], None)
 
 
-def run_all(looked: Subject) -> tuple[set[str], list[str]]:
-    """(names of the findings, reasons for those that are omitted)."""
-    names, reasons = set(), []
-    for analyse in ANALYSES.values():
-        try:
-            names |= {finding.name for finding in analyse(looked)}
-        except ValueError as error:
-            reasons.append(str(error))
-    return names, reasons
+def run_all(subject: Subject) -> tuple[set[str], list[str]]:
+    """(names of the findings, notes on those that are omitted)."""
+    with Display("", 1, quiet=True) as display:
+        names = {finding.name for finding in run_analyses(subject, display)}
+    return names, subject.notes
 
 
-ALL = {
-    *("filters", "positions", "attention-distance", "attention-entropy", "attention-maps"),
-    *("faithfulness", "token-norms", "layer-similarity", "removal", "hidden-patches"),
-}
+ALL = {"filters", "positions", "attention-distance", "attention-maps", "faithfulness"}
 LACKS = {
     "no positions": {"positions"},
+    "relative": {"positions"},
     "axial": {"attention-maps", "faithfulness"},
-    "no head": {"faithfulness", "removal", "hidden-patches"},
-    "resnet": ALL - {"filters", "layer-similarity", "hidden-patches"},
+    "no head": {"faithfulness"},
+    "resnet": ALL - {"filters"},
 }
 
 
 @every_kind
 def test_each_model_kind_gets_the_applicable_figures(kind: str) -> None:
-    looked = subject(KINDS[kind]())
+    subject = make_subject(KINDS[kind]())
     with torch.no_grad():
-        before = looked.model(looked.images)
-    names, reasons = run_all(looked)
+        before = subject.model(subject.images)
+    names, notes = run_all(subject)
     assert names == ALL - LACKS.get(kind, set())
-    assert bool(reasons) == (kind in LACKS)
-    assert all("\n" not in reason and not reason.endswith(".") for reason in reasons)
+    assert len(notes) == (kind in LACKS and kind != "no head")  # one for each reason
     with torch.no_grad():
-        assert torch.equal(looked.model(looked.images), before)  # to the last bit, and no hook was left behind
-    assert all(parameter.grad is None for parameter in looked.model.parameters())
-    if isinstance(looked.model, ViT) and not looked.model.config.axial:
-        shown = [{"source": "", "name": name, "prediction": ""} for name in looked.names]
-        assert "explorer-data" in explorer(looked.model, looked.images, shown, plan(looked.model, 3))[0]
+        assert torch.equal(subject.model(subject.images), before)  # to the last bit, and no hook was left behind
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+    if isinstance(subject.model, ViT) and not subject.model.config.axial:
+        rows = [{"source": "", "name": name, "prediction": ""} for name in subject.names]
+        assert "explorer-data" in explorer(subject.model, subject.images, rows, plan_explorer(subject.model, 3))[0]
 
 
 def test_one_image_is_enough() -> None:
-    assert run_all(subject(vit(), 1)) == (ALL, [])
+    assert run_all(make_subject(vit(), 1)) == (ALL, [])
 
 
-def test_number_of_images_follows_the_compute_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = subject(vit(), 20)
-    monkeypatch.setitem(WORK, "cpu", 1.0)
-    assert looked.affordable_images(100, 64) == 16
-    looked.thorough = True
-    assert looked.affordable_images(100, 64) == 20
+# Faithfulness ---------------------------------------------------------------------------------------------------------
+
+
+def test_deletion_with_a_correct_and_an_inverted_map() -> None:
+    """The model sees only how bright patch 7 of 15 is."""
+    images = torch.zeros(2, 3, 24, 40, dtype=torch.uint8)
+    images[:, :, 8:16, 16:24] = 255
+    values = torch.zeros(2, 3, 5)
+    values.view(2, -1)[:, 7] = 1
+
+    def predict(images: Tensor) -> Tensor:
+        level = images[:, :, 8:16, 16:24].float().mean((1, 2, 3)) / 255
+        return torch.stack((8 * (level - 0.75), torch.zeros_like(level)), 1)
+
+    fractions = [count / 15 for count in range(16)]
+    visible, hidden = (float(torch.sigmoid(torch.tensor(8 * (level - 0.75)))) for level in (1, 17 / 255))
+    correct, inverted = (measure_deletion(predict, images, one, fractions)[1].tolist() for one in (values, -values))
+    assert correct == pytest.approx([visible] + [hidden] * 15)
+    assert inverted == pytest.approx([visible] * 15 + [hidden])
 
 
 def test_a_map_is_better_only_if_significant() -> None:
-    better, none, worse = (
-        compute_gain(values, [0.0] * 4) for values in ([0.3, 0.2, 0.25, 0.3], [1, -1, 1, -1], [-1] * 4)
-    )
-    assert [one.verdict for one in (better, none, worse)] == ["better", "no better", "worse"]
-    few = scipy.stats.ttest_1samp([0.3, 0.2, 0.25, 0.3], 0).confidence_interval(0.95)
-    assert (better.low, better.high) == pytest.approx(tuple(few), abs=1e-5)
-    assert compute_gain([0.3, 0.1], [0.0] * 2).verdict == "no better"  # 1.96 standard errors of two images are 70 %
-    assert compute_gain([0.3], [0.1]).verdict == "no better"  # one image tells nothing
+    def gain(areas: list[float]) -> tuple[str, float, float]:
+        flat = torch.tensor(areas)[:, None].expand(-1, len(FRACTIONS)).double()
+        return compute_gain(torch.zeros_like(flat), flat)
+
+    verdict, mean, margin = gain([0.3, 0.2, 0.25, 0.3])
+    low, high = scipy.stats.ttest_1samp([0.3, 0.2, 0.25, 0.3], 0).confidence_interval(0.95)
+    assert (verdict, mean, margin) == ("better", pytest.approx((low + high) / 2), pytest.approx((high - low) / 2))
+    assert gain([1.0, -1.0, 1.0, -1.0])[0] == "no better"
+    assert gain([-1.0] * 4)[0] == "worse"
+    assert gain([0.3])[0] == "no better"  # one image tells nothing
 
 
 # What is written ------------------------------------------------------------------------------------------------------
@@ -144,13 +152,12 @@ def test_a_map_is_better_only_if_significant() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of seven classes, and models for them."""
+    """Images of seven classes, and a model for them."""
     root = tmp_path_factory.mktemp("analyse")
     plant_classes(root / "photos" / "test", {f"kind {number}": 2 for number in range(7)})
     model = vit(dtype=torch.float32)
     model.about = About(class_names=tuple(f"kind {number}" for number in range(7)))
     plainvit.save(model, root / "model.safetensors")
-    plainvit.save(resnet(), root / "bit.safetensors")
     return root
 
 
@@ -158,20 +165,23 @@ def test_analysis_writes_figures_data_and_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
-    main(["analyse", str(folder / "model.safetensors"), *words, "--against", str(folder / "bit.safetensors")])
-    found = json.loads(capsys.readouterr().out)
-    assert Path(found["report"]) == tmp_path / "analysis.html"
-    figures = {Path(path).stem for path in found["figures"]}
-    assert figures >= ALL | {"layer-similarity-against", "faithfulness-insertion"}
-    assert figures == {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    for path in found["figures"]:
+    main(["analyse", str(folder / "model.safetensors"), *words])
+    printed = json.loads(capsys.readouterr().out)
+    assert Path(printed["report"]) == tmp_path / "analysis.html"
+    assert {Path(path).stem for path in printed["figures"]} == ALL
+    assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == ALL
+    for path in printed["figures"]:
         with Image.open(path) as image:
             assert min(image.size) > 150
-        assert json.loads(Path(path).with_suffix(".json").read_text())
-    text = Path(found["report"]).read_text()
+    model = plainvit.load(folder / "model.safetensors")
+    data = {name: json.loads((tmp_path / "figures" / f"{name}.json").read_text()) for name in ALL}
+    assert np.shape(data["attention-distance"]["distance"]) == (model.config.depth, model.config.heads)
+    assert np.shape(data["positions"]["similarity"]) == (3, 5, 3, 5)
+    assert np.shape(data["attention-maps"]["rollout"]) == (6, 3, 5)
+    assert set(data["faithfulness"]["gain"]) == {"rollout", "rollout, no residual", "last layer", "relevance"}
+    text = Path(printed["report"]).read_text()
     assert f"Analysis of {folder.name}" in text  # model.safetensors is not used as a name
     assert "3 layers, 4 heads, width 48 and 3 x 5 patches of 8 x 8 pixels" in text
-    assert "accuracy is agreement" not in text  # these labels are the model's
 
 
 @pytest.mark.slow
@@ -190,23 +200,17 @@ def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.Mon
 # Warnings -------------------------------------------------------------------------------------------------------------
 
 
-def answering(right: int, count: int = 40) -> Subject:
-    """A model of seven classes that gets so many of the images right."""
-    looked = subject(vit(), count)
-    own = looked.logits.argmax(-1)
-    looked.labels = torch.where(torch.arange(count) < right, own, (own + 1) % 7)
-    return looked
-
-
-def test_a_model_at_chance_level_is_warned_about() -> None:
-    (warning,) = find_warnings(answering(6))
-    assert "15 %" in warning
-    assert "chance (14 %)" in warning
-    assert find_warnings(answering(30)) == []
-    assert find_warnings(answering(1, 8)) == []  # too few images
-    unlabelled = answering(0)
-    unlabelled.labels = None
-    assert find_warnings(unlabelled) == []
+@pytest.mark.parametrize(
+    ("correct", "count", "labelled", "warned"),
+    [(6, 40, True, True), (30, 40, True, False), (1, 8, True, False), (0, 40, False, False)],
+)
+def test_a_model_at_chance_level_is_warned_about(correct: int, count: int, labelled: bool, warned: bool) -> None:
+    """Of seven classes; eight images are too few to tell."""
+    subject = make_subject(vit(), count)
+    predicted = subject.logits.argmax(-1)
+    labels = torch.where(torch.arange(count) < correct, predicted, (predicted + 1) % 7)
+    subject.labels = labels if labelled else None
+    assert len(subject.find_warnings()) == warned
 
 
 def test_display_names() -> None:
@@ -239,7 +243,6 @@ def test_invalid_input_exits_with_one_line(folder: Path, tmp_path: Path, capsys:
     assert "no images" in fail([model, "--data", str(tmp_path / "empty")], capsys, 3)
     plant(tmp_path / "broken", {"a.png": b"no picture", "b.jpg": b"nor this"})
     assert "a.png: " in fail([model, "--data", str(tmp_path / "broken")], capsys, 3)
-    assert "--against" in fail([model, *photos, "--against", str(tmp_path / "empty")], capsys, 2)
 
 
 def test_unavailable_published_weights_suggest_alternatives(
@@ -260,10 +263,10 @@ def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: p
 
 def test_unreadable_images_are_skipped_and_counted(tmp_path: Path) -> None:
     plant(tmp_path, {"a.png": png(1), "b.png": b"broken", "c.png": png(2)})
-    looked = gather(predictor(vit()), str(tmp_path), "", "", 8)
-    assert sorted(Path(name).name for name in looked.names) == ["a.png", "c.png"]
-    assert looked.labels is None
-    assert any("1 of 3 images" in note for note in looked.notes)
+    subject = gather(predictor(vit()), str(tmp_path), "", "", 8)
+    assert sorted(Path(name).name for name in subject.names) == ["a.png", "c.png"]
+    assert subject.labels is None
+    assert any("1 of 3 images" in note for note in subject.notes)
 
 
 def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
@@ -276,35 +279,15 @@ def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
 
 
 def test_an_analysis_that_raises_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def analyse(looked: Subject) -> Any:
-        yield from analyse_filters(looked)
+    def analyse(subject: Subject) -> Any:
+        yield from analyse_filters(subject)
         raise ValueError("no more of it")
 
     monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"halves": analyse})
-    looked = subject(vit())
-    with Display("", 1, quiet=True) as display:
-        assert [finding.name for finding in run_analyses(looked, display)] == ["filters"]
-    assert looked.notes == ["Omitted: halves (no more of it)."]
-
-
-def test_colours_of_grey_images_are_not_called_learned() -> None:
-    looked = subject(vit())
-    assert "patterns and colours are learned" in next(iter(analyse_filters(looked))).text
-    looked.images = looked.images[:, :1].expand(-1, 3, -1, -1)
-    assert "colours of grey images" in next(iter(analyse_filters(looked))).text
+    assert run_all(make_subject(vit())) == ({"filters"}, ["Omitted: halves (no more of it)."])
 
 
 # Rollout -------------------------------------------------------------------------------------------------------------
-
-
-def on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(share of rollout on the object, share of the area that it covers) of each image."""
-    drawn = [source.draw(index) for index in range(count)]
-    shown = torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels, _, _ in drawn])
-    masks = torch.stack([torch.from_numpy(mask) for _, mask, _ in drawn]).double()
-    rolled = attention.rollout(model, shown).double()
-    covered = torch.nn.functional.avg_pool2d(masks[:, None], model.config.patch)[:, 0]
-    return ((rolled * covered).sum((1, 2)) / rolled.sum((1, 2))).numpy(), masks.mean((1, 2)).numpy()
 
 
 @pytest.mark.slow
@@ -326,12 +309,13 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
     source = open_source("shapes:size=32,count=200", "test")
     assert isinstance(source, Shapes)
     model = plainvit.load(tmp_path / "run").eval()
-    mass, area = on_object(model, source, 200)
-    assert wilcoxon(mass, area, alternative="greater").pvalue < 0.01
+    mass, area, _ = rollout_on_object(model, source, 200)
+    assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue < 0.01
     assert mass.mean() > 1.05 * area.mean()
     for seed in range(3):
-        mass, area = on_object(model.initialise(torch.Generator().manual_seed(seed)), source, 200)
-        assert wilcoxon(mass, area, alternative="greater").pvalue > 0.01
+        untrained = model.initialise(torch.Generator().manual_seed(seed))
+        mass, area, _ = rollout_on_object(untrained, source, 200)
+        assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue > 0.01
         assert mass.mean() == pytest.approx(area.mean(), rel=0.02)
 
 

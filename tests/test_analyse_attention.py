@@ -10,9 +10,9 @@ from tiny import vit
 from torch import Tensor
 
 from plainvit.analyse.attention import (
+    attention_distance,
     attention_maps,
-    head_statistics,
-    measure_heads,
+    layer_distance,
     patch_distances,
     relevance,
     rollout,
@@ -82,10 +82,10 @@ def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[T
         plain, mixed = attention.mean(1) @ plain, (0.5 * attention.mean(1) + 0.5 * eye) @ mixed
     torch.testing.assert_close(rollout(model, images, residual=False), row_of(model, plain), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(rollout(model, images), row_of(model, mixed), atol=1e-9, rtol=1e-9)
-    found = attention_maps(model, images)  # [B, L, H, h, w]
+    maps = attention_maps(model, images)  # [B, L, H, h, w]
     for layer, attention in enumerate(attentions):
         for head in range(model.config.heads):
-            torch.testing.assert_close(found[:, layer, head], row_of(model, attention[:, head]), atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(maps[:, layer, head], row_of(model, attention[:, head]), atol=1e-9, rtol=1e-9)
 
 
 @every_kind
@@ -105,19 +105,8 @@ def test_relevance_equals_autograd_through_explicit_attention(changes: dict[str,
         torch.testing.assert_close(found[place], expected.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_analyses_do_not_change_the_model() -> None:
-    model = model_of().float()
-    images = images_for(model)
-    with torch.no_grad():
-        before = model(images)
-        measure_heads(model, images), rollout(model, images), attention_maps(model, images)
-        relevance(model, images)
-        assert torch.equal(model(images), before)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_uniform_attention_has_the_analytic_distance() -> None:
-    """The mean distance of two points of a grid, by a double loop; the entropy of N equal shares."""
+    """The mean distance of two points of a grid, by a double loop."""
     model = model_of()
     for block in model.blocks:
         block.attention.qkv.weight.data.zero_()
@@ -125,28 +114,21 @@ def test_uniform_attention_has_the_analytic_distance() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     places = [(p * y, q * x) for y in range(h) for x in range(w)]
     expected = sum(math.dist(a, b) for a in places for b in places) / len(places) ** 2
-    found = measure_heads(model, images_for(model))
-    assert found.distance.shape == (model.config.depth, model.config.heads)
-    torch.testing.assert_close(found.distance, torch.full_like(found.distance, expected))
-    torch.testing.assert_close(found.entropy, torch.full_like(found.entropy, math.log(model.config.tokens)))
-    torch.testing.assert_close(found.outside, torch.full_like(found.outside, 1 / model.config.tokens))
+    distance = attention_distance(model, images_for(model))
+    torch.testing.assert_close(distance, torch.full((model.config.depth, model.config.heads), expected).double())
 
 
 def test_attention_to_the_neighbour_has_distance_of_one_patch() -> None:
-    """Each patch looks at the one to its right, those of the last column to their left."""
+    """Each patch looks at the one to its right, those of the last column to their left, and at the class token."""
     model = model_of(registers=1)
     (h, w), prefix, n = model.config.grid, model.config.prefix, model.config.tokens
     attention = torch.zeros(1, model.config.heads, n, n, dtype=torch.float64)
     for y in range(h):
         for x in range(w):
-            there = x + 1 if x + 1 < w else x - 1
-            attention[:, :, prefix + y * w + x, prefix + y * w + there] = 0.75
-            attention[:, :, prefix + y * w + x, 0] = 0.25  # to the class token: no distance
-    distance, entropy, outside = head_statistics(model, 0, attention)
-    assert distance.tolist() == [model.config.patch[1]] * model.config.heads
-    assert outside.tolist() == pytest.approx([0.25] * model.config.heads)
-    bits = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert entropy.tolist() == pytest.approx([bits] * model.config.heads)
+            neighbour = x + 1 if x + 1 < w else x - 1
+            attention[:, :, prefix + y * w + x, prefix + y * w + neighbour] = 0.75
+            attention[:, :, prefix + y * w + x, 0] = 0.25
+    assert layer_distance(model, 0, attention).tolist() == [model.config.patch[1]] * model.config.heads
 
 
 def test_rollout_of_identity_is_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,14 +155,16 @@ def test_axial_layers_attend_along_one_axis() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     assert patch_distances(model, 0).max() == q * (w - 1)
     assert patch_distances(model, 1).max() == p * (h - 1)
-    assert measure_heads(model, images_for(model)).distance.shape == (len(model.blocks), model.config.heads)
+    assert attention_distance(model, images_for(model)).shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
+    with pytest.raises(ValueError, match="layer -1"):
+        patch_distances(model, -1)
 
 
 def test_a_resnet_has_no_attention() -> None:
     model = create("BiT-R26x1", classes=0, image_size=64)
-    for analysis in (measure_heads, rollout, attention_maps, relevance):
+    for analysis in (attention_distance, rollout, attention_maps, relevance):
         with pytest.raises(ValueError, match="no attention"):
             analysis(model, torch.zeros(1, 3, 64, 64))
 
@@ -188,7 +172,7 @@ def test_a_resnet_has_no_attention() -> None:
 def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     images = images_for(model, 7)
-    whole = measure_heads(model, images).distance, rollout(model, images)
+    whole = attention_distance(model, images), rollout(model, images)
     monkeypatch.setattr("plainvit.analyse.attention.MAX_WEIGHTS", 3 * model.config.heads * model.config.tokens**2)
-    torch.testing.assert_close(measure_heads(model, images).distance, whole[0])
+    torch.testing.assert_close(attention_distance(model, images), whole[0])
     torch.testing.assert_close(rollout(model, images), whole[1])

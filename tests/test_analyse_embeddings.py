@@ -1,25 +1,15 @@
 """Filters and positions against planted tables, scikit-learn's PCA and SciPy's rank correlation."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest, spearmanr
+from scipy.stats import spearmanr
 from sklearn.decomposition import PCA
 from tiny import bit, hybrid, vit
 
-from plainvit.analyse.embeddings import (
-    cosines,
-    filters,
-    filters_to_rgb,
-    permutation_test,
-    position_vectors,
-    similarity,
-    structure,
-)
-from plainvit.analyse.findings import describe_structure
+from plainvit.analyse.embeddings import filters, filters_to_rgb, position_vectors, similarity, structure
 
 
 def test_filters_are_the_principal_components() -> None:
@@ -32,16 +22,6 @@ def test_filters_are_the_principal_components() -> None:
         np.testing.assert_allclose(ours, theirs * np.sign((ours * theirs).sum()), atol=1e-9)
         assert ours.flat[abs(ours).argmax()] > 0
     np.testing.assert_allclose(found.variance, peer.explained_variance_ratio_, rtol=1e-9)
-
-
-def test_a_planted_filter_comes_first() -> None:
-    model = vit()
-    pattern = torch.linspace(-1, 1, 64).view(8, 8).expand(3, -1, -1).flatten()
-    strength = torch.randn(len(model.embedding.weight), 1, generator=torch.Generator().manual_seed(0)).double()
-    model.embedding.weight.data = strength * pattern.double() + 1e-6 * model.embedding.weight.data
-    found = filters(model)
-    assert found.variance[0] > 0.999
-    assert abs((found.tiles[0].transpose(2, 0, 1).reshape(-1) * (pattern / pattern.norm()).numpy()).sum()) > 0.999
 
 
 @pytest.mark.parametrize("make", [hybrid, bit])
@@ -95,15 +75,6 @@ def test_position_vectors_exclude_the_class_token() -> None:
     assert torch.equal(position_vectors(model), table[1:].view(*model.config.grid, -1))
 
 
-def test_relative_positions_by_their_offsets() -> None:
-    model = vit(posemb="relative")
-    (h, w), table = model.config.grid, model.blocks[1].attention.relative.table.detach()
-    found = similarity(model, layer=1).reshape(h * w, h * w)
-    for q, k in [(0, 0), (3, 1), (2, 14)]:
-        expected = torch.cosine_similarity(table[q - k + h * w - 1], table[h * w - 1], 0)
-        assert found[q, k] == pytest.approx(float(expected), abs=1e-9)
-
-
 def test_structure_of_planted_similarities() -> None:
     h, w = 3, 4
     y, x = np.divmod(np.arange(h * w), w)
@@ -120,28 +91,7 @@ def test_structure_of_planted_similarities() -> None:
     assert structure(np.ones((1, 1, 1, 1))).contrast == 0
 
 
-def test_p_values_of_planted_similarities() -> None:
-    """Of a grid's own positions as small as so many shuffles can tell; of noise, evenly spread over [0, 1]."""
-    h, w = 4, 5
-    y, x = np.divmod(np.arange(h * w), w)
-    aligned = ((y[:, None] == y) | (x[:, None] == x)).astype(float).reshape(h, w, h, w)
-    assert permutation_test(aligned) == (1 / 200, 1 / 200)
-    assert permutation_test(-aligned) == (1, 1)
-    by_column = (x[:, None] == x).astype(float).reshape(h, w, h, w)
-    assert permutation_test(by_column).column == 1 / 200
-    assert permutation_test(by_column).row > 0.5
-    assert "columns, but not the rows," in describe_structure(structure(by_column), permutation_test(by_column))
-    random = np.random.default_rng(0)
-    noise = [random.normal(size=(h * w, 8)) for _ in range(60)]
-    found = [permutation_test(cosines(torch.from_numpy(vectors)).reshape(h, w, h, w)) for vectors in noise]
-    assert all(kstest(one, "uniform").pvalue > 0.01 for one in zip(*found, strict=True))
-
-
 def test_invalid_layers_and_positions_raise() -> None:
-    with pytest.raises(ValueError, match="'none'"):
-        similarity(vit(posemb="none"))
-    with pytest.raises(ValueError, match="layer 3"):
-        similarity(vit(), layer=3)
-    with pytest.raises(ValueError, match="layer 9"):
-        similarity(vit(posemb="relative"), layer=9)
-    assert math.isfinite(structure(similarity(vit())).contrast)
+    for posemb, layer, words in (("none", 0, "'none'"), ("relative", 0, "'relative'"), ("1d", 3, "layer 3")):
+        with pytest.raises(ValueError, match=words):
+            similarity(vit(posemb=posemb), layer=layer)

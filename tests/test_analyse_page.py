@@ -22,7 +22,7 @@ from torch import Tensor
 
 import plainvit
 from plainvit.analyse.analysis import analyse_model
-from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, describe_omissions, explorer, plan, views
+from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, describe_omissions, explorer, plan_explorer, views
 from plainvit.analyse.page import Section, render_page
 from plainvit.config import About
 from plainvit.models import Trace, ViT
@@ -65,7 +65,7 @@ def decode(data: str) -> np.ndarray:
 def test_explorer_data_equals_the_attention_of_the_model(changes: dict[str, Any]) -> None:
     model = vit(**changes).float()
     images = pixels(model)
-    body, _ = explorer(model, images, described(2), plan(model, 2))
+    body, _ = explorer(model, images, described(2), plan_explorer(model, 2))
     data = embedded(body)
     trace = Trace("block*/attention")
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_pooled_keys_keep_their_sum() -> None:
 def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int) -> None:
     """All heads of ViT-B/16 on three images; of ViT-L/16 at 384 pixels, those of every other layer on one."""
     model = meta(name, image_size=size)
-    found = plan(model, 128)
+    found = plan_explorer(model, 128)
     h, w = model.config.grid
     means = len(found.heads) * (found.keys[0] * found.keys[1] + 1)
     single = sum(map(len, found.heads)) * (found.head_keys[0] * found.head_keys[1] + 1)
@@ -132,24 +132,24 @@ def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int)
 
 def test_a_complete_plan_omits_nothing() -> None:
     model = vit()
-    found = plan(model, 3)
+    found = plan_explorer(model, 3)
     assert found == Plan(3, (3, 5), (3, 5), [[0, 1, 2, 3]] * 3)
     assert describe_omissions(found, model, 3) == ""
 
 
 def test_omissions_are_described() -> None:
     model = meta("ViT-L/16", image_size=384)
-    text = describe_omissions(plan(model, 128), model, 128)
-    assert [part in text for part in ("1 image", "12 x 12", "6 x 6", "12 of 24 layers")] == [True] * 4
-    assert "none of 24 layers" in describe_omissions(plan(model, 6, 2_000_000), model, 6)
-    assert plan(model, 6, 1).keys == (1, 1)  # there is always a plan
+    text = describe_omissions(plan_explorer(model, 128), model, 128)
+    assert [part in text for part in ("1 image,", "12 x 12", "6 x 6", "12 of 24 layers")] == [True] * 4
+    assert "no single heads" in describe_omissions(plan_explorer(model, 6, 2_000_000), model, 6)
+    assert plan_explorer(model, 6, 1).keys == (1, 1)  # there is always a plan
 
 
 def test_a_page_of_vit_b_16_stays_below_ten_megabytes() -> None:
     """With attention that is noise, which compresses worst: the plan's own number of images, at full size."""
     model = plainvit.create("ViT-B/16", depth=1).eval()  # one layer of the twelve, all of whose views are alike in size
     shown = pixels(model, 1)
-    twelve = plan(meta("ViT-B/16"), 128)
+    twelve = plan_explorer(meta("ViT-B/16"), 128)
     body, script = explorer(model, shown, described(1), Plan(1, twelve.keys, twelve.head_keys, twelve.heads[:1]))
     size = len(render_page("ViT-B/16", "", [Section("Explorer", body)], script=script))
     assert 12 * twelve.images * size < 9_000_000

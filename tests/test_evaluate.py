@@ -179,7 +179,7 @@ def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytes
     named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
     assert [len(choose_split(*words, None)) for words in named] == [3, 3, 3]
     looked = gather(Predictor(run.folder, device="cpu"), str(photos), "", "", 128, run.folder)
-    assert (len(looked.images), looked.which) == (3, "held-out images of the run")
+    assert (len(looked.images), looked.description) == (3, "held-out images of the run")
 
 
 def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

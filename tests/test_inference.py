@@ -15,7 +15,7 @@ from pictures import encode, plant
 from small_runs import metrics, status
 from torch import Tensor, nn
 
-from plainvit.analyse import attention, explorer, robust, tokens
+from plainvit.analyse import attention, explorer
 from plainvit.config import Augment, Masked, Preprocess
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
@@ -37,7 +37,6 @@ from plainvit.train.transfer import resolve
 
 SIZE = (24, 40)
 IMAGES = 6
-LABELS = torch.arange(IMAGES) % 2
 
 
 def pixels(index: int, bad: tuple[int, ...]) -> np.ndarray:
@@ -87,21 +86,12 @@ NAMED: dict[str, Callable[[ViT, Path], object]] = {
     "Predictor": call_predictor,
     "extract": extract_features,
 }
-SCORED: dict[str, Callable[[ViT, Tensor], object]] = {
-    "accuracy": lambda model, images: robust.accuracy(model, images, LABELS),
-    "removed": lambda model, images: robust.measure_removal(model, images, LABELS),
-    "faithfulness": lambda model, images: robust.faithfulness(model, images, torch.rand(IMAGES, 3, 5)),
-    "occluded": lambda model, images: robust.measure_occlusion(model, images, LABELS, (3, 5), (0.0, 0.5)),
-    "shuffled": lambda model, images: robust.measure_shuffling(model, images, LABELS, [(1, 1)]),
-}
 LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
-    "heads": attention.measure_heads,
+    "distance": attention.attention_distance,
     "rollout": attention.rollout,
     "looks": attention.attention_maps,
     "relevance": attention.relevance,
-    "pooled": tokens.pool_tokens,
-    "outliers": tokens.outliers,
-    "views": lambda model, images: explorer.views(model, images[0], explorer.plan(model, 1)),
+    "views": lambda model, images: explorer.views(model, images[0], explorer.plan_explorer(model, 1)),
 }
 ALL = tuple(range(IMAGES))
 
@@ -240,15 +230,15 @@ def plant_failure(module: nn.Module) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize("name", [*SCORED, *LOOKED_AT])
+@pytest.mark.parametrize("name", LOOKED_AT)
 def test_an_analysis_restores_the_mode_of_its_model(name: str) -> None:
     model, images = make_model(), stack_images()
     before = mixed_modes(model)
-    (SCORED | LOOKED_AT)[name](model, images)
+    LOOKED_AT[name](model, images)
     assert modes(model) == before
     seen = plant_failure(model.blocks[1])
     with pytest.raises(Planted):
-        (SCORED | LOOKED_AT)[name](model, images)
+        LOOKED_AT[name](model, images)
     assert modes(model) == before
     assert seen == [False]
 

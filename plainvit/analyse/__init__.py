@@ -1,8 +1,8 @@
 """Weights and runs -> figures and reports.
 
 reports      report (training run), evaluation, evaluation_report, analysis (model); page (HTML), run (folder)
-sections     curves, confusion, gallery, masked: each with its figure and data
+sections     scores, curves, confusion, gallery, masked: each with its figure and data
 analysis     subject (model and images), findings, maps, explorer; drawings has their figures
-numbers      attention, embeddings, tokens, robust
+numbers      attention, embeddings
 style        figures: colours, fonts, how figures are saved
 """

@@ -1,14 +1,14 @@
-"""Attention statistics of every head, and attention maps.
+"""Attention distance of every head, and attention maps.
 
-    measure_heads(model, images).distance    [layers, heads] in pixels (Figures 7 and 11)
-    rollout(model, images)                   [B, h, w], attention multiplied through the layers (Figures 6 and 14)
+    attention_distance(model, images)    [layers, heads] in pixels (Figures 7 and 11)
+    rollout(model, images)               [B, h, w], attention multiplied through the layers (Figures 6 and 14)
 
 The model runs with its fused kernel. The attention weights of each layer are recomputed next to it, reduced and freed,
 so that memory holds one layer of one batch.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,47 +56,35 @@ def split_batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tenso
         yield batch.to(model.embedding.weight.device)
 
 
-# Statistics of every head ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Heads:
-    """Means over images and query patches, [layers, heads]."""
-
-    distance: Tensor  # pixels between a patch and the patches it attends to
-    entropy: Tensor  # nats of a patch's attention over all tokens
-    outside: Tensor  # fraction of a patch's attention that goes to the class token and registers
+# Distance -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @in_eval_mode
-def measure_heads(model: ViT, images: Tensor) -> Heads:
-    """Statistics of the attention between patches, renormalised to sum to 1 without the class token.
+def attention_distance(model: ViT, images: Tensor) -> Tensor:
+    """[layers, heads]: mean distance in pixels between a patch and the patches it attends to.
 
-    The paper does not say how it treats that token. Axial layers attend along one axis only.
+    Attention to other tokens, such as the class token, is excluded and the rest renormalised; the paper does not
+    say how it treats them. Axial layers attend along one axis only.
     """
     model = require_vit(model)
-    layers, count = len(model.blocks), len(images)
-    sums = torch.zeros(3, layers, model.config.heads, dtype=torch.float64)
+    total = torch.zeros(len(model.blocks), model.config.heads, dtype=torch.float64)
     for batch in split_batches(model, images):
 
-        def add(layer: int, attention: Tensor, weight: float = len(batch) / count) -> None:
-            sums[:, layer] += weight * torch.stack(head_statistics(model, layer, attention)).double().cpu()
+        def add(layer: int, attention: Tensor, count: int = len(batch)) -> None:
+            total[layer] += count * layer_distance(model, layer, attention).double().cpu()
 
         model(batch, AttentionReducer(add))
-    return Heads(*sums)
+    return total / len(images)
 
 
-def head_statistics(model: ViT, layer: int, attention: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(distance, entropy, outside) [H] of one layer's attention [B, H, N, N]."""
+def layer_distance(model: ViT, layer: int, attention: Tensor) -> Tensor:
+    """[H]: mean distance of one layer's attention [B, H, N, N]."""
     prefix = model.config.prefix
-    rows = attention[:, :, prefix:]  # [B, H, n, N]
-    patches = rows[..., prefix:]  # [B, H, n, n]
-    inside = patches.sum(-1)  # [B, H, n]
+    patches = attention[:, :, prefix:, prefix:]  # [B, H, n, n]
     pixels = patch_distances(model, layer).to(attention)
-    distance = (patches * pixels).sum(-1) / inside.clamp(min=torch.finfo(inside.dtype).tiny)
-    entropy = -torch.special.xlogy(rows, rows).sum(-1)
-    return distance.mean((0, 2)), entropy.mean((0, 2)), 1 - inside.mean((0, 2))
+    distance = (patches * pixels).sum(-1) / patches.sum(-1).clamp(min=torch.finfo(patches.dtype).tiny)
+    return distance.mean((0, 2))
 
 
 def patch_distances(model: ViT, layer: int) -> Tensor:
@@ -122,36 +110,36 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 
     residual: average each layer's matrix with the identity, as in that paper; the ViT paper's text does not.
     """
-    model = require_global_attention(model)
-    maps = []
-    for batch in split_batches(model, images):
-        product: list[Tensor] = []
 
-        def multiply(_: int, attention: Tensor, product: list[Tensor] = product) -> None:
-            mean = attention.mean(1)  # [B, N, N]
-            mean = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 if residual else mean
-            product[:] = [mean @ product[0] if product else mean]
+    def multiply(product: Tensor | None, attention: Tensor) -> Tensor:
+        mean = attention.mean(1)  # [B, N, N]
+        mean = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 if residual else mean
+        return mean if product is None else mean @ product
 
-        model(batch, AttentionReducer(multiply))
-        maps.append(read_attention_map(model, product[0]).cpu())
-    return torch.cat(maps)
+    return torch.cat([read_attention_map(model, product).cpu() for product in _fold_layers(model, images, multiply)])
 
 
 @torch.no_grad()
 @in_eval_mode
 def attention_maps(model: ViT, images: Tensor) -> Tensor:
     """[B, layers, heads, h, w]: attention of the class token; without one, the mean over all patches."""
-    model = require_global_attention(model)
-    maps = []
-    for batch in split_batches(model, images):
-        layers: list[Tensor] = []
 
-        def keep(_: int, attention: Tensor, layers: list[Tensor] = layers) -> None:
-            layers.append(read_attention_map(model, attention).cpu())
+    def collect(maps: list[Tensor] | None, attention: Tensor) -> list[Tensor]:
+        return [*(maps or []), read_attention_map(model, attention).cpu()]
 
-        model(batch, AttentionReducer(keep))
-        maps.append(torch.stack(layers, 1))
-    return torch.cat(maps)
+    return torch.cat([torch.stack(maps, 1) for maps in _fold_layers(model, images, collect)])
+
+
+def _fold_layers(model: ViT, images: Tensor, combine: Callable[[Any, Tensor], Any]) -> Iterator[Any]:
+    """state = combine(state, attention) over the layers, from None; the last state of each batch."""
+    for batch in split_batches(require_global_attention(model), images):
+        state: list[Any] = [None]
+
+        def update(_: int, attention: Tensor, state: list[Any] = state) -> None:
+            state[0] = combine(state[0], attention)
+
+        model(batch, AttentionReducer(update))
+        yield state[0]
 
 
 @in_eval_mode

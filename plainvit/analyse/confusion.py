@@ -13,20 +13,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plainvit.analyse.figures import COLOURS, new_axes, printable, save, styled, write_csv
-from plainvit.analyse.page import (
-    Html,
-    Section,
-    bar,
-    element,
-    figure_links,
-    folded_table,
-    inline_svg,
-    join,
-    percent,
-    pluralize,
-    table,
-)
+from plainvit.analyse import page
+from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
+from plainvit.analyse.page import Html, Section
 
 NUMBERED = 20  # classes up to which a cell shows its number
 NAMED = 60  # classes up to which the axes show names
@@ -38,47 +27,46 @@ def draw_confusion(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     count = len(matrix)
     assert matrix.shape == (count, count) == (len(classes), len(classes)), "one row, one column and one name per class"
     totals = matrix.sum(1, keepdims=True)
-    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)  # [K, K]
+    fractions = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)  # [K, K]
     side = min(max(0.36 * count, 1.5), 7.2) if count <= NUMBERED else 7.2
     label_width = 0.075 * max((len(printable(name, 22)) for name in classes), default=0) if count <= NAMED else 0.2
     figure, axes = new_axes((side + label_width + 0.6, side + label_width + 0.6))
     if count <= NUMBERED:
-        _draw_cells(axes, shares)
+        _draw_cells(axes, fractions)
     else:
-        axes.imshow(_cell_colours(shares), interpolation="none" if count <= 1000 else "antialiased", aspect="equal")
+        axes.imshow(_cell_colours(fractions), interpolation="none" if count <= 1000 else "antialiased")
     _label_axes(axes, classes)
     return figure
 
 
-def _cell_colours(shares: np.ndarray) -> np.ndarray:
+def _cell_colours(fractions: np.ndarray) -> np.ndarray:
     """[K, K, 4]: hue for correct or wrong, opacity for frequency, so that it also works in dark mode."""
-    colours = np.empty((*shares.shape, 4))
+    colours = np.empty((*fractions.shape, 4))
     colours[..., :3] = to_rgb(COLOURS["orange"])
-    colours[range(len(shares)), range(len(shares)), :3] = to_rgb(COLOURS["blue"])
-    colours[..., 3] = np.where(shares > 0, 0.2 + 0.8 * np.sqrt(shares), 0)
+    colours[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLOURS["blue"])
+    colours[..., 3] = np.where(fractions > 0, 0.2 + 0.8 * np.sqrt(fractions), 0)
     return colours
 
 
-def _draw_cells(axes: Axes, shares: np.ndarray) -> None:
+def _draw_cells(axes: Axes, fractions: np.ndarray) -> None:
+    """Numbered squares, as polygons: a page shows them in its own colours."""
     corners = 0.47 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
-    squares = np.argwhere(shares >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
-    colours = _cell_colours(shares).reshape(-1, 4)
-    colours[shares.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
+    squares = np.argwhere(fractions >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
+    colours = _cell_colours(fractions).reshape(-1, 4)
+    colours[fractions.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
     axes.add_collection(PolyCollection(list(squares), facecolors=colours))
-    for row, column in np.argwhere(shares > 0).tolist():
-        share = 100 * shares[row, column]
-        label = f"{share:.0f}" if share >= 0.5 else "<1"
-        colour = COLOURS["paper" if share > 45 else "ink"]
+    for row, column in np.argwhere(fractions > 0).tolist():
+        percentage = 100 * fractions[row, column]
+        label = f"{percentage:.0f}" if percentage >= 0.5 else "<1"
+        colour = COLOURS["paper" if percentage > 45 else "ink"]
         axes.text(column, row, label, color=colour, ha="center", va="center_baseline")
-    axes.set_aspect("equal")
 
 
 def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
     count = len(classes)
-    axes.set_xlim(-0.5, count - 0.5)
-    axes.set_ylim(count - 0.5, -0.5)
-    axes.grid(visible=False)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), aspect="equal")
     axes.set(xlabel="predicted class", ylabel="true class")
+    axes.grid(visible=False)
     if count > NAMED:
         axes.set(xlabel="predicted class (index from 0)", ylabel="true class (index)")
         for axis in (axes.xaxis, axes.yaxis):
@@ -90,8 +78,7 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
         axes.set_xticks(range(count), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
         axes.set_yticks(range(count), names, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(count > NUMBERED)
+    axes.spines[:].set_visible(count > NUMBERED)
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -100,39 +87,35 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
 def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, folder: Path) -> Section:
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
-    save(figure, folder / "figures" / "confusion.png")
     rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
-    write_csv(folder / "figures" / "confusion.csv", [["truth \\ prediction", *classes], *rows])
-    width = f"min-width:{min(figure.get_figwidth() * 72, 620):.0f}px;max-width:{figure.get_figwidth() * 110:.0f}px"
+    links = page.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
-    numbers = " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    drawn = element("div", element("div", inline_svg(figure, "Confusion matrix"), style=width), class_="wide-figure")
-    drawn = element("div", drawn, element("p", note + numbers, class_="note"))
+    note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
+    confusions = page.element("div", _confusion_table(matrix, classes, split))
+    drawn = page.element("div", page.inline_figure(figure, "Confusion matrix"), page.element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    body = element("div", element("div", _confusion_table(matrix, classes, split)), drawn, class_=layout)
-    return Section("Confusion matrix", join([body, figure_links("confusion")]))
+    return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout), links)
 
 
 def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[int, int]]:
     """(true class, predicted class) of the most frequent errors; ties by their fraction of the true class."""
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     wrong = np.argwhere((matrix > 0) & ~np.eye(len(matrix), dtype=bool))
     cells = [(truth, predicted) for truth, predicted in wrong.tolist()]
-    return sorted(cells, key=lambda cell: (-matrix[cell], -shares[cell], cell))[:most]
+    return sorted(cells, key=lambda cell: (-matrix[cell], -fractions[cell], cell))[:most]
 
 
 def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> Html:
-    found = find_frequent_confusions(matrix)
-    if not found:
-        return element("p", f"No errors on the {split} images.")
     rows = []
-    for truth, predicted in found:
+    for truth, predicted in find_frequent_confusions(matrix):
         count, total = matrix[truth, predicted], matrix[truth].sum()
-        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", percent(count / total)))
+        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", page.percent(count / total)))
+    if not rows:
+        return page.element("p", f"No errors on the {split} images.")
     errors = matrix.sum() - np.trace(matrix)
-    summary = f"{pluralize(errors, 'error')} in {pluralize(matrix.sum(), f'{split} image')}."
+    summary = f"{page.pluralize(errors, 'error')} in {page.pluralize(matrix.sum(), f'{split} image')}."
     titles = ["true class", "predicted as", "images", "of the class"]
-    return join([element("p", summary), table(titles, rows, numbers=(2, 3))])
+    return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
 
 
 def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
@@ -149,12 +132,12 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
     rows = []
     for at in order.tolist():
-        ratios = (percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        measure = element("td", bar(float(recall[at])), class_="measure")
+        ratios = (page.percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
+        measure = page.element("td", page.bar(float(recall[at])), class_="measure")
         rows.append((classes[at], measure, *ratios, f"{images[at]:,.0f}"))
-    text = f"Lowest recall (accuracy within the class) first. Mean recall: {percent(recall[seen].mean())}."
+    text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
-    text += f" {pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
-    link = element("p", "Data: ", element("a", data, href=data), ".", class_="note") if data else ""
-    titles = ["class", element("th", class_="measure"), "recall", "precision", "F1", "images"]
-    return Section("Metrics by class", join([element("p", text), folded_table(titles, rows, (2, 3, 4, 5)), link]))
+    text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
+    link = page.element("p", "Data: ", page.element("a", data, href=data), ".", class_="note") if data else ""
+    titles = ["class", page.element("th", class_="measure"), "recall", "precision", "F1", "images"]
+    return page.make_section("Metrics by class", text, page.folded_table(titles, rows, (2, 3, 4, 5)), link)

@@ -7,7 +7,6 @@ save(draw_curves(table), Path("curves.png"))
 import contextlib
 import json
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, WRONG, new_figure, number, save, styled
-from plainvit.analyse.page import Section, element, figure_links, inline_svg, join
+from plainvit.analyse.figures import COLOURS, PANEL, WRONG, new_figure, number, styled
+from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
 METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels
@@ -46,25 +45,19 @@ def _parse_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def tabulate(metrics: Iterable[Mapping[str, Any]]) -> Table:
     """The lines of metrics.jsonl as columns. Where a resumed run repeated a step, the later line counts."""
-    rows: dict[float, int] = {}
-    columns = {name: array("d") for name in ("step", *TRAINING, *VALIDATION)}
+    rows: dict[float, dict[str, float]] = {}
     for line in metrics:
         step = number(line.get("step"))
-        if math.isnan(step) or "event" in line:
-            continue
-        row = rows.setdefault(step, len(rows))
-        if row == len(columns["step"]):
-            for column in columns.values():
-                column.append(math.nan)
-        for name, value in _read_values(line).items():
-            columns[name][row] = value
-    table = {name: np.array(column) for name, column in columns.items()}
-    order = np.argsort(table["step"])
-    return {name: values[order] for name, values in table.items()}
+        if not math.isnan(step) and "event" not in line:
+            rows.setdefault(step, {"step": step}).update(_read_values(line))
+    ordered = [rows[step] for step in sorted(rows)]
+    return {
+        name: np.array([row.get(name, math.nan) for row in ordered], float) for name in ("step", *TRAINING, *VALIDATION)
+    }
 
 
 def _read_values(line: Mapping[str, Any]) -> dict[str, float]:
-    values = {"step": number(line["step"])}
+    values: dict[str, float] = {}
     if "loss" in line:  # a training step; it replaces all columns of an earlier line
         values |= {name: number(line.get(name)) for name in TRAINING}
     for kind in ("val", "val_ema"):
@@ -103,7 +96,7 @@ _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
 _WITH_RANGE = ("loss", "norm")  # columns whose smallest and largest values are drawn as a band
 
 
-def panels(table: Table) -> list[str]:
+def list_panels(table: Table) -> list[str]:
     """The panels that have data."""
     recorded = {column for column, values in table.items() if np.isfinite(values).any()}
     return [name for name, (_, lines) in _PANELS.items() if any(column in recorded for column, _, _ in lines)]
@@ -112,7 +105,7 @@ def panels(table: Table) -> list[str]:
 @styled()
 def draw_curves(table: Table) -> Figure:
     """All panels that have data, two in a row."""
-    names = panels(table)
+    names = list_panels(table)
     columns = min(2, max(len(names), 1))
     figure, axes = new_figure(max(math.ceil(len(names) / columns), 1), columns)
     for panel, name in zip(axes.flat, names, strict=False):
@@ -168,13 +161,10 @@ def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str
 def _use_log_scale_for_decades(axes: Axes) -> None:
     """A logarithmic axis if the values are positive and span more than a decade."""
     low, high = axes.dataLim.intervaly
-    if not (low > 0 and high / low > 12):
-        return
-    axes.set_yscale("log")
-    decades = math.log10(high / low)
-    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0, 3.0) if decades < 3.5 else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
+    if low > 0 and high / low > 12:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _mark_skipped(axes: Axes, table: Table) -> None:
@@ -188,10 +178,9 @@ def _mark_skipped(axes: Axes, table: Table) -> None:
 
 def curves_section(table: Table, folder: Path) -> Section | None:
     """Also writes figures/curves.png; None if no step was recorded."""
-    names = panels(table)
+    names = list_panels(table)
     if not names:
         return None
-    save(draw_curves(table), folder / "figures" / "curves.png")
-    drawn = [inline_svg(draw_curve(table, name), f"{_PANELS[name][0]} by step") for name in names]
-    shown = element("div", *(element("div", svg) for svg in drawn), class_="panels")
-    return Section("Learning curves", join([shown, figure_links("curves", "metrics.jsonl")]))
+    links = publish_figure(folder, "curves", draw_curves(table), data="metrics.jsonl")
+    panels = [inline_figure(draw_curve(table, name), f"{_PANELS[name][0]} by step") for name in names]
+    return make_section("Learning curves", element("div", *panels, class_="figures"), links)

@@ -1,7 +1,6 @@
 """Figures of an analysis: each function takes numbers and returns a figure.
 
-The title says what is drawn and its unit; colours that stand for numbers have a colour bar. All panels have the same
-size, so that text has the same size in figures side by side.
+The title says what is drawn and its unit; colours that stand for numbers have a colour bar.
 """
 
 import math
@@ -11,34 +10,33 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, filters_to_rgb
-from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
+from plainvit.analyse.figures import COLOURS, PANEL, new_axes, printable, styled
 
-LINES = ("blue", "orange", "green", "purple", "grey")
 MOST_TILES = 14  # positions along a side of the similarity figure
-PANEL = (4.2, 2.6)  # inches
 RANDOM = "random order"
 
 
 @styled()
-def draw_filters(found: Filters) -> Figure:
+def draw_filters(filters: Filters) -> Figure:
     """Tiles sorted by explained variance, seven to a row as in Figure 7."""
-    images = filters_to_rgb(found.tiles)
+    images = filters_to_rgb(filters.tiles)
     columns = min(7, len(images))
     rows = math.ceil(len(images) / columns)
     figure, axes = new_axes((0.7 * columns, 0.83 * rows + 0.3))
-    for at, (image, share) in enumerate(zip(images, found.variance, strict=True)):
+    for at, (image, variance) in enumerate(zip(images, filters.variance, strict=True)):
         x, y = at % columns, 1.25 * (at // columns)
         axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
-        axes.text(x + 0.45, y + 1, f"{100 * share:.1f} %", fontsize=6, color=COLOURS["muted"], ha="center", va="center")
+        axes.text(
+            x + 0.45, y + 1, f"{100 * variance:.1f} %", fontsize=6, color=COLOURS["muted"], ha="center", va="center"
+        )
     axes.set(xlim=(-0.02, columns), ylim=(1.25 * rows, -0.02))
     axes.set_title("Principal components of the first layer, explained variance")
+    axes.set_anchor("NW")
     axes.set_axis_off()
     return figure
 
@@ -49,31 +47,32 @@ def draw_similarity(similar: np.ndarray, title: str) -> Figure:
     h, w = similar.shape[:2]
     rows, columns = (np.unique(np.linspace(0, side - 1, min(side, MOST_TILES)).round().astype(int)) for side in (h, w))
     gap = max(1, h // 12)
-    shown = similar[rows][:, columns]
+    tiles = similar[rows][:, columns]
     figure, axes = new_axes((PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))
-    image = axes.imshow(_tile_grid(shown, gap), vmin=-1, vmax=1, cmap="viridis", interpolation="none")
-    _number_ticks(axes.xaxis, columns, w + gap, w)
-    _number_ticks(axes.yaxis, rows, h + gap, h)
+    image = axes.imshow(_tile_grid(tiles, gap), vmin=-1, vmax=1, cmap="viridis", interpolation="none")
+    _number_tiles(axes.xaxis, columns, w + gap, w)
+    _number_tiles(axes.yaxis, rows, h + gap, h)
     axes.set(xlabel="patch column", ylabel="patch row", title=title)
-    _remove_frame(axes)
-    _add_colorbar(figure, image, axes, "cosine similarity", ticks=(-1, -0.5, 0, 0.5, 1))
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_anchor("NW")
+    ticks = (-1, -0.5, 0, 0.5, 1)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label="cosine similarity", ticks=ticks, aspect=18)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 
 
 def _tile_grid(tiles: np.ndarray, gap: int) -> np.ndarray:
     """[rows, columns, h, w] -> one canvas with empty gaps between the tiles."""
-    rows, columns, h, w = tiles.shape
-    canvas = np.full((rows * (h + gap) - gap, columns * (w + gap) - gap), np.nan)
-    for i in range(rows):
-        for j in range(columns):
-            canvas[i * (h + gap) : i * (h + gap) + h, j * (w + gap) : j * (w + gap) + w] = tiles[i, j]
-    return canvas
+    rows, _, h, _ = tiles.shape
+    padded = np.pad(tiles, ((0, 0), (0, 0), (0, gap), (0, gap)), constant_values=np.nan)
+    return padded.transpose(0, 2, 1, 3).reshape(rows * (h + gap), -1)[:-gap, :-gap]
 
 
-def _number_ticks(axis: Axis, numbers: Sequence[int] | np.ndarray, step: int, width: int) -> None:
-    """At most 14 labels, counted from 1, centred on their tiles."""
-    chosen = range(0, len(numbers), math.ceil(len(numbers) / 14))
-    axis.set_ticks([at * step + (width - 1) / 2 for at in chosen], [str(numbers[at] + 1) for at in chosen])
+def _number_tiles(axis: Axis, numbers: np.ndarray, step: int, width: int) -> None:
+    """Labels that count from 1, centred on the tiles."""
+    axis.set_ticks(np.arange(len(numbers)) * step + (width - 1) / 2, [str(number + 1) for number in numbers])
 
 
 @styled()
@@ -87,74 +86,23 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
     axes.scatter(np.repeat(at, heads), values.ravel(), label="head", **dots)
     axes.plot(at, values.mean(1), color=COLOURS["orange"], marker="" if layers > 1 else "o", label="mean of layer")
     axes.set(xlim=(0.5, layers + 0.5), ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
-    _label_layers(axes, title)
-    _add_legend(figure, axes)
-    return figure
-
-
-@styled()
-def draw_matrix(values: np.ndarray, title: str, rows: str, columns: str, label: str) -> Figure:
-    """A coloured square for each pair, from 0 to 1, numbered from 1."""
-    down, across = values.shape
-    side = min(3.1 / across, 4.2 / down, 0.6)  # inches of a square
-    figure, axes = new_axes((PANEL[0], side * down + 0.85))
-    image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, interpolation="none", aspect="equal")
-    _number_ticks(axes.xaxis, range(across), 1, 1)
-    _number_ticks(axes.yaxis, range(down), 1, 1)
-    axes.set(xlabel=printable(columns, 48), ylabel=printable(rows, 48), title=title)
-    _remove_frame(axes)
-    _add_colorbar(figure, image, axes, label)
-    return figure
-
-
-@styled()
-def draw_lines(x: Sequence[float], lines: Mapping[str, Sequence[float]], title: str, xlabel: str) -> Figure:
-    """Fractions as percentages over x, whose axis is logarithmic if all x are positive."""
-    figure, axes = new_axes(PANEL)
-    for colour, (name, values) in zip(LINES * 4, lines.items(), strict=False):
-        style, colour = ("--", "grey") if name == RANDOM else ("-", colour)
-        label = printable(name, 36)
-        axes.plot(x, 100 * np.asarray(values), style, marker="o", color=COLOURS[colour], label=label)
-    axes.set(xlabel=xlabel, title=title, ylim=(0, max(axes.get_ylim()[1], 1e-6)))
-    if min(x) > 0:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(x, [f"{value:g}" for value in x])
-    if len(lines) > 1:
-        _add_legend(figure, axes)
-    return figure
-
-
-@styled()
-def draw_removed_layers(full: float, layers: Sequence[float]) -> Figure:
-    """Bars: accuracy without each layer; line: accuracy of the full model."""
-    figure, axes = new_axes(PANEL)
-    at = np.arange(1, len(layers) + 1)
-    axes.bar(at, 100 * np.asarray(layers), color=COLOURS["blue"], width=0.7, label="without the layer")
-    axes.axhline(100 * full, color=COLOURS["orange"], linewidth=1.4, label="full model")
-    axes.set(xlim=(0.4, len(layers) + 0.6), ylim=(0, max(105 * full, 105 * max(layers), 1)))
-    _label_layers(axes, "Accuracy without each layer, %")
-    _add_legend(figure, axes)
-    return figure
-
-
-def _label_layers(axes: Axes, title: str) -> None:
     axes.set(xlabel="layer", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    _add_legend(figure, axes)
+    return figure
 
 
 @styled()
-def draw_norms(ratios: np.ndarray, threshold: float) -> Figure:
-    """Histogram of token norms in medians, with the threshold of outliers."""
+def draw_deletion(fractions: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
+    """The probability of the predicted class as patches are hidden in each map's order."""
     figure, axes = new_axes(PANEL)
-    limit = max(float(ratios.max()), 1.1 * threshold)
-    axes.hist(ratios.ravel(), bins=60, range=(0, limit), color=COLOURS["blue"], log=True)
-    label = f"outliers: above {threshold:g} medians"
-    axes.axvline(threshold, color=COLOURS["orange"], linewidth=1.4, label=label)
-    axes.set(xlim=(0, limit), ylim=(0.7, None), xlabel="norm / median norm")
-    axes.set_title("Patches by the norm of their last token")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for colour, (name, values) in zip(("blue", "orange", "green", "purple", "grey"), curves.items(), strict=False):
+        style, colour = ("--", "grey") if name == RANDOM else ("-", colour)
+        axes.plot(
+            100 * np.array(fractions), 100 * np.array(values), style, color=COLOURS[colour], label=name, marker="o"
+        )
+    axes.set(xlabel="patches hidden, %", title="Probability of the predicted class, %")
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1e-6))
     _add_legend(figure, axes)
     return figure
 
@@ -180,8 +128,8 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
     for row, (image, name) in enumerate(zip(images, names, strict=True)):
         y = row * tall
-        for x, shown in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
-            axes.imshow(shown, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
+        for x, tile in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
+            axes.imshow(tile, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
         below = {"fontsize": 6, "va": "top", "color": COLOURS["muted"], "parse_math": False}
         axes.text(0, y + 0.94 * ratio + 0.02, printable(name, 60), **below)
     for x, name in enumerate(columns):
@@ -191,23 +139,7 @@ def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequenc
     return figure
 
 
-def _remove_frame(axes: Axes) -> None:
-    axes.grid(visible=False)
-    axes.set_anchor("NW")  # aligns the tops of figures side by side
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
 def _add_legend(figure: Figure, axes: Axes) -> None:
     """Below the axes, so that it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=3, columnspacing=1.2, fontsize=8)
-
-
-def _add_colorbar(
-    figure: Figure, image: AxesImage, axes: Axes, label: str, ticks: Sequence[float] | None = None
-) -> Colorbar:
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label=label, ticks=ticks, aspect=18)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    return bar

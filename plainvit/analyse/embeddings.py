@@ -5,17 +5,15 @@ similarity(model)                        cosine similarity of every two position
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.analyse.attention import check_layer
 from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
-from plainvit.models.vit import Block
 
 TILES = 28  # as in the paper
 
@@ -51,8 +49,8 @@ def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
     if tiles.shape[-1] not in (1, 3):
         raise ValueError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
-    shown = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
-    return np.broadcast_to(shown.round().astype(np.uint8), (*shown.shape[:-1], 3))
+    levels = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
+    return np.broadcast_to(levels.round().astype(np.uint8), (*levels.shape[:-1], 3))
 
 
 @torch.no_grad()
@@ -67,9 +65,7 @@ def position_vectors(model: ViT, layer: int = 0) -> Tensor:
 
 
 def similarity(model: ViT, layer: int = 0) -> np.ndarray:
-    """[h, w, h, w] cosines of each position with all others; for relative positions, of each offset with offset 0."""
-    if model.config.posemb == "relative":
-        return _offset_similarity(model, layer)
+    """[h, w, h, w] cosines of each position with all others."""
     vectors = position_vectors(model, layer)
     return cosines(vectors.flatten(0, 1)).reshape(*model.config.grid, *model.config.grid)
 
@@ -78,15 +74,6 @@ def cosines(vectors: Tensor) -> np.ndarray:
     """[n, n] cosine similarities; 0 for a zero vector."""
     units = torch.nn.functional.normalize(vectors.detach().double(), dim=-1)
     return (units @ units.mT).cpu().numpy()
-
-
-def _offset_similarity(model: ViT, layer: int) -> np.ndarray:
-    check_layer(model, layer)
-    (h, w), block = model.config.grid, cast(Block, model.blocks[layer])
-    relative = block.attention.relative
-    assert relative is not None
-    to_zero = cosines(relative.table.detach())[h * w - 1]  # [2n - 1]; the middle row is the offset zero
-    return to_zero[relative.index.value.cpu().numpy()].reshape(h, w, h, w)
 
 
 @dataclass
@@ -117,28 +104,6 @@ def structure(similar: np.ndarray) -> Structure:
         elsewhere=_mean(flat[~same_row & ~same_column]),
         nearness=rank_correlation(-distance[~itself], flat[~itself]),
     )
-
-
-class PValues(NamedTuple):
-    """How often randomly permuted positions are as similar within a row, and within a column."""
-
-    row: float
-    column: float
-
-
-def permutation_test(similar: np.ndarray, shuffles: int = 199) -> PValues:
-    """One permutation test for rows and one for columns."""
-    h, w = similar.shape[:2]
-    flat, random = similar.reshape(h * w, h * w), np.random.default_rng(0)
-    y, x = np.divmod(np.arange(h * w), w)
-    orders = [np.arange(h * w), *(random.permutation(h * w) for _ in range(shuffles))]
-
-    def p_value(line: np.ndarray) -> float:
-        i, j = np.nonzero((line[:, None] == line) & ~np.eye(h * w, dtype=bool))
-        sums = np.array([flat[order[i], order[j]].sum() for order in orders])
-        return float((sums >= sums[0] - 1e-9).mean())
-
-    return PValues(p_value(y), p_value(x))
 
 
 def _mean(values: np.ndarray) -> float:

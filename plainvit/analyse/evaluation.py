@@ -9,15 +9,15 @@ The folder holds card.json, images.parquet (a row for each image), classes.csv, 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.analyse import figures
 from plainvit.analyse.evaluation_report import slug, write_evaluation
+from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import Sample, thumbnail
 from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
@@ -29,7 +29,7 @@ from plainvit.evaluate.classify import Prepared, Result, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.statistics import FEW
+from plainvit.evaluate.statistics import FEW, describe_accuracy
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
@@ -56,28 +56,29 @@ def evaluate_model(
     split: str = "",
     data_root: str | Path | None = None,
     out: Path | None = None,
-    preprocess: dict[str, object] | None = None,
-    image_size: int | None = None,
-    class_names: str | Path | None = None,
+    preprocess: dict[str, Any] | None = None,
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
     quiet: bool = False,
+    **options: Any,
 ) -> Evaluation | None:
     """Evaluates a model on one split and writes its folder; returns None in all processes but the main one.
 
-    preprocess overrides single settings of the model, mean and std included. The default folder is
-    evaluations/MODEL-DATA-SPLIT-HASH.
+    preprocess overrides single settings of the model, mean and std included. Other options, such as precision and
+    image_size, are those of `Predictor`. The default folder is evaluations/MODEL-DATA-SPLIT-HASH.
     """
     _check_options(out, batch, workers)
     world = join_processes(device, TIMEOUT)
+
+    def open_model_and_data() -> tuple[Predictor, Labels]:
+        source = choose_split(model, data, split, data_root)  # first: it opens faster than weights and fails more often
+        predictor = _load_predictor(model, preprocess or {}, device=world.device, **options)
+        return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
+
     try:
         predictor, labels = world.agree(
-            lambda: _open_model_and_data(
-                world, model, data, split, data_root, preprocess or {}, image_size, precision, class_names
-            ),
-            lambda both: both[1].fingerprint() + str(both[0].preprocess),
+            open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
         if world.is_main and labels.right.shape[1] == 1:
@@ -99,24 +100,11 @@ def _check_options(out: Path | None, batch: int, workers: int | None) -> None:
         make_folder(out)
 
 
-def _open_model_and_data(
-    world: World,
-    model: str | Path,
-    data: str,
-    split: str,
-    data_root: str | Path | None,
-    changes: dict[str, Any],
-    image_size: int | None,
-    precision: Literal["auto", "fp32", "bf16"],
-    class_names: str | Path | None,
-) -> tuple[Predictor, Labels]:
-    """Data first: it opens faster than weights and fails more often."""
-    source = choose_split(model, data, split, data_root)
-    options: Any = {"precision": precision, "image_size": image_size, "class_names": class_names}
-    predictor = Predictor(model, device=world.device, **options, **changes)
+def _load_predictor(model: str | Path, changes: dict[str, Any], **options: Any) -> Predictor:
+    predictor = Predictor(model, **options, **changes)
     if not predictor.classes:
         raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
-    return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
+    return predictor
 
 
 def _classify(
@@ -126,16 +114,15 @@ def _classify(
     source = labels.source
     if workers is None:  # starting workers takes longer than a small dataset
         workers = 0 if len(source) < 16 * batch else default_workers()
-    prepared = Prepared(
-        source, predictor.size, predictor.preprocess, batch=batch, workers=workers, world=world, keep=False
-    )
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
+    prepared = Prepared(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
 
-        def report_progress(done: Batch) -> None:
-            for index, reason in done.bad:
+        def report_progress(batch: Batch) -> None:
+            for index, reason in batch.bad:
                 log.warning("%s: %s", source.name(index), reason)
-            display.advance(display.done + len(done.index), "images")
+            display.advance(display.done + len(batch.index), "images")
 
         return classify(predictor, prepared, labels, report_progress)
 
@@ -145,7 +132,9 @@ def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Re
     folder = out or Path("evaluations") / default_name(card)
     make_folder(folder / "figures")
     if labels.single:
-        _write_classes(labels, result, folder)
+        titles, numbers = ["images", "precision", "recall", "f1"], result.by_class()
+        rows = zip(labels.class_names, *(numbers[title].tolist() for title in titles), strict=True)
+        write_csv(folder / "classes.csv", [["class", *titles], *rows])
     write_evaluation(card, labels, result, most_confident_errors(labels, result), folder)
     write_card(card, folder, labels, result)  # last: a folder with a card is complete
     return Evaluation(card, folder, result)
@@ -155,14 +144,6 @@ def default_name(card: Card) -> str:
     """Model, data, split and a hash of all that affects the result."""
     words = [slug(card.name), slug(card.data["spec"]), card.data["split"], card.identity()[:8]]
     return "-".join(word for word in words if word)
-
-
-def _write_classes(labels: Labels, result: Result, folder: Path) -> None:
-    numbers = result.by_class()
-    columns = [labels.class_names, *(numbers[name].tolist() for name in ("images", "precision", "recall", "f1"))]
-    figures.write_csv(
-        folder / "classes.csv", [["class", "images", "precision", "recall", "f1"], *zip(*columns, strict=True)]
-    )
 
 
 # Samples ------------------------------------------------------------------------------------------------------------
@@ -201,21 +182,23 @@ def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
 def summary_table(done: Evaluation) -> Group:
     """Metrics with their confidence intervals, and the path of the report."""
     card = done.card
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("", no_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
     for title in ("value", "95 % interval"):
-        shown.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
         if name in card.metrics and (name != "top5" or done.result.classes > FEW):
             ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(to_unit(name, end) for end in ends) if ends else ""
-            shown.add_row(TITLES[name], to_unit(name, value), between)
+            table.add_row(TITLES[name], to_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]
     counts += [f"{card.unreadable:,} unreadable"] if card.unreadable else []
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
-    lines = [Text(title, style="bold"), shown]
-    lines += [Text(f"{100 * one['top1']:.2f} % in {one['source']}", style="dim") for one in published(card)]
-    lines.append(Text(done.result.confidence_sentence))
-    return Group(*lines, Text(f"report: {done.folder / 'report.html'}", overflow="fold"))
+    lines = [Text(title, style="bold"), table]
+    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
+    result = done.result
+    words = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
+    words += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
+    return Group(*lines, *(Text(line, overflow="fold") for line in words))

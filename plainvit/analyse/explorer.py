@@ -7,8 +7,8 @@ pooled or omitted, and the report says so.
 
 import base64
 import io
+import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import AttentionReducer, require_global_attention
-from plainvit.analyse.page import CRISP, Html, element
+from plainvit.analyse.page import CRISP, Html, element, pluralize
 from plainvit.models import ViT
 from plainvit.models.inference import in_eval_mode
 
@@ -46,29 +46,25 @@ class Plan:
         return self.images * queries * cells
 
 
-def plan(model: ViT, images: int, budget: int = BUDGET) -> Plan:
+def plan_explorer(model: ViT, images: int, budget: int = BUDGET) -> Plan:
     """The first plan within the budget; if there is none, the smallest one."""
-    (h, w), candidate = model.config.grid, None
-    for candidate in _list_plans(model, min(images, IMAGES)):
-        if candidate.size(h * w + (model.config.prefix > 0)) <= budget:
-            return candidate
-    assert candidate is not None
-    return candidate
+    (h, w), plans = model.config.grid, _list_plans(model, min(images, IMAGES))
+    queries = h * w + (model.config.prefix > 0)
+    return next((candidate for candidate in plans if candidate.size(queries) <= budget), plans[-1])
 
 
-def _list_plans(model: ViT, images: int) -> Iterator[Plan]:
+def _list_plans(model: ViT, images: int) -> list[Plan]:
     """From everything to less: fewer images, then coarser maps, then the heads of fewer layers, then no heads."""
     (h, w), layers, heads = model.config.grid, len(model.blocks), list(range(model.config.heads))
     full, half, quarter, *coarser = [(-(-h // factor), -(-w // factor)) for factor in (1, 2, 4, 8, 16, 32)]
     single = [full, *(pooled for pooled in (half, quarter) if max(pooled) >= COARSEST)]
+    plans = []
     for stride in (1, 2, 3, 4, 6, 8, layers, 0):  # every so many layers with single heads, always with the last
         chosen = [heads if stride and (layers - 1 - layer) % stride == 0 else [] for layer in range(layers)]
         for count in range(images, 0, -1):
-            for head_keys in single if stride else single[-1:]:
-                yield Plan(count, full, head_keys, chosen)
-                yield Plan(count, half, head_keys, chosen)
-    for keys in (quarter, *coarser):
-        yield Plan(1, keys, single[-1], [[] for _ in range(layers)])
+            grids = itertools.product(single if stride else single[-1:], (full, half))
+            plans += [Plan(count, keys, head_keys, chosen) for head_keys, keys in grids]
+    return [*plans, *(Plan(1, keys, single[-1], [[]] * layers) for keys in (quarter, *coarser))]
 
 
 class Views(NamedTuple):
@@ -80,17 +76,17 @@ class Views(NamedTuple):
 
 @torch.no_grad()
 @in_eval_mode
-def views(model: ViT, image: Tensor, wanted: Plan) -> Views:
+def views(model: ViT, image: Tensor, plan: Plan) -> Views:
     """Views of one image [3, H, W] from one forward pass."""
-    found = Views([], [])
+    computed = Views([], [])
 
     def add(layer: int, attention: Tensor) -> None:
-        found.means.append(_attention_matrix(model, attention[0].mean(0), wanted.keys))
-        for head in wanted.heads[layer]:
-            found.singles.append(_attention_matrix(model, attention[0, head], wanted.head_keys))
+        computed.means.append(_attention_matrix(model, attention[0].mean(0), plan.keys))
+        for head in plan.heads[layer]:
+            computed.singles.append(_attention_matrix(model, attention[0, head], plan.head_keys))
 
     require_global_attention(model)(image[None].to(model.embedding.weight.device), AttentionReducer(add))
-    return found
+    return computed
 
 
 def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -105,32 +101,32 @@ def _attention_matrix(model: ViT, attention: Tensor, keys: tuple[int, int]) -> t
         weights = F.adaptive_avg_pool2d(weights.reshape(-1, 1, *grid), keys).flatten(1)
         weights = weights * (grid[0] * grid[1] / (keys[0] * keys[1]))  # sums instead of means
     largest = weights.amax(1, keepdim=True)
-    shares = torch.cat((weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), token), 1)
-    shown = (255 * shares).round().to(torch.uint8)  # [queries, keys (+ 1)]
-    return shown.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy()
+    scaled = torch.cat((weights / largest.clamp(min=torch.finfo(weights.dtype).tiny), token), 1)
+    grey = (255 * scaled).round().to(torch.uint8)  # [queries, keys (+ 1)]
+    return grey.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy()
 
 
-def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Plan) -> tuple[Html, str]:
-    """(HTML, script). `shown` has for each image: source (a data: URL), name, prediction."""
+def explorer(model: ViT, images: Tensor, rows: list[dict[str, Any]], plan: Plan) -> tuple[Html, str]:
+    """(HTML, script). `rows` has for each image: source (a data: URL), name, prediction."""
     height, width = model.config.image_size
-    images = images[: wanted.images]
-    seen = [views(model, image, wanted) for image in images]
+    images = images[: plan.images]
+    computed = [views(model, image, plan) for image in images]
     crisp = max(height, width) < CRISP
     data = {
-        "images": [one | {"width": width, "height": height} for one in shown[: wanted.images]],
+        "images": [row | {"width": width, "height": height} for row in rows[: plan.images]],
         "grid": model.config.grid,
-        "keys": wanted.keys,
+        "keys": plan.keys,
         "tokens": model.config.tokens,
-        "headKeys": wanted.head_keys,
+        "headKeys": plan.head_keys,
         "token": "class token" if model.config.class_token else "first token" if model.config.prefix else "",
         "reads": model.config.pool == "token",
         "heat": crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": crisp,
-        "heads": wanted.heads,
-        "means": [[_png(view) for view, _ in one.means] for one in seen],
-        "largest": [[largest.tolist() for _, largest in one.means] for one in seen],
-        "singles": [[_png(view) for view, _ in one.singles] for one in seen],
-        "largestSingles": [[largest.tolist() for _, largest in one.singles] for one in seen],
+        "heads": plan.heads,
+        "means": [[_png(view) for view, _ in image.means] for image in computed],
+        "largest": [[largest.tolist() for _, largest in image.means] for image in computed],
+        "singles": [[_png(view) for view, _ in image.singles] for image in computed],
+        "largestSingles": [[largest.tolist() for _, largest in image.singles] for image in computed],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name can close the element
     body = element(
@@ -142,19 +138,15 @@ def explorer(model: ViT, images: Tensor, shown: list[dict[str, Any]], wanted: Pl
     return body, Path(__file__).with_name("explorer.js").read_text(encoding="utf-8")
 
 
-def describe_omissions(wanted: Plan, model: ViT, images: int) -> str:
+def describe_omissions(plan: Plan, model: ViT, images: int) -> str:
     """What the report omits to stay small; empty if nothing."""
-    grid, with_heads, layers = model.config.grid, sum(map(bool, wanted.heads)), len(wanted.heads)
-    words = []
-    if wanted.images < min(images, IMAGES):
-        words.append(f"the explorer shows {wanted.images} image{'s' * (wanted.images > 1)}")
-    if wanted.keys != grid:
-        words.append(f"maps of layers are pooled to {wanted.keys[0]} x {wanted.keys[1]}")
-    if with_heads and wanted.head_keys != grid:
-        words.append(f"maps of heads are pooled to {wanted.head_keys[0]} x {wanted.head_keys[1]}")
-    if with_heads < layers:
-        words.append(f"single heads are shown for {with_heads or 'none'} of {layers} layers")
-    return f"To keep this file below 10 MB, {', '.join(words)}." if words else ""
+    layers, with_heads = len(plan.heads), sum(map(bool, plan.heads))
+    if plan == _list_plans(model, min(images, IMAGES))[0]:
+        return ""
+    keys, head_keys = (" x ".join(map(str, grid)) for grid in (plan.keys, plan.head_keys))
+    heads = f"the heads of {with_heads} of {layers} layers as maps of {head_keys}" if with_heads else "no single heads"
+    images_shown = pluralize(plan.images, "image")
+    return f"To keep this file below 10 MB, the explorer shows {images_shown}, layers as maps of {keys}, and {heads}."
 
 
 def _png(view: np.ndarray) -> str:

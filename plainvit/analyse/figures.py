@@ -141,7 +141,7 @@ def _png(figure: Figure, dpi: float, colours: int = 0) -> bytes:
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], pil_kwargs={"compress_level": 1})
     image = Image.open(buffer).convert("RGB")
     data = io.BytesIO()
-    (image.quantize(colours) if colours else image).save(data, "PNG")
+    (image.quantize(colours, Image.Quantize.FASTOCTREE) if colours else image).save(data, "PNG")
     return data.getvalue()
 
 

@@ -5,7 +5,7 @@ plainvit data info photos/ --sheet sheet.png                     class_sheet(sou
 """
 
 import math
-import textwrap
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from rich.cells import cell_len, set_cell_size
 
-from plainvit.analyse.figures import COLOURS, RIGHT, WRONG, new_axes, number, printable, save, styled, write_csv
-from plainvit.analyse.page import (
-    NONE,
-    SPACE,
-    Html,
-    Section,
-    bar,
-    element,
-    embed_image,
-    figure_links,
-    join,
-    pluralize,
-)
+from plainvit.analyse import page
+from plainvit.analyse.figures import COLOURS, RIGHT, WRONG, new_axes, number, printable, styled
+from plainvit.analyse.page import Html, Section
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
@@ -57,15 +48,6 @@ class Sample:
         return self.prediction == self.truth
 
 
-def sort_errors_first(samples: Sequence[Sample]) -> list[Sample]:
-    """Errors first, the most confident at the top; correct predictions in their order."""
-
-    def order(sample: Sample) -> tuple[bool, float]:
-        return sample.is_correct, 0 if sample.is_correct else np.nan_to_num(-number(sample.probability), nan=1.0)
-
-    return sorted(samples, key=order)
-
-
 # Contact sheets -------------------------------------------------------------------------------------------------------
 
 
@@ -84,11 +66,9 @@ def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def contact_sheet(
-    source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]], note: str = ""
-) -> Figure:
-    """The images at `index` with their rows as `plainvit predict` writes them, and a note below."""
-    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)], note)
+def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The images at `index` with their rows as `plainvit predict` writes them."""
+    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)])
 
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
@@ -112,42 +92,42 @@ def class_sheet(source: Source) -> Figure:
 def thumbnail(source: Source, index: int) -> np.ndarray | None:
     """None if the image cannot be read."""
     try:
-        shown = Image.fromarray(source.image(index))
+        image = Image.fromarray(source.image(index))
     except (ImageError, OSError):
         return None
-    shown.thumbnail((PIXELS, PIXELS))
-    return np.asarray(shown)
+    image.thumbnail((PIXELS, PIXELS))
+    return np.asarray(image)
 
 
 @styled()
-def draw_cells(cells: Sequence[Cell], note: str = "") -> Figure:
-    """A grid of images with text below each, and a note below the grid."""
+def draw_cells(cells: Sequence[Cell]) -> Figure:
+    """A grid of images with text below each."""
     columns = min(max(len(cells), 1), 8 if len(cells) > 24 else 6)
     lines = max(math.ceil(len(cells) / columns), 1)
-    note_lines = textwrap.wrap(printable(note), 26 * columns)
-    foot = 0.02 + 0.11 * len(note_lines) if note_lines else 0.0
-    figure, axes = new_axes((1.3 * columns, 1.3 * (TALL * lines + foot)))
+    figure, axes = new_axes((1.3 * columns, 1.3 * TALL * lines))
     for place, cell in enumerate(cells):
         _draw_cell(axes, cell, place % columns, place // columns * TALL)
-    below: dict[str, Any] = {"fontsize": 6, "color": COLOURS["muted"], "va": "top", "parse_math": False}
-    axes.text(0, TALL * lines + 0.01, "\n".join(note_lines), **below)
-    axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines + foot - 0.04, -0.04), aspect="equal")
+    axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines - 0.04, -0.04), aspect="equal")
     axes.set_axis_off()
     return figure
 
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLOURS["line"], alpha=0.45, linewidth=0, zorder=-1))
-    if cell.image is not None:
-        _draw_image(axes, cell.image, left, top)
+    if cell.image is not None:  # centred; small images keep sharp pixels
+        height, width = cell.image.shape[:2]
+        h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
+        x, y = left + (SIDE - w) / 2, top + (SIDE - h) / 2
+        smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
+        axes.imshow(cell.image, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     label_colour = COLOURS["ink"] if cell.colour == COLOURS["blue"] else cell.colour
     axes.text(left, top + SIDE + 0.07, shorten(cell.label, 15), fontsize=6.5, color=label_colour, **below)
     axes.text(left, top + SIDE + 0.19, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
-    for share, colour in ((1.0, COLOURS["line"]), (cell.probability, cell.colour)):
-        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * share, 0.025, facecolor=colour, linewidth=0))
+    for length, colour in ((1.0, COLOURS["line"]), (cell.probability, cell.colour)):
+        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=colour, linewidth=0))
     percent = f"{cell.probability:.0%}"
     axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
 
@@ -157,34 +137,12 @@ def shorten(text: str, columns: int, ending: int = 0) -> str:
 
     East Asian characters take two columns. Emoji, which few fonts for figures have, become their names.
     """
-    letters = [
-        f":{unicodedata.name(one, 'emoji').lower()}:" if "\U0001f000" <= one < "\U00020000" else one
-        for one in printable(text)
-    ]
-    letters = [one for one in letters if one[:1] not in "\ufe0f\u200d"]  # joiners of emoji
-    if sum(map(_width, letters)) <= columns:
-        return "".join(letters)
-    tail = _take(letters[::-1], ending)[::-1]
-    return "".join((*_take(letters, columns - 1 - ending), "…", *tail))
-
-
-def _width(letters: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in letters)
-
-
-def _take(letters: Sequence[str], columns: int) -> list[str]:
-    """The first letters that fit."""
-    widths = np.cumsum([_width(letter) for letter in letters])
-    return list(letters[: int(np.searchsorted(widths, columns, "right"))])
-
-
-def _draw_image(axes: Axes, pixels: np.ndarray, left: float, top: float) -> None:
-    """Centred in its cell; small images keep sharp pixels."""
-    height, width = pixels.shape[:2]
-    h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
-    x, y = left + (SIDE - w) / 2, top + (SIDE - h) / 2
-    smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
-    axes.imshow(pixels, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
+    text = re.sub("[\U0001f000-\U0001ffff]", lambda emoji: f":{unicodedata.name(emoji[0], 'emoji').lower()}:", text)
+    text = printable(text.replace("\ufe0f", "").replace("\u200d", ""))  # joiners of emoji
+    if cell_len(text) <= columns:
+        return text
+    start, end = set_cell_size(text, columns - 1 - ending), set_cell_size(text[::-1], ending)[::-1]
+    return f"{start.rstrip()}…{end.lstrip()}"
 
 
 # Report section -------------------------------------------------------------------------------------------------------
@@ -193,20 +151,25 @@ def _draw_image(axes: Axes, pixels: np.ndarray, left: float, top: float) -> None
 def predictions_section(
     samples: Sequence[Sample], folder: Path, title: str = "Predictions", totals: tuple[int, int] | None = None
 ) -> Section | None:
-    """Also writes figures/gallery.png and .csv. totals: numbers of errors and images in the whole split."""
+    """Errors first, the most confident at the top. Also writes figures/gallery.png and .csv.
+
+    totals: numbers of errors and images in the whole split.
+    """
     if not samples:
         return None
-    ordered = sort_errors_first(samples)
-    save(draw_cells(list(map(_sample_cell, ordered[:SHOWN]))), folder / "figures" / "gallery.png")
-    rows = [[one.name, one.truth, one.prediction, one.probability] for one in ordered]
-    write_csv(folder / "figures" / "gallery.csv", [["name", "truth", "prediction", "probability"], *rows])
-    wrong = sum(not sample.is_correct for sample in ordered)
-    parts: list[object] = [element("p", _describe_selection(wrong, len(ordered), totals), class_="note")]
-    for kind, shown in (("Errors", ordered[:wrong]), ("Correct", ordered[wrong:])):
-        if shown:
-            parts.append(element("h3", kind, " ", element("span", len(shown), class_="quiet")))
-            parts.append(element("div", *map(_sample_card, shown), class_="samples"))
-    return Section(title, join([*parts, figure_links("gallery")]))
+    errors = [sample for sample in samples if not sample.is_correct]
+    errors.sort(key=lambda sample: float(np.nan_to_num(-number(sample.probability), nan=1.0)))
+    correct = [sample for sample in samples if sample.is_correct]
+    ordered = errors + correct
+    rows = [[sample.name, sample.truth, sample.prediction, sample.probability] for sample in ordered]
+    sheet = draw_cells(list(map(_sample_cell, ordered[:SHOWN])))
+    links = page.publish_figure(folder, "gallery", sheet, [["name", "truth", "prediction", "probability"], *rows])
+    parts = [page.element("p", _describe_selection(len(errors), len(ordered), totals), class_="note")]
+    for kind, group in (("Errors", errors), ("Correct", correct)):
+        if group:
+            parts.append(page.element("h3", kind, " ", page.element("span", len(group), class_="quiet")))
+            parts.append(page.element("div", *map(_sample_card, group), class_="samples"))
+    return page.make_section(title, *parts, links)
 
 
 def _sample_cell(sample: Sample) -> Cell:
@@ -216,29 +179,21 @@ def _sample_cell(sample: Sample) -> Cell:
 
 
 def _describe_selection(wrong: int, shown: int, totals: tuple[int, int] | None) -> str:
-    """Which predictions are shown; a warning where the selection does not reflect the accuracy."""
-    biased = "Errors are over-represented in this selection."
-    if totals is None:
-        return f"{pluralize(wrong, 'error')} in {pluralize(shown, 'image')}. {biased}"
-    errors, images = totals
-    if shown == images:
-        return f"All {pluralize(images, 'image')}: {pluralize(errors, 'error')}."
-    if not errors:
-        return f"No errors in {pluralize(images, 'image')}; {shown:,} of them are shown."
-    right = f" and {shown - wrong:,} of {images - errors:,} correct predictions" if shown > wrong else ""
-    if wrong == errors:
-        return f"All errors ({wrong:,} of {pluralize(images, 'image')}){right}."
-    return f"The {wrong:,} most confident of {errors:,} errors in {pluralize(images, 'image')}{right}. {biased}"
+    """Which predictions are shown: the selection may not reflect the accuracy."""
+    errors, images = totals or (wrong, shown)
+    correct = f"{shown - wrong:,} of {images - errors:,} correct predictions"
+    return f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first, and {correct}."
 
 
 def _sample_card(sample: Sample) -> Html:
-    share = number(sample.probability)
-    confidence = NONE if math.isnan(share) else f"{100 * share:.0f}{SPACE}%"
+    probability = number(sample.probability)
+    confidence = page.NONE if math.isnan(probability) else f"{100 * probability:.0f}{page.SPACE}%"
+    first = page.element("b", sample.prediction), page.element("span", confidence, class_="quiet")
     words = [
-        element("div", element("b", sample.prediction), element("span", confidence, class_="quiet"), class_="line"),
-        "" if sample.is_correct else element("div", element("span", "true: ", class_="quiet"), sample.truth),
-        element("div", sample.name, class_="file", title=sample.name),
+        page.element("div", *first, class_="line"),
+        "" if sample.is_correct else page.element("div", page.element("span", "true: ", class_="quiet"), sample.truth),
+        page.element("div", sample.name, class_="file", title=sample.name),
     ]
-    shown = embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
+    image = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
     kind = "sample right" if sample.is_correct else "sample wrong"
-    return element("figure", shown, bar(share), element("figcaption", *words), class_=kind)
+    return page.element("figure", image, page.bar(probability), page.element("figcaption", *words), class_=kind)

@@ -29,7 +29,7 @@ def draw_masked(folder: Path, step: int, rows: Sequence[np.ndarray]) -> Path:
 def mosaic(rows: Sequence[np.ndarray]) -> np.ndarray:
     """One canvas with white gaps."""
     space = (0, GAP), (0, GAP), (0, 0)
-    lines = [np.concatenate([np.pad(_resize(one), space, constant_values=255) for one in row], 1) for row in rows]
+    lines = [np.concatenate([np.pad(_resize(image), space, constant_values=255) for image in row], 1) for row in rows]
     return np.concatenate(lines)[:-GAP, :-GAP]
 
 
@@ -44,9 +44,9 @@ def read_masked_figures(folder: Path) -> list[tuple[int, np.ndarray]]:
     """(step, figure) of an early, a middle and the last validation; none of files that are damaged or too large."""
     paths = sorted((folder / "figures").glob("masked-" + "[0-9]" * 7 + ".png"))
     chosen = sorted({paths[0], paths[len(paths) // 2], paths[-1]}) if paths else []
-    found = []
+    figures = []
     for path in chosen:
         with contextlib.suppress(OSError, ValueError), Image.open(path, formats=("PNG",)) as image:
             if max(image.size) <= LARGEST:
-                found.append((int(path.stem.removeprefix("masked-")), np.asarray(image.convert("RGB"))))
-    return found
+                figures.append((int(path.stem.removeprefix("masked-")), np.asarray(image.convert("RGB"))))
+    return figures

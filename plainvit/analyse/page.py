@@ -1,7 +1,8 @@
 """Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
-from plainvit.analyse.page import Section, render_page, table
-render_page("Digits", "Class sizes.", [Section("Classes", table(["class", "images"], [("zero", 178)], numbers=[1]))])
+from plainvit.analyse.page import make_section, render_page, table
+sizes = table(["class", "images"], [("zero", 178)], numbers=[1])
+render_page("Digits", "Images by class.", [make_section("Classes", "The training images.", sizes)])
 
 Every string that is not `Html` is escaped, so class and file names cannot inject markup.
 """
@@ -14,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,13 +24,14 @@ from PIL import Image
 
 from plainvit.analyse import figures
 from plainvit.analyse.figures import printable
-from plainvit.disk import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CRISP = 64  # pixels along a side; smaller images are shown without smoothing
 THUMB = 200  # pixels of the longer side; 48 of them stay below 400 KB
 SPACE = "\u202f"  # narrow no-break space
 NONE = "\u2013"  # a missing value
+SCALE = 6.1  # rem for an inch of a figure: two panels fit side by side
+WIDE = 5.0  # inches above which a figure scrolls on a phone instead of shrinking
 UNFOLDED = 20  # classes shown before the rest is folded
 SPLIT = {"test": "test", "val": "validation", "train": "training"}  # reports show the first that exists
 DARK = {
@@ -49,8 +52,15 @@ class Html(str):
 
 
 class Section(NamedTuple):
+    """Part of a page with a heading."""
+
     title: str
     body: Html
+
+
+def make_section(title: str, *parts: str) -> Section:
+    """A section of texts, tables and figures: plain text becomes a paragraph, empty parts are omitted."""
+    return Section(title, join(part if isinstance(part, Html) else element("p", part) for part in parts if part))
 
 
 def escape(text: object) -> Html:
@@ -68,45 +78,25 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
 
 
-def render_page(title: str, lead: str, sections: Sequence[Section], *, eyebrow: str = "", script: str = "") -> str:
-    """An HTML page with a title, a lead (plain text or Html) and sections.
+def render_page(
+    title: str, lead: str, sections: Iterable[Section | None], *, above: Iterable[str] = (), script: str = ""
+) -> str:
+    """A page with a title, a lead (plain text or Html) and sections; those that are None are omitted.
 
-    eyebrow: the line above the title. The content security policy allows no script but the given one.
+    above: words of the line above the title. The content security policy allows no script but the given one.
     """
-    allowed = f"; script-src {_digest(script)}" if script else ""
-    offline = "This page loads no external resources" + ("." if script else " and runs no scripts.")
-    body = element(
-        "main",
-        element(
-            "header",
-            element("p", eyebrow, class_="eyebrow") if eyebrow else "",
-            element("h1", title),
-            lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
-        ),
-        _table_of_contents(sections) if len(sections) > 2 else "",
-        *(element("section", element("h2", title), body, id=_anchor(title)) for title, body in sections),
-        element("footer", f"Made by plainvit. {offline}"),
-        Html(f"<script>{script}</script>") if script else "",
+    shown, words = [section for section in sections if section], " · ".join(filter(None, above))
+    return Template(_read("page.html")).substitute(
+        policy=POLICY + (f"; script-src {_digest(script)}" if script else ""),
+        title=escape(title),
+        style=_make_stylesheet(),
+        eyebrow=element("p", words, class_="eyebrow") if words else "",
+        lead=lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
+        contents=_make_contents(shown) if len(shown) > 2 else "",
+        sections=join(element("section", element("h2", title), body, id=_anchor(title)) for title, body in shown),
+        footer="Made by plainvit. This page loads no external resources" + ("." if script else " and runs no scripts."),
+        script=f"<script>{script}</script>" if script else "",
     )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{allowed}">'),
-        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        Html('<meta name="color-scheme" content="light dark">'),
-        element("title", title),
-        element("style", Html(_stylesheet())),
-    )
-    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def write_page(
-    path: Path, title: str, lead: str, sections: Iterable[Section | None], above: Iterable[str], *, script: str = ""
-) -> Path:
-    """Writes a page atomically; sections that are None are omitted, `above` is the line above the title."""
-    shown = [section for section in sections if section]
-    write_text(path, render_page(title, lead, shown, eyebrow=" · ".join(filter(None, above)), script=script))
-    return path
 
 
 def _digest(script: str) -> str:
@@ -114,7 +104,7 @@ def _digest(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _table_of_contents(sections: Sequence[Section]) -> Html:
+def _make_contents(sections: Sequence[Section]) -> Html:
     links = [element("li", element("a", title, href=f"#{_anchor(title)}")) for title, _ in sections]
     return element("nav", element("ul", *links), aria_label="Contents")
 
@@ -123,13 +113,17 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _stylesheet() -> str:
+def _make_stylesheet() -> str:
     light, dark = (
         "".join(f"--{name}:{colour};" for name, colour in colours.items())
         for colours in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
     )
     colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return colours + _read("page.css")
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
@@ -142,11 +136,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iter
 
 def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]) -> Html:
     """A row for each class; all but the first ones are folded."""
-    shown = table(titles, rows[:UNFOLDED], numbers)
-    if not rows[UNFOLDED:]:
-        return shown
-    rest = element("summary", f"The other {pluralize(len(rows) - UNFOLDED, 'class', 'classes')}")
-    return join([shown, element("details", rest, table(titles, rows[UNFOLDED:], numbers))])
+    parts = [table(titles, rows[:UNFOLDED], numbers)]
+    if rows[UNFOLDED:]:
+        summary = element("summary", f"The other {pluralize(len(rows) - UNFOLDED, 'class', 'classes')}")
+        parts.append(element("details", summary, table(titles, rows[UNFOLDED:], numbers)))
+    return join(parts)
 
 
 def _cell(name: str, value: object, kind: str | None) -> Html:
@@ -164,8 +158,8 @@ def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
     return element("table", element("tbody", *rows), class_="pairs")
 
 
-def bar(share: float) -> Html:
-    length = 100 * min(max(np.nan_to_num(share), 0), 1)
+def bar(fraction: float) -> Html:
+    length = 100 * min(max(np.nan_to_num(fraction), 0), 1)
     return element("span", element("i", style=f"width:{length:.1f}%"), class_="bar")
 
 
@@ -185,23 +179,32 @@ def code_block(line: str) -> Html:
     return element("pre", element("code", line))
 
 
-def inline_svg(figure: Figure, label: str) -> Html:
-    return Html(figures.svg(figure, label))  # matplotlib escapes its text
+def inline_figure(figure: Figure, label: str) -> Html:
+    """A figure at the scale of all figures; a wide one scrolls on a phone instead of shrinking."""
+    inches = figure.get_figwidth()
+    kind, width = "plot wide" if inches > WIDE else "plot", f"--width:{inches * SCALE:.1f}rem"
+    return element("figure", Html(figures.svg(figure, label)), class_=kind, style=width)  # matplotlib escapes its text
 
 
-def figure_links(name: str, data: str = "") -> Html:
-    """Links to the PNG of a figure and to its data: figures/NAME.csv, or another file of the folder."""
-    links = [element("a", path, href=path) for path in (data or f"figures/{name}.csv", f"figures/{name}.png")]
+def publish_figure(
+    folder: Path, name: str, figure: Figure, rows: Iterable[Sequence[object]] = (), *, data: str = ""
+) -> Html:
+    """Saves figures/NAME.png and .csv, and returns links to them; `data` is another file that holds the numbers."""
+    figures.save(figure, folder / "figures" / f"{name}.png")
+    if not data:
+        data = f"figures/{name}.csv"
+        figures.write_csv(folder / data, rows)
+    links = [element("a", path, href=path) for path in (data, f"figures/{name}.png")]
     return element("p", "Data: ", links[0], ". Figure: ", links[1], ".", class_="note")
 
 
 def embed_image(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """An embedded image: PNG if small, otherwise a JPEG thumbnail."""
-    shown = Image.fromarray(image)
-    tiny = max(shown.size) < CRISP
+    picture = Image.fromarray(image)
+    tiny = max(picture.size) < CRISP
     if not tiny:
-        shown.thumbnail((side, side))
-    source = data_url(shown, "png" if tiny else "jpeg", optimize=tiny)
+        picture.thumbnail((side, side))
+    source = data_url(picture, "png" if tiny else "jpeg", optimize=tiny)
     return element("img", src=source, alt=alt, class_="small" if tiny else None)
 
 
@@ -215,11 +218,11 @@ def data_url(image: Image.Image, kind: Literal["png", "jpeg"], *, quality: int =
 # Formatting -----------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float, images: float = 0) -> str:
+def percent(fraction: float, images: float = 0) -> str:
     """A fraction as a percentage; two decimals from 10,000 images on."""
-    if math.isnan(share):
+    if math.isnan(fraction):
         return NONE
-    return f"{100 * share:.{2 if images >= 10_000 else 1}f}{SPACE}%"
+    return f"{100 * fraction:.{2 if images >= 10_000 else 1}f}{SPACE}%"
 
 
 def points(gap: float) -> str:
@@ -227,21 +230,8 @@ def points(gap: float) -> str:
     return f"{100 * gap:.1f}{SPACE}points"
 
 
-def format_duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return NONE
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min" if seconds >= 600 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    hours, minutes = divmod(minutes, 60)
-    days, rest = divmod(round(seconds / 3600), 24)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{days} days {rest} h"
-
-
-def pluralize(count: float, one: str, many: str = "") -> str:
-    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+def pluralize(count: float, singular: str, plural: str = "") -> str:
+    return f"{count:,.0f} {singular if count == 1 else plural or singular + 's'}"
 
 
 def describe_unreadable(count: float, image: str) -> str:

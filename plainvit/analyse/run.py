@@ -1,7 +1,7 @@
 """Reads a run folder; files may be missing, truncated or invalid.
 
 run = read_run(Path("runs/digits"))
-run.result("test"), run.curves["loss"], run.problems
+run.results["test"], run.curves["loss"], run.problems
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 
 from plainvit.analyse.curves import Table, read_metrics, tabulate
 from plainvit.analyse.figures import number, printable
-from plainvit.analyse.page import SPLIT, Html, element, join
+from plainvit.analyse.page import SPLIT
 from plainvit.disk import read_json
 
 FILES = {
@@ -36,26 +36,12 @@ class Run:
     environment: dict[str, Any]
     status: dict[str, Any]
     curves: Table
-    problems: tuple[Html, ...]  # missing or unreadable files
+    problems: tuple[tuple[str, str], ...]  # (file, reason) of missing or unreadable files
 
     @property
     def split(self) -> str:
         """The split that the report shows: test if there is one."""
-        return next((split for split in SPLIT if as_dict(self.results.get(split))), "")
-
-    @property
-    def skipped(self) -> int:
-        """Steps without an update."""
-        return int((self.curves["skipped"] > 0).sum())
-
-    @property
-    def chosen_on_val(self) -> bool:
-        return bool(self.results.get("chosen_on_val") or as_dict(self.results.get("val")).get("chosen_on_val"))
-
-    @property
-    def first_result(self) -> dict[str, Any]:
-        """The result of the linear head from which fine-tuning started, if there was one."""
-        return as_dict(self.results.get("first"))
+        return next((split for split in SPLIT if self.result(split)), "")
 
     def result(self, split: str) -> dict[str, Any]:
         return as_dict(self.results.get(split))
@@ -69,7 +55,7 @@ class Run:
             matrix = np.array(self.result(self.split).get("confusion"), float)
         except (TypeError, ValueError):
             return None
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             return None
         matrix = np.nan_to_num(matrix, nan=0, posinf=0, neginf=0).clip(0)
         return matrix if matrix.any() else None
@@ -88,15 +74,14 @@ def as_dict(value: object) -> dict[str, Any]:
 def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: expected a run folder, such as runs/NAME")
-    found: dict[str, Any] = {name.partition(".")[0]: {} for name in FILES} | {"metrics": tabulate([])}
-    problems: list[Html] = []
+    values: dict[str, Any] = {name.partition(".")[0]: {} for name in FILES} | {"metrics": tabulate([])}
+    problems: list[tuple[str, str]] = []
     for name, meaning in FILES.items():
         read = read_metrics if name == "metrics.jsonl" else read_json
         try:
-            found[name.partition(".")[0]] = read(folder / name)
-            problem = "" if (folder / name).is_file() else f" ({meaning})"
+            values[name.partition(".")[0]] = read(folder / name)
+            if not (folder / name).is_file():
+                problems.append((name, meaning))
         except (OSError, ValueError) as error:
-            problem = f" ({meaning}) cannot be read: {error}"
-        if problem:
-            problems.append(join([element("code", name), problem]))
-    return Run(folder=folder, curves=found.pop("metrics"), problems=tuple(problems), **found)
+            problems.append((name, f"{meaning}; cannot be read: {error}"))
+    return Run(folder=folder, curves=values.pop("metrics"), problems=tuple(problems), **values)

@@ -36,8 +36,6 @@ def format_completion(shell: str, commands: Commands) -> str:
     """The script of bash, zsh or fish."""
     if shell == "fish":
         return "\n".join(["# fish completion for plainvit", *_list_fish_lines(commands)]) + "\n"
-    if shell not in ("bash", "zsh"):
-        raise ValueError(f"unknown shell {shell!r}: bash, zsh or fish")
     choices = {name: _list_next_words(name, commands) for name in {*commands, *(name.split()[0] for name in commands)}}
     longest_first = sorted(choices, key=lambda name: (-len(name.split()), name))
     cases = [f'    "{name} "*) words="{" ".join(choices[name])}" ;;' for name in longest_first]
@@ -64,7 +62,7 @@ def _list_fish_lines(commands: Commands) -> list[str]:
             seen += f"; and __fish_seen_subcommand_from {second}"
         lines.append(f"complete -c plainvit -n __fish_use_subcommand -a {first} -d {about}")
         flags = [flag for flag in list_flags(call) if not flag.is_word]
-        lines += [f"complete -c plainvit -n '{seen}' -l {one.option[2:]} -d {_quote(one.help)}" for one in flags]
+        lines += [f"complete -c plainvit -n '{seen}' -l {flag.option[2:]} -d {_quote(flag.help)}" for flag in flags]
     return lines
 
 

@@ -4,17 +4,14 @@ import json as _json
 import sys
 from pathlib import Path
 
-from plainvit.commands.parsing import Data, print_result
+from plainvit.commands.parsing import Data, DataRoot, Json, print_result
 
 
-def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = None, json: bool = False) -> None:
+def info(data: Data, /, *, sheet: Path | None = None, data_root: DataRoot = None, json: Json = False) -> None:
     """Show the images, classes, sizes and fingerprint of each split.
 
     Args:
-        data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         sheet: Write a contact sheet of the first split to this PNG file
-        data_root: Folder with the known datasets, each in a folder of its name
-        json: Print JSON instead of a table
     """
     from plainvit.data import check as checks
 
@@ -29,31 +26,20 @@ def info(data: Data, /, *, sheet: Path | None = None, data_root: Path | None = N
     print_result(report, None if json else checks.info_table(report))
 
 
-def check(
-    data: Data,
-    /,
-    *,
-    save: Path | None = None,
-    data_root: Path | None = None,
-    json: bool = False,
-) -> None:
+def check(data: Data, /, *, save: Path | None = None, data_root: DataRoot = None, json: Json = False) -> None:
     """Find corrupt files, duplicates, photos under two labels, empty classes and odd sizes.
 
     Exit code 3 if an image is unreadable.
 
     Args:
-        data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         save: Write the findings to this file, one JSON object per line (`plainvit train --exclude` reads it)
-        data_root: Folder with the known datasets, each in a folder of its name
-        json: Print JSON instead of a table
     """
     from plainvit.data import check as checks
-    from plainvit.disk import write_atomically
+    from plainvit.disk import write_text
 
     findings = checks.check(data, data_root)
     if save:
-        lines = "".join(f"{_json.dumps(finding)}\n" for finding in findings)
-        write_atomically(save, lambda temporary: temporary.write_text(lines, encoding="utf-8"))
+        write_text(save, "".join(f"{_json.dumps(finding)}\n" for finding in findings))
     print_result(findings, None if json else checks.check_table(findings))
     if any(finding["problem"] == "unreadable" for finding in findings):
         sys.exit(3)
@@ -66,25 +52,21 @@ def pack(
     *,
     side: int = 320,
     quality: int = 90,
-    data_root: Path | None = None,
-    json: bool = False,
+    data_root: DataRoot = None,
+    json: Json = False,
 ) -> None:
     """Copy a dataset into tar shards (WebDataset) of resized JPEGs, which are faster to read.
 
     Args:
-        data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         target: New folder for the shards
         side: Short side in pixels; smaller images are not resized
         quality: JPEG quality, 1 to 100
-        data_root: Folder with the known datasets, each in a folder of its name
-        json: Print JSON instead of a line
     """
     from rich.text import Text
 
     from plainvit.data.pack import pack as write_shards
 
     packed = write_shards(data, target, side, quality, data_root)
-    line = (
-        f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB, {len(packed['left_out'])} left out: {target}"
-    )
-    print_result(packed, None if json else Text(line))  # Text: brackets in the name of a folder are not markup
+    size = f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB"
+    line = Text(f"{size}, {len(packed['left_out'])} left out: {target}")  # brackets in the name are not markup
+    print_result(packed, None if json else line)

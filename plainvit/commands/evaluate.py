@@ -2,19 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
+    ClassNames,
+    InferenceFlags,
+    Json,
     Model,
-    PixelFlags,
     Processes,
+    TextHead,
     given_pixel_flags,
     print_result,
-    resolve_workers,
 )
-
-if TYPE_CHECKING:
-    from plainvit.evaluate.classify import Result
 
 
 def evaluate(
@@ -23,20 +21,12 @@ def evaluate(
     *,
     data: str,
     split: str = "",
-    data_root: Path | None = None,
     out: Path | None = None,
-    image_size: int | None = None,
-    class_names: Path | None = None,
-    text_head: Path | None = None,
-    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
-    antialias: bool = False,
-    no_antialias: bool = False,
-    batch: int = 64,
-    workers: int = -1,
-    device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    class_names: ClassNames = None,
+    text_head: TextHead = None,
+    flags: InferenceFlags,
     devices: int = 1,
-    json: bool = False,
+    json: Json = False,
 ) -> "Processes | None":
     """Measure the accuracy, calibration and errors of a model on a dataset.
 
@@ -48,73 +38,44 @@ def evaluate(
         model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
         data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
-        data_root: Folder with the known datasets, each in a folder of its name
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
-        image_size: Height and width in pixels; the position embedding is resampled; default: the model's own
-        class_names: File with the names of the model's classes: one per line, or a JSON list
-        text_head: Classify by these text embeddings of class names (zero-shot; a .safetensors file)
-        pixels: Preprocessing, in place of the model's own
-        antialias: Antialias when an image is made smaller
-        no_antialias: Do not antialias
-        batch: Images per forward pass
-        workers: Number of processes that read images; -1 chooses by the number of cores
-        device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
-        precision: Precision of the computation; auto: bf16 on a GPU, else fp32
         devices: Number of processes on this machine, one per device (several machines: torchrun)
-        json: Print the card as JSON instead of a table
     """
+    flags.check()
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
-    if antialias and no_antialias:
-        raise ValueError("--antialias and --no-antialias cannot be combined: remove one of them")
-    if no_antialias and pixels.interpolation == "lanczos":
-        raise ValueError(
-            "--interpolation lanczos always antialiases: remove --no-antialias, or use --interpolation bilinear"
-        )
     if devices > 1 and "RANK" not in os.environ:
-        return Processes(devices, 0, device)
+        return Processes(devices, 0, flags.device)
     from dataclasses import asdict
-
-    from rich.console import Group
-    from rich.text import Text
 
     from plainvit.analyse.evaluation import evaluate_model, summary_table
     from plainvit.runtime.folder import finite
 
-    changes = given_pixel_flags(pixels)
+    changes = given_pixel_flags(flags)
     if text_head is not None:
         changes["text_head"] = str(text_head)  # for plainvit.load
-    if antialias or no_antialias:
-        changes["antialias"] = antialias
     evaluation = evaluate_model(
         model,
         data,
         split=split,
-        data_root=data_root,
+        data_root=flags.data_root,
         out=out,
         preprocess=changes,
-        image_size=image_size,
+        image_size=flags.image_size,
         class_names=class_names,
-        batch=batch,
-        workers=resolve_workers(workers),
-        device=device,
-        precision=precision,
+        batch=flags.batch,
+        workers=flags.processes,
+        device=flags.device,
+        precision=flags.precision,
         quiet=json,
     )
     if evaluation:  # only the main process has it
         card = {"folder": str(evaluation.folder), **asdict(evaluation.card)}
-        table = Group(summary_table(evaluation), *map(Text, _describe_accuracy(evaluation.result)))
-        print_result(finite(card), None if json else table)
+        print_result(finite(card), None if json else summary_table(evaluation))
     return None
 
 
-def _describe_accuracy(result: "Result") -> list[str]:
-    from plainvit.evaluate.statistics import describe_accuracy
-
-    return describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
-
-
-def compare(cards: tuple[Path, ...], /, *, json: bool = False) -> None:
+def compare(cards: tuple[Path, ...], /, *, json: Json = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
     Two evaluations are compared on the images that both have, whatever their names and folders. Settings that differ
@@ -123,7 +84,6 @@ def compare(cards: tuple[Path, ...], /, *, json: bool = False) -> None:
 
     Args:
         cards: Run folders or output folders of `plainvit evaluate`; all are compared with the first
-        json: Print JSON instead of a table
     """
     from plainvit.evaluate import compare as comparison
     from plainvit.runtime.folder import finite

@@ -2,7 +2,8 @@
 
 The parameters of a command's function are its arguments: positional-only ones are words, keyword-only ones are flags,
 and the fields of a dataclass are flags too. A parameter of type `Settings` stands for every field of a run's `Config`.
-Help texts are the `Args` of the docstring and the comments of the fields. Errors are one line.
+Help texts are the `Args` of the docstring, the text of an `Annotated` type, or the comments of the fields. Errors are
+one line.
 """
 
 import argparse
@@ -15,10 +16,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from plainvit.commands.parsing import exit_with_error
 from plainvit.config import Config
@@ -42,7 +43,6 @@ class Flag:
     required: bool = False
     is_word: bool = False
     is_setting: bool = False
-    group: str = ""
     help: str = ""
 
     @property
@@ -63,23 +63,21 @@ class Flag:
     def add_to(self, parser: "argparse._ActionsContainer") -> None:
         """Add it to a parser; a flag that is not given leaves no value."""
         text = self._describe().replace("%", "%%")
+        options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS}
         if self.is_word:
             parser.add_argument(self.name, metavar=self.metavar, nargs=self.nargs, type=self.kind, help=text)
         elif self.kind is bool:
-            self._add_switch(parser, text)
+            for option, value in self._list_switches().items():  # help shows the one that changes the default
+                shown = argparse.SUPPRESS if value == (self.default is True) else text
+                parser.add_argument(option, action="store_const", const=value, help=shown, **options)
         else:
-            options = {"choices": self.choices, "required": self.required, "default": argparse.SUPPRESS, "help": text}
-            options |= {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind}
-            parser.add_argument(self.option, dest=self.name, **options)
+            options |= {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind, "help": text}
+            parser.add_argument(self.option, choices=self.choices, required=self.required, **options)
 
-    def _add_switch(self, parser: "argparse._ActionsContainer", text: str) -> None:
-        """--model.class-token, and for settings --model.no-class-token; help shows the one that changes the default."""
+    def _list_switches(self) -> dict[str, bool]:
+        """--model.class-token, and for settings --model.no-class-token."""
         group, dot, name = self.option[2:].rpartition(".")
-        options = {self.option: True} | ({f"--{group}{dot}no-{name}": False} if self.is_setting else {})
-        for option, value in options.items():
-            shown = argparse.SUPPRESS if value == (self.default is True) else text
-            settings = {"action": "store_const", "const": value, "default": argparse.SUPPRESS, "help": shown}
-            parser.add_argument(option, dest=self.name, **settings)
+        return {self.option: True} | ({f"--{group}{dot}no-{name}": False} if self.is_setting else {})
 
     def _describe(self) -> str:
         if self.default in (None, "", (), False) or self.is_word:
@@ -89,70 +87,63 @@ class Flag:
         return f"{self.help} (default: {shown})"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        exit_with_error(message, 2)
-
-
 # Flags ----------------------------------------------------------------------------------------------------------------
 
 
-def list_flags(call: Callable[..., Any], config: Config | None = None) -> Iterator[Flag]:
+def list_flags(call: Callable[..., Any], config: Config | None = None) -> list[Flag]:
     """The arguments of a command; settings of a run have the values of `config` as defaults."""
-    helps = _read_argument_help(call)
+    flags: dict[str, Flag] = {}
     for name, parameter in inspect.signature(call).parameters.items():
-        hint, required = parameter.annotation, parameter.default is parameter.empty
-        if hint is Settings:
-            yield from _list_settings(config)
-        elif dataclasses.is_dataclass(hint):
-            for field, text in _read_field_help(hint).items():
-                yield Flag(name=field.name, default=field.default, help=text, **_read_type(field.type))
-        else:
-            options = _read_type(hint)
-            if is_word := parameter.kind is parameter.POSITIONAL_ONLY:
-                repeated = "+" if required else "*"
-                options["nargs"] = repeated if options["nargs"] else None if required else "?"
-            default = None if required else parameter.default
-            options |= {"required": required, "is_word": is_word, "default": default}
-            yield Flag(name=name, help=helps.get(name, ""), **options)
+        for flag in _list_parameter(call, name, parameter, config):
+            flags.setdefault(flag.name, flag)  # a ViT and a ResNet share settings
+    return list(flags.values())
 
 
-def _list_settings(config: Config | None) -> Iterator[Flag]:
-    """Every setting of a run; for the model, those of a ViT and of a ResNet."""
-    text = "Model from `plainvit models`, such as ViT-S/16, in place of the recipe's"
-    yield Flag(name="model", kind=str, help=text, is_setting=True)
-    for field, text in _read_field_help(Config).items():
-        nested = [kind for kind in _list_alternatives(field.type) if dataclasses.is_dataclass(kind)]
-        if nested:
-            yield from _list_nested(field.name, nested, getattr(config, field.name, None))
-        elif field.name != "recipe":
-            default = getattr(config, field.name, None)
-            yield Flag(name=field.name, default=default, help=text, is_setting=True, **_read_type(field.type))
+def _list_parameter(
+    call: Callable[..., Any], name: str, parameter: inspect.Parameter, config: Config | None
+) -> Iterator[Flag]:
+    hint, required = parameter.annotation, parameter.default is parameter.empty
+    if hint is Settings:
+        text = "Model from `plainvit models`, such as ViT-S/16, in place of the recipe's"
+        yield Flag(name="model", kind=str, help=text, is_setting=True)
+        yield from _list_fields(Config, config, is_setting=True)
+    elif is_dataclass(hint):
+        yield from _list_fields(hint, hint)
+    else:
+        options = _read_type(hint)
+        is_word = parameter.kind is parameter.POSITIONAL_ONLY
+        if is_word:
+            options["nargs"] = ("+" if required else "*") if options["nargs"] else None if required else "?"
+        default = None if required else parameter.default
+        text = _read_argument_help(call).get(name) or _read_annotation(hint)
+        yield Flag(name=name, required=required, is_word=is_word, default=default, help=text, **options)
 
 
-def _list_nested(group: str, kinds: list[Any], values: Any) -> Iterator[Flag]:
-    """The fields of a part of the config, such as optim."""
-    fields = {field.name: (field, text) for kind in reversed(kinds) for field, text in _read_field_help(kind).items()}
-    for name, (field, text) in fields.items():
-        if any(map(dataclasses.is_dataclass, _list_alternatives(field.type))):  # the stem of a hybrid
-            continue
-        options = _read_type(field.type)
-        if group == "model" and name in ("image_size", "patch"):
-            options["nargs"] = "+"  # one value is a square
-        default = getattr(values, name, None)
-        yield Flag(name=f"{group}.{name}", default=default, help=text, is_setting=True, group=group, **options)
+def _list_fields(kind: Any, values: Any, group: str = "", *, is_setting: bool = False) -> Iterator[Flag]:
+    """The fields of a dataclass, and those of the dataclasses in it as GROUP.NAME."""
+    for field, text in read_field_help(kind).items():
+        default = getattr(values, field.name, None)
+        nested = [part for part in _list_alternatives(field.type) if is_dataclass(part)]
+        if not nested:
+            options = _read_type(field.type)
+            if group == "model." and field.name in ("image_size", "patch"):
+                options["nargs"] = "+"  # one value is a square
+            yield Flag(name=group + field.name, default=default, help=text, is_setting=is_setting, **options)
+        elif not group:  # the stem of a hybrid has no flags
+            for part in nested:
+                yield from _list_fields(part, default, f"{field.name}.", is_setting=is_setting)
 
 
 def _list_alternatives(hint: Any) -> tuple[Any, ...]:
     """The types of X | Y | None, without None."""
     if get_origin(hint) not in (Union, UnionType):
         return (hint,)
-    return tuple(one for one in get_args(hint) if one is not type(None))
+    return tuple(part for part in get_args(hint) if part is not type(None))
 
 
 def _read_type(hint: Any) -> dict[str, Any]:
     """The `kind`, `nargs` and `choices` of a type: str, int, float, bool, Path, Literal, tuples of them, or None."""
-    (hint,) = _list_alternatives(hint)
+    (hint,) = _list_alternatives(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
     nargs: int | str | None = None
     if get_origin(hint) is tuple:
         items = get_args(hint)
@@ -161,18 +152,23 @@ def _read_type(hint: Any) -> dict[str, Any]:
     return {"kind": type(choices[0]) if choices else hint, "nargs": nargs, "choices": choices}
 
 
+def _read_annotation(hint: Any) -> str:
+    """The text of an `Annotated` type."""
+    return "".join(getattr(hint, "__metadata__", ()))
+
+
 def _read_argument_help(call: Callable[..., Any]) -> dict[str, str]:
     """The `Args` of a docstring, a line each."""
     lines = inspect.cleandoc(call.__doc__ or "").partition("\nArgs:\n")[2].splitlines()
     return {name.strip(): text for name, _, text in (line.partition(": ") for line in lines)}
 
 
-def _read_field_help(kind: Any) -> dict[dataclasses.Field[Any], str]:
-    """Each field of a dataclass with its comment."""
+def read_field_help(kind: Any) -> dict[dataclasses.Field[Any], str]:
+    """Each field of a dataclass with its comment, or the text of its type."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         texts |= _read_comments(cls.__module__).get(cls.__name__, {})
-    return {field: texts.get(field.name, "") for field in dataclasses.fields(kind)}
+    return {field: texts.get(field.name) or _read_annotation(field.type) for field in dataclasses.fields(kind)}
 
 
 @functools.cache
@@ -194,30 +190,34 @@ def _read_comments(module: str) -> dict[str, dict[str, str]]:
 # Parsing --------------------------------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        exit_with_error(message, 2)
+
+
 def parse(call: Callable[..., Any], command: str, arguments: list[str]) -> functools.partial[Any]:
     """The call of the command's function with these arguments. An error exits with code 2."""
-    flags, parser = list(list_flags(call)), _Parser(add_help=False, allow_abbrev=False)
+    flags, parser = list_flags(call), _Parser(add_help=False, allow_abbrev=False)
     for flag in flags:
         flag.add_to(parser)
-    known = [option for action in parser._actions for option in action.option_strings]
-    found, unknown = parser.parse_known_intermixed_args([_spell(word) for word in arguments])
+    known, unknown = parser.parse_known_intermixed_args([_spell(word) for word in arguments])
     if unknown:
-        _reject(unknown[0], command, known, [flag.metavar for flag in flags if flag.is_word])
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
-    words = [flag for flag in flags if flag.is_word]
-    positional = [flag.default if given.get(flag.name) in (None, ()) else given[flag.name] for flag in words]
-    settings = {flag.name for flag in flags if flag.is_setting}
+        _reject(unknown[0], command, flags, parser)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+    words = [flag.default if given.get(flag.name) in (None, ()) else given[flag.name] for flag in flags if flag.is_word]
     named: dict[str, Any] = {}
     for name, parameter in inspect.signature(call).parameters.items():
-        hint = parameter.annotation
-        if hint is Settings:
-            named[name] = Settings({key: value for key, value in given.items() if key in settings})
-        elif dataclasses.is_dataclass(hint):
-            fields = {field.name for field in dataclasses.fields(hint)}
-            named[name] = hint(**{key: value for key, value in given.items() if key in fields})  # pyright: ignore
+        if parameter.annotation is Settings:
+            named[name] = Settings(
+                {flag.name: given[flag.name] for flag in flags if flag.is_setting and flag.name in given}
+            )
+        elif is_dataclass(parameter.annotation):
+            fields = {field.name for field in dataclasses.fields(parameter.annotation)}
+            values = {key: given[key] for key in fields & given.keys()}
+            named[name] = parameter.annotation(**values)  # pyright: ignore[reportCallIssue]
         elif parameter.kind is parameter.KEYWORD_ONLY and name in given:
             named[name] = given[name]
-    return functools.partial(call, *positional, **named)
+    return functools.partial(call, *words, **named)
 
 
 def _spell(word: str) -> str:
@@ -226,15 +226,16 @@ def _spell(word: str) -> str:
     return f"{flag.replace('_', '-')}{equals}{value}" if flag.startswith("--") else word
 
 
-def _reject(word: str, command: str, known: list[str], words: list[str | None]) -> NoReturn:
+def _reject(word: str, command: str, flags: list[Flag], parser: argparse.ArgumentParser) -> NoReturn:
     """Exit because of an argument that the command does not take, with what may have been meant."""
     if not word.startswith("-"):
-        taken = " ".join(map(str, words)) or "only flags"
+        taken = " ".join(str(flag.metavar) for flag in flags if flag.is_word) or "only flags"
         exit_with_error(f"unexpected argument {word!r}: {command} takes {taken}; switches take no value", 2)
-    flag = word.partition("=")[0]
-    near = [one for one in known if one.startswith(f"{flag}.")][:3] or difflib.get_close_matches(flag, known, 3, 0.5)
+    name, known = word.partition("=")[0], list(parser._option_string_actions)
+    near = [option for option in known if option.startswith(f"{name}.")][:3]
+    near = near or difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}" if near else f"`plainvit {command} --help` lists them"
-    exit_with_error(f"unknown flag {flag!r}; {hint}", 2)
+    exit_with_error(f"unknown flag {name!r}; {hint}", 2)
 
 
 # Help -----------------------------------------------------------------------------------------------------------------
@@ -244,16 +245,15 @@ def format_help(
     call: Callable[..., Any], command: str, *, common: Iterable[str] = (), config: Config | None = None
 ) -> str:
     """The help of a command: all flags, or the common ones and how to list all."""
-    common = tuple(common)
-    flags = list(list_flags(call, config))
-    if common:
+    flags = list_flags(call, config)
+    if common := tuple(common):
         flags = [flag for name in common for flag in flags if name == flag.name]
-    words = [flag.metavar for flag in flags if flag.is_word]
+    words = [str(flag.metavar) for flag in flags if flag.is_word]
     width = min(shutil.get_terminal_size().columns, 120)
     paragraphs = inspect.cleandoc(call.__doc__ or "").partition("\nArgs:\n")[0].strip().split("\n\n")
     parser = _Parser(
         prog=f"plainvit {command}",
-        usage=" ".join(["plainvit", command, *map(str, words), "[FLAGS]"]),
+        usage=" ".join(["plainvit", command, *words, "[FLAGS]"]),
         description="\n\n".join(textwrap.fill(" ".join(text.split()), width) for text in paragraphs),
         epilog=f"Every setting is a flag: `plainvit {command} [RECIPE] {HELP_ALL}` lists all." if common else None,
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=width),
@@ -262,9 +262,8 @@ def format_help(
     parser._positionals.title = "arguments"
     groups = {"": parser.add_argument_group("flags")}
     for flag in flags:
-        if flag.is_word:
-            flag.add_to(parser)
-        else:
-            title = "" if common else flag.group
-            flag.add_to(groups.setdefault(title, groups.get(title) or parser.add_argument_group(title)))
+        title = "" if common else flag.name.rpartition(".")[0]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        flag.add_to(parser if flag.is_word else groups[title])
     return parser.format_help()

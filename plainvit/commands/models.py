@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
+    Heads,
+    ImageSize,
+    Json,
     Model,
-    Pattern,
     PixelFlags,
+    TextHead,
     given_pixel_flags,
     print_result,
 )
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from plainvit.weights.published import Published
 
 
-def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = False) -> None:
+def models(pattern: str = "*", /, *, image_size: int = 224, json: Json = False) -> None:
     """List the named models: tokens, parameters, FLOPs, size of the weights.
 
     Use a name in plainvit train RECIPE --model NAME, plainvit inspect NAME or plainvit.create(NAME). Other patch sizes
@@ -27,7 +30,6 @@ def models(pattern: Pattern = "*", /, *, image_size: int = 224, json: bool = Fal
     Args:
         pattern: Shell-style pattern of names, such as '*B/16' or 'BiT-*'
         image_size: Height and width of the images in pixels
-        json: Print JSON instead of a table
     """
     from plainvit.names import list_models
     from plainvit.planning import cost
@@ -44,11 +46,11 @@ def inspect(
     /,
     *,
     image: Path | None = None,
-    image_size: int | None = None,
-    heads: int | None = None,
-    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
+    image_size: ImageSize = None,
+    heads: Heads = None,
+    pixels: PixelFlags,
     seed: int = 0,
-    json: bool = False,
+    json: Json = False,
 ) -> None:
     """Describe a weights file, or every intermediate of a named model.
 
@@ -59,20 +61,15 @@ def inspect(
     Args:
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
         image: Photo to run a named model on; default: a colour gradient
-        image_size: Height and width of the images in pixels
-        heads: Number of attention heads, if the file does not say it
-        pixels: Preprocessing, if the file does not say it
         seed: Seed of a named model's random weights
-        json: Print JSON instead of a table
     """
     from plainvit.names import is_model
 
     if is_model(model):
         given = given_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
         if given:
-            raise ValueError(
-                f"--{next(iter(given))} requires a weights file, {model} is the name of a model: remove it"
-            )
+            flag = next(iter(given))
+            raise ValueError(f"--{flag} requires a weights file, {model} is the name of a model: remove it")
         from plainvit.evaluate import forward
 
         report = forward.report(model, image, 224 if image_size is None else image_size, seed)
@@ -93,12 +90,12 @@ def convert(
     *,
     format: Literal["plainvit", "google", "timm", "transformers", "torchvision", "open_clip"],  # noqa: A002
     drop: tuple[str, ...] = (),
-    heads: int | None = None,
-    image_size: int | None = None,
+    heads: Heads = None,
+    image_size: ImageSize = None,
     classes: int | None = None,
-    text_head: Path | None = None,
-    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
-    json: bool = False,
+    text_head: TextHead = None,
+    pixels: PixelFlags,
+    json: Json = False,
 ) -> None:
     """Convert weights from the format of any library to another, without changing a value.
 
@@ -107,15 +104,10 @@ def convert(
     folder with its config.json, or only the weights if the name ends in .safetensors or .pth.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
         target: File or folder to write
         format: Library whose format to write
         drop: Parts to leave out, by the names in the error message
-        heads: Number of attention heads, if the file does not say it
-        image_size: Resample the position embedding to this image size
         classes: Replace the head by zeros for this number of classes
-        text_head: Classify by these text embeddings of class names (zero-shot; a .safetensors file)
-        pixels: Preprocessing, if the file does not say it
         json: Print JSON instead of the written path
     """
     from plainvit.weights import convert as convert_weights
@@ -130,12 +122,12 @@ def convert(
 
 
 def weights(
-    pattern: Pattern = "*",
+    pattern: str = "*",
     /,
     *,
     for_: Literal["cpu", "gpu"] | None = None,
     task: Literal["features", "finetune", "dense"] | None = None,
-    json: bool = False,
+    json: Json = False,
 ) -> None:
     """List published weights: size, licence, reported accuracy, and which to start from.
 
@@ -167,13 +159,13 @@ def weights(
         shown = "\n".join(f"{row['for']} {row['task']}: {row['name']}\n  {row['reason']}" for row in rows)
         print_result(rows, None if json else shown)
         return
-    found = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
-    if not found:
+    entries = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
+    if not entries:
         raise ValueError(f"no published weights match {pattern!r}; `plainvit weights` lists all")
-    print_result({name: asdict(entry) for name, entry in found.items()}, None if json else _published_table(found))
+    print_result({name: asdict(entry) for name, entry in entries.items()}, None if json else _make_table(entries))
 
 
-def _published_table(found: "dict[str, Published]") -> "Group":
+def _make_table(entries: "dict[str, Published]") -> "Group":
     from rich.console import Group
     from rich.table import Table
 
@@ -184,7 +176,7 @@ def _published_table(found: "dict[str, Published]") -> "Group":
     for title in ("params", "MB", "top-1", "ReaL"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("licence", overflow="fold")
-    for name, entry in found.items():
+    for name, entry in entries.items():
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         millions = entry.parameters / 1e6
         licence = f"{entry.licence}*" if entry.restriction else entry.licence

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from plainvit.commands.parsing import print_result
+from plainvit.commands.parsing import Json, print_result
 
 
-def paper(table: int = 5, cards: tuple[Path, ...] = (), /, *, json: bool = False) -> None:
+def paper(table: int = 5, cards: tuple[Path, ...] = (), /, *, json: Json = False) -> None:
     """Print a results table of the ViT paper, with your evaluations as additional rows.
 
     Runs fine-tuned from the same weights share a row; several runs on one dataset are shown as mean and standard
@@ -14,7 +14,6 @@ def paper(table: int = 5, cards: tuple[Path, ...] = (), /, *, json: bool = False
     Args:
         table: Number: 2 best models, 5 pre-training dataset, 6 compute, 7 ResNets, 8 position embedding, 9 VTAB-1k
         cards: Run folders or output folders of `plainvit evaluate`
-        json: Print JSON instead of a table
     """
     from dataclasses import asdict
 

@@ -5,7 +5,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 from plainvit.config import visible
 
@@ -13,7 +14,16 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
-Model = Data = Pattern = str
+# Types of arguments that several commands have, with their help texts
+Model = Annotated[str, "Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`"]
+Data = Annotated[str, "Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes"]
+DataRoot = Annotated[Path | None, "Folder with the known datasets, each in a folder of its name"]
+Device = Annotated[str, "Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one"]
+Heads = Annotated[int | None, "Number of attention heads, if the file does not say it"]
+ImageSize = Annotated[int | None, "Height and width in pixels; the position embedding is resampled"]
+ClassNames = Annotated[Path | None, "File with the names of the model's classes: one per line, or a JSON list"]
+TextHead = Annotated[Path | None, "Classify by these text embeddings of class names (zero-shot; a .safetensors file)"]
+Json = Annotated[bool, "Print JSON instead of a table"]
 
 
 class Processes(NamedTuple):
@@ -33,19 +43,39 @@ class PixelFlags:
     resize: Literal["squash", "crop", "squash-crop"] | None = None  # Resize: ignore aspect, centre-crop, or both
     crop: float | None = None  # Side kept by the centre crop, as a fraction of the resized side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # Interpolation when resizing
+    antialias: Literal["on", "off"] | None = None  # Antialias when an image is made smaller (lanczos always does)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceFlags(PixelFlags):
+    """How images are found, read and run through the model."""
+
+    batch: int = 64  # Images per forward pass
+    image_size: ImageSize = None
+    device: Device = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision of the computation; auto: bf16 on a GPU, else fp32
+    workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
+    data_root: DataRoot = None
+
+    def check(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"--batch must be at least 1, got {self.batch}")
+        if self.workers < -1:
+            raise ValueError(
+                f"--workers must be at least 0, or -1 to choose by the number of cores; got {self.workers}"
+            )
+
+    @property
+    def processes(self) -> int | None:
+        """--workers as the Python API takes it: None for -1."""
+        return None if self.workers < 0 else self.workers
 
 
 def given_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
     """The flags that were given, as arguments of `load`."""
     values = {name: getattr(flags, name) for name in PixelFlags.__dataclass_fields__}
-    return {name: value for name, value in values.items() if value not in (None, ())}
-
-
-def resolve_workers(workers: int) -> int | None:
-    """The value of --workers as the Python API takes it: None for -1."""
-    if workers < -1:
-        raise ValueError(f"--workers must be at least 0, or -1 to choose by the number of cores; got {workers}")
-    return None if workers < 0 else workers
+    given = {name: value for name, value in values.items() if value not in (None, ())}
+    return given | ({"antialias": flags.antialias == "on"} if flags.antialias else {})
 
 
 def exit_with_error(line: str, code: int) -> NoReturn:

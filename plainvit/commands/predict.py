@@ -7,47 +7,46 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
-from plainvit.commands.parsing import Model, PixelFlags, given_pixel_flags, print_result, resolve_workers
+from plainvit.commands import parsing
+from plainvit.commands.parsing import ClassNames, given_pixel_flags, print_result
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from plainvit.data.sources import Source
     from plainvit.evaluate.predict import Engine, PredictionJob, Summary
 
 MAX_PRINTED = 200  # images in a printed table; more need --out
+Model = Annotated[str, "Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`"]
+Inputs = Annotated[
+    tuple[str, ...],
+    "Files, folders, quoted globs, or a known dataset; - reads names from stdin",
+]
+Force = Annotated[bool, "Overwrite an existing file, or the parts of another job"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceFlags(PixelFlags):
-    """How images are found, read and run through the model."""
+class InferenceFlags(parsing.InferenceFlags):
+    """How images are found, read and run through the model, here or on a cluster."""
 
-    batch: int = 64  # Images per forward pass
-    image_size: int | None = None  # Height and width in pixels; the position embedding is resampled
-    device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # Precision of the computation; auto: bf16 on a GPU, else fp32
-    workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
     #: Where to run: local is this machine; ray is a cluster whose machines see the inputs under the same paths
     engine: Literal["local", "ray"] = "local"
     #: Address of a running Ray cluster, HOST:PORT or auto; default: start one on this machine and stop it
     address: str | None = None
     split: str = "test"  # Split of an input that is a dataset: train, val or test
-    data_root: Path | None = None  # Folder with the known datasets, each in a folder of its name
 
 
 def predict(
     model: Model,
-    inputs: tuple[str, ...],
+    inputs: Inputs,
     /,
     *,
     out: Path | None = None,
     top: int | None = None,
     sheet: Path | None = None,
-    class_names: Path | None = None,
-    config: InferenceFlags = InferenceFlags(),  # noqa: B008 - it is frozen
-    force: bool = False,
+    class_names: ClassNames = None,
+    flags: InferenceFlags,
+    force: Force = False,
     json: bool = False,
 ) -> None:
     """Predict the most probable classes of images, into a file or as a table.
@@ -57,40 +56,53 @@ def predict(
     formula is preceded by an apostrophe.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        inputs: Files, folders, quoted globs, or a known dataset; - reads names from stdin
         out: Write the rows to this .jsonl, .csv or .parquet file
         top: Number of classes per image; default: 5, or all if there are fewer
         sheet: Draw up to 96 of the images with their predictions into this PNG file
-        class_names: File with the names of the model's classes: one per line, or a JSON list
-        config: How images are read and run through the model
-        force: Overwrite an existing file, or the parts of another job
         json: Print JSON: one line per image or, with --out, a summary
     """
     from plainvit.evaluate import outputs
+    from plainvit.evaluate.predict import write
 
     if top is not None and top < 1:
         raise ValueError(f"--top must be at least 1, got {top}")
     for path, kinds in ((out, outputs.ROWS), (sheet, (".png",))):
         if path:
             outputs.check_out(path, kinds)
+    stdout = sys.stdout
+    with _open_job(model, inputs, top, flags, class_names) as (job, source, engine):
+        drawn: list[int] = []
+        if sheet:
+            from plainvit.analyse.gallery import choose_evenly
+
+            drawn = choose_evenly(len(source)).tolist()
+        if out:
+            summary, rows = write(job, source, out, engine=engine, force=force, quiet=json, keep=drawn)
+        else:
+            keep = bool(sheet) or not json
+            summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
+    if sheet:
+        _draw_sheet(source, drawn, rows if out else [rows[index] for index in drawn], sheet)
+    notes = _describe_trust(model, sheet)
     if out:
-        with _set_up(model, inputs, top, config, class_names) as job:
-            summary = _write_rows(model, *job, out, sheet, force, json)
-        _print_summary(summary, json, _describe_trust(model, sheet))
-    else:
-        _print_predictions(model, _set_up(model, inputs, top, config, class_names), sheet, json)
+        _print_summary(summary, json, notes)
+    elif not json and summary.unreadable < summary.images:
+        _print_table(rows, notes)
+    outputs.check_any_readable(summary.images, summary.unreadable, summary.first_error)
+    if summary.unreadable and not out:
+        count = f"{summary.unreadable:,} of {summary.images:,}"
+        print(f"plainvit: {count} images could not be read", file=sys.stderr)
 
 
 def embed(
     model: Model,
-    inputs: tuple[str, ...],
+    inputs: Inputs,
     /,
     *,
     out: Path,
-    config: InferenceFlags = InferenceFlags(),  # noqa: B008 - it is frozen
-    force: bool = False,
-    json: bool = False,
+    flags: InferenceFlags,
+    force: Force = False,
+    json: Annotated[bool, "Print a summary as JSON"] = False,
 ) -> None:
     """Compute the features of images, the input of the model's head, into a file.
 
@@ -99,29 +111,24 @@ def embed(
     same command resumes an interrupted job.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        inputs: Files, folders, quoted globs, or a known dataset; - reads names from stdin
         out: Write the features to this .parquet or .npz file
-        config: How images are read and run through the model
-        force: Overwrite an existing file, or the parts of another job
-        json: Print a summary as JSON
     """
     from plainvit.evaluate import outputs
+    from plainvit.evaluate.predict import write
 
     outputs.check_out(out, outputs.FEATURES)
-    with _set_up(model, inputs, 0, config) as job:
-        summary = _write_rows(model, *job, out, None, force, json)
+    with _open_job(model, inputs, 0, flags) as (job, source, engine):
+        summary, _ = write(job, source, out, engine=engine, force=force, quiet=json)
     _print_summary(summary, json, ())
+    outputs.check_any_readable(summary.images, summary.unreadable, summary.first_error)
 
 
 @contextlib.contextmanager
-def _set_up(
+def _open_job(
     model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags, class_names: Path | None = None
 ) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
     """Find the images, then load the model: the images are the more likely to be missing."""
-    if flags.batch < 1:
-        raise ValueError(f"--batch must be at least 1, got {flags.batch}")
-    workers = resolve_workers(flags.workers)
+    flags.check()
     if flags.address and flags.engine != "ray":
         raise ValueError("--address requires --engine ray")
     from plainvit.evaluate import inputs as images
@@ -129,49 +136,47 @@ def _set_up(
     from plainvit.evaluate.predictor import Predictor
 
     source = images.find(inputs, split=flags.split, data_root=flags.data_root)
-    run: Engine = functools.partial(predict_locally, workers=workers)
+    engine: Engine = functools.partial(predict_locally, workers=flags.processes)
     device, precision = flags.device, flags.precision
     with contextlib.ExitStack() as stack:
         if flags.engine == "ray":
             from plainvit.evaluate import cluster
 
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray prints to stdout, which is for rows
-            run = stack.enter_context(cluster.connect_cluster(flags.address, device))
-            device, precision = "cpu", run.precision(precision)  # the model is loaded here and runs on the cluster
+            engine = stack.enter_context(cluster.connect_cluster(flags.address, device))
+            device, precision = "cpu", engine.precision(precision)  # the model is loaded here and runs on the cluster
         settings: dict[str, Any] = {"image_size": flags.image_size, "batch": flags.batch, "class_names": class_names}
         predictor = Predictor(model, device=device, precision=precision, **settings | given_pixel_flags(flags))
-        yield PredictionJob(predictor, min(5, predictor.classes) or 1 if top is None else top), source, run
+        yield PredictionJob(predictor, min(5, predictor.classes) or 1 if top is None else top), source, engine
 
 
-def _write_rows(
-    model: str,
-    job: "PredictionJob",
-    source: "Source",
-    run: "Engine",
-    out: Path,
-    sheet: Path | None,
-    force: bool,
-    quiet: bool,
-) -> "Summary":
-    from plainvit.evaluate.predict import write
+def _predict_rows(
+    job: "PredictionJob", source: "Source", engine: "Engine", stdout: TextIO | None, *, keep: bool
+) -> "tuple[Summary, list[dict[str, Any]]]":
+    """Counts, and the rows if they are kept; with `stdout` each is printed as JSON as soon as it is predicted."""
+    from plainvit.evaluate.predict import Summary, rows
 
-    if not sheet:
-        return write(job, source, out, engine=run, force=force, quiet=quiet)[0]
-    from plainvit.analyse.gallery import choose_evenly
+    if len(source) > MAX_PRINTED and not stdout:
+        raise ValueError(
+            f"{len(source):,} images are too many to print (at most {MAX_PRINTED}): "
+            "use --out FILE.jsonl, .csv or .parquet"
+        )
+    kept, unreadable, first_error = [], 0, ""
+    for row in rows(job, source, engine=engine):
+        if row["error"] is not None:
+            unreadable, first_error = unreadable + 1, first_error or f"{row['name']}: {row['error']}"
+        if keep:
+            kept.append(row)
+        if stdout:
+            print(_json.dumps(row), file=stdout, flush=True)
+    return Summary("", len(source), unreadable, first_error, resumed=0, seconds=0.0), kept
 
-    drawn = choose_evenly(len(source))
-    summary, rows = write(job, source, out, engine=run, force=force, quiet=quiet, keep=drawn)
-    _draw_sheet(model, source, drawn, rows, sheet)
-    return summary
 
-
-def _draw_sheet(model: str, source: "Source", drawn: Any, rows: list[dict[str, Any]], sheet: Path) -> None:
+def _draw_sheet(source: "Source", drawn: list[int], rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.figures import save
     from plainvit.analyse.gallery import BYTES, contact_sheet
-    from plainvit.evaluate.predict import describe_accuracy_of_run
 
-    accuracy = describe_accuracy_of_run(model)
-    save(contact_sheet(source, drawn, rows, f"{model}: {accuracy}" if accuracy else ""), sheet, BYTES)
+    save(contact_sheet(source, drawn, rows), sheet, BYTES)
 
 
 def _describe_trust(model: str, sheet: Path | None) -> list[str]:
@@ -183,54 +188,13 @@ def _describe_trust(model: str, sheet: Path | None) -> list[str]:
 
 
 def _print_summary(summary: "Summary", json: bool, notes: Sequence[str]) -> None:
-    """Print the summary of a job; an error if no image could be read."""
     from rich.text import Text
-
-    from plainvit.evaluate.outputs import check_any_readable
 
     print_result(asdict(summary), None if json else Text("\n".join((summary.line, *notes)), overflow="fold"))
-    check_any_readable(summary.images, summary.unreadable, summary.first_error)
 
 
-def _print_predictions(
-    model: str,
-    opened: "contextlib.AbstractContextManager[tuple[PredictionJob, Source, Engine]]",
-    sheet: Path | None,
-    json: bool,
-) -> None:
-    """Print one line of JSON per image as soon as it is predicted, or a table at the end."""
+def _print_table(rows: list[dict[str, Any]], notes: Sequence[str]) -> None:
     from rich.console import Group
-    from rich.text import Text
-
-    from plainvit.evaluate.outputs import check_any_readable
-    from plainvit.evaluate.predict import rows
-
-    stdout, kept, bad, first = sys.stdout, [], 0, ""
-    with opened as (job, source, run):
-        if len(source) > MAX_PRINTED and not json:
-            raise ValueError(
-                f"{len(source):,} images are too many to print (at most {MAX_PRINTED}): "
-                "use --out FILE.jsonl, .csv or .parquet"
-            )
-        for row in rows(job, source, engine=run):
-            if row["error"] is not None:
-                bad, first = bad + 1, first or f"{row['name']}: {row['error']}"
-            kept += [row] if sheet or not json else []
-            if json:
-                print(_json.dumps(row), file=stdout, flush=True)
-    if sheet:
-        from plainvit.analyse.gallery import choose_evenly
-
-        drawn = choose_evenly(len(kept))
-        _draw_sheet(model, source, drawn, [kept[at] for at in drawn], sheet)
-    if not json and bad < len(source):
-        print_result(None, Group(_table(kept), *map(Text, _describe_trust(model, sheet))))
-    check_any_readable(len(source), bad, first)
-    if bad:
-        print(f"plainvit: {bad:,} of {len(source):,} images could not be read", file=sys.stderr)
-
-
-def _table(rows: list[dict[str, Any]]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -240,17 +204,16 @@ def _table(rows: list[dict[str, Any]]) -> "Table":
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("next" if max(len(row["predictions"]) for row in rows) > 1 else "", style="dim", overflow="fold")
     for row in rows:
-        name, classes = Text(repr(row["name"])[1:-1]), row["predictions"]
+        name = Text(repr(row["name"])[1:-1])
         if row["error"]:
             table.add_row(name, Text(row["error"], style="red"), "", "")
             continue
-        rest = ", ".join(f"{_truncate(one['label'])} {_percent(one['probability'])}" for one in classes[1:])
-        table.add_row(name, Text(_truncate(classes[0]["label"])), _percent(classes[0]["probability"]), Text(rest))
-    return table
-
-
-def _percent(probability: float) -> str:
-    return f"{100 * probability:.1f}\u00a0%"  # no line break before the sign
+        (label, probability), *rest = [
+            (_truncate(entry["label"]), f"{100 * entry['probability']:.1f}\u00a0%")  # no line break before the sign
+            for entry in row["predictions"]
+        ]
+        table.add_row(name, Text(label), probability, Text(", ".join(map(" ".join, rest))))
+    print_result(None, Group(table, *map(Text, notes)))
 
 
 def _truncate(label: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plainvit.commands.flags import Settings
-from plainvit.commands.parsing import Pattern, Processes, print_result
+from plainvit.commands.parsing import Device, Json, Processes, print_result
 from plainvit.commands.settings import configure_run
 from plainvit.config import Config
 
@@ -76,7 +76,9 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
     if flags.json:
-        print_result({"folder": str(run.folder), **_drop_confusion(run.numbers)}, None)
+        for scores in filter(lambda value: isinstance(value, dict), run.numbers.values()):
+            scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
+        print_result({"folder": str(run.folder), **run.numbers}, None)
         return None
     for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
         print(line)
@@ -95,21 +97,10 @@ def describe_results(results: dict[str, Any]) -> Iterator[str]:
             accuracy, *warning = describe_accuracy(correct, scores["images"], scores.get("majority_accuracy"))
             yield from (f"{name}: {accuracy}", *warning)
             if split == "val" and (better := results.get("better_before")):
-                percent = f"{better['top1']:.2%}".replace("%", " %")
-                yield (
-                    f"the final weights are the last step's; step {better['step']:,} had {percent}: "
-                    "use --patience N to keep the best"
-                )
+                step = f"step {better['step']:,} had {100 * better['top1']:.2f} %"
+                yield f"the final weights are the last step's; {step}: use --patience N to keep the best"
         elif scores.get("loss") is not None:
             yield f"{name} loss {scores['loss']:.4f}"
-
-
-def _drop_confusion(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Results without the confusion matrix, which is in results.json and has a row for each pair of classes."""
-    splits = {name: value for name, value in numbers.items() if isinstance(value, dict)}
-    return numbers | {
-        name: {key: one for key, one in value.items() if key != "confusion"} for name, value in splits.items()
-    }
 
 
 def plan(
@@ -122,7 +113,7 @@ def plan(
     images: int | None = None,
     search: bool = False,
     measure: bool = False,
-    json: bool = False,
+    json: Json = False,
 ) -> None:
     """Estimate the FLOPs, memory, images per second and hours of a run.
 
@@ -136,7 +127,6 @@ def plan(
         images: Number of training images, if the data is not a known dataset
         search: Include the runs of the learning rate search (--optim.grid)
         measure: Train for 25 steps on this machine and use their median time; needs the data
-        json: Print JSON instead of tables
     """
     from plainvit.planning import plan as planning
 
@@ -163,7 +153,7 @@ def _open_data(config: Config) -> tuple[Config, int]:
     return resolve(config, splits), len(splits.train)
 
 
-def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: bool = False) -> None:
+def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: Json = False) -> None:
     """Check this machine, and the settings of a RECIPE if given, for known problems.
 
     Prints versions, devices and each problem with its fix.
@@ -171,7 +161,6 @@ def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: b
     Args:
         recipe: Name from `plainvit recipes`, or FILE.py:FUNCTION for your own
         devices: Number of processes that will train on this machine
-        json: Print JSON instead of tables
     """
     from plainvit.train import doctor as examination
 
@@ -182,7 +171,7 @@ def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: b
     print_result(report, None if json else examination.table(report))
 
 
-def recipes(pattern: Pattern = "", /, *, json: bool = False) -> None:
+def recipes(pattern: str = "", /, *, json: Json = False) -> None:
     """List the recipes: what each trains, the expected result and the cost.
 
     Without a PATTERN only the recipes to start with are listed; '*' lists all, those of published papers too.
@@ -227,8 +216,8 @@ def replay(
     *,
     step: int | None = None,
     data_root: str = "",
-    device: str = "auto",
-    json: bool = False,
+    device: Device = "auto",
+    json: Json = False,
 ) -> None:
     """Rerun one step of a run to find where values become NaN or Inf.
 
@@ -238,8 +227,6 @@ def replay(
         run: Run folder
         step: Step number as in the metrics: a captured step, or one right after a checkpoint; default: last captured
         data_root: Folder with the known datasets, if it has moved
-        device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
-        json: Print JSON instead of a table
     """
     from plainvit.runtime.folder import finite
     from plainvit.train import replay as rerun

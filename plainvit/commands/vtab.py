@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from plainvit.commands.parsing import print_result
+from plainvit.commands.parsing import Device, Json, print_result
 
 
 def vtab(
@@ -15,9 +15,9 @@ def vtab(
     setting: Literal["paper", "light"] = "paper",
     steps: int = 0,
     seed: int = 0,
-    device: str = "auto",
+    device: Device = "auto",
     out: Path | None = None,
-    json: bool = False,
+    json: Json = False,
 ) -> None:
     """Fine-tune weights on the 19 tasks of VTAB-1k and report the scores.
 
@@ -31,9 +31,7 @@ def vtab(
         setting: paper: 2,500 steps, batch 512, 384 px; light: 500 steps, batch 64, the model's size
         steps: Number of steps, in place of the setting's
         seed: Seed of the image order and augmentation
-        device: Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
         out: Folder of the runs and of vtab.json; default: runs/vtab-SETTING-HASH
-        json: Print JSON instead of a table
     """
     from plainvit.studies import vtab as study
 

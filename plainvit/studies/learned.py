@@ -147,7 +147,7 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     assert source is not None
     places = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
     images = predictor.stack(source.image(int(place)) for place in places)
-    return summarize_distances(attention.measure_heads(model, images).distance.numpy())
+    return summarize_distances(attention.attention_distance(model, images).numpy())
 
 
 def summarize_distances(found: np.ndarray) -> dict[str, float]:
