@@ -20,10 +20,10 @@ from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
-from plainvit.weights.grids import Hints
 from plainvit.weights.layout import DetectedModel, build_model, join_names
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
+from plainvit.weights.shapes import Hints
 from plainvit.weights.text_head import load_text_head
 
 if TYPE_CHECKING:
@@ -182,10 +182,11 @@ def _detect_format(tensors: Tensors, path: Path, hints: Hints) -> tuple[Detected
         return torchvision.detect(tensors, hints), tensors
     if google.matches(tensors):
         return google.detect(tensors, hints)
+    open_clip_config = read_json(path / open_clip.CONFIG) if path.is_dir() else {}
     if timm.matches(tensors):
-        return timm.detect(tensors, hints, config)
+        return timm.detect(tensors, hints, config or open_clip.make_timm_sidecar(open_clip_config))
     if open_clip.matches(tensors):
-        return open_clip.detect(tensors, hints, read_json(path / open_clip.CONFIG) if path.is_dir() else {}), tensors
+        return open_clip.detect(tensors, hints, open_clip_config), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(
