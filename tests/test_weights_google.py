@@ -365,12 +365,6 @@ def test_table_that_is_no_square_needs_a_hint(tmp_path: Path, hints: dict[str, A
     assert gap(path, lambda x: run_original(x, wide(arrays)), (24, 40), **hints) < EXACT
 
 
-def test_file_without_a_head(tmp_path: Path) -> None:
-    arrays = {name: x for name, x in original().items() if not name.startswith("head/")}
-    path = save(arrays, tmp_path / "a.npz")
-    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
-
-
 def test_file_has_google_numerics(tmp_path: Path) -> None:
     model = plainvit.load(save(original(), tmp_path / "a.npz"))
     config = model.config

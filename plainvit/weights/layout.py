@@ -5,6 +5,7 @@ round trip is exact.
 """
 
 import configparser
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -198,10 +199,8 @@ def read_shapes(layout: Layout, shapes: Shapes) -> dict[str, tuple[int, ...]]:
         parts = [shapes.get(_THIRD.sub(r"\1", name.format(**FIRST)), ()) for name in entry.names]
         if not all(parts):
             continue
-        try:
+        with contextlib.suppress(RuntimeError, IndexError):  # of a wrong number of sides: an error where it is needed
             parts = [tuple(entry.conversion.read(torch.empty(part, device="meta")).shape) for part in parts]
-        except (RuntimeError, IndexError):  # another number of sides: an error where the shape is needed
-            pass
         found[ours] = (sum(part[0] for part in parts), *parts[0][1:])
     return found
 

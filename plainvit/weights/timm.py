@@ -142,12 +142,11 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
         return "DINOv3", "it has register tokens and no positions"
     if "mask_token" in names and "blocks.0.ls1.gamma" in names:
         return "DINOv2", "it has DINOv2's mask token"
-    signs = (sign[1:] for sign in SIGNS if any(name.startswith(sign[0]) for name in names))
     if rotary == "eva02":
         return "EVA", "its gated MLP is EVA-02's"
-    found = next(signs, None)
-    if found:
-        return found
+    for start, family, reason in SIGNS:
+        if any(name.startswith(start) for name in names):
+            return family, reason
     if "mask_token" in names:
         return "MAE", "it has a mask token"
     if wrapper in ("teacher", "student"):
@@ -184,20 +183,13 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         heads=None if heads[0] is None or hints.heads else heads,
         settings=numerics | {"embedding_bias": "norm_pre.weight" not in shapes},
     )
-    sources |= told
-    stem, size, crop = settings["stem"], settings["image_size"], FAMILIES[name][0]
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
     settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    colours = FAMILIES[name][1] if settings["channels"] == 3 else HALF
-    config = ViTConfig(**settings, **{key: tuple(published.get(key) or colours[key]) for key in colours})
-    sources["image_size"] = _describe_unfilled_size(size, published, config.stride) or sources["image_size"]
-    sources |= pool_source | _list_pixel_sources(published, f"{name} ({reason})")
-    if config.posemb == "none" and config.rotary == "none":
-        sources["posemb"] = "assumed: none, since the file has no pos_embed"
-    if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
-        sources["norm"] = "assumed: before attention and MLP"
-    if stem:
-        sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
+    crop, colours = FAMILIES[name] if settings["channels"] == 3 else (FAMILIES[name][0], HALF)
+    settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
+    config = ViTConfig(**settings)
+    sources |= told | pool_source | _list_pixel_sources(published, f"{name} ({reason})")
+    sources |= _list_other_sources(config, sidecar)
     left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
     notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     return DetectedModel(
@@ -205,10 +197,28 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         config=config,
         layout=layout,
         sources=sources,
-        about=read_about(sidecar, 1.0 if name == "timm" and size[0] >= 384 else crop),
+        about=read_about(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
         ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
         notes=notes + list_assumptions(sources),
     )
+
+
+def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[str, str]:
+    """The sources of what neither the weights nor timm's config.json show."""
+    sources: dict[str, str] = {}
+    if config.posemb == "none" and config.rotary == "none":
+        sources["posemb"] = "assumed: none, since the file has no pos_embed"
+    if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
+        sources["norm"] = "assumed: before attention and MLP"
+    if config.stem:
+        sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
+    # timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images
+    stated = tuple((sidecar.get("pretrained_cfg") or {}).get("input_size") or ())[-2:]
+    pairs = zip(stated, config.image_size, config.stride, strict=False)
+    if any(0 < larger - side < step for larger, side, step in pairs):
+        theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, config.image_size))
+        sources["image_size"] = f"assumed: {ours} images; timm prepares {theirs} and drops the last rows and columns"
+    return sources
 
 
 def _is_training_only(name: str) -> bool:
@@ -303,15 +313,6 @@ def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, 
         crop = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
         return {"mean": mean, "preprocess": crop}
     return {"mean": mean, "preprocess": "config.json" if published else family}
-
-
-def _describe_unfilled_size(size: tuple[int, int], published: Mapping[str, Any], cell: tuple[int, int]) -> str:
-    """timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images."""
-    stated = tuple(published.get("input_size") or ())[-2:]
-    if not any(0 < larger - side < step for larger, side, step in zip(stated, size, cell, strict=False)):
-        return ""
-    theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, size))
-    return f"assumed: {ours} images; timm prepares {theirs} and drops the last rows and columns"
 
 
 def layout_for(config: Model) -> Layout:

@@ -47,6 +47,7 @@ SIGNS = {
     "embeddings.distillation_token": "DeiT",
     "embeddings.cls_token": "ViT",
 }
+ASSUMED = {"CLIP": "activation", "I-JEPA": "norm_eps"}  # defaults from which published weights differ
 # Weights of pre-training and of text towers
 LEFT_OUT = ("embeddings.mask_token", "decoder.", "lm_head.", "embeddings.position_ids")
 LEFT_OUT += ("text_model.", "text_projection.", "logit_scale", "logit_bias")
@@ -99,7 +100,7 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
         layout=layout,
         sources=sources,
         about={"preprocess": preprocess, "class_names": read_class_names(config, model.classes)},
-        ignore=lambda name: _is_left_out(name.removeprefix(prefix), model),
+        ignore=lambda name: _is_left_out(name.removeprefix(prefix), model) or _is_empty(name, shapes),
         notes=list_assumptions(sources) + (["left out what is not the encoder: decoder"] if decoder else []),
     )
 
@@ -108,8 +109,12 @@ def _is_left_out(name: str, model: ViTConfig) -> bool:
     """Whether a weight belongs to pre-training, to a text tower, or to a part that the classifier does not read."""
     is_unread = name.startswith("head.") and model.pool == "average" and model.classes > 0
     is_unread = name.startswith("post_layernorm.") if not model.norm_final else is_unread
-    is_empty = name == "embeddings.register_tokens" and not model.registers  # DINOv3 stores (1, 0, D)
-    return name.startswith(LEFT_OUT) or is_unread or is_empty
+    return name.startswith(LEFT_OUT) or is_unread
+
+
+def _is_empty(name: str, shapes: Shapes) -> bool:
+    """Whether these are the registers of a DINOv3 without any, (1, 0, D)."""
+    return name.endswith("embeddings.register_tokens") and 0 in shapes[name]
 
 
 def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, config: Mapping[str, Any]) -> None:
@@ -147,7 +152,7 @@ def _read_model(
         raise ValueError(f"hidden_act {activation!r} in config.json is not supported; {nearest(activation, SPELLINGS)}")
     eps = config.get("rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps", kind.eps)
     states_heads = hints.heads is None and config
-    numerics = {"norm_eps": float(eps), "activation": SPELLINGS[activation]}
+    numerics: dict[str, Any] = {"norm_eps": float(eps), "activation": SPELLINGS[activation]}
     settings, sources = read_vit(
         layout,
         shapes,
@@ -156,7 +161,7 @@ def _read_model(
         optional=kind.supports,
         rows="all" if is_second_unread else "class",
         stated_size=config.get("image_size"),
-        heads=(config.get("num_attention_heads", kind.heads), "config.json") if states_heads else None,
+        heads=(config.get("num_attention_heads", int(kind.heads)), "config.json") if states_heads else None,
         settings=numerics | kind.fixed | _find_pooling(kind, layout, ours),
     )
     if settings["gated"] and kind.name.startswith("DINOv2"):  # which computes SiLU there, whatever hidden_act says
@@ -166,7 +171,8 @@ def _read_model(
         raise unsupported_model("BEiT for images that are not square", "transformers mixes up rows and columns there")
     source = "config.json" if config else f"{family}'s default"
     sources |= {"activation": source, "norm_eps": source}
-    sources |= {name: f"assumed: {family}'s default" for name in kind.assumed if not config}
+    if kind.name in ASSUMED and not config:
+        sources[ASSUMED[kind.name]] = f"assumed: {family}'s default"
     stated = pair(config["image_size"]) if config.get("image_size") else model.image_size
     if stated != model.image_size:
         sources["image_size"] = f"assumed: the {stated[0]} pixels of config.json without those that patches do not fill"
@@ -208,7 +214,7 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what the closest of transformers' classes does not have."""
     kind = choose_kind(config)
     library = f"transformers' {kind.name}"
-    yield from list_unlike(config, library, **kind.allowed)
+    yield from list_unlike(config, library, **{name: (value,) for name, value in kind.fixed.items()}, **kind.supports)
     if config.stem:
         yield from list_unlike_resnet(config, "timm")
         if not config.stem.blocks:

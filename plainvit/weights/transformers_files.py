@@ -1,9 +1,11 @@
 """config.json and preprocessor_config.json of transformers, read and written."""
 
+import csv
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, ViTConfig, pair
@@ -33,143 +35,73 @@ PROCESSORS = {
 }
 
 
+# What published weights of each class come with, where it is not SQUASH
+USUAL = {
+    "ViTHybrid": SHORT_SIDE | HALF_PIXELS,
+    "DeiT": SQUASH_CROP | PIXELS,
+    "CLIP": SHORT_SIDE,
+    "SigLIP": PROCESSORS["Siglip"],
+    "DINOv2": SHORT_SIDE | PIXELS | {"size": 256},
+    "DINOv2 with registers": SHORT_SIDE | PIXELS | {"size": 256},
+    "DINOv3": PROCESSORS["DINOv3ViT"],
+    "BEiT": PROCESSORS["Beit"],
+    "AIMv2": SHORT_SIDE,
+}
+# Settings of all models of a class
+FIXED: dict[str, dict[str, Any]] = {
+    "CLIP": {"norm_embedding": "tokens", "embedding_bias": False},
+    "DINOv3": {"rotary": "dinov3"},
+    "AIMv2": {"norm_kind": "rms", "norm_embedding": "patches", "block_bias": "none"},
+}
+# What the models of a class may have besides the paper's parts, as `list_unlike` has it
+_VIT = {"posemb_prefix": ("class", "all"), "representation": ANY}
+_DINO: dict[str, Any] = {"gated": ANY, "layer_scale": (True,)}
+_DINOV2 = _DINO | {"pool": ("token", "token+average")}
+_BEIT = {"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "ViT": _VIT,
+    "ViTHybrid": _VIT | {"stem": ANY},
+    "DeiT": _VIT | {"distillation": ANY, "registers": ANY},
+    "CLIP": {"projection": ANY},
+    "SigLIP": {"pool": ("attention",)},
+    "DINOv2": _DINOV2,
+    "DINOv2 with registers": _DINOV2 | {"registers": ANY},
+    "DINOv3": _DINO | {"posemb": ("none",), "registers": ANY, "block_bias": ("all", "no_k", "no_qkv")},
+    "I-JEPA": {"pool": ("average",)},
+    "BEiT": _BEIT | {"block_bias": ("no_k",)},
+    "AIMv2": {"pool": ("average",), "gated": (True,)},
+}
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A model class: its names, what its models have besides the paper's parts, and the defaults of its code."""
+    """A model class: its names, and the defaults of its code."""
 
     name: str
     model_type: str
     headless: str  # the class without a head
-    headed: str = ""
-    section: str = "transformers"  # of layouts.ini
-    prefix: str = ""  # of the names, in classes with a head
-    supports: Mapping[str, Any] = field(default_factory=dict)  # settings and their values, as list_unlike has them
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings of all its models
-    eps: float = 1e-12
-    activation: str = "gelu"
-    heads: int = 12
-    assumed: tuple[str, ...] = ()  # defaults from which published weights differ
-    processor: Mapping[str, Any] = field(default_factory=lambda: SQUASH)  # what published weights come with
+    headed: str
+    section: str  # of layouts.ini
+    prefix: str  # of the names, in classes with a head
+    eps: str
+    activation: str
+    heads: str
 
     @property
-    def allowed(self) -> dict[str, Any]:
-        return {name: (value,) for name, value in self.fixed.items()} | dict(self.supports)
+    def supports(self) -> dict[str, Any]:
+        return SUPPORTED[self.name]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        return FIXED.get(self.name, {})
 
 
-_VIT = {"posemb_prefix": ("class", "all"), "representation": ANY}
-_DINOV2 = {"pool": ("token", "token+average"), "gated": ANY, "layer_scale": (True,)}
-_DINOV2_FILES = {"section": "transformers DINOv2", "eps": 1e-6, "processor": SHORT_SIDE | PIXELS | {"size": 256}}
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("ViT", "vit", "ViTModel", "ViTForImageClassification", prefix="vit.", supports=_VIT),
-        Kind(  # of transformers 4
-            "ViTHybrid",
-            "vit-hybrid",
-            "ViTHybridModel",
-            "ViTHybridForImageClassification",
-            prefix="vit.",
-            supports=_VIT | {"stem": ANY},
-            processor=SHORT_SIDE | HALF_PIXELS,
-        ),
-        Kind(
-            "DeiT",
-            "deit",
-            "DeiTModel",
-            "DeiTForImageClassification",
-            prefix="deit.",
-            supports=_VIT | {"distillation": ANY, "registers": ANY},
-            processor=SQUASH_CROP | PIXELS,
-        ),
-        Kind(
-            "CLIP",
-            "clip_vision_model",
-            "CLIPVisionModel",
-            "CLIPVisionModelWithProjection",
-            section="transformers tower",
-            prefix="vision_model.",
-            supports={"projection": ANY},
-            fixed={"norm_embedding": "tokens", "embedding_bias": False},
-            eps=1e-5,
-            activation="quick_gelu",
-            assumed=("activation",),
-            processor=SHORT_SIDE,
-        ),
-        Kind(
-            "SigLIP",
-            "siglip_vision_model",
-            "SiglipVisionModel",
-            section="transformers tower",
-            prefix="vision_model.",
-            supports={"pool": ("attention",)},
-            eps=1e-6,
-            activation="gelu_pytorch_tanh",
-            processor=PROCESSORS["Siglip"],
-        ),
-        Kind(
-            "DINOv2",
-            "dinov2",
-            "Dinov2Model",
-            "Dinov2ForImageClassification",
-            prefix="dinov2.",
-            supports=_DINOV2,
-            **_DINOV2_FILES,
-        ),
-        Kind(
-            "DINOv2 with registers",
-            "dinov2_with_registers",
-            "Dinov2WithRegistersModel",
-            "Dinov2WithRegistersForImageClassification",
-            prefix="dinov2_with_registers.",
-            supports=_DINOV2 | {"registers": ANY},
-            **_DINOV2_FILES,
-        ),
-        Kind(
-            "DINOv3",
-            "dinov3_vit",
-            "DINOv3ViTModel",
-            section="transformers DINOv3",
-            supports={"registers": ANY, "gated": ANY, "layer_scale": (True,), "posemb": ("none",)}
-            | {"block_bias": ("all", "no_k", "no_qkv")},
-            fixed={"rotary": "dinov3"},
-            eps=1e-5,
-            heads=6,
-            processor=PROCESSORS["DINOv3ViT"],
-        ),
-        Kind(
-            "I-JEPA",
-            "ijepa",
-            "IJepaModel",
-            "IJepaForImageClassification",
-            prefix="ijepa.",
-            supports={"pool": ("average",)},
-            assumed=("norm_eps",),
-        ),
-        Kind(
-            "BEiT",
-            "beit",
-            "BeitModel",
-            "BeitForImageClassification",
-            section="transformers BEiT",
-            prefix="beit.",
-            supports={"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
-            | {"block_bias": ("no_k",)},
-            processor=PROCESSORS["Beit"],
-        ),
-        Kind(
-            "AIMv2",
-            "aimv2_vision_model",
-            "Aimv2VisionModel",
-            section="transformers AIMv2",
-            supports={"pool": ("average",), "gated": (True,)},
-            fixed={"norm_kind": "rms", "norm_embedding": "patches", "block_bias": "none"},
-            eps=1e-5,
-            activation="silu",
-            heads=8,
-            processor=SHORT_SIDE,
-        ),
-    )
-}
+def _read_kinds() -> dict[str, Kind]:
+    with Path(__file__).with_name("transformers_classes.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: Kind(**row) for row in csv.DictReader(file)}
+
+
+KINDS = _read_kinds()
 
 
 def choose_kind(config: ViTConfig) -> Kind:
@@ -192,7 +124,7 @@ def choose_kind(config: ViTConfig) -> Kind:
 
 def default_processor(kind: Kind, *, masked: bool, channels: int) -> dict[str, Any]:
     """The settings that published weights of a class come with; `masked`: ViTMAE."""
-    default = SQUASH | PIXELS if masked else dict(kind.processor)
+    default = SQUASH | PIXELS if masked else USUAL.get(kind.name, SQUASH)
     return default if channels == 3 else default | HALF_PIXELS
 
 
