@@ -102,13 +102,14 @@ def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def make_timm_sidecar(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     """open_clip_config.json of a tower that is timm's, as timm's config.json."""
-    name = ((sidecar.get("model_cfg") or {}).get("vision_cfg") or {}).get("timm_model_name")
-    if not name:
+    vision = (sidecar.get("model_cfg") or {}).get("vision_cfg") or {}
+    if not vision.get("timm_model_name"):
         return {}
     preprocess, colours = _read_pixels(sidecar)
     mode = "squash" if preprocess["resize"] == "squash" else "center"
     published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess["interpolation"]}
-    return {"architecture": name, "pretrained_cfg": published}
+    described = {"architecture": vision["timm_model_name"], "pretrained_cfg": published}
+    return described | {"global_pool": vision.get("timm_pool")}
 
 
 def layout_for(_: ViTConfig) -> Layout:

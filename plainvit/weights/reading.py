@@ -199,7 +199,7 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     """The weights under the prefix that a training script gave its model, and the names of the other weights.
 
     Lightning saves `model.` or `net.`, compiled modules `model._orig_mod.`, next to the weights of a loss. A head next
-    to a `backbone.` belongs to it.
+    to a `backbone.` belongs to it, as open_clip's projection does to a tower of timm.
     """
     prefixes = {
         _find_prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
@@ -216,10 +216,11 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     names: dict[str, tuple[str, int | None]] = {
         name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
     }
-    if prefix.endswith("backbone."):
-        parent = prefix.removesuffix("backbone.")
-        heads = [name for name in tensors.shapes if name.startswith(f"{parent}head.")]
-        names = {name.removeprefix(parent): (name, None) for name in heads} | names
+    for inner, head in (("backbone.", "head."), ("trunk.", "head.proj.")):
+        if prefix.endswith(inner):
+            parent = prefix.removesuffix(inner)
+            heads = [name for name in tensors.shapes if name.startswith(parent + head)]
+            names = {name.removeprefix(parent): (name, None) for name in heads} | names
     inside = RenamedTensors(tensors, names)
     if not any(family.matches(inside) for family in (transformers, torchvision, timm)):
         return tensors, []

@@ -70,7 +70,7 @@ SIGNS = (
 )
 # Names of weights that are for the training of MAE, DINO or DINOv2, not for the encoder
 TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "local_cls_norm.")
-OPTIONAL = ("distillation", "registers", "layer_scale", "gated", "qk_norm", "block_bias")
+OPTIONAL = ("projection", "distillation", "registers", "layer_scale", "gated", "qk_norm", "block_bias")
 OPTIONAL += ("norm_kind", "norm_embedding", "norm_inner", "norm_final")
 MASKED_BIAS = ("blocks.{i}.attn.qkv.bias[0/3]", "blocks.{i}.attn.qkv.bias[2/3]")
 # Names of values that follow from the shape of the model: BEiT's index, DINOv3's frequencies and mask
