@@ -297,6 +297,12 @@ def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
     expect_error(store("BiT", bit, tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["{evil}/", "{i}/", "}{/"])
+def test_braces_in_a_prefix_are_plain_text(tmp_path: Path, prefix: str) -> None:
+    values = {name.replace("params/", prefix): x for name, x in valid_weights("big_vision").items()}
+    assert isinstance(load_or_error(store("big_vision", values, tmp_path)), nn.Module)
+
+
 # Numbers in names that cost time --------------------------------------------------------------------------------------
 
 MANY = 99_999_999

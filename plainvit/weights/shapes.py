@@ -219,7 +219,7 @@ def _count_patches(size: tuple[int, int] | None, cell: tuple[int, int]) -> int |
 
 def _match_all(names: Iterable[str], layout: Layout, ours: str) -> Iterable[re.Match[str]]:
     """Matches all names of one of our parameters in a file; groups are its indices."""
-    parts = re.split(r"\{[isu]1?(?::02d)?\}", layout[ours].names[0])
+    parts = re.split(r"(?<!\{)\{[isu]1?(?::02d)?\}", layout[ours].names[0])
     pattern = r"(\d+)".join(re.escape(part.format()) for part in parts)
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
