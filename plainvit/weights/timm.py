@@ -18,7 +18,6 @@ from plainvit.weights.layout import (
     Shapes,
     list_assumptions,
     make_layout,
-    read_shapes,
 )
 from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
@@ -170,8 +169,8 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     layout = make_layout("timm", shapes)
     if "blocks.0.attn.qkv.bias_mask" in shapes:  # DINOv3's own files store a bias of k, and do not use it
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
-    numerics, told = _read_numerics(layout, shapes, sidecar, name)
-    heads = numerics.pop("heads", None), told.pop("heads", "")
+    known = load_architectures().get(str(sidecar.get("architecture")), {})
+    rotary, heads = known.get("rotary") or _guess_rotary(shapes), arguments.get("num_heads", known.get("heads"))
     settings, sources = read_vit(
         layout,
         shapes,
@@ -180,9 +179,11 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         optional=OPTIONAL,
         rows="any",
         stated_size=arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None,
-        heads=None if heads[0] is None or hints.heads else heads,
-        settings=numerics | {"embedding_bias": "norm_pre.weight" not in shapes},
+        heads=None if heads is None or hints.heads else (heads, "config.json"),
+        settings={"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes},
     )
+    numerics, told = _read_numerics(settings, sidecar, name)
+    settings |= numerics
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
     settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
     crop, colours = FAMILIES[name] if settings["channels"] == 3 else (FAMILIES[name][0], HALF)
@@ -259,51 +260,44 @@ def _guess_rotary(shapes: Shapes) -> str:
 
 
 def _read_numerics(
-    layout: Layout, shapes: Shapes, sidecar: Mapping[str, Any], family: str
+    settings: Mapping[str, Any], sidecar: Mapping[str, Any], family: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(settings, sources) of what no weight shows: heads (if they are known), activation, epsilon, rotary positions."""
-    arguments, name = sidecar.get("model_args") or {}, str(sidecar.get("architecture") or "")
+    """(numerics, sources) of what no weight shows: activation, epsilon, rotary positions."""
+    name = str(sidecar.get("architecture") or "")
     known = load_architectures().get(name)
     if known:
-        settings, sources = dict(known), dict.fromkeys(known, f"config.json: timm's {name}")
+        numerics = {key: value for key, value in known.items() if key != "heads"}
+        sources = dict.fromkeys(numerics, f"config.json: timm's {name}")
     else:
-        settings, sources = _guess_numerics(layout, shapes, family)
-    activation = arguments.get("act_layer")
+        numerics, sources = _guess_numerics(settings, family)
+    activation = (sidecar.get("model_args") or {}).get("act_layer")
     if activation is not None:
         if activation not in ACTIVATIONS:
             known_names = nearest(str(activation), ACTIVATIONS)
             raise ValueError(f"act_layer {activation!r} in config.json is not supported; {known_names}")
-        settings["activation"], sources["activation"] = ACTIVATIONS[activation], "config.json"
-    if "num_heads" in arguments:
-        settings["heads"], sources["heads"] = arguments["num_heads"], "config.json"
-    return settings, sources
+        numerics["activation"], sources["activation"] = ACTIVATIONS[activation], "config.json"
+    return numerics, sources
 
 
-def _guess_numerics(layout: Layout, shapes: Shapes, family: str) -> tuple[dict[str, Any], dict[str, str]]:
-    rotary, ours = _guess_rotary(shapes), read_shapes(layout, shapes)
+def _guess_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, str]]:
+    rotary, coarse = settings["rotary"], has_coarse_norms(settings)
     if rotary == "pe":
         raise unsupported_model("a Perception Encoder without config.json, whose rotary grid is unknown", "norm_pre")
-    fc1, fc2 = ((*ours.get(f"{BLOCK}mlp.{name}.weight", ()), 0, 0) for name in ("fc1", "fc2"))
-    bias = f"{BLOCK}attention.qkv.bias"
-    gated, has_inner = fc1[0] == 2 * fc2[1], f"{BLOCK}attention.norm.weight" in ours
-    coarse = has_coarse_norms(
-        rotary,
-        is_clip="norm_tokens.weight" in ours,
-        is_rms=f"{BLOCK}norm1.bias" not in ours,
-        is_beit3=has_inner and bias in ours and len(layout[bias].names) == 1,
-    )
-    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else f"{family}'s code"
-    eps, (activation, exact) = (1e-5 if coarse else 1e-6), ("silu", "SiLU") if gated else ("gelu", "exact GELU")
-    settings = {"activation": activation, "norm_eps": eps, "rotary": rotary, "rotary_grid": 16}
+    activation, exact = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
+    eps, code = (1e-5 if coarse else 1e-6), f"{family}'s code"
+    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else code
+    numerics = {"activation": activation, "norm_eps": eps, "rotary_grid": 16}
     sources = {"activation": f"{code}, {exact}", "norm_eps": f"{code}, {eps:g}"}
     if rotary != "none":
         sources["rotary"] = f"assumed: {rotary}, by the names of the weights"
-    return settings, sources
+    return numerics, sources
 
 
-def has_coarse_norms(rotary: str, *, is_clip: bool, is_rms: bool, is_beit3: bool) -> bool:
+def has_coarse_norms(settings: Mapping[str, Any]) -> bool:
     """Whether norms have an epsilon of 1e-5: CLIP, DINOv3, PE, AIMv2 and BEiT-3."""
-    return rotary in ("dinov3", "pe") or is_clip or is_rms or is_beit3
+    is_beit3 = settings["norm_inner"] == "both" and settings["block_bias"] == "all"
+    is_clip, is_rms = settings["norm_embedding"] == "tokens", settings["norm_kind"] == "rms"
+    return settings["rotary"] in ("dinov3", "pe") or is_clip or is_rms or is_beit3
 
 
 def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, str]:
@@ -331,13 +325,7 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
     has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
     has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
-    coarse = has_coarse_norms(
-        config.rotary,
-        is_clip=config.norm_embedding == "tokens",
-        is_rms=config.norm_kind == "rms",
-        is_beit3=config.norm_inner == "both" and config.block_bias == "all",
-    )
-    has |= {"norm_eps": (1e-5 if coarse else 1e-6,)}
+    has |= {"norm_eps": (1e-5 if has_coarse_norms(vars(config)) else 1e-6,)}
     yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"
