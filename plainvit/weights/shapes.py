@@ -14,6 +14,7 @@ from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, ResNetConfig, pair
 from plainvit.names import SIZES
 from plainvit.weights.layout import FIRST, Layout, Shapes, read_shapes
 
+Grid = tuple[tuple[int, int], int, str]
 GIVEN = "given by the caller"
 BLOCK, STEM = "blocks.{i}.", "stem.stages.{s}.{u}."
 
@@ -25,13 +26,6 @@ class Hints:
     heads: int | None = None
     image_size: tuple[int, int] | None = None
     grid: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Grid:
-    image_size: tuple[int, int]
-    prefix_rows: int
-    source: str
 
 
 def read_vit(
@@ -82,12 +76,12 @@ def read_vit(
     if found["posemb"] == "bias" and not hints.grid:  # (2h-1)(2w-1) + 3 rows: a square grid, unless it is stated
         side = (math.isqrt(max(ours[f"{BLOCK}attention.relative.table"][0] - 3, 0)) + 1) // 2
         hints = replace(hints, grid=(side, side))
-    size = read_grid(table, cell, prefixes, hints)
-    found |= {"depth": count_layers(shapes, layout), "image_size": size.image_size, "posemb_prefix": rows}
+    found["image_size"], prefix_rows, size_source = read_grid(table, cell, prefixes, hints)
+    found |= {"depth": count_layers(shapes, layout), "posemb_prefix": rows}
     if rows == "any":
-        found["posemb_prefix"] = {tokens: "class", 0: "none"}.get(size.prefix_rows, "all")
+        found["posemb_prefix"] = {tokens: "class", 0: "none"}.get(prefix_rows, "all")
     found["heads"], source = heads or read_heads(ours, hints, family, str(found.get("rotary")))
-    return found, {"heads": source, "image_size": size.source}
+    return found, {"heads": source, "image_size": size_source}
 
 
 def _check_required(ours: Shapes, layout: Layout, family: str) -> None:
@@ -176,7 +170,7 @@ def _add_grid(
 
 
 def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], hints: Hints) -> Grid:
-    """The image size of a table of positions; `prefixes` lists how many rows may belong to other tokens.
+    """(image size, rows of other tokens, source) of a table; `prefixes`: how many rows may belong to other tokens.
 
     A square number of patches is a square grid, by every family's convention. Any other number is an error unless the
     caller gives the grid, or an image size that fits the rows.
@@ -184,22 +178,22 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], 
     if rows is None:
         size = (hints.grid[0] * cell[0], hints.grid[1] * cell[1]) if hints.grid else hints.image_size
         if size:
-            return Grid(size, 0, GIVEN)
+            return size, 0, GIVEN
         assumed = tuple(max(224 // side, 1) * side for side in cell)
-        return Grid((assumed[0], assumed[1]), 0, "assumed: the file has no table of positions")
+        return (assumed[0], assumed[1]), 0, "assumed: the file has no table of positions"
     if hints.grid:
         h, w = hints.grid
         if rows - h * w not in prefixes:
             raise ValueError(f"grid {h} x {w} does not fit {rows} positions")
-        return Grid((h * cell[0], w * cell[1]), rows - h * w, f"grid {GIVEN}")
+        return (h * cell[0], w * cell[1]), rows - h * w, f"grid {GIVEN}"
     distinct = list(dict.fromkeys(prefixes))
     squares = [prefix for prefix in distinct if _square_side(rows - prefix)]
     fitting = [prefix for prefix in distinct if rows - prefix == _count_patches(hints.image_size, cell)]
     if len(squares) == 1 and (not fitting or distinct.index(squares[0]) <= distinct.index(fitting[0])):
         side = _square_side(rows - squares[0])
-        return Grid((side * cell[0], side * cell[1]), squares[0], f"{rows} rows of positions, taken as {side} x {side}")
+        return (side * cell[0], side * cell[1]), squares[0], f"{rows} rows of positions, taken as {side} x {side}"
     if fitting and hints.image_size:
-        return Grid(hints.image_size, fitting[0], f"image size {GIVEN}; {rows} rows of positions fit it")
+        return hints.image_size, fitting[0], f"image size {GIVEN}; {rows} rows of positions fit it"
     raise ValueError(
         f"the grid of {rows} positions is unknown (not a square, or several are possible): use "
         "load(..., grid=(rows, columns)), or load(..., image_size=(height, width)) with the size of its training"
