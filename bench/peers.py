@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,7 @@ from torch import Tensor, nn
 from plainvit.config import ViTConfig
 from plainvit.weights import timm as timm_names
 from plainvit.weights import torchvision as torchvision_names
-from plainvit.weights.layout import Layout, emit
-from plainvit.weights.transformers_layout import KINDS, in_memory, vit_layout
+from plainvit.weights.layout import Layout, emit, make_layout
 
 RATE = 1e-4  # of every optimiser here
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
@@ -76,9 +74,7 @@ PEERS: dict[str, Callable[[ViTConfig], nn.Module]] = {
 def layout_of(library: str, model: nn.Module, config: ViTConfig) -> Layout:
     """plainvit's names against those of the model in memory."""
     if library == "transformers":  # whose newer versions have other names in memory than in files
-        kind = KINDS["ViT"]
-        is_new = "vit.layers.0.layernorm_before.weight" in model.state_dict()
-        return vit_layout(replace(kind, names=in_memory(kind.names)) if is_new else kind, kind.prefix, config)
+        return make_layout("transformers", model.state_dict(), prefix="vit.")
     return {"timm": timm_names, "torchvision": torchvision_names}[library].layout_for(config)
 
 

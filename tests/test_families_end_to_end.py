@@ -16,18 +16,20 @@ from plainvit.evaluate.predictor import Predictor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporters' own deprecations
 FAMILIES = {"CLIP": "clip projection", "SigLIP": "siglip", "DINOv2": "dinov2 gated", "DINOv3": "dinov3", "EVA-02": ""}
-FAMILIES |= {"MAE": "mae", "I-JEPA": "ijepa", "AIMv2": "aimv2", "BEiT": "beit"}
+FAMILIES |= {"MAE": "mae", "I-JEPA": "ijepa", "AIMv2": "aimv2", "BEiT": "beit", "ViTHybrid": ""}
 
 
 def make(family: str, folder: Path) -> Path:
     if family == "EVA-02":
         families.make_timm("eva02_base_patch14_224", folder)
+    elif family == "ViTHybrid":
+        families.make_hybrid(folder, (32, 32))
     else:
         families.make(FAMILIES[family], folder)
     return folder
 
 
-@pytest.mark.parametrize("family", tiny.mostly_slow(FAMILIES, 4))
+@pytest.mark.parametrize("family", tiny.mostly_slow(FAMILIES, 10))
 def test_family_works_in_every_command(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     weights, run = str(make(family, tmp_path / "weights")), tmp_path / "run"
     main(["finetune", "--init", weights, "--data", "digits", "--steps", "2", "--batch", "8", "--out", str(run)])

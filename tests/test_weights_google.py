@@ -365,12 +365,6 @@ def test_table_that_is_no_square_needs_a_hint(tmp_path: Path, hints: dict[str, A
     assert gap(path, lambda x: run_original(x, wide(arrays)), (24, 40), **hints) < EXACT
 
 
-def test_file_without_a_head(tmp_path: Path) -> None:
-    arrays = {name: x for name, x in original().items() if not name.startswith("head/")}
-    path = save(arrays, tmp_path / "a.npz")
-    assert gap(path, lambda x: run_original(x, wide(arrays))) < EXACT
-
-
 def test_file_has_google_numerics(tmp_path: Path) -> None:
     model = plainvit.load(save(original(), tmp_path / "a.npz"))
     config = model.config
@@ -554,19 +548,3 @@ def test_other_forms_are_written_in_the_usual_one(
 ) -> None:
     model = plainvit.load(save(build(), tmp_path / "a.npz"), dtype=None)
     same_bits(plainvit.save(model, tmp_path / "b.npz", format="google"), expected())
-
-
-def test_class_row_merged_into_the_token_is_the_same_function(tmp_path: Path) -> None:
-    """facts (a): cls += pe[:, 0]; pe = pe[:, 1:] takes an original file to big_vision's form, logits unchanged."""
-    old = wide(original())
-    table = old.pop("Transformer/posembed_input/pos_embedding")
-    new = old | {"cls": old["cls"] + table[:, :1], "pos_embedding": table[:, 1:]}
-    renames = {
-        "MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0",
-        "MlpBlock_3": "MlpBlock_0",
-        "LayerNorm_2": "LayerNorm_1",
-    }
-    for before, after in renames.items():
-        new = {name.replace(before, after): x for name, x in new.items()}
-    path = save(prefixed(new, "params/"), tmp_path / "b.npz")
-    assert gap(path, lambda x: run_original(x, wide(original()))) < EXACT

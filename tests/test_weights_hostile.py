@@ -297,6 +297,12 @@ def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
     expect_error(store("BiT", bit, tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["{evil}/", "{i}/", "}{/"])
+def test_braces_in_a_prefix_are_plain_text(tmp_path: Path, prefix: str) -> None:
+    values = {name.replace("params/", prefix): x for name, x in valid_weights("big_vision").items()}
+    assert isinstance(load_or_error(store("big_vision", values, tmp_path)), nn.Module)
+
+
 # Numbers in names that cost time --------------------------------------------------------------------------------------
 
 MANY = 99_999_999
@@ -348,15 +354,10 @@ def legacy(value: object, path: Path) -> None:
     torch.save(value, path, _use_new_zipfile_serialization=False)
 
 
-def bare_pickle(value: object, path: Path) -> None:
-    path.write_bytes(pickle.dumps(value))
+def pickled(value: object, path: Path) -> None:
+    path.write_bytes(pickle.dumps(value, protocol=0 if path.suffix == ".npz" else None))
 
 
-def text_pickle(value: object, path: Path) -> None:
-    path.write_bytes(pickle.dumps(value, protocol=0))
-
-
-WRITERS = (zipped, legacy, bare_pickle, text_pickle)
 PLACES: dict[str, Callable[[Any], Any]] = {
     "alone": lambda evil: evil,
     "beside": lambda evil: {"model": valid_weights("timm"), "args": evil},
@@ -365,21 +366,13 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Every pair of writer and place, each with one of the suffixes in turn
-PICKLES = [
-    (write, place, (".pth", ".bin", ".safetensors", ".npz")[(i + j) % 4])
-    for i, write in enumerate(WRITERS)
-    for j, place in enumerate(PLACES)
-]
-
-
-@pytest.mark.parametrize(("write", "place", "suffix"), PICKLES)
-def test_pickle_with_code_is_not_run(
-    tmp_path: Path, write: Callable[[object, Path], None], place: str, suffix: str
-) -> None:
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
+@pytest.mark.parametrize("place", PLACES)
+def test_pickle_with_code_is_not_run(tmp_path: Path, place: str, suffix: str) -> None:
     marker, path = tmp_path / "marker", tmp_path / f"evil{suffix}"
-    write(PLACES[place](Payload(marker)), path)
-    expect_error(path, **HINTS)
+    for write_evil in (zipped, legacy, pickled):
+        write_evil(PLACES[place](Payload(marker)), path)
+        expect_error(path, **HINTS)
     assert not marker.exists()
 
 
@@ -430,26 +423,26 @@ def test_compressed_pytorch_archive_is_right_or_an_error(tmp_path: Path) -> None
         assert torch.equal(loaded.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
 
 
+def looped() -> dict[str, Any]:
+    loop: dict[str, Any] = {}
+    loop["model"] = loop
+    return loop
+
+
 NOT_A_STATE: dict[str, Callable[[], object]] = {
     "a word": lambda: "hello",
-    "a list": lambda: [1, 2, 3],
     "nothing": lambda: None,
-    "a tensor": lambda: torch.ones(3),
     "a list of tensors": lambda: [torch.ones(3)],
-    "an empty dictionary": dict,
     "empty dictionaries": lambda: {"model": {"state_dict": {}}},
     "a dictionary of words": lambda: {"model": "hello", "line\nfeed": "there"},
     "tensors too deep": lambda: {"a": {"b": {"c": torch.ones(3)}}},
+    "itself": looped,
     "numbers for names": lambda: {1: torch.ones(3), 2: torch.ones(3)},
     "no known names": lambda: {"line\nfeed": torch.ones(3)},
     "a whole module": lambda: nn.Linear(2, 2),
     "a sparse tensor": lambda: valid_weights("timm") | {"norm.bias": torch.ones(16).to_sparse()},
     "a tensor on the meta device": lambda: valid_weights("timm") | {"norm.bias": torch.empty(16, device="meta")},
-    "all on the meta device": lambda: {name: x.to("meta") for name, x in valid_weights("timm").items()},
     "a stretched tensor": lambda: valid_weights("timm") | {"norm.bias": torch.ones(1).expand(10**12)},
-    "a stretched embedding": lambda: (
-        valid_weights("timm") | {"patch_embed.proj.weight": torch.ones(1).expand(10**9, 3, 8, 8)}
-    ),
 }
 
 
@@ -461,14 +454,6 @@ def test_pytorch_file_without_a_state_dict_is_an_error(
     path = tmp_path / "m.pth"
     write(NOT_A_STATE[name](), path)
     expect_error(path, **HINTS)
-
-
-@pytest.mark.parametrize("write", [zipped, legacy])
-def test_recursive_dictionary_is_an_error(tmp_path: Path, write: Callable[[object, Path], None]) -> None:
-    loop: dict[str, Any] = {}
-    loop["model"] = loop
-    write(loop, tmp_path / "m.pth")
-    expect_error(tmp_path / "m.pth")
 
 
 def overstated(path: Path) -> Path:
@@ -505,25 +490,22 @@ def archive(path: Path, replaced: Mapping[str, bytes], how: int = zipfile.ZIP_ST
 
 
 BIAS = bytes(12)  # head/bias: three floats
+
+
 HEADERS: dict[str, bytes] = {
     "claims more": member((4,), BIAS),
     "claims less": member((2,), BIAS),
-    "claims 10^12": member((10**12,), BIAS),
     "claims 10^12 of no size": member((10**12, 0), b""),
     "claims more than a word can count": member((2**40, 2**40), BIAS),
     "negative sides": member((-1, -3), BIAS),
-    "sides that are no numbers": member(("a",), BIAS),
     "a shape that is no tuple": member(3, BIAS),
-    "objects": member((3,), BIAS, "|O"),
     "an unknown type": member((3,), BIAS, "<q9"),
     "a type of no size": member((3,), b"", "|V0"),
     "an order that is no truth value": member((3,), BIAS, fortran="yes"),
     "no header": b"\x93NUMPY\x01\x00",
-    "a header of 60 kB": b"\x93NUMPY\x01\x00" + struct.pack("<H", 60000) + b" " * 60000,
     "a header of 4 GB": b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**32 - 1) + b" " * 100,
     "a header with code": b"\x93NUMPY\x01\x00" + struct.pack("<H", 24) + b"__import__('os').getpid()",
     "an unknown version": b"\x93NUMPY\x09\x09" + member((3,), BIAS)[8:],
-    "another magic": b"\x93NOMPY" + member((3,), BIAS)[6:],
     "nothing": b"",
     "brackets": b"\x93NUMPY\x01\x00" + struct.pack("<H", 9000) + b"(" * 9000,
 }
@@ -565,11 +547,8 @@ def directory(path: Path, change: Callable[[bytearray, int], None]) -> Path:
 DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
     "a size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 24, 2**32 - 2),
     "a packed size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 20, 2**32 - 2),
-    "both": lambda data, at: struct.pack_into("<II", data, at + 20, 2**32 - 2, 2**32 - 2),
     "a place past the end": lambda data, at: struct.pack_into("<I", data, at + 42, 2**31),
-    "a place in the middle": lambda data, at: struct.pack_into("<I", data, at + 42, 77),
     "encryption": lambda data, at: struct.pack_into("<H", data, at + 8, 1),
-    "an unknown packing": lambda data, at: struct.pack_into("<H", data, at + 10, 77),
     "deflate that is none": lambda data, at: struct.pack_into("<H", data, at + 10, 8),
 }
 
@@ -620,28 +599,21 @@ SAFETENSORS: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, ...]]] = {
     "offsets past the end": lambda h, b: (lie(h, data_offsets=[len(b), len(b) + 64]), b),
     "offsets of 10^12": lambda h, b: (lie(h, data_offsets=[0, 10**12], shape=[10**12 // 4]), b),
     "offsets that run back": lambda h, b: (lie(h, data_offsets=[64, 0]), b),
-    "negative offsets": lambda h, b: (lie(h, data_offsets=[-64, 0]), b),
     "offsets of another": lambda h, b: (lie(h, data_offsets=[0, 64]), b),
     "a shape too large": lambda h, b: (lie(h, shape=[17]), b),
-    "a shape of 10^12": lambda h, b: (lie(h, shape=[10**12]), b),
     "a shape past counting": lambda h, b: (lie(h, shape=[2**62, 2**62]), b),
     "a negative shape": lambda h, b: (lie(h, shape=[-16]), b),
     "no shape": lambda h, b: (lie(h, shape=None), b),
     "an unknown dtype": lambda h, b: (lie(h, dtype="F99"), b),
-    "no dtype": lambda h, b: (lie(h, dtype=None), b),
     "one name twice": lambda h, b: (doubled(h), b),
     "a hole in the data": lambda h, b: (h, b + bytes(64)),
-    "data too short": lambda h, b: (h, b[:-1]),
     "no data": lambda h, _: (h, b""),
     "a header of 100 MB": lambda h, b: (h, b, 100 * 2**20),
     "a header past counting": lambda h, b: (h, b, 2**64 - 1),
-    "a header of one byte": lambda h, b: (h, b, 1),
-    "a header that is a list": lambda _, b: (b"{}"[:1] + b'"a":[]}', b),
     "a header that is no JSON": lambda _, b: (b"{not JSON", b),
     "a header that is no UTF-8": lambda _, b: (b'{"\xff\xfe": 1}', b),
     "a header of brackets": lambda _, b: (b'{"a":' + b"[" * 100_000, b),
     "metadata that are no words": lambda h, b: (h | {"__metadata__": {"plainvit": 1}}, b),
-    "metadata that are a list": lambda h, b: (h | {"__metadata__": ["plainvit"]}, b),
     "an empty header": lambda _, __: ({}, b""),
 }
 
@@ -691,31 +663,29 @@ def test_truncated_file_is_an_error(tmp_path: Path, kind: str) -> None:
 # Not weights at all ---------------------------------------------------------------------------------------------------
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 346284714\n"
-NOT_WEIGHTS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "empty"),
-    "text": (b"hello\nthere\n", "neither"),
-    "one byte": (b"P", "neither"),
-    "HTML": (b"<!DOCTYPE html>\n<html><body>404</body></html>\n", "neither"),
-    "a Git LFS pointer": (LFS, "git lfs pull"),
-    "JSON": (b'{"model": 1}\n', "neither"),
-    "JSON that looks like safetensors": (b"        {\n}\n", ""),
-    "zeros": (bytes(1000), "neither"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(50), "neither"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(50), "neither"),
-    "gzip": (b"\x1f\x8b\x08" + bytes(50), "neither"),
-    "PK and no zip": (b"PK\x03\x04" + bytes(50), ""),
-    "an empty zip": (b"PK\x05\x06" + bytes(18), ""),
-    "a pickle's first byte": (b"\x80", ""),
+
+
+NOT_WEIGHTS = {
+    "empty": b"",
+    "text": b"hello\nthere\n",
+    "HTML": b"<!DOCTYPE html>\n<html><body>404</body></html>\n",
+    "a Git LFS pointer": LFS,
+    "JSON that looks like safetensors": b"        {\n}\n",
+    "zeros": bytes(1000),
+    "gzip": b"\x1f\x8b\x08" + bytes(50),
+    "PK and no zip": b"PK\x03\x04" + bytes(50),
+    "an empty zip": b"PK\x05\x06" + bytes(18),
+    "a pickle's first byte": b"\x80",
 }
 
 
 @pytest.mark.parametrize("name", NOT_WEIGHTS)
 def test_file_without_weights_is_an_error(tmp_path: Path, name: str) -> None:
-    data, word = NOT_WEIGHTS[name]
+    data = NOT_WEIGHTS[name]
     for suffix in ("", ".npz", ".pth", ".safetensors"):
         path = tmp_path / f"m{suffix}"
         path.write_bytes(data)
-        assert word in expect_error(path)
+        assert ("git lfs pull" in expect_error(path)) == (data == LFS)
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
@@ -799,125 +769,118 @@ def change(whole: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 BRACES = '{"a":' * 100_000
-TEXTS: list[str | bytes] = ["not JSON", "", "[1, 2]", "3", '"config"', "null", "[" * 100_000, BRACES]
+TEXTS: list[str | bytes] = ["not JSON", "", "[1, 2]", "null", "[" * 100_000, BRACES]
 TEXTS += ['{"hidden_size": ' + "9" * 10_000 + "}", '{"a": "' + "b" * (17 * 2**20) + '"}', b'{"hidden_act": "\xff\xfe"}']
-
-
-@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
-def test_config_that_is_no_json_object_is_an_error(tmp_path: Path, file: str) -> None:
-    folder = library_folder("transformers", tmp_path / "folder")
-    for text in TEXTS:
-        (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
-        expect_error(folder)
-
-
 NAN, INFINITE = float("nan"), float("inf")
+
+
+@cache
+def sound_folders() -> dict[str, dict[str, bytes]]:
+    """{format: {file: content}} of a sound folder of each library."""
+    folders: dict[str, dict[str, bytes]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for format_ in ("transformers", "timm"):
+            folder = library_folder(format_, Path(name) / format_)
+            folders[format_] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        (Path(name) / "open_clip").mkdir()
+        weights = store("open_clip", valid_weights("open_clip"), Path(name) / "open_clip").read_bytes()
+        described = store("plainvit", valid_weights("plainvit"), Path(name)).read_bytes()
+    config = {"model_cfg": {"vision_cfg": {"head_width": 8, "image_size": 16}}, "preprocess_cfg": {}}
+    folders["open_clip"] = {"m.safetensors": weights, "open_clip_config.json": json.dumps(config).encode()}
+    folders["plainvit"] = {"model.safetensors": described, "plainvit": description().encode()}
+    return folders
+
+
+def write_folder(format_: str, folder: Path, file: str, text: str | bytes) -> Path:
+    """The sound folder with another text in one file; our own description is inside the weights."""
+    folder.mkdir(exist_ok=True)
+    data = text if isinstance(text, bytes) else text.encode()
+    if format_ == "plainvit":
+        safetensors.torch.save_file(valid_weights("plainvit"), folder / "m.safetensors", {"plainvit": data.decode()})
+        return folder
+    for name, content in (sound_folders()[format_] | {file: data}).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+CONFIGS = [("transformers", "config.json"), ("transformers", "preprocessor_config.json")]
+CONFIGS += [("timm", "config.json"), ("open_clip", "open_clip_config.json"), ("plainvit", "plainvit")]
+
+
+@pytest.mark.parametrize(("format_", "file"), [CONFIGS[0], CONFIGS[1], CONFIGS[4]])
+def test_config_that_is_no_json_object_is_an_error(tmp_path: Path, format_: str, file: str) -> None:
+    for text in TEXTS:
+        if not (format_ == "plainvit" and isinstance(text, bytes)):
+            expect_error(write_folder(format_, tmp_path / "folder", file, text))
+
+
 # Values that a field of a library's file cannot have
 NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
-    ("transformers", "config.json", "num_attention_heads"): (0, -2, 3, "x", [2], {}, 1.5, 10**30),
-    ("transformers", "config.json", "image_size"): ("big", 0, -16, [16], [16, 16, 16], {}, 3.5, [[16], 16]),
-    ("transformers", "config.json", "hidden_act"): ("mish", "", 3, None, ["gelu"], {}),
-    ("transformers", "config.json", "layer_norm_eps"): ("tiny", None, [], -1, INFINITE, NAN),
-    ("transformers", "preprocessor_config.json", "image_mean"): (
-        *("abc", 3, [1, 2], ["a", "b", "c"], [[]] * 3),
-        *([value, 0.5, 0.5] for value in (None, INFINITE, NAN)),
-    ),
-    ("transformers", "preprocessor_config.json", "image_std"): ([0, 0, 0], [-1, 1, 1], "abc", {"a": 1}),
-    ("timm", "config.json", "pretrained_cfg"): ("abc", [1], 3),
-    ("timm", "config.json", "model_args"): ("abc", [1], 3),
-    ("timm", "config.json", "model_args.act_layer"): ("swish", "", 3, ["gelu"], {}),
-    ("timm", "config.json", "pretrained_cfg.mean"): ("abc", 3, [0.5, 0.5], [None] * 3, [NAN] * 3),
-    ("timm", "config.json", "pretrained_cfg.std"): ("abc", 3, [0, 0, 0], {"a": 1}),
-    ("timm", "config.json", "pretrained_cfg.crop_pct"): ("abc", [1], 3, -1, NAN),
-    ("timm", "config.json", "pretrained_cfg.interpolation"): ("sharp", 3, ["bicubic"]),
-    ("timm", "config.json", "pretrained_cfg.label_names"): (3, 1.5),
+    (*CONFIGS[0], "num_attention_heads"): (0, -2, 3, "x", [2], {}, 1.5, 10**30),
+    (*CONFIGS[0], "image_size"): ("big", 0, -16, [16], [16, 16, 16], {}, 3.5, [[16], 16]),
+    (*CONFIGS[0], "hidden_act"): ("mish", "", 3, None, ["gelu"], {}),
+    (*CONFIGS[0], "layer_norm_eps"): ("tiny", None, [], -1, INFINITE, NAN),
+    (*CONFIGS[1], "image_mean"): ("abc", 3, [1, 2], ["a", "b", "c"], [[]] * 3, [None, 0.5, 0.5], [NAN, 0.5, 0.5]),
+    (*CONFIGS[1], "image_std"): ([0, 0, 0], [-1, 1, 1], "abc", {"a": 1}),
+    (*CONFIGS[2], "pretrained_cfg"): ("abc", [1], 3),
+    (*CONFIGS[2], "model_args"): ("abc", [1], 3),
+    (*CONFIGS[2], "model_args.act_layer"): ("swish", "", 3, ["gelu"], {}),
+    (*CONFIGS[2], "pretrained_cfg.mean"): ("abc", 3, [0.5, 0.5], [None] * 3, [NAN] * 3),
+    (*CONFIGS[2], "pretrained_cfg.std"): ("abc", 3, [0, 0, 0], {"a": 1}),
+    (*CONFIGS[2], "pretrained_cfg.crop_pct"): ("abc", [1], 3, -1, NAN),
+    (*CONFIGS[2], "pretrained_cfg.interpolation"): ("sharp", 3, ["bicubic"]),
+    (*CONFIGS[2], "pretrained_cfg.label_names"): (3, 1.5),
+    (*CONFIGS[3], "model_cfg"): (REMOVED, 3, "abc", []),
+    (*CONFIGS[3], "model_cfg.vision_cfg"): (REMOVED, 3, None),
+    (*CONFIGS[3], "model_cfg.vision_cfg.head_width"): (0, -8, "x", [8], 1.5, 5),
+    (*CONFIGS[3], "model_cfg.vision_cfg.image_size"): ("big", -16, [16], [16, 16, 16], 32),
+    (*CONFIGS[3], "model_cfg.vision_cfg.pool_type"): ("avg", 3),
+    (*CONFIGS[3], "preprocess_cfg"): (3, "abc"),
+    (*CONFIGS[3], "preprocess_cfg.mean"): ("abc", 3, [0.5, 0.5], [None] * 3, [NAN] * 3),
+    (*CONFIGS[3], "preprocess_cfg.interpolation"): ("sharp", 3),
+    (*CONFIGS[4], "schema"): (REMOVED, "one", INFINITE, None, 10**6),
+    (*CONFIGS[4], "format"): (REMOVED, "pickle", ["plainvit"], "timm"),
+    (*CONFIGS[4], "about"): (REMOVED, []),
+    (*CONFIGS[4], "about.preprocess.evil"): (1,),
+    (*CONFIGS[4], "about.preprocess.crop"): ("half",),
+    (*CONFIGS[4], "about.class_names"): (3,),
+    (*CONFIGS[4], "about.sources"): ("evil",),
+    (*CONFIGS[4], "config"): (REMOVED, []),
+    (*CONFIGS[4], "config.kind"): (REMOVED, "cnn", [], "resnet"),
+    (*CONFIGS[4], "config.evil"): (1,),
+    (*CONFIGS[4], "config.width"): ("wide", 10**12, 7 * 10**12),
+    (*CONFIGS[4], "config.depth"): (10**8,),
+    (*CONFIGS[4], "config.classes"): (10**15,),
+    (*CONFIGS[4], "config.registers"): (10**15,),
+    (*CONFIGS[4], "config.image_size"): ([8 * 10**9, 8 * 10**9],),
+    (*CONFIGS[4], "config.patch"): ([0, 0],),
+    (*CONFIGS[4], "config.norm_eps"): ("tiny", None, -1.0, NAN),
+    (*CONFIGS[4], "config.mean"): ([NAN] * 3, ["a", "b", "c"], None),
+    (*CONFIGS[4], "config.dropout"): ("much", NAN),
+    (*CONFIGS[4], "config.class_token"): ("no",),
+    (*CONFIGS[4], "config.stem"): ([1], {"kind": "vit"}),
+    (*CONFIGS[4], "config.representation"): (4,),  # whose layer is not there
+    (*CONFIGS[4], "config.activation"): (["gelu"],),
 }
 
 
 @pytest.mark.parametrize(("format_", "file", "field"), NONSENSE)
 def test_invalid_config_is_an_error(tmp_path: Path, format_: str, file: str, field: str) -> None:
-    folder = library_folder(format_, tmp_path / "folder")
-    assert isinstance(load_or_error(folder, **HINTS), nn.Module)
-    sound = (folder / file).read_text()
+    text = sound_folders()[format_][file].decode()
+    hints = HINTS if format_ == "timm" else {}
+    assert isinstance(load_or_error(write_folder(format_, tmp_path / "folder", file, text), **hints), nn.Module)
     for value in NONSENSE[format_, file, field]:
-        (folder / file).write_text(json.dumps(change(json.loads(sound), field, value)))
-        expect_error(folder, **({} if format_ == "transformers" else HINTS))
-
-
-OPEN_CLIP: dict[str, tuple[Any, ...]] = {
-    "model_cfg": (REMOVED, 3, "abc", []),
-    "model_cfg.vision_cfg": (REMOVED, 3, None),
-    "model_cfg.vision_cfg.head_width": (0, -8, "x", [8], 1.5, 5),
-    "model_cfg.vision_cfg.image_size": ("big", -16, [16], [16, 16, 16], 32),
-    "model_cfg.vision_cfg.pool_type": ("avg", 3),
-    "preprocess_cfg": (3, "abc"),
-    "preprocess_cfg.mean": ("abc", 3, [0.5, 0.5], [None] * 3, [NAN] * 3),
-    "preprocess_cfg.interpolation": ("sharp", 3),
-}
-
-
-@pytest.mark.parametrize("field", OPEN_CLIP)
-def test_invalid_open_clip_config_is_an_error(tmp_path: Path, field: str) -> None:
-    store("open_clip", valid_weights("open_clip"), tmp_path)
-    sound = {"model_cfg": {"vision_cfg": {"head_width": 8, "image_size": 16}}, "preprocess_cfg": {}}
-    config = tmp_path / "open_clip_config.json"
-    config.write_text(json.dumps(sound))
-    assert load_or_error(tmp_path).config.heads == 2
-    for value in OPEN_CLIP[field]:
-        config.write_text(json.dumps(change(json.loads(json.dumps(sound)), field, value)))
-        expect_error(tmp_path)
+        changed = json.dumps(change(json.loads(text), field, value))
+        expect_error(write_folder(format_, tmp_path / "folder", file, changed), **hints)
 
 
 # plainvit's own description -------------------------------------------------------------------------------------------
 
 
-def described(text: str, folder: Path) -> Path:
-    path = folder / "m.safetensors"
-    safetensors.torch.save_file(valid_weights("plainvit"), path, {"plainvit": text})
-    return path
-
-
-# Values that a field of our description cannot have
-FIELDS: dict[str, tuple[Any, ...]] = {
-    "schema": (REMOVED, "one", INFINITE, None, 10**6),
-    "format": (REMOVED, "pickle", ["plainvit"], "timm"),
-    "about": (REMOVED, []),
-    "about.preprocess.evil": (1,),
-    "about.preprocess.crop": ("half",),
-    "about.class_names": (3,),
-    "about.sources": ("evil",),
-    "config": (REMOVED, []),
-    "config.kind": (REMOVED, "cnn", [], "resnet"),
-    "config.evil": (1,),
-    "config.width": ("wide", 10**12, 7 * 10**12),
-    "config.depth": (10**8,),
-    "config.classes": (10**15,),
-    "config.registers": (10**15,),
-    "config.image_size": ([8 * 10**9, 8 * 10**9],),
-    "config.patch": ([0, 0],),
-    "config.norm_eps": ("tiny", None, -1.0, NAN),
-    "config.mean": ([NAN] * 3, ["a", "b", "c"], None),
-    "config.std": ([INFINITE] * 3,),
-    "config.dropout": ("much", NAN),
-    "config.class_token": ("no",),
-    "config.stem": ([1], {"kind": "vit"}),
-    "config.representation": (4,),  # whose layer is not there
-    "config.activation": (["gelu"],),
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_invalid_own_description_is_an_error(tmp_path: Path, field: str) -> None:
-    for value in FIELDS[field]:
-        expect_error(described(json.dumps(change(json.loads(description()), field, value)), tmp_path))
-
-
-def test_description_that_is_no_json_object_is_an_error(tmp_path: Path) -> None:
-    for depth in (900, 100_000):  # stems in stems, deeper than Python itself would write
+def test_stems_in_stems_are_an_error(tmp_path: Path) -> None:
+    for depth in (900, 100_000):  # deeper than Python itself would write
         nested = '"stem": ' + '{"kind": "vit", "stem": ' * depth + "null" + "}" * depth
-        expect_error(described(description().replace('"stem": null', nested), tmp_path))
-    for text in ("not JSON", "", "[]", "null", BRACES):
-        expect_error(described(text, tmp_path))
+        expect_error(write_folder("plainvit", tmp_path, "", description().replace('"stem": null', nested)))
 
 
 @pytest.mark.parametrize(
@@ -936,7 +899,7 @@ def test_description_that_its_format_does_not_support_is_an_error(
 
 # Chance ---------------------------------------------------------------------------------------------------------------
 
-FUZZ = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache
@@ -956,27 +919,20 @@ def try_bytes(data: bytes) -> None:
 @pytest.mark.parametrize("kind", CONTAINERS)
 @FUZZ
 @given(data=st.data())
-def test_replaced_bytes_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
-    """A piece taken out, and another put in its place."""
-    whole = bytes_of(kind)
-    start = data.draw(st.integers(0, len(whole)))
-    end = data.draw(st.integers(start, min(len(whole), start + 300)))
-    try_bytes(whole[:start] + data.draw(st.binary(max_size=40)) + whole[end:])
-
-
-@pytest.mark.parametrize("kind", tiny.mostly_slow(CONTAINERS, 2))
-@FUZZ
-@given(data=st.data())
-def test_flipped_bits_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
-    """Half of the flips go to the ends of the file, where headers and directories are."""
-    damaged = bytearray(bytes_of(kind))
-    last = len(damaged) - 1
+def test_damaged_bytes_load_or_are_an_error(kind: str, data: st.DataObject) -> None:
+    """A piece taken out and another put in its place, or a few bits flipped, half of them at the ends of the file."""
+    whole = bytearray(bytes_of(kind))
+    last = len(whole) - 1
+    if data.draw(st.booleans()):
+        start = data.draw(st.integers(0, last))
+        end = data.draw(st.integers(start, min(last + 1, start + 300)))
+        try_bytes(bytes(whole[:start] + data.draw(st.binary(max_size=40)) + whole[end:]))
+        return
     ends = st.integers(0, min(1500, last)) | st.integers(max(0, last - 1500), last)
-    for at, bit in data.draw(
-        st.lists(st.tuples(ends | st.integers(0, last), st.integers(0, 7)), min_size=1, max_size=4)
-    ):
-        damaged[at] ^= 1 << bit
-    try_bytes(bytes(damaged))
+    places = st.tuples(ends | st.integers(0, last), st.integers(0, 7))
+    for at, bit in data.draw(st.lists(places, min_size=1, max_size=4)):
+        whole[at] ^= 1 << bit
+    try_bytes(bytes(whole))
 
 
 ANY_JSON = st.recursive(
@@ -986,41 +942,19 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("config", CONFIGS)
+@FUZZ
 @given(data=st.data())
-def test_any_value_in_our_description_loads_or_is_an_error(data: st.DataObject) -> None:
-    whole = json.loads(description())
-    section = data.draw(st.sampled_from(["config", "about", ""]))
-    inner = whole[section] if section else whole
+def test_any_value_in_a_config_loads_or_is_an_error(config: tuple[str, str], data: st.DataObject) -> None:
+    whole = inner = json.loads(sound_folders()[config[0]][config[1]])
+    if data.draw(st.booleans()) and (nested := sorted(k for k, v in whole.items() if isinstance(v, dict) and v)):
+        inner = whole[data.draw(st.sampled_from(nested))]
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
     with tempfile.TemporaryDirectory() as folder:
-        found = load_or_error(described(json.dumps(whole), Path(folder)))
+        found = load_or_error(write_folder(config[0], Path(folder), config[1], json.dumps(whole)), **HINTS)
     if isinstance(found, nn.Module):  # what is taken for sound must run
         with torch.inference_mode():
             found(tiny.images(size=found.config.image_size, channels=found.config.channels, dtype=torch.float32))
-
-
-@cache
-def files_of(format_: str) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as name:
-        return {path.name: path.read_bytes() for path in library_folder(format_, Path(name)).iterdir()}
-
-
-@pytest.mark.parametrize("format_", ["transformers", "timm"])
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_any_value_in_a_librarys_config_loads_or_is_an_error(format_: str, data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file, content in files_of(format_).items():
-            (folder / file).write_bytes(content)
-        path = data.draw(st.sampled_from(sorted(folder.glob("*.json"))))
-        whole = inner = json.loads(path.read_text())
-        if data.draw(st.booleans()) and (nested := sorted(k for k, v in whole.items() if isinstance(v, dict) and v)):
-            inner = whole[data.draw(st.sampled_from(nested))]
-        inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
-        path.write_text(json.dumps(whole))
-        load_or_error(folder, **HINTS)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

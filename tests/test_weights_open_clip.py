@@ -1,11 +1,14 @@
 """open_clip's image towers, compared with the library itself (skipped where it is not installed)."""
 
+import collections
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
+import timm
 import tiny
 import torch
 from peers import normalise, scramble
@@ -65,6 +68,58 @@ def test_other_resolution_equals_open_clip(tmp_path: Path) -> None:
     images = tiny.images(2, (48, 24))
     theirs = larger.double().encode_image(normalise(model, images))
     assert tiny.difference(model(images), theirs) < 1e-5  # positions are resampled in fp32
+
+
+def build(name: str) -> tuple[Any, dict[str, Any]]:
+    """One of open_clip's own models with one narrow block, and its config."""
+    config = open_clip.get_model_config(name)
+    vision, create = dict(config["vision_cfg"]), timm.create_model
+
+    def create_narrow(*arguments: Any, **settings: Any) -> Any:
+        with torch.device("meta"):
+            heads = create(*arguments, **settings, depth=1).blocks[0].attn.num_heads
+        shape = {} if "_mci_" in arguments[0] else {"embed_dim": 16 * heads}
+        return create(*arguments, **settings, depth=1, **shape)
+
+    if "timm_model_name" not in vision:
+        heads = vision["width"] // vision.get("head_width", 64)
+        vision |= {"layers": 1, "width": 16 * heads, "head_width": 16}
+    described = {"embed_dim": 24, "vision_cfg": vision, "quick_gelu": config.get("quick_gelu", False)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", create_narrow)
+        return open_clip.CLIP(**described, text_cfg=TEXT), described
+
+
+def is_plain(name: str) -> bool:
+    """Whether the image tower is a ViT, and not a ResNet, CoCa, or a model of timm that is no plain ViT."""
+    config = open_clip.get_model_config(name)
+    vision = config["vision_cfg"]
+    other = re.search("convnext|swin|vitamin|fastvit|_mci_|relpos", str(vision.get("timm_model_name", "")).lower())
+    return not (other or "multimodal_cfg" in config or isinstance(vision.get("layers"), list))
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_every_open_clip_model_is_equal_or_unsupported(tmp_path: Path) -> None:
+    outcomes: dict[str, str] = {}
+    for name in filter(is_plain, open_clip.list_models()):
+        peer, described = build(name)
+        scramble(peer.eval())
+        safetensors.torch.save_file(peer.state_dict(), tmp_path / "open_clip_model.safetensors")
+        (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": described, "preprocess_cfg": {}}))
+        try:
+            model = plainvit.load(tmp_path).double()
+        except ValueError as error:
+            outcomes[name] = str(error)
+            continue
+        images = tiny.images(1, peer.visual.image_size)
+        theirs = peer.visual.double()(normalise(model, images))
+        height, width = model.config.image_size  # timm leaves out what patches do not fill
+        ours = model(images[..., :height, :width])
+        outcomes[name] = "equal" if tiny.difference(ours, theirs) < 2e-6 * theirs.abs().max() else "different"
+    print(collections.Counter("equal" if one == "equal" else one.split(" (")[0] for one in outcomes.values()))
+    assert "different" not in outcomes.values()
+    assert list(outcomes.values()).count("equal") >= 0.9 * len(outcomes)
 
 
 REFUSED = [{"attentional_pool": True}, {"pool_type": "avg"}, {"norm_kwargs": {"eps": 1e-3}}]

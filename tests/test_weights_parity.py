@@ -158,20 +158,6 @@ def timm_folder(folder: Path, arguments: dict[str, Any], config: dict[str, Any] 
 
 FOLDER: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
 FOLDER |= {"mlp_ratio": 2.0, "num_classes": 7}
-TIMM_FOLDERS: dict[str, dict[str, Any]] = {
-    "heads that no convention has": {"embed_dim": 64, "num_heads": 4},
-    "tanh GELU": {"act_layer": "gelu_tanh"},
-    "average, norm": {"global_pool": "avg", "fc_norm": False},
-    "token, fc_norm": {"global_pool": "token", "fc_norm": True},
-    "average, fc_norm": {"global_pool": "avg"},
-}
-
-
-@pytest.mark.parametrize("arguments", TIMM_FOLDERS.values(), ids=TIMM_FOLDERS)
-def test_timm_folder_needs_no_hints(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Nothing is given by the caller: config.json's model_args have it all."""
-    peer = timm_folder(tmp_path, FOLDER | arguments)
-    check(tmp_path, peer)
 
 
 @pytest.mark.parametrize("size", [(24, 40), (16, 64)], ids=["3 x 5", "2 x 8, a square number"])
@@ -231,13 +217,6 @@ def test_unknown_timm_architecture_is_an_error(tmp_path: Path) -> None:
     assert sources["activation"].startswith("assumed")
 
 
-def test_unsupported_crop_mode_is_an_assumption(tmp_path: Path) -> None:
-    peer = timm_folder(tmp_path, FOLDER)
-    peer.pretrained_cfg |= {"crop_mode": "border"}
-    save_for_hf(peer, str(tmp_path), None, FOLDER, safe_serialization=True)
-    assert plainvit.load(tmp_path).about.sources["preprocess"].startswith("assumed")
-
-
 @pytest.mark.parametrize("resize", ["squash", "crop", "squash-crop"])
 def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
@@ -249,13 +228,6 @@ def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
     theirs = timm.data.create_transform(**settings, is_training=False)(Image.fromarray(photo)).numpy()
     ours = preprocess_image(photo, model.about.preprocess, (32, 32)).numpy() / 127.5 - 1
     assert np.abs(theirs - ours).max() < 0.02
-
-
-@pytest.mark.slow
-def test_timm_creates_a_bit_from_our_folder(tmp_path: Path) -> None:
-    model = tiny.bit(torch.float32, (3, 4, 6, 3), numerics="timm")
-    folder = plainvit.save(model, tmp_path / "folder", format="timm")
-    assert gap(model, from_folder(folder), size=(64, 64)) < CLOSE
 
 
 def test_shape_without_a_name_in_timm_is_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import test_weights_google as google
 import test_weights_load as loading
 import tiny
@@ -17,7 +16,6 @@ from peers import write
 
 import plainvit
 from plainvit.config import About, Preprocess
-from plainvit.weights.files import DamagedError
 from plainvit.weights.reading import inspect_weights
 
 PIXELS: dict[str, Any] = {"mean": 0.25, "std": (0.5, 0.25, 0.125), "resize": "crop", "crop": 0.75}
@@ -64,18 +62,6 @@ def test_assumed_preprocessing_is_reported_in_one_line(
     assert some.config.std == model.config.std
 
 
-def test_sidecars_are_no_assumption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for format_ in ("timm", "transformers"):
-        model = tiny.vit(torch.float32, numerics=format_, image_size=32)
-        model.about = About(preprocess=Preprocess(resize="crop", crop=0.8, interpolation="bicubic"))
-        folder = plainvit.save(model, tmp_path / format_, format=format_)
-        weights = safetensors.torch.load_file(folder / "model.safetensors")
-        safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})  # as the library would
-        found = plainvit.load(folder)
-        assert pixel_lines(caplog) == []
-        assert found.about.preprocess.crop == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize(
     "given", [{"crop": 0.5, "resize": "squash"}, {"std": 0.0}, {"mean": (0.5, 0.5)}, {"crop": 2.0}]
 )
@@ -118,24 +104,6 @@ def test_every_written_file_keeps_preprocessing(
     assert pixel_lines(caplog) == []
     assert (found.config, found.about) == (model.config, model.about)
     assert all(torch.equal(x, model.state_dict()[key]) for key, x in found.state_dict().items())
-
-
-@pytest.mark.parametrize(("name", "format_"), [("m.npz", "google"), ("m.pth", "timm")])
-def test_sidecar_of_another_file_is_an_error(
-    tmp_path: Path, name: str, format_: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = plainvit.save(tiny.vit(torch.float32, numerics=format_, image_size=32), tmp_path / name, format=format_)
-    other = tiny.vit(torch.float32, numerics=format_, image_size=32, depth=2)
-    sidecar = tmp_path / f"{name}.plainvit.json"
-    described = sidecar.read_text()
-    plainvit.save(other, path, format=format_)
-    sidecar.write_text(described)
-    with pytest.raises(DamagedError, match=sidecar.name):
-        plainvit.load(path)
-    sidecar.unlink()
-    caplog.clear()
-    assert plainvit.load(path, heads=4).config.depth == 2
-    assert len(pixel_lines(caplog)) == 1
 
 
 def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -458,34 +458,3 @@ def test_file_of_schema_1_loads(tmp_path: Path) -> None:
     found = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
     assert (found.config, found.about) == (model.config, model.about)
     same_weights(found, model.state_dict())
-
-
-def test_newer_schema_is_a_one_line_error(tmp_path: Path) -> None:
-    path = write_described(tmp_path / "m.safetensors", golden_description() | {"schema": 2}, described_model())
-    with pytest.raises(ValueError, match="schema 2") as caught:
-        plainvit.load(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_own_format_keeps_every_setting(tmp_path: Path) -> None:
-    for settings in (
-        {"activation": "gelu_sigmoid", "norm_eps": 1e-3},
-        {"posemb": "sincos2d", "class_token": False, "pool": "average"},
-        {"norm": "post", "posemb_at": "shared"},
-        {"posemb": "relative", "image_size": (16, 40)},
-    ):
-        model = tanh(**settings)()
-        found = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"), dtype=None)
-        assert found.config == model.config
-        same_weights(found, model.state_dict())
-
-
-def test_run_folder_loads(tmp_path: Path) -> None:
-    """config.json there is the run's, not the model's: the weights say what they are."""
-    model = tanh()()
-    plainvit.save(model, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"train": {"epochs": 3}, "model_args": ["not timm\'s"]}')
-    (tmp_path / "metrics.jsonl").write_text("")
-    found = plainvit.load(tmp_path, dtype=None)
-    assert found.config == model.config
-    same_weights(found, model.state_dict())

@@ -24,7 +24,6 @@ from timm.models._hub import save_config_for_hf
 
 import plainvit
 from plainvit.config import to_json
-from plainvit.weights.timm_architectures import load_architectures
 
 PREFIXES = ("vit_", "deit", "eva", "beit", "samvit", "aimv2", "flexivit", "test_vit", "resnetv2")
 NAMES = [name for prefix in PREFIXES for name in timm.list_models(f"{prefix}*")]
@@ -204,15 +203,3 @@ def print_table(outcomes: dict[str, str], failed: dict[str, str]) -> None:
     for why, count in collections.Counter(outcomes.values()).most_common():
         examples = [tag for tag, outcome in outcomes.items() if outcome == why != "equal"]
         print(f"{count:4} {why}: {', '.join(examples[:3])}" if examples else f"{count:4} {why}")
-
-
-@pytest.mark.parametrize("name", tiny.mostly_slow(load_architectures(), 12))
-def test_settings_equal_timm(name: str) -> None:
-    peer, settings = build(name), load_architectures()[name]
-    block, rope = peer.blocks[0], getattr(peer, "rope", None)
-    activations = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "gelu_sigmoid", "SiLU": "silu"}
-    assert activations[type(block.mlp.act).__name__] == settings["activation"]
-    assert (block.attn.num_heads, block.norm1.eps) == (settings["heads"], settings["norm_eps"])
-    assert (rope is None) == (settings["rotary"] == "none")
-    if settings["rotary"] in ("eva02", "pe"):
-        assert tuple(rope.ref_feat_shape) == (settings["rotary_grid"],) * 2

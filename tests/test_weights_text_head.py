@@ -10,8 +10,11 @@ import tiny
 import torch
 import transformers
 from peers import scramble
+from pictures import encode, photo
 
 import plainvit
+from plainvit.cli import main
+from plainvit.evaluate.predictor import Predictor
 
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 56}
 VISION |= {"image_size": 16, "patch_size": 8}
@@ -56,6 +59,22 @@ def test_zero_shot_logits_equal_transformers(tmp_path: Path, kind: str) -> None:
         theirs = peer(input_ids=PROMPTS, pixel_values=(images - mean) / std).logits_per_image
         assert tiny.difference(model(images), theirs) < 1e-4
     assert model.about.class_names == tuple(NAMES)
+
+
+def test_evaluate_command_classifies_zero_shot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = make("CLIP", tmp_path / "tower")
+    head = write_head(tmp_path / "names.safetensors", **describe(peer))
+    correct = 0
+    predictor = Predictor(plainvit.load(tmp_path / "tower", text_head=head), device="cpu")
+    for at, name in enumerate(NAMES):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(3):
+            path = tmp_path / "data" / name / f"{number}.png"
+            path.write_bytes(encode(photo(20, 24, seed=10 * at + number)))
+            correct += predictor(path)[0].label == name
+    out, data = str(tmp_path / "out"), str(tmp_path / "data")
+    main(["evaluate", str(tmp_path / "tower"), "--data", data, "--text-head", str(head), "--out", out, "--json"])
+    assert json.loads(capsys.readouterr().out)["counts"]["top1"] == correct
 
 
 def test_zero_shot_model_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,31 +42,30 @@ class UnsafePickleError(ValueError):
     """A PyTorch file holds Python objects, which are never loaded."""
 
 
-class Tensors(Protocol):
+class Tensors:
     """Named tensors of a file: shapes are known at once, values are read on request."""
 
-    path: Path
-    shapes: dict[str, tuple[int, ...]]
-    metadata: dict[str, str]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        raise NotImplementedError
 
     def pop(self, name: str) -> Tensor:
         """Returns a tensor and forgets it, so that the caller may own its memory."""
-        ...
+        return self.read(name)
 
     def check(self) -> None:
         """Compares the content with the checksum in the file, if it has one."""
-        ...
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(Tensors):
     """One safetensors file, or the shards of one model."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self.path = paths[0]
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.metadata: dict[str, str] = {}
+        super().__init__(paths[0])
         self._locations: dict[str, Any] = {}
         for path in paths:
             try:
@@ -92,8 +91,6 @@ class SafetensorsFiles:
         return (
             torch.frombuffer(data, dtype=DTYPES[kind]).view(shape) if data else torch.empty(shape, dtype=DTYPES[kind])
         )
-
-    pop = read
 
     def check(self) -> None:
         stored = self.metadata.get(CHECKSUM)
@@ -151,12 +148,11 @@ def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
     }
 
 
-class NpzFile:
+class NpzFile(Tensors):
     """A NumPy archive whose members are read one by one."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.metadata = path, {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        super().__init__(path)
         self._members: dict[str, zipfile.ZipInfo] = {}
         with _report_damage(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())
@@ -190,9 +186,6 @@ class NpzFile:
         tensor, self._last = self.read(name), None
         return tensor
 
-    def check(self) -> None:
-        """NumPy archives have no checksum."""
-
     def _array(self, name: str) -> np.ndarray:
         with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as stream:
             return npy.read_array(stream, allow_pickle=False)
@@ -206,15 +199,14 @@ class NpzFile:
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
 
 
-class TorchFile:
+class TorchFile(Tensors):
     """A PyTorch file with a state dict, possibly nested in a training checkpoint."""
 
     # Keys under which training scripts save a state dict; averaged weights first, since these are evaluated
     WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, str] = {}
+        super().__init__(path)
         with _report_damage(path, "PyTorch file"):
             loaded = _load_torch(path)
         self.wrapper = ""
@@ -246,9 +238,6 @@ class TorchFile:
     def pop(self, name: str) -> Tensor:
         return self._tensors.pop(name)
 
-    def check(self) -> None:
-        """PyTorch files have no checksum."""
-
     @staticmethod
     def merge(shards: "list[TorchFile]") -> "TorchFile":
         merged = shards[0]
@@ -258,11 +247,12 @@ class TorchFile:
         return merged
 
 
-class RenamedTensors:
+class RenamedTensors(Tensors):
     """A file under other names: {new: (old, None)}, (old, layer) if old stacks all layers, or (old, slice of rows)."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | slice | None]]) -> None:
-        self._tensors, self._names, self.path, self.metadata = tensors, names, tensors.path, tensors.metadata
+        super().__init__(tensors.path)
+        self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
         self.wrapper: str | None = getattr(tensors, "wrapper", None)
         self.shapes = {new: _select_shape(tensors.shapes[old], part) for new, (old, part) in names.items()}
 

@@ -1,13 +1,16 @@
-"""A table per format that maps our parameter names and shapes to the format's, for reading and for writing.
+"""The names and shapes of our parameters in each format, for reading and for writing.
 
-The keys of a layout are our parameter names, with {i} for a block, {s} and {u} for a ResNet's stage and unit. A name of
-the format that ends in [0/3], [1/3] or [2/3] is a third of the rows of a tensor. Reading and writing use the same
-table, so a round trip is exact.
+layouts.ini has a section per format, whose syntax is explained there. Reading and writing use the same names, so a
+round trip is exact.
 """
 
+import configparser
+import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from plainvit.config import Model, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.buffers import fill_buffers
 from plainvit.weights.files import RenamedTensors, Tensors
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Entry:
     conversion: Conversion
 
 
-Layout = Mapping[str, Entry]
+Layout = Mapping[str, Entry]  # {our name, with {i} for a block, {s} and {u} for a ResNet's stage and unit: its entry}
 
 
 @dataclass
@@ -63,30 +68,144 @@ def _patch_kernel(weight: Tensor, config: Model) -> Tensor:
     return weight.reshape(len(weight), -1, *config.patch)
 
 
+def _head_width(config: Model) -> int:
+    assert isinstance(config, ViTConfig)
+    return config.width // config.heads
+
+
 # `read` is the identity where only the shape differs: `build_model` restores ours
 SAME = Conversion(lambda t, _: t, lambda t: t)
-LEADING_AXIS = Conversion(lambda t, _: t.unsqueeze(0), lambda t: t)  # [n, D] <-> [1, n, D]
-FIRST_ROW = Conversion(lambda t, _: t[0], lambda t: t)  # [1, D] <-> [D]
-CONV1X1 = Conversion(lambda t, _: t[:, :, None, None], lambda t: t)  # a linear layer stored as a 1 x 1 convolution
-PATCHES = Conversion(_patch_kernel, lambda t: t)
 TRANSPOSE = Conversion(lambda t, _: t.mT, lambda t: t.mT)
 HWIO = Conversion(lambda t, _: t.permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
-PATCHES_HWIO = Conversion(lambda t, c: _patch_kernel(t, c).permute(2, 3, 1, 0), lambda t: t.permute(3, 2, 0, 1))
+# flax's attention by head: kernels [D, H, d] into the heads, [H, d, D] out of them, biases [H, d]
+INTO_HEADS = Conversion(lambda t, c: t.mT.reshape(t.shape[1], -1, _head_width(c)), lambda t: t.flatten(1).mT)
+OUT_OF_HEADS = Conversion(lambda t, c: t.mT.reshape(-1, _head_width(c), t.shape[0]), lambda t: t.flatten(0, 1).mT)
+HEAD_BIAS = Conversion(lambda t, c: t.reshape(-1, _head_width(c)), lambda t: t)
+PATCHES = Conversion(_patch_kernel, lambda t: t)
+PATCHES_HWIO = Conversion(lambda t, c: _patch_kernel(t, c).permute(2, 3, 1, 0), HWIO.read)
 CONV1X1_HWIO = Conversion(lambda t, _: t.mT[None, None], lambda t: t.reshape(t.shape[-2:]).mT)
 
 
-def entry(*names: str, conversion: Conversion = SAME) -> Entry:
-    return Entry(names, conversion)
+@dataclass(frozen=True)
+class Style:
+    """How a format stores a layer or a tensor: the names of weight and bias, and their conversions."""
+
+    weight: Conversion = SAME
+    leaves: tuple[str, str] = ("weight", "bias")
+    bias: Conversion = SAME
 
 
-def linear(
-    ours: str, *names: str, conversion: Conversion = SAME, kernel: str = "weight", bias: str = "bias"
+FLAX = ("kernel", "bias")
+STYLES = {
+    "": Style(),
+    "leading": Style(Conversion(lambda t, _: t.unsqueeze(0), lambda t: t)),  # [n, D] <-> [1, n, D]
+    "row": Style(Conversion(lambda t, _: t[0], lambda t: t)),  # [1, D] <-> [D]
+    "conv1x1": Style(Conversion(lambda t, _: t[:, :, None, None], lambda t: t)),  # a linear layer as a convolution
+    "patches": Style(PATCHES),
+    "transpose": Style(TRANSPOSE),
+    "in_proj": Style(leaves=("in_proj_weight", "in_proj_bias")),
+    "scale": Style(leaves=("scale", "bias")),
+    "gamma": Style(leaves=("gamma", "beta")),
+    "dense": Style(TRANSPOSE, FLAX),
+    "hwio": Style(HWIO, FLAX),
+    "patches_hwio": Style(PATCHES_HWIO, FLAX),
+    "conv1x1_hwio": Style(CONV1X1_HWIO, FLAX),
+    "into_heads": Style(INTO_HEADS, FLAX, HEAD_BIAS),
+    "out_of_heads": Style(OUT_OF_HEADS, FLAX),
+}
+FIRST = {"i": 0, "s": 0, "u": 0, "s1": 1, "u1": 1}  # the first block, or the first unit of a ResNet
+
+
+@functools.cache
+def _read_sections() -> dict[str, dict[str, str]]:
+    """{section: {our name: its names there}}, with what a section takes from another."""
+    parser = configparser.RawConfigParser(delimiters=("=",))
+    parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]  # names keep their case
+    parser.read_string(Path(__file__).with_name("layouts.ini").read_text(encoding="utf-8"))
+    sections: dict[str, dict[str, str]] = {}
+    for title in parser.sections():
+        section, _, base = title.partition(" : ")
+        rows = sections[section] = dict(sections.get(base, {}))
+        for ours, theirs in parser[title].items():
+            for number, letter in zip("123", "abc", strict=True) if "{n}" in ours else [("", "")]:
+                rows[ours.replace("{n}", number)] = theirs.replace("{n}", number).replace("{letter}", letter)
+    return sections
+
+
+def make_layout(
+    section: str, shapes: Shapes | None = None, prefix: str = "", words: tuple[str, ...] = ()
 ) -> dict[str, Entry]:
-    """The two entries of a linear or norm layer; `names` are the layers, `kernel` and `bias` their parameters."""
+    """The names of a format. Of alternatives, those of a file; without a file, those with one of `words`.
+
+    Args:
+        section: The section of layouts.ini.
+        shapes: The tensors of a file.
+        prefix: What the names in the file begin with.
+        words: Parts of names to write in place of the first alternative; of several, the shortest is written.
+    """
+    rows = dict(_read_sections()[section])
+    fields = {"{prefix}": prefix.replace("{", "{{").replace("}", "}}")}
+    for name in ("block", "unit", "pool"):
+        options = [_fill(option, fields) for option in rows.pop(name, "").split(" | ")]
+        used = [option for option in options if shapes and _starts_with(shapes, option.format(**FIRST))]
+        fields[f"{{{name}}}"] = (used or options)[0]
+    layout: dict[str, Entry] = {}
+    for ours, theirs in rows.items():
+        options = [_parse(ours, _fill(option, fields)) for option in theirs.split(" | ")]
+        written = [one for one in options if any(word in name for word in words for name in _list_names(one))]
+        written.sort(key=lambda one: len("".join(_list_names(one))))
+        present = [one for one in options if shapes is not None and _is_present(one, shapes)]
+        layout |= (present or written or options)[0]
+    return layout
+
+
+def _fill(text: str, fields: Mapping[str, str]) -> str:
+    return functools.reduce(lambda filled, item: filled.replace(*item), fields.items(), text)
+
+
+def _starts_with(names: Iterable[str], start: str) -> bool:
+    return any(name.startswith(start) for name in names)
+
+
+def _parse(ours: str, theirs: str) -> dict[str, Entry]:
+    """The entries of one alternative: two for a layer."""
+    text, _, how = theirs.partition(" @")
+    start, bracket, end = text.partition("<")
+    inner, _, end = end.partition(">")
+    names = tuple(f"{start}{part}{end}" for part in inner.split(",")) if bracket else (text,)
+    style = STYLES[how.strip()]
+    if not text.endswith((".", "/")):
+        return {ours: Entry(names, style.weight)}
+    leaves = zip(("weight", "bias"), style.leaves, (style.weight, style.bias), strict=True)
     return {
-        f"{ours}.weight": Entry(tuple(name + kernel for name in names), conversion),
-        f"{ours}.bias": Entry(tuple(name + bias for name in names), SAME),
+        f"{ours}.{leaf}": Entry(tuple(name + their for name in names), conversion) for leaf, their, conversion in leaves
     }
+
+
+def _list_names(entries: Layout) -> list[str]:
+    return [name for entry in entries.values() for name in entry.names]
+
+
+def _is_present(entries: Layout, shapes: Shapes) -> bool:
+    """Whether a file has the first of the entries (a layer may have no bias)."""
+    names = next(iter(entries.values())).names
+    return all(_THIRD.sub(r"\1", name.format(**FIRST)) in shapes for name in names)
+
+
+def read_shapes(layout: Layout, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """The shapes of our parameters that a file has, of the first block or unit; kernels have four sides."""
+    found: dict[str, tuple[int, ...]] = {}
+    for ours, entry in layout.items():
+        parts = [shapes.get(_THIRD.sub(r"\1", name.format(**FIRST)), ()) for name in entry.names]
+        if not all(parts):
+            continue
+        with contextlib.suppress(RuntimeError, IndexError):  # of a wrong number of sides: an error where it is needed
+            parts = [tuple(entry.conversion.read(torch.empty(part, device="meta")).shape) for part in parts]
+        found[ours] = (sum(part[0] for part in parts), *parts[0][1:])
+    return found
+
+
+_THIRD = re.compile(r"(.+)\[([012])/3\]$")
 
 
 def locate(layout: Layout, name: str) -> Entry | None:
@@ -121,9 +240,6 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
-
-
-_THIRD = re.compile(r"(.+)\[([012])/3\]$")
 
 
 def _split_thirds(layout: Layout, shapes: Iterable[str], tensors: Tensors) -> Tensors:

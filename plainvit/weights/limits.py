@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from plainvit.config import ViTConfig
+from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, Model, ResNetConfig, ViTConfig
 
 # Setting -> its value in the paper's ViT as every library has it. True: present, for settings with a value or None
 PLAIN: dict[str, Any] = {
@@ -52,3 +52,13 @@ def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tup
 
 def _has_no_effect(name: str, config: ViTConfig) -> bool:
     return name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
+
+
+def list_unlike_resnet(config: Model, library: str) -> Iterator[tuple[str, str]]:
+    """(part, reason) if a library's BiT, or the stem of its hybrids, computes something else."""
+    is_bit = isinstance(config, ResNetConfig)
+    resnet, padding = (config, "symmetric") if is_bit else (config.stem, "same")
+    numerics = (RESNET_NUMERICS if is_bit else STEM_NUMERICS)[library] | {"padding": padding}
+    if resnet and any(getattr(resnet, name) != value for name, value in numerics.items()):
+        values = ", ".join(f"{name} {value}" for name, value in numerics.items())
+        yield "standardise", f"{library}'s {'BiT' if is_bit else 'hybrids'} have {values}"

@@ -9,46 +9,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from plainvit.config import ViTConfig, pair
+from plainvit.config import ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.grids import Hints, count_layers, read_grid, read_heads, unsupported_model
-from plainvit.weights.layout import (
-    FIRST_ROW,
-    PATCHES,
-    TRANSPOSE,
-    DetectedModel,
-    Layout,
-    entry,
-    linear,
-    list_assumptions,
-)
+from plainvit.weights.layout import DetectedModel, Layout, list_assumptions, make_layout
 from plainvit.weights.limits import ANY, list_unlike
-from plainvit.weights.timm import CLIP_MEAN, CLIP_STD
+from plainvit.weights.pixels import CLIP, HALF
+from plainvit.weights.shapes import Hints, read_vit, unsupported_model
 
 CONFIG = "open_clip_config.json"
-BLOCK = "transformer.resblocks.{i}."
 # What the original checkpoints of OpenAI store next to the weights
 OPENAI = ("input_resolution", "context_length", "vocab_size")
-
-
-def vit_layout(prefix: str = "visual.") -> Layout:
-    block = prefix + BLOCK
-    return {
-        **linear("embedding", f"{prefix}conv1.", conversion=PATCHES),
-        "class_token": entry(f"{prefix}class_embedding", conversion=FIRST_ROW),
-        "positions.0.table": entry(f"{prefix}positional_embedding"),
-        **linear("norm_tokens", f"{prefix}ln_pre."),
-        **linear("blocks.{i}.norm1", f"{block}ln_1."),
-        **linear("blocks.{i}.attention.qkv", f"{block}attn.", kernel="in_proj_weight", bias="in_proj_bias"),
-        **linear("blocks.{i}.attention.out", f"{block}attn.out_proj."),
-        "blocks.{i}.residual1.scale": entry(f"{block}ls_1.gamma"),
-        **linear("blocks.{i}.norm2", f"{block}ln_2."),
-        **linear("blocks.{i}.mlp.fc1", f"{block}mlp.c_fc."),
-        **linear("blocks.{i}.mlp.fc2", f"{block}mlp.c_proj."),
-        "blocks.{i}.residual2.scale": entry(f"{block}ls_2.gamma"),
-        **linear("norm", f"{prefix}ln_post."),
-        "projection.weight": entry(f"{prefix}proj", conversion=TRANSPOSE),
-    }
+TEXT = ("text.", "token_embedding.", "text_projection", "logit_scale", "ln_final.")
 
 
 def _find_prefix(tensors: Tensors) -> str | None:
@@ -63,96 +34,86 @@ def matches(tensors: Tensors) -> bool:
 
 def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """`sidecar` is open_clip_config.json, or {}."""
-    prefix = _find_prefix(tensors)
+    prefix, shapes = _find_prefix(tensors), tensors.shapes
     assert prefix is not None
-    shapes = {name.removeprefix(prefix): shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
-    culprit = next((name for name in shapes if name.startswith("attn_pool.")), None)
+    culprit = next((name for name in shapes if name.startswith(f"{prefix}attn_pool.")), None)
     if culprit:
         raise unsupported_model("CoCa, with an attention pooling of its own", culprit)
-    first = BLOCK.format(i=0)
-    names = (f"{first}mlp.c_fc.weight", "conv1.weight", "positional_embedding")
-    fc1, patches, table = (shapes.get(name, ()) for name in names)
-    if len(patches) != 4 or len(fc1) != 2 or len(table) != 2:
-        raise ValueError("this open_clip file has no valid conv1, positions or first layer: it is incomplete")
-    width, channels, *patch = patches
-    stated = sidecar["model_cfg"]["vision_cfg"].get("image_size") if sidecar else None
-    if stated and not hints.grid:
-        height, wide = pair(stated)
-        hints = Hints(heads=hints.heads, grid=(height // patch[0], wide // patch[1]))
-    size = read_grid(table[0], (patch[0], patch[1]), (1,), hints)
-    is_clipa = "ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
-    numerics, sources = _read_numerics(tensors.shapes, width, is_clipa, hints, sidecar)
-    preprocess, (mean, std) = _read_pixels(sidecar)
-    config = ViTConfig(
-        width=width,
-        depth=count_layers(shapes, r"transformer\.resblocks\.(\d+)\."),
-        mlp_dim=fc1[0],
-        patch=(patch[0], patch[1]),
-        image_size=size.image_size,
-        channels=channels,
-        classes=0,
-        pool="average" if is_clipa else "token",
-        norm_pooled=is_clipa,
-        norm_eps=1e-5,
-        layer_scale=1e-5 if f"{first}ls_1.gamma" in shapes else None,
-        norm_embedding="none" if is_clipa else "tokens",
-        embedding_bias="conv1.bias" in shapes,
-        projection=shapes.get("proj", (0, 0))[1],
-        mean=mean if channels == 3 else (0.5,),
-        std=std if channels == 3 else (0.5,),
-        **numerics,
+    if len(shapes.get(f"{prefix}positional_embedding", ())) != 2:
+        raise ValueError(f"this open_clip file has no valid {prefix}positional_embedding: it is incomplete")
+    layout = make_layout("open_clip", shapes, prefix)
+    is_clipa = f"{prefix}ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
+    vision = sidecar["model_cfg"]["vision_cfg"] if sidecar else {}
+    _check_config(vision, is_clipa)
+    heads = None
+    if sidecar and not hints.heads:
+        heads = shapes[f"{prefix}positional_embedding"][1] // vision.get("head_width", 64), CONFIG
+    settings, sources = read_vit(
+        layout,
+        shapes,
+        "open_clip",
+        hints,
+        optional=("layer_scale", "embedding_bias", "norm_embedding", "projection"),
+        stated_size=vision.get("image_size"),
+        heads=heads,
+        settings={"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5},
     )
+    activation, sources["activation"] = _find_activation(shapes, sidecar)
+    preprocess, colours = _read_pixels(sidecar)
     pixels = CONFIG if sidecar else "open_clip's transforms"
-    sources |= {"norm_eps": "open_clip's code: 1e-5", "image_size": size.source, "mean": pixels, "preprocess": pixels}
+    sources |= {"norm_eps": "open_clip's code: 1e-5", "mean": pixels, "preprocess": pixels}
     return DetectedModel(
         family="open_clip",
-        config=config,
-        layout=vit_layout(prefix),
+        config=ViTConfig(**settings, activation=activation, **(colours if settings["channels"] == 3 else HALF)),
+        layout=layout,
         sources=sources,
         about={"preprocess": preprocess},
-        ignore=lambda name: not name.startswith(prefix) if prefix else _is_text(name),
+        ignore=lambda name: not name.startswith(prefix) if prefix else name.startswith(TEXT),
         notes=list_assumptions(sources),
     )
 
 
-def _read_numerics(
-    names: Iterable[str], width: int, is_clipa: bool, hints: Hints, sidecar: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """(heads and activation, their sources)."""
-    if not sidecar:
-        heads, heads_source = read_heads(width, hints, "open_clip")
-        is_openai = any(name in OPENAI for name in names)
-        other = "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
-        sources = {"heads": heads_source, "activation": "OpenAI's code: sigmoid GELU" if is_openai else other}
-        return {"heads": heads, "activation": "gelu_sigmoid" if is_openai else "gelu"}, sources
-    model = sidecar["model_cfg"]
-    vision = model["vision_cfg"]
+def _check_config(vision: Mapping[str, Any], is_clipa: bool) -> None:
+    """Rejects what open_clip computes differently without another weight."""
     usual = {"no_ln_pre": is_clipa, "final_ln_after_pool": is_clipa, "pool_type": "avg" if is_clipa else "tok"}
     usual |= {"norm_kwargs": None, "act_kwargs": None, "attentional_pool": False}
     default = {"no_ln_pre": False, "final_ln_after_pool": False, "pool_type": "tok"}
-    for name, value in usual.items():
+    for name, value in usual.items() if vision else ():
         if (vision.get(name, default.get(name)) or None) != (value or None):
             raise unsupported_model(f"an open_clip tower with {name} {vision.get(name)!r}", CONFIG)
-    heads = hints.heads or width // vision.get("head_width", 64)
-    activation = "gelu_sigmoid" if model.get("quick_gelu") else "gelu"
-    sources = {"heads": "given by the caller" if hints.heads else CONFIG, "activation": CONFIG}
-    return {"heads": heads, "activation": activation}, sources
 
 
-def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, Any]]:
-    """(preprocess, (mean, std)) as open_clip's transforms have it."""
+def _find_activation(names: Iterable[str], sidecar: Mapping[str, Any]) -> tuple[Any, str]:
+    """(activation, source)."""
+    if sidecar:
+        return "gelu_sigmoid" if sidecar["model_cfg"].get("quick_gelu") else "gelu", CONFIG
+    if any(name in OPENAI for name in names):
+        return "gelu_sigmoid", "OpenAI's code: sigmoid GELU"
+    return "gelu", "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
+
+
+def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(preprocess, mean and std) as open_clip's transforms have it."""
     stated = sidecar.get("preprocess_cfg") or {}
     resize = "squash" if stated.get("resize_mode") == "squash" else "crop"
     preprocess = {"resize": resize, "crop": 1.0, "interpolation": stated.get("interpolation") or "bicubic"}
-    return preprocess, (tuple(stated.get("mean") or CLIP_MEAN), tuple(stated.get("std") or CLIP_STD))
+    return preprocess, {name: tuple(stated.get(name) or CLIP[name]) for name in CLIP}
 
 
-def _is_text(name: str) -> bool:
-    return name.startswith(("text.", "token_embedding.", "text_projection", "logit_scale", "ln_final."))
+def make_timm_sidecar(sidecar: Mapping[str, Any]) -> dict[str, Any]:
+    """open_clip_config.json of a tower that is timm's, as timm's config.json."""
+    vision = (sidecar.get("model_cfg") or {}).get("vision_cfg") or {}
+    if not vision.get("timm_model_name"):
+        return {}
+    preprocess, colours = _read_pixels(sidecar)
+    mode = "squash" if preprocess["resize"] == "squash" else "center"
+    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess["interpolation"]}
+    described = {"architecture": vision["timm_model_name"], "pretrained_cfg": published}
+    return described | {"global_pool": vision.get("timm_pool")}
 
 
 def layout_for(_: ViTConfig) -> Layout:
-    return vit_layout()
+    return make_layout("open_clip", prefix="visual.")
 
 
 def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:

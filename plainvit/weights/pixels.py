@@ -9,8 +9,11 @@ from typing import Any, Literal, TypedDict
 
 from plainvit.config import Preprocess, nearest
 from plainvit.weights.layout import DetectedModel
+from plainvit.weights.shapes import GIVEN
 
-GIVEN = "given by the caller"
+HALF: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+CLIP: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 STATED = (*SIDECARS, GIVEN)  # sources that are no assumption start with one
 

@@ -30,19 +30,11 @@ class Published:
 
 
 def _read() -> dict[str, Published]:
+    numbers = {"parameters": int, "image_size": int, "top1": float, "real": float}
     with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
     return {
-        row["name"]: Published(
-            row["hub"],
-            row["family"],
-            row["licence"],
-            int(row["parameters"]),
-            int(row["image_size"]),
-            float(row["top1"]) if row["top1"] else None,
-            float(row["real"]) if row["real"] else None,
-        )
-        for row in rows
+        row.pop("name"): Published(**{key: numbers.get(key, str)(value) for key, value in row.items()}) for row in rows
     }
 
 

@@ -20,10 +20,10 @@ from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
-from plainvit.weights.grids import Hints
 from plainvit.weights.layout import DetectedModel, build_model, join_names
 from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
+from plainvit.weights.shapes import Hints
 from plainvit.weights.text_head import load_text_head
 
 if TYPE_CHECKING:
@@ -37,19 +37,24 @@ Size = int | tuple[int, int] | None
 log = logging.getLogger("plainvit")
 
 
+class LoadOptions(Pixels, total=False):
+    """Keywords of `load`, with those of preprocessing."""
+
+    heads: int | None
+    grid: tuple[int, int] | None
+    resample: str | None
+    text_head: str | Path | None
+    dtype: torch.dtype | None
+
+
 @overload
 def load(
     source: str | Path,
     classes: int | None = None,
     image_size: Size = None,
     *,
-    heads: int | None = None,
-    grid: tuple[int, int] | None = None,
-    resample: str | None = None,
-    text_head: str | Path | None = None,
-    dtype: torch.dtype | None = torch.float32,
     optimise: Literal[False] = False,
-    **pixels: Unpack[Pixels],
+    **options: Unpack[LoadOptions],
 ) -> ViT | ResNet: ...
 
 
@@ -59,12 +64,8 @@ def load(
     classes: int | None = None,
     image_size: Size = None,
     *,
-    heads: int | None = None,
-    grid: tuple[int, int] | None = None,
-    resample: str | None = None,
-    text_head: str | Path | None = None,
     optimise: Literal[True, "fp8"],
-    **pixels: Unpack[Pixels],
+    **options: Unpack[LoadOptions],
 ) -> "InferenceModel": ...
 
 
@@ -73,13 +74,8 @@ def load(
     classes: int | None = None,
     image_size: Size = None,
     *,
-    heads: int | None = None,
-    grid: tuple[int, int] | None = None,
-    resample: str | None = None,
-    text_head: str | Path | None = None,
-    dtype: torch.dtype | None = torch.float32,
     optimise: bool | Literal["fp8"] = False,
-    **pixels: Unpack[Pixels],
+    **options: Unpack[LoadOptions],
 ) -> "ViT | ResNet | InferenceModel":
     """Loads a model from weights of any known format. What was assumed, replaced or left out is logged.
 
@@ -87,14 +83,15 @@ def load(
         source: A file, a folder, `hf:org/name[@revision]`, or a published name (`plainvit weights`).
         classes: Replaces the head by one of zeros for this many classes; 0 removes it.
         image_size: Resamples the positions for this image size: one number or (height, width).
-        heads: The number of attention heads, if the file does not contain it.
-        grid: Rows and columns of patches, if the file does not contain them.
-        resample: How to resample positions; None: as the code that the weights come from.
-        text_head: Embeddings of class names by the text tower, for zero-shot classification (`weights/text_head.py`).
-        dtype: The dtype of the weights; None keeps the file's own.
         optimise: True returns an InferenceModel, as fast as this machine allows. "fp8" also allows fp8 matmuls on a
             GPU that has them: faster, but close decisions may change; `model.agreement(images)` measures how many.
-        pixels: mean, std, resize, crop, interpolation and antialias replace the file's own.
+        options:
+            heads: The number of attention heads, if the file does not contain it.
+            grid: Rows and columns of patches, if the file does not contain them.
+            resample: How to resample positions; None: as the code that the weights come from.
+            text_head: Embeddings of class names by the text tower, for zero-shot classification (`text_head.py`).
+            dtype: The dtype of the weights, float32 by default; None keeps the file's own.
+            mean, std, resize, crop, interpolation, antialias: Replace the file's own preprocessing.
 
     Returns:
         The model in evaluation mode.
@@ -104,7 +101,9 @@ def load(
     """
     if optimise not in (False, True, "fp8"):
         raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
-    detected, tensors = inspect_weights(source, heads=heads, image_size=image_size, grid=grid, **pixels)
+    resample, text_head = options.pop("resample", None), options.pop("text_head", None)
+    dtype = options.pop("dtype", torch.float32)
+    detected, tensors = inspect_weights(source, image_size=image_size, **options)
     tensors.check()
     model = build_model(detected, tensors, dtype)
     model.about = _make_about(detected)
@@ -182,10 +181,11 @@ def _detect_format(tensors: Tensors, path: Path, hints: Hints) -> tuple[Detected
         return torchvision.detect(tensors, hints), tensors
     if google.matches(tensors):
         return google.detect(tensors, hints)
+    open_clip_config = read_json(path / open_clip.CONFIG) if path.is_dir() else {}
     if timm.matches(tensors):
-        return timm.detect(tensors, hints, config)
+        return timm.detect(tensors, hints, config or open_clip.make_timm_sidecar(open_clip_config))
     if open_clip.matches(tensors):
-        return open_clip.detect(tensors, hints, read_json(path / open_clip.CONFIG) if path.is_dir() else {}), tensors
+        return open_clip.detect(tensors, hints, open_clip_config), tensors
     folder = path if path.is_dir() else path.parent
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(
@@ -199,7 +199,7 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     """The weights under the prefix that a training script gave its model, and the names of the other weights.
 
     Lightning saves `model.` or `net.`, compiled modules `model._orig_mod.`, next to the weights of a loss. A head next
-    to a `backbone.` belongs to it.
+    to a `backbone.` belongs to it, as open_clip's projection does to a tower of timm.
     """
     prefixes = {
         _find_prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
@@ -216,10 +216,11 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     names: dict[str, tuple[str, int | None]] = {
         name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
     }
-    if prefix.endswith("backbone."):
-        parent = prefix.removesuffix("backbone.")
-        heads = [name for name in tensors.shapes if name.startswith(f"{parent}head.")]
-        names = {name.removeprefix(parent): (name, None) for name in heads} | names
+    for inner, head in (("backbone.", "head."), ("trunk.", "head.proj.")):
+        if prefix.endswith(inner):
+            parent = prefix.removesuffix(inner)
+            heads = [name for name in tensors.shapes if name.startswith(parent + head)]
+            names = {name.removeprefix(parent): (name, None) for name in heads} | names
     inside = RenamedTensors(tensors, names)
     if not any(family.matches(inside) for family in (transformers, torchvision, timm)):
         return tensors, []

@@ -4,23 +4,33 @@ Such a file does not contain its heads, nor the image size of a square grid; con
 does. Models that share the names but compute something that plainvit does not are rejected by the part.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, pair
+from plainvit.config import Model, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import RenamedTensors, Tensors
-from plainvit.weights.grids import Grid, Hints, count_layers, read_grid, unsupported_model
-from plainvit.weights.layout import DetectedModel, Layout, list_assumptions
-from plainvit.weights.limits import ANY, list_unlike
-from plainvit.weights.timm_architectures import check_architecture, read_about
-from plainvit.weights.timm_layout import Spelling, choose_spelling, read_spelling, uses_eva, vit_layout
-from plainvit.weights.timm_parts import guess_rotary, has_coarse_norms, read_numerics, read_parts
-from plainvit.weights.timm_resnet import ROOTS, UNITS, bit_layout, check_stem, detect_bit, find_stem, stem_layout
+from plainvit.weights.layout import (
+    SAME,
+    DetectedModel,
+    Entry,
+    Layout,
+    Shapes,
+    list_assumptions,
+    make_layout,
+)
+from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
+from plainvit.weights.pixels import CLIP, HALF, IMAGENET
+from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupported_model
+from plainvit.weights.timm_architectures import (
+    ACTIVATIONS,
+    check_architecture,
+    choose_words,
+    load_architectures,
+    read_about,
+    uses_eva,
+)
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Names of weights that only models other than a plain ViT have
 UNSUPPORTED_NAMES = {
     r"layers\.0\.blocks\.": "Swin",
@@ -35,8 +45,7 @@ UNSUPPORTED_NAMES = {
     r"blocks\.0\.attn\.(k_proj\.bias|gate\.)": "a ViT with gated or grouped attention",
 }
 # (fraction of the short side that the centre crop keeps, mean and std of the pixels)
-HALF, IMAGENET, CLIP = ((0.5,), (0.5,)), (IMAGENET_MEAN, IMAGENET_STD), (CLIP_MEAN, CLIP_STD)
-FAMILIES = {
+FAMILIES: dict[str, tuple[float, dict[str, Any]]] = {
     "timm": (0.9, HALF),
     "DeiT": (0.875, IMAGENET),
     "DeiT III": (1.0, IMAGENET),
@@ -48,6 +57,23 @@ FAMILIES = {
     "EVA": (0.9, CLIP),
     "BEiT": (0.9, HALF),
 }
+# (start of a name, family, reason), the first that a file has; before them, rotary positions show DINOv3 and EVA
+SIGNS = (
+    ("norm_pre.weight", "CLIP", "it has a norm before the blocks"),
+    ("blocks.0.attn.relative_position_bias_table", "BEiT", "it has relative position biases"),
+    ("blocks.0.attn.q_bias", "EVA", "its keys have no bias"),
+    ("blocks.0.attn.q_proj", "EVA", "its keys have no bias"),
+    ("blocks.0.gamma_1", "DeiT III", "its LayerScale is named gamma_1"),
+    ("register_tokens", "DINOv2", "it has DINOv2's register tokens"),
+    ("decoder_", "MAE", "it has a decoder"),
+)
+# Names of weights that are for the training of MAE, DINO or DINOv2, not for the encoder
+TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "local_cls_norm.")
+OPTIONAL = ("projection", "distillation", "registers", "layer_scale", "gated", "qk_norm", "block_bias")
+OPTIONAL += ("norm_kind", "norm_embedding", "norm_inner", "norm_final")
+MASKED_BIAS = ("blocks.{i}.attn.qkv.bias[0/3]", "blocks.{i}.attn.qkv.bias[2/3]")
+# Names of values that follow from the shape of the model: BEiT's index, DINOv3's frequencies and mask
+BUFFERS = ("relative_position_index", "attn.qkv.bias_mask", "rope_embed.periods", "rope.freqs_cis")
 
 
 def matches(tensors: Tensors) -> bool:
@@ -74,7 +100,7 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[
         if culprit:
             raise unsupported_model(what, culprit)
     if "stem.conv.weight" in tensors.shapes:
-        return detect_bit(tensors, sidecar), tensors
+        return _detect_bit(tensors, sidecar), tensors
     detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
     if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
@@ -82,28 +108,46 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[
     return detected, tensors
 
 
+def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
+    published = sidecar.get("pretrained_cfg") or {}
+    culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
+    if culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
+        raise unsupported_model("a ResNet that is not BiT", culprit or "stem")
+    check_architecture(str(sidecar.get("architecture") or ""))
+    layout = make_layout("timm BiT", tensors.shapes)
+    size = published.get("input_size") or (3, 224, 224)
+    colours = {name: tuple(published.get(name) or HALF[name]) for name in HALF}
+    config = read_bit(layout, tensors.shapes, "timm").replace(image_size=(int(size[1]), int(size[2])), **colours)
+    sources = {
+        "standardise": "timm's code: w / sqrt(var + 1e-8)",
+        "padding": "timm's code: symmetric, zeros before the root's pooling",
+        "preprocess": "config.json" if published else "assumed: BiT's evaluation, a square resize",
+        "norm_eps": "timm's code: 1e-5",
+        "image_size": "config.json" if published.get("input_size") else "convolutions take any size",
+        "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
+    }
+    about = read_about(sidecar, 1.0) if published else {"preprocess": {"resize": "squash"}}
+    return DetectedModel("timm", config, layout, sources, about, notes=list_assumptions(sources))
+
+
 def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
     """(family, reason). The family decides the normalisation of pixels, which the weights do not show."""
-    names = tensors.shapes
+    names, rotary = tensors.shapes, _guess_rotary(tensors.shapes)
     if sidecar.get("pretrained_cfg"):
         return "timm", "config.json"
     if "dist_token" in names:
         return "DeiT", "it has a distillation token"
-    rotary = guess_rotary(names)
     if rotary == "dinov3":
         return "DINOv3", "it has register tokens and no positions"
-    if "norm_pre.weight" in names:
-        return "CLIP", "it has a norm before the blocks"
-    if "blocks.0.attn.relative_position_bias_table" in names:
-        return "BEiT", "it has relative position biases"
-    if rotary == "eva02" or any(name.startswith(("blocks.0.attn.q_bias", "blocks.0.attn.q_proj")) for name in names):
-        return "EVA", "its keys have no bias"
-    if "blocks.0.gamma_1" in names:
-        return "DeiT III", "its LayerScale is named gamma_1"
-    if "register_tokens" in names or ("mask_token" in names and "blocks.0.ls1.gamma" in names):
-        return "DINOv2", "it has DINOv2's mask or register tokens"
-    if "mask_token" in names or any(name.startswith("decoder_") for name in names):
-        return "MAE", "it has a decoder"
+    if "mask_token" in names and "blocks.0.ls1.gamma" in names:
+        return "DINOv2", "it has DINOv2's mask token"
+    if rotary == "eva02":
+        return "EVA", "its gated MLP is EVA-02's"
+    for start, family, reason in SIGNS:
+        if any(name.startswith(start) for name in names):
+            return family, reason
+    if "mask_token" in names:
+        return "MAE", "it has a mask token"
     if wrapper in ("teacher", "student"):
         return "DINO", f"its weights are under {wrapper!r}"
     if wrapper == "model":
@@ -118,95 +162,68 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
 
 
 def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], family: tuple[str, str]) -> DetectedModel:
-    shapes = tensors.shapes
-    spelling = read_spelling(shapes)
-    _check_vit(shapes, spelling, family[0])
+    shapes, (name, reason) = tensors.shapes, family
     arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
     _check_arguments(arguments)
-    architecture = str(sidecar.get("architecture") or "")
-    check_architecture(architecture)
-    width, channels, *patch = shapes["patch_embed.proj.weight"]
-    stem, class_token, distillation = find_stem(shapes, ROOTS, UNITS), "cls_token" in shapes, "dist_token" in shapes
-    registers = shapes.get(spelling.registers, (0, 0))[-2]
-    tokens = class_token + distillation
-    cell = (patch[0] * (stem.stride if stem else 1), patch[1] * (stem.stride if stem else 1))
-    rows = shapes["pos_embed"][1] if "pos_embed" in shapes else None
-    prefixes = (tokens, tokens + registers, 0)
-    hints = _add_bias_grid(_add_sidecar_grid(hints, sidecar, rows, cell, prefixes), shapes)
-    size = read_grid(rows, cell, prefixes, hints)
-    numerics, sources = read_numerics(shapes, spelling, hints, sidecar, family[0])
-    crop, (mean, std) = FAMILIES[family[0]]
-    mean, std = (mean, std) if channels == 3 or stem else HALF
-    pool, pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"), spelling.norm)
-    config = ViTConfig(
-        width=width,
-        depth=count_layers(shapes, r"blocks\.(\d+)\."),
-        mlp_dim=shapes[f"blocks.0.{spelling.fc2}weight"][1],
-        patch=(patch[0], patch[1]),
-        image_size=size.image_size,
-        channels=stem.channels if stem else channels,
-        classes=shapes.get("head.weight", (0,))[0],
-        representation=shapes.get("pre_logits.fc.weight", (0,))[0],
-        pool=pool,
-        class_token=class_token,
-        distillation=distillation,
-        registers=registers,
-        posemb="1d" if rows else "bias" if _BIAS_TABLE in shapes else "none",
-        posemb_prefix="none" if size.prefix_rows == 0 else "class" if size.prefix_rows == tokens else "all",
-        norm_pooled=spelling.norm == "fc_norm",
-        layer_scale=1e-5 if f"blocks.0.{spelling.scales[0]}" in shapes else None,
-        stem=stem,
-        mean=tuple(published.get("mean") or mean),
-        std=tuple(published.get("std") or std),
-        **read_parts(shapes, spelling),
-        **numerics,
+    check_architecture(str(sidecar.get("architecture") or ""))
+    layout = make_layout("timm", shapes)
+    if "blocks.0.attn.qkv.bias_mask" in shapes:  # DINOv3's own files store a bias of k, and do not use it
+        layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
+    known = load_architectures().get(str(sidecar.get("architecture")), {})
+    rotary, heads = known.get("rotary") or _guess_rotary(shapes), arguments.get("num_heads", known.get("heads"))
+    settings, sources = read_vit(
+        layout,
+        shapes,
+        name,
+        hints,
+        optional=OPTIONAL,
+        rows="any",
+        stated_size=arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None,
+        heads=None if heads is None or hints.heads else (heads, "config.json"),
+        settings={"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes},
     )
-    sources |= {"image_size": _describe_unfilled_size(size, published, cell) or size.source}
-    sources |= pool_source | _list_pixel_sources(published, f"{family[0]} ({family[1]})")
-    if config.posemb == "none" and config.rotary == "none":
-        sources["posemb"] = "assumed: none, since the file has no pos_embed"
-    if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
-        sources["norm"] = "assumed: before attention and MLP"
-    if stem:
-        sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
-    crop = 1.0 if family[0] == "timm" and size.image_size[0] >= 384 else crop
-    left_out = sorted({name.split(".")[0] for name in shapes if _is_training_only(name)})
+    numerics, told = _read_numerics(settings, sidecar, name)
+    settings |= numerics
+    settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
+    settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
+    crop, colours = FAMILIES[name] if settings["channels"] == 3 else (FAMILIES[name][0], HALF)
+    settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
+    config = ViTConfig(**settings)
+    sources |= told | pool_source | _list_pixel_sources(published, f"{name} ({reason})")
+    sources |= _list_other_sources(config, sidecar)
+    left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
     notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     return DetectedModel(
-        family=family[0],
+        family=name,
         config=config,
-        layout={**vit_layout(spelling), **(stem_layout(stem.blocks) if stem else {})},
+        layout=layout,
         sources=sources,
-        about=read_about(sidecar, crop),
-        ignore=lambda name: _is_training_only(name) or _is_buffer(name),
+        about=read_about(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
+        ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
         notes=notes + list_assumptions(sources),
     )
 
 
-_BIAS_TABLE = "blocks.0.attn.relative_position_bias_table"
+def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[str, str]:
+    """The sources of what neither the weights nor timm's config.json show."""
+    sources: dict[str, str] = {}
+    if config.posemb == "none" and config.rotary == "none":
+        sources["posemb"] = "assumed: none, since the file has no pos_embed"
+    if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
+        sources["norm"] = "assumed: before attention and MLP"
+    if config.stem:
+        sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
+    # timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images
+    stated = tuple((sidecar.get("pretrained_cfg") or {}).get("input_size") or ())[-2:]
+    pairs = zip(stated, config.image_size, config.stride, strict=False)
+    if any(0 < larger - side < step for larger, side, step in pairs):
+        theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, config.image_size))
+        sources["image_size"] = f"assumed: {ours} images; timm prepares {theirs} and drops the last rows and columns"
+    return sources
 
 
-def _check_vit(shapes: Mapping[str, tuple[int, ...]], spelling: Spelling, family: str) -> None:
-    """Rejects files whose weights are missing."""
-    qkv = "blocks.0.attn.q_proj.weight" if spelling.qkv == "split" else "blocks.0.attn.qkv.weight"
-    required = {"patch_embed.proj.weight": 4, qkv: 2, f"blocks.0.{spelling.fc1[0]}weight": 2}
-    required |= {f"blocks.0.{spelling.fc2}weight": 2}
-    for name, ndim in required.items():
-        if len(shapes.get(name, ())) != ndim:
-            raise ValueError(f"this {family} file has no valid {name}: it is incomplete, or of another model")
-
-
-def _is_buffer(name: str) -> bool:
-    """Whether a value follows from the shape of the model: BEiT's index, DINOv3's frequencies and mask."""
-    return name.endswith(("relative_position_index", "attn.qkv.bias_mask", "rope_embed.periods", "rope.freqs_cis"))
-
-
-def _add_bias_grid(hints: Hints, shapes: Mapping[str, tuple[int, ...]]) -> Hints:
-    """Adds the square grid of BEiT's (2h - 1)(2w - 1) + 3 biases."""
-    if hints.grid or _BIAS_TABLE not in shapes:
-        return hints
-    side = (math.isqrt(max(shapes[_BIAS_TABLE][0] - 3, 0)) + 1) // 2
-    return Hints(heads=hints.heads, image_size=hints.image_size, grid=(side, side))
+def _is_training_only(name: str) -> bool:
+    return name == "mask_token" or name.startswith(TRAINING)
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -217,34 +234,70 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             raise unsupported_model(f"a ViT with {name} {arguments[name]!r}", "model_args in config.json")
 
 
-def _find_pool(shapes: Mapping[str, Any], stated: object, norm: str) -> tuple[Any, dict[str, str]]:
+def _find_pool(shapes: Shapes, stated: object) -> tuple[Any, dict[str, str]]:
     """(pool, source) from the weights; where they allow both, config.json decides, and fc_norm implies the average."""
     if stated not in (None, "", "token", "avg", "map"):
         raise unsupported_model(f"a ViT pooled by {stated!r}", "global_pool in config.json")
     if "attn_pool.latent" in shapes:
         return "attention", {}
-    is_averaged = stated == "avg" or (norm == "fc_norm" and stated != "token")
-    pool = "average" if is_averaged or "cls_token" not in shapes else "token"
-    return pool, {} if stated or pool == "average" else {"pool": "assumed: the class token"}
+    fc_norm = "fc_norm.weight" in shapes and "norm.weight" not in shapes
+    is_averaged = stated == "avg" or (fc_norm and stated != "token") or "cls_token" not in shapes
+    return "average" if is_averaged else "token", {} if stated or is_averaged else {"pool": "assumed: the class token"}
 
 
-def _add_sidecar_grid(
-    hints: Hints, sidecar: Mapping[str, Any], rows: int | None, cell: tuple[int, int], prefixes: Sequence[int]
-) -> Hints:
-    """Adds the grid of config.json's image size, if the table of positions has as many rows."""
-    size = (sidecar.get("model_args") or {}).get("img_size") or (sidecar.get("pretrained_cfg") or {}).get("input_size")
-    if hints.grid or size is None:
-        return hints
-    height, width = pair(size if isinstance(size, int) else tuple(size)[-2:])
-    grid = height // cell[0], width // cell[1]
-    fits = rows is None or rows - grid[0] * grid[1] in prefixes
-    return Hints(heads=hints.heads, image_size=hints.image_size, grid=grid if fits else None)
+def _guess_rotary(shapes: Shapes) -> str:
+    """The rotary positions of a family whose weights look like this; the weights do not contain them."""
+    has_table, has_class = "pos_embed" in shapes, "cls_token" in shapes
+    if "rope_embed.periods" in shapes or "storage_tokens" in shapes:
+        return "dinov3"
+    if "norm_pre.weight" in shapes:
+        return "none" if "norm.weight" in shapes and "attn_pool.latent" not in shapes else "pe"
+    if not has_table and "blocks.0.gamma_1" in shapes and "blocks.0.attn.relative_position_bias_table" not in shapes:
+        return "eva02" if not has_class else "dinov3" if "reg_token" in shapes else "axial"
+    is_gated = any(f"blocks.0.mlp.{name}.weight" in shapes for name in ("fc1_g", "w1"))
+    is_packed = shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * shapes.get("blocks.0.mlp.fc2.weight", (0, -1))[-1]
+    return "eva02" if is_gated or (is_packed and "blocks.0.attn.q_bias" in shapes) else "none"
 
 
-def _is_training_only(name: str) -> bool:
-    """Whether a weight belongs to the training of MAE, DINO or DINOv2 and not to the encoder."""
-    heads = ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "local_cls_norm.")
-    return name == "mask_token" or name.startswith(heads)
+def _read_numerics(
+    settings: Mapping[str, Any], sidecar: Mapping[str, Any], family: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(numerics, sources) of what no weight shows: activation, epsilon, rotary positions."""
+    name = str(sidecar.get("architecture") or "")
+    known = load_architectures().get(name)
+    if known:
+        numerics = {key: value for key, value in known.items() if key != "heads"}
+        sources = dict.fromkeys(numerics, f"config.json: timm's {name}")
+    else:
+        numerics, sources = _guess_numerics(settings, family)
+    activation = (sidecar.get("model_args") or {}).get("act_layer")
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            known_names = nearest(str(activation), ACTIVATIONS)
+            raise ValueError(f"act_layer {activation!r} in config.json is not supported; {known_names}")
+        numerics["activation"], sources["activation"] = ACTIVATIONS[activation], "config.json"
+    return numerics, sources
+
+
+def _guess_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, str]]:
+    rotary, coarse = settings["rotary"], has_coarse_norms(settings)
+    if rotary == "pe":
+        raise unsupported_model("a Perception Encoder without config.json, whose rotary grid is unknown", "norm_pre")
+    activation, exact = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
+    eps, code = (1e-5 if coarse else 1e-6), f"{family}'s code"
+    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else code
+    numerics = {"activation": activation, "norm_eps": eps, "rotary_grid": 16}
+    sources = {"activation": f"{code}, {exact}", "norm_eps": f"{code}, {eps:g}"}
+    if rotary != "none":
+        sources["rotary"] = f"assumed: {rotary}, by the names of the weights"
+    return numerics, sources
+
+
+def has_coarse_norms(settings: Mapping[str, Any]) -> bool:
+    """Whether norms have an epsilon of 1e-5: CLIP, DINOv3, PE, AIMv2 and BEiT-3."""
+    is_beit3 = settings["norm_inner"] == "both" and settings["block_bias"] == "all"
+    is_clip, is_rms = settings["norm_embedding"] == "tokens", settings["norm_kind"] == "rms"
+    return settings["rotary"] in ("dinov3", "pe") or is_clip or is_rms or is_beit3
 
 
 def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, str]:
@@ -256,28 +309,15 @@ def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, 
     return {"mean": mean, "preprocess": "config.json" if published else family}
 
 
-def _describe_unfilled_size(size: Grid, published: Mapping[str, Any], cell: tuple[int, int]) -> str:
-    """timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images."""
-    stated = tuple(published.get("input_size") or ())[-2:]
-    if not any(0 < larger - side < step for larger, side, step in zip(stated, size.image_size, cell, strict=False)):
-        return ""
-    theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, size.image_size))
-    return f"assumed: {ours} images; timm prepares {theirs} and drops the last rows and columns"
-
-
 def layout_for(config: Model) -> Layout:
     if isinstance(config, ResNetConfig):
-        return bit_layout()
-    layout = {**vit_layout(choose_spelling(config)), **(stem_layout(config.stem.blocks) if config.stem else {})}
-    return {name: theirs for name, theirs in layout.items() if not name.startswith("pre_logits")}
+        return make_layout("timm BiT")
+    return make_layout("timm", words=choose_words(config))
 
 
 def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     """(part, reason) for what timm's model computes differently or does not have."""
-    resnet = config if isinstance(config, ResNetConfig) else config.stem
-    padding = "symmetric" if isinstance(config, ResNetConfig) else "same"
-    if resnet:
-        yield from check_stem(resnet, padding)
+    yield from list_unlike_resnet(config, "timm")
     if isinstance(config, ResNetConfig):
         return
     if config.activation != ("silu" if config.gated else "gelu"):
@@ -285,7 +325,7 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
     has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
     has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
-    has |= {"norm_eps": (1e-5 if has_coarse_norms(config) else 1e-6,)}
+    has |= {"norm_eps": (1e-5 if has_coarse_norms(vars(config)) else 1e-6,)}
     yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"

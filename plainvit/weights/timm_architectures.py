@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, Model, ResNetConfig, ViTConfig
-from plainvit.weights.grids import unsupported_model
-from plainvit.weights.timm_layout import choose_spelling, uses_eva
+from plainvit.weights.shapes import unsupported_model
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu", "silu": "silu"}
 IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so that a folder supports any
@@ -51,6 +50,30 @@ RESNETS: dict[tuple[tuple[int, ...], int], str] = {
     ((3, 8, 36, 3), 2): "resnetv2_152x2_bit",
     ((3, 8, 36, 3), 4): "resnetv2_152x4_bit",
 }
+
+
+def uses_eva(config: ViTConfig) -> bool:
+    """Whether timm's Eva or Beit computes the model, rather than its VisionTransformer."""
+    return config.rotary != "none" or config.block_bias == "no_k"
+
+
+def _has_split_qkv(config: ViTConfig) -> bool:
+    return uses_eva(config) and config.rotary == "eva02" and config.norm_inner != "none"
+
+
+def choose_words(config: ViTConfig) -> tuple[str, ...]:
+    """The names, of the alternatives in layouts.ini, that the class of timm has which computes the model."""
+    is_split = _has_split_qkv(config)
+    words = {
+        "gamma_": uses_eva(config),
+        "fc_norm": config.norm_pooled,
+        "_proj": is_split,
+        "q_bias": config.block_bias == "no_k" and not is_split,
+        "fc1_g": config.gated and (is_split or config.rotary == "dinov3" or config.norm_kind == "rms"),
+        "backbone.conv": config.stem is not None and not config.stem.blocks,
+        "backbone.norm": config.stem is not None and not config.stem.blocks,
+    }
+    return tuple(word for word, is_used in words.items() if is_used)
 
 
 def check_architecture(name: str) -> None:
@@ -157,9 +180,8 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
 
 
 def _make_eva_arguments(config: ViTConfig) -> dict[str, Any]:
-    spelling = choose_spelling(config)
     return {
-        "qkv_fused": spelling.qkv != "split",
+        "qkv_fused": not _has_split_qkv(config),
         "attn_type": "rope" if config.block_bias == "all" else "eva",
         "swiglu_mlp": config.gated,
         "swiglu_align_to": 1 if config.rotary == "dinov3" and config.gated else 0,

@@ -1,24 +1,28 @@
 """config.json and preprocessor_config.json of transformers, read and written."""
 
+import csv
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, ViTConfig, pair
-from plainvit.weights.timm import IMAGENET_MEAN, IMAGENET_STD
-from plainvit.weights.transformers_layout import choose_kind
+from plainvit.weights.limits import ANY
+from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 ACTIVATIONS |= {"silu": "silu"}
 SPELLINGS: dict[str, Any] = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-IMAGENET = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+HALF_PIXELS, PIXELS, CLIP_PIXELS = (
+    {f"image_{name}": value for name, value in colours.items()} for colours in (HALF, IMAGENET, CLIP)
+)
 # Defaults of the image processors. `sides`: the meaning of a single number as `size`
-SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224, "image_mean": (0.5,), "image_std": (0.5,)}
+SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224} | HALF_PIXELS
 SQUASH_CROP = SQUASH | {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224}
-SHORT_SIDE = SQUASH_CROP | {"sides": ("shortest_edge",), "size": 224, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+SHORT_SIDE = SQUASH_CROP | {"sides": ("shortest_edge",), "size": 224} | CLIP_PIXELS
 PROCESSORS = {
     "ViT": SQUASH,
     "DeiT": SQUASH_CROP,
@@ -26,27 +30,102 @@ PROCESSORS = {
     "Bit": SHORT_SIDE,
     "ViTHybrid": SHORT_SIDE,
     "Siglip": SQUASH | {"resample": 3},
-    "DINOv3ViT": SQUASH | IMAGENET,
+    "DINOv3ViT": SQUASH | PIXELS,
     "Beit": SQUASH | {"resample": 3},
 }
-# What the published weights of each class come with, where it is not its processor's default
+
+
+# What published weights of each class come with, where it is not SQUASH
 USUAL = {
-    "ViTHybrid": SHORT_SIDE | {"image_mean": (0.5,), "image_std": (0.5,)},
-    "DeiT": SQUASH_CROP | IMAGENET,
+    "ViTHybrid": SHORT_SIDE | HALF_PIXELS,
+    "DeiT": SQUASH_CROP | PIXELS,
     "CLIP": SHORT_SIDE,
     "SigLIP": PROCESSORS["Siglip"],
-    "DINOv2": SHORT_SIDE | IMAGENET | {"size": 256},
-    "DINOv2 with registers": SHORT_SIDE | IMAGENET | {"size": 256},
+    "DINOv2": SHORT_SIDE | PIXELS | {"size": 256},
+    "DINOv2 with registers": SHORT_SIDE | PIXELS | {"size": 256},
     "DINOv3": PROCESSORS["DINOv3ViT"],
     "BEiT": PROCESSORS["Beit"],
     "AIMv2": SHORT_SIDE,
 }
+# Settings of all models of a class
+FIXED: dict[str, dict[str, Any]] = {
+    "CLIP": {"norm_embedding": "tokens", "embedding_bias": False},
+    "DINOv3": {"rotary": "dinov3"},
+    "AIMv2": {"norm_kind": "rms", "norm_embedding": "patches", "block_bias": "none"},
+}
+# What the models of a class may have besides the paper's parts, as `list_unlike` has it
+_VIT = {"posemb_prefix": ("class", "all"), "representation": ANY}
+_DINO: dict[str, Any] = {"gated": ANY, "layer_scale": (True,)}
+_DINOV2 = _DINO | {"pool": ("token", "token+average")}
+_BEIT = {"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "ViT": _VIT,
+    "ViTHybrid": _VIT | {"stem": ANY},
+    "DeiT": _VIT | {"distillation": ANY, "registers": ANY},
+    "CLIP": {"projection": ANY},
+    "SigLIP": {"pool": ("attention",)},
+    "DINOv2": _DINOV2,
+    "DINOv2 with registers": _DINOV2 | {"registers": ANY},
+    "DINOv3": _DINO | {"posemb": ("none",), "registers": ANY, "block_bias": ("all", "no_k", "no_qkv")},
+    "I-JEPA": {"pool": ("average",)},
+    "BEiT": _BEIT | {"block_bias": ("no_k",)},
+    "AIMv2": {"pool": ("average",), "gated": (True,)},
+}
 
 
-def default_processor(kind: str, *, masked: bool, channels: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kind:
+    """A model class: its names, and the defaults of its code."""
+
+    name: str
+    model_type: str
+    headless: str  # the class without a head
+    headed: str
+    section: str  # of layouts.ini
+    prefix: str  # of the names, in classes with a head
+    eps: str
+    activation: str
+    heads: str
+
+    @property
+    def supports(self) -> dict[str, Any]:
+        return SUPPORTED[self.name]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        return FIXED.get(self.name, {})
+
+
+def _read_kinds() -> dict[str, Kind]:
+    with Path(__file__).with_name("transformers_classes.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: Kind(**row) for row in csv.DictReader(file)}
+
+
+KINDS = _read_kinds()
+
+
+def choose_kind(config: ViTConfig) -> Kind:
+    """The class that a model is written as: the first whose condition holds."""
+    registers = " with registers" if config.registers else ""
+    is_dinov2 = config.layer_scale is not None and (not config.classes or config.pool == "token+average")
+    conditions = {
+        "ViTHybrid": config.stem is not None,
+        "BEiT": config.posemb == "bias",
+        "DINOv3": config.rotary != "none",
+        "AIMv2": config.norm_kind == "rms",
+        "CLIP": config.norm_embedding != "none",
+        "SigLIP": config.pool == "attention",
+        f"DINOv2{registers}": is_dinov2,
+        "I-JEPA": not config.class_token,
+        "DeiT": config.distillation or (config.registers == 1 and config.posemb_prefix == "all"),
+    }
+    return KINDS[next((name for name, holds in conditions.items() if holds), "ViT")]
+
+
+def default_processor(kind: Kind, *, masked: bool, channels: int) -> dict[str, Any]:
     """The settings that published weights of a class come with; `masked`: ViTMAE."""
-    default = SQUASH | IMAGENET if masked else USUAL.get(kind, SQUASH)
-    return default if channels == 3 else default | {"image_mean": (0.5,), "image_std": (0.5,)}
+    default = SQUASH | PIXELS if masked else USUAL.get(kind.name, SQUASH)
+    return default if channels == 3 else default | HALF_PIXELS
 
 
 def add_defaults(processor: Mapping[str, Any], default: dict[str, Any]) -> dict[str, Any]:
@@ -108,26 +187,6 @@ def _describe_crop(size: dict[str, int], crop: float, *, squash: bool) -> dict[s
     return cut | {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": larger["height"]}}
 
 
-# Model type, class without and with a head
-CLASSES = {
-    "ViT": ("vit", "ViTModel", "ViTForImageClassification"),
-    "ViTHybrid": ("vit-hybrid", "ViTHybridModel", "ViTHybridForImageClassification"),  # of transformers 4
-    "DeiT": ("deit", "DeiTModel", "DeiTForImageClassification"),
-    "CLIP": ("clip_vision_model", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "SigLIP": ("siglip_vision_model", "SiglipVisionModel", ""),
-    "DINOv2": ("dinov2", "Dinov2Model", "Dinov2ForImageClassification"),
-    "DINOv2 with registers": (
-        "dinov2_with_registers",
-        "Dinov2WithRegistersModel",
-        "Dinov2WithRegistersForImageClassification",
-    ),
-    "DINOv3": ("dinov3_vit", "DINOv3ViTModel", ""),
-    "I-JEPA": ("ijepa", "IJepaModel", "IJepaForImageClassification"),
-    "BEiT": ("beit", "BeitModel", "BeitForImageClassification"),
-    "AIMv2": ("aimv2_vision_model", "Aimv2VisionModel", ""),
-}
-
-
 def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict[str, Any]]:
     """config.json and preprocessor_config.json, as the library reads them."""
     return {
@@ -137,33 +196,32 @@ def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict
 
 
 def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
-    kind = choose_kind(config).name
-    model_type, headless, headed = CLASSES[kind]
+    kind = choose_kind(config)
     names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
     square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
-    architecture = headed if config.classes or config.projection else headless
+    architecture = kind.headed if config.classes or config.projection else kind.headless
     described = {
         "architectures": [architecture + ("WithTeacher" if config.distillation else "")],
-        "model_type": model_type,
+        "model_type": kind.model_type,
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
         "intermediate_size": config.mlp_dim,
         "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
-        "rms_norm_eps" if kind == "AIMv2" else "layer_norm_eps": config.norm_eps,
+        "rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps": config.norm_eps,
         "image_size": config.image_size[0] if square[0] else list(config.image_size),
         "patch_size": config.patch[0] if square[1] else list(config.patch),
         "num_channels": config.channels,
         "dtype": dtype,
     }
-    if kind in ("ViT", "ViTHybrid", "DeiT", "I-JEPA", "BEiT"):
+    if kind.name in ("ViT", "ViTHybrid", "DeiT", "I-JEPA", "BEiT"):
         described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
     if config.classes:
         described["id2label"] = {str(number): name for number, name in enumerate(names)}
         described["label2id"] = {name: number for number, name in enumerate(names)}
     if config.representation:
         described |= {"pooler_output_size": config.representation, "pooler_act": "tanh"}
-    return described | _describe_parts(kind, config)
+    return described | _describe_parts(kind.name, config)
 
 
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
