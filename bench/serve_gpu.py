@@ -61,7 +61,7 @@ def measure_offline(predictor: Predictor, data: Path, images: int) -> dict[str, 
     return {"rate": (images - predictor.batch) / (marks[-1] - marks[0])}
 
 
-def measure_server(weights: Path, photos: Sequence[bytes], options: Any) -> Iterator[dict[str, Any]]:
+def measure_server(weights: Path, photos: list[bytes], options: Any) -> Iterator[dict[str, Any]]:
     port = find_port()
     command = [sys.executable, "-m", "plainvit", "serve", f"model={weights}", "--port", str(port)]
     flags = ["--device", options.device, "--backend", "torch", "--deadline", "60", "--max-queue", "4096"]
@@ -81,6 +81,7 @@ def measure(name: str, options: Any) -> list[dict[str, Any]]:
     with TemporaryDirectory() as folder:
         weights = Path(folder) / "model.safetensors"
         model = plainvit.create(f"ViT-{name}", classes=1000, seed=0)
+        assert model.head is not None
         torch.nn.init.normal_(model.head.weight, std=0.02)  # it starts as zeros
         plainvit.save(model, weights)
         predictor = Predictor(weights, device=options.device, batch=options.batch)
