@@ -44,7 +44,7 @@ def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
     return {
         "ViT": tuple(plain.replace(depth=depth, **sizes[width]) for width, depth in ((64, 6), (96, 6), (128, 7))),
         "ResNet": tuple(resnet(blocks, 32) for blocks in ((1, 1, 1), (2, 2, 2, 2), (3, 6, 9))),
-        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 5), (96, 6), (128, 7))),
+        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 6), (96, 6), (128, 7))),
     }
 
 
