@@ -134,7 +134,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
 
 def write_verdict(study: Study, folder: Path, means: dict[str, float], definition: str = "d") -> dict[str, Any]:
     found = plant(study, means)
-    info = {"command": "c", "seconds": 1.0, "definition": definition}
+    info = {"command": "c", "seconds": 1.0, "definition": definition, "runs": {"count": 1, "seconds": 1.0}}
     execute._write(study, "cpu", folder, found, study.decide(found), info)
     return json.loads((folder / "verdict.json").read_text())
 
@@ -149,9 +149,7 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
     first.pop("history")
     assert second["history"] == [first]
     assert (first["outcome"], second["outcome"]) == ("supported", "contradicted")
-    text = report.make_report(tmp_path)
-    assert "History: **supported**" in text
-    assert "Rule of these runs: another." in text
+    assert "| 32 | activation | supported |" in report.make_report(tmp_path).split("## History")[1]
     third = write_verdict(study, folder, {"": 0.6}, definition="other arms")
     assert [one["outcome"] for one in third["history"]] == ["contradicted", "supported"]
 

@@ -81,7 +81,7 @@ def study(
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    _print_verdicts(chosen, out, json)
+    _print_verdicts(chosen, out, json=json, is_needed=json and not failed)
     if failed:
         first = next(iter(failed))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
@@ -148,11 +148,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _print_verdicts(chosen: "list[Study]", out: Path, json: bool) -> None:
+def _print_verdicts(chosen: "list[Study]", out: Path, *, json: bool, is_needed: bool) -> None:
     """Print the verdicts on the chosen studies and the path of the report."""
     from plainvit.studies import report
 
     found = report.read_verdicts(out)
     verdicts = [found[one.name] for one in chosen if one.name in found]
-    if verdicts or json:
+    if verdicts or is_needed:
         print_result(verdicts, None if json else report.render_summary(verdicts, out))

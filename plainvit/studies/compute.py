@@ -42,9 +42,9 @@ def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
     stem = plain.replace(patch=(1, 1), stem=_stem(()))
     sizes = {width: {"width": width, "heads": width // 32, "mlp_dim": 4 * width} for width in (64, 96, 128)}
     return {
-        "ViT": tuple(plain.replace(**sizes[width]) for width in sizes),
-        "ResNet": tuple(resnet(blocks, 32) for blocks in ((1, 1, 1), (2, 2, 2, 2), (3, 4, 9))),
-        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 5), (96, 6), (128, 6))),
+        "ViT": tuple(plain.replace(depth=depth, **sizes[width]) for width, depth in ((64, 6), (96, 6), (128, 7))),
+        "ResNet": tuple(resnet(blocks, 32) for blocks in ((1, 1, 1), (2, 2, 2, 2), (3, 6, 9))),
+        "hybrid": tuple(stem.replace(depth=depth, **sizes[width]) for width, depth in ((64, 6), (96, 6), (128, 7))),
     }
 
 
