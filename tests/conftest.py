@@ -11,6 +11,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from small_runs import without_figures  # noqa: E402
 
 from plainvit.runtime import display  # noqa: E402
 
@@ -18,6 +19,12 @@ display.ACTIVITY_DELAY = 3600.0  # so that what is printed does not depend on th
 torch.set_num_threads(1)  # for models this small a second thread only waits
 hypothesis.settings.register_profile("plainvit", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("plainvit")
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write a report of one line: figures take longer than small runs."""
+    without_figures(monkeypatch)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from plainvit.cli import main
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.folder import metrics
@@ -50,10 +52,10 @@ def streamed(**changes: Any) -> Config:
     return config(augment=Augment(crop="pad", pad=1, flip=0.0, randaugment=(1, 5), mixup=0.2), **changes)
 
 
-def recipe_file(folder: Path, made: Config, name: str = "mine") -> str:
+def recipe_file(folder: Path, run_config: Config, name: str = "mine") -> str:
     """FILE.py:FUNCTION of a recipe that returns this config, for the command line."""
     path = folder / f"{name}.py"
-    path.write_text(f"from plainvit.config import *\n\n\ndef recipe():\n    return {made!r}\n")
+    path.write_text(f"from plainvit.config import *\n\n\ndef recipe():\n    return {run_config!r}\n")
     return f"{path}:recipe"
 
 
@@ -69,41 +71,101 @@ def without_figures(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"plainvit.train.{module}.write_report", quick_report)
 
 
-def spoil_a_batch(patch: pytest.MonkeyPatch, step: int) -> None:
-    """One pixel of the batch of one step, counted from 1, is NaN."""
-    from plainvit.train.step import Prefetcher
-
-    fill = Prefetcher.fill
-
-    def spoilt(prefetcher: Prefetcher) -> float:
-        fresh, seconds = prefetcher.ready is None, fill(prefetcher)
-        if fresh and prefetcher.ready and prefetcher.step == step:  # it was counted on already
-            batch, (images, *rest) = prefetcher.ready
-            images = images.float().clone()
-            images.view(-1)[0] = float("nan")
-            prefetcher.ready = batch, (images, *rest)
-        return seconds
-
-    patch.setattr(Prefetcher, "fill", spoilt)
+class StoppedError(RuntimeError):
+    """Raised where a test wants a run to end."""
 
 
-# What a run came to ---------------------------------------------------------------------------------------------------
+def before_step(patch: pytest.MonkeyPatch, number: int, act: Callable[[Any], object]) -> None:
+    """Calls act(run) before the step `number`, counted from 1."""
+    from plainvit.train import loop
+
+    take_step = loop.take_step
+
+    def act_and_take_step(run: Any, *rest: Any) -> Any:
+        if run.progress.step + 1 == number:
+            act(run)
+        return take_step(run, *rest)
+
+    patch.setattr(loop, "take_step", act_and_take_step)
+
+
+def fail(error: BaseException | None = None) -> Callable[..., Any]:
+    """A function that raises this error, by default a StoppedError."""
+
+    def raise_error(*_: object, **__: object) -> None:
+        raise error or StoppedError("stopped")
+
+    return raise_error
+
+
+def stopped_run(run_config: Config, out: Path, number: int, **options: Any) -> Path:
+    """A run folder as an exception before that step leaves it."""
+    from plainvit.train.run import fit
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_figures(patch)
+        before_step(patch, number, fail())
+        with pytest.raises(StoppedError):
+            fit(run_config, out, quiet=True, **options)
+    return out
+
+
+def complete_run(run_config: Config, out: Path) -> dict[str, Any]:
+    """The outcome of a run that nothing disturbs."""
+    from plainvit.train.run import fit
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_figures(patch)
+        fit(run_config, out, quiet=True)
+    return outcome(out)
+
+
+def run_command(*words: object) -> int:
+    """Exit code of a command; an unexpected exception fails the test."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
+    """The last line on standard error of a command that must end with this exit code."""
+    capsys.readouterr()
+    found = run_command(*words)
+    out, errors = capsys.readouterr()
+    assert found == code, errors
+    assert "Traceback" not in errors
+    assert errors.count("plainvit: ") == 1
+    assert out == ""
+    last = errors.splitlines()[-1]
+    assert last.startswith("plainvit: ")
+    return last
+
+
+# The outcome of a run -------------------------------------------------------------------------------------------------
 
 
 def outcome(out: Path) -> dict[str, Any]:
     """All that an interruption must not change: the last state, bit for bit, the weights, the metrics, the results."""
     kept = Checkpoints(out / "checkpoints", 1)
     tensors, state = kept.read(kept.steps()[-1])
-    parts = {
+    results = json.loads((out / "results.json").read_text())
+    results.get("first", {}).pop("seconds", None)
+    rest = {"step": state["step"], "lines": timeless(out), "results": results, "weights": weights(out)}
+    return hash_parts(tensors) | rest
+
+
+def hash_parts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A hash each of the weights, the averages and the optimizer's state."""
+    return {
         part: tensor_hash({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
         for part in ("model.", "average.", "optimizer.")
     }
-    results = json.loads((out / "results.json").read_text())
-    return parts | {"step": state["step"], "lines": timeless(out), "results": results, "weights": weights(out)}
 
 
 def weights(out: Path) -> str:
-    """A hash of the delivered tensors and of what the file says of them."""
+    """A hash of the final tensors and of the metadata of their file."""
     with safe_open(out / "model.safetensors", "pt") as file:
         described = hashlib.sha256(json.dumps(file.metadata(), sort_keys=True).encode()).hexdigest()
         return described + tensor_hash({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
@@ -119,7 +181,7 @@ def status(out: Path) -> dict[str, Any]:
 
 
 def litter(out: Path) -> list[str]:
-    """Whatever was written beside and left there."""
+    """Temporary files that were left."""
     return sorted(str(path.relative_to(out)) for path in out.rglob("*") if "tmp" in path.name)
 
 
@@ -172,50 +234,25 @@ def _begin(job: Callable[..., None], arguments: tuple[Any, ...], log: Path) -> N
     job(*arguments)
 
 
-def train(made: Config, out: Path, stall: str = "", pause: float = 0.0) -> None:
-    """In a child: a run that stops for ever at the point `stall`, and waits before and after each save."""
+def train(run_config: Config, out: Path, stall: str = "") -> None:
+    """In a child: a run that stops for ever at the point `stall`."""
     from plainvit.train.run import fit
 
-    _prepare(out, stall)
-    if pause:
-        _slow_saves(pause)
-    fit(made, out)
+    prepare_child(out, stall)
+    fit(run_config, out)
 
 
-def command(words: tuple[str, ...], out: Path, stall: str = "", pace: float = 0.0) -> None:
-    """In a child: `plainvit WORDS --out OUT`, with a pause before each step."""
-    from plainvit import cli
-    from plainvit.train import loop
-
-    _prepare(out, stall)
-    step = loop.take_step
-
-    def paced(*arguments: Any) -> Any:
-        time.sleep(pace)
-        return step(*arguments)
-
-    loop.take_step = paced
-    cli.main([*words, "--out", str(out)])
+def command(words: tuple[str, ...], out: Path, stall: str = "") -> None:
+    """In a child: `plainvit WORDS --out OUT`."""
+    prepare_child(out, stall)
+    main([*words, "--out", str(out)])
 
 
-def _prepare(out: Path, stall: str) -> None:
+def prepare_child(out: Path, stall: str = "") -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     without_figures(pytest.MonkeyPatch())
     if stall:
         _stall_at(stall, out)
-
-
-def _slow_saves(pause: float) -> None:
-    import safetensors.torch
-
-    save_file = safetensors.torch.save_file
-
-    def slowly(*arguments: Any, **named: Any) -> None:
-        time.sleep(pause)
-        save_file(*arguments, **named)
-        time.sleep(pause)
-
-    safetensors.torch.save_file = slowly
 
 
 def marker(out: Path) -> Path:
@@ -229,19 +266,14 @@ def _stall(out: Path) -> None:
 
 # point -> the object, the function of it, and whether the stall comes before or after the call
 POINTS: dict[str, tuple[str, str, str]] = {
-    "begun": ("plainvit.runtime.folder.Folder", "write", "after"),  # config.json is there, data.json is not
     "saving": ("safetensors.torch", "save_file", "before"),
     "hashing": ("plainvit.runtime.checkpoint", "file_hash", "before"),  # tensors are written, state.json is not
-    "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written beside
+    "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written under a temporary name
     "pruning": ("plainvit.runtime.checkpoint.Checkpoints", "_prune", "before"),
     "recorded": ("plainvit.train.state.Training", "record", "after"),
     "validating": ("plainvit.train.loop", "validate", "before"),
     "delivering": ("plainvit.train.finalize", "save", "before"),
-    "writing": (
-        "plainvit.weights.writing",
-        "write_safetensors",
-        "after",
-    ),  # beside, as long as nothing has been renamed
+    "writing": ("plainvit.weights.writing", "write_safetensors", "after"),  # the file still has its temporary name
     "delivered": ("plainvit.train.finalize", "save", "after"),
     "reporting": ("plainvit.train.finalize", "write_report", "before"),
 }
@@ -249,14 +281,9 @@ POINTS: dict[str, tuple[str, str, str]] = {
 
 def _stall_at(stall: str, out: Path) -> None:
     """`point`, or `point:3` for its third time."""
-    import importlib
-
     point, _, count = stall.partition(":")
     place, name, when = POINTS[point]
-    module, _, owner = place.rpartition(".")
-    holder: Any = (
-        getattr(importlib.import_module(module), owner) if owner[0].isupper() else importlib.import_module(place)
-    )
+    holder: Any = pkgutil.resolve_name(place)
     original, left = getattr(holder, name), [int(count or 1)]
 
     def stalling(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""On a CUDA device: CUDA graphs change nothing about a run, the guard holds, and a run goes on bit for bit.
+"""On a CUDA device: CUDA graphs change nothing about a run, non-finite steps are skipped, runs resume bit for bit.
 
 python -m pytest -m gpu tests/test_gpu_training.py
 """
@@ -10,27 +10,24 @@ import pytest
 import small_runs as runs
 import tiny
 import torch
+from small_runs import before_step, stopped_run
 
 from plainvit.config import Config, Optim
+from plainvit.data.loader import Batch
 from plainvit.models.fast.fp8 import explain_unsupported
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.train import loop
 from plainvit.train.graphs import Graph
+from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
 from plainvit.train.run import fit
-from plainvit.train.state import Training
 from plainvit.train.step import Gradients
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.usefixtures("no_figures"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs.without_figures(monkeypatch)
 
 
 def on_gpu(name: Any, **changes: Any) -> Config:
@@ -57,12 +54,12 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     captured: list[Graph] = []
     original = Graph._capture
 
-    def counted(graph: Graph, tensors: tuple[torch.Tensor, ...]) -> None:
-        original(graph, tensors)
+    def capture(graph: Graph, *rest: Any) -> None:
+        original(graph, *rest)
         captured.append(graph)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Graph, "_capture", counted)
+        patch.setattr(Graph, "_capture", capture)
         fit(on_gpu(name, precision=precision), tmp_path / "graphs", quiet=True)
     assert len(captured) == 2
     assert all(graph.graph for graph in captured)
@@ -73,10 +70,10 @@ def test_graphs_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert state(tmp_path / "graphs") == state(tmp_path / "called")
 
 
-def test_the_steps_that_hours_time_are_captured_in_training_mode(
+def test_graphs_of_a_run_with_hours_are_captured_in_training_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph of the timing is the one that the run replays: dropout and stochastic depth are in it."""
+    """Dropout and stochastic depth are in them; a run that has the time is the one without --hours."""
     modes: list[bool] = []
     original = Gradients.__call__
 
@@ -93,22 +90,13 @@ def test_the_steps_that_hours_time_are_captured_in_training_mode(
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     fit(on_gpu(name), tmp_path / "whole", quiet=True)
-    step = loop.take_step
-
-    def stopping(run: Training, *rest: Any) -> Any:
-        if run.progress.step == 11:
-            raise RuntimeError("stopped")
-        return step(run, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step", stopping)
-        with pytest.raises(RuntimeError, match="stopped"):
-            fit(on_gpu(name), tmp_path / "cut", quiet=True)
-    fit(on_gpu(name), tmp_path / "cut", quiet=True)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert state(tmp_path / "cut") == state(tmp_path / "whole")
+    stopped_run(on_gpu(name), tmp_path / "stopped", 12)
+    fit(on_gpu(name), tmp_path / "stopped", quiet=True)
+    fit(on_gpu(name), tmp_path / "stopped", quiet=True)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert state(tmp_path / "stopped") == state(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
@@ -118,7 +106,7 @@ def test_a_restored_optimizer_has_the_layout_of_a_new_one(name: Any) -> None:
     def stepped(state: dict[str, torch.Tensor] | None) -> tuple[Optimizers, dict[str, Any]]:
         ours = Optimizers(model, model.named_parameters(), Optim(name=name))
         if state:
-            ours.load({key: tensor.cpu() for key, tensor in state.items()})
+            ours.load({key: tensor.cpu() for key, tensor in state.items()}, updates=1)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         ours.step()
@@ -128,19 +116,18 @@ def test_a_restored_optimizer_has_the_layout_of_a_new_one(name: Any) -> None:
     assert stepped(ours.state())[1] == new
 
 
-def test_a_bad_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pixel of one batch is NaN, long after the graphs were captured."""
-    runs.spoil_a_batch(monkeypatch, 9)
-    seen: dict[int, tuple[str, str]] = {}
-    step = loop.take_step
+def test_a_non_finite_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images of one batch are NaN, long after the graphs were captured."""
+    prepare = Classify.prepare
 
-    def watched(run: Training, *rest: Any) -> Any:
-        number, before = run.progress.step + 1, tensor_hash(run.tensors())
-        found = step(run, *rest)
-        seen[number] = before, tensor_hash(run.tensors())
-        return found
+    def spoil(objective: Classify, batch: Batch, number: int) -> tuple[torch.Tensor, ...]:
+        images, *rest = prepare(objective, batch, number)
+        return images.float() * (float("nan") if number == 8 else 1.0), *rest
 
-    monkeypatch.setattr(loop, "take_step", watched)
+    monkeypatch.setattr(Classify, "prepare", spoil)
+    hashes: dict[int, str] = {}
+    for number in range(8, 11):
+        before_step(monkeypatch, number, lambda run: hashes.update({run.progress.step: tensor_hash(run.tensors())}))
     fit(on_gpu("muon"), tmp_path, quiet=True)
-    assert [number for number, (before, after) in seen.items() if before == after] == [9]
+    assert hashes[7] != hashes[8] == hashes[9]
     assert Checkpoints(tmp_path / "captures", 1).steps() == [9]

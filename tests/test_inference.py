@@ -29,7 +29,7 @@ from plainvit.runtime.folder import Folder
 from plainvit.train import setup
 from plainvit.train.finalize import choose_final_model
 from plainvit.train.guards import DivergedError
-from plainvit.train.masked_evaluation import evaluate_masked
+from plainvit.train.masked import evaluate_masked
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights

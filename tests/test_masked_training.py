@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
-from test_train_resume import stopped_run, undisturbed
+from small_runs import complete_run, error_of, run_command, stopped_run
 from tiny import mostly_slow
 
 import plainvit
-from plainvit import cli
 from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT
@@ -33,9 +32,7 @@ KINDS: dict[str, tuple[Any, Masked]] = {
     "pixels": ("masked", Masked(target="pixels")),
     "mae": ("mae", MAE),
 }
-
-
-SLOW = ("colours16", "pixels")
+quick = pytest.mark.usefixtures("no_figures")  # but figures of masked prediction are drawn
 
 
 def config(kind: str = "mae", **changes: Any) -> Config:
@@ -44,25 +41,19 @@ def config(kind: str = "mae", **changes: Any) -> Config:
     return runs.config(**settings | {"augment": Augment(crop="pad", pad=1), "holdout": 0.2} | changes)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the report's figures; those of masked prediction are made."""
-    runs.without_figures(monkeypatch)
-
-
 # Recipes --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_paper_s_recipe_is_the_paper_s() -> None:
+def test_the_recipes_have_the_settings_of_the_paper() -> None:
     """B.1.2: 1M steps, batch 4096, Adam at 2e-4, 10k of warm-up, cosine; half of the patches, mean colours."""
     for name, data, steps in (("masked-b16-jft", "", 1_000_000), ("masked-b16-i1k", "imagenet", 100_000)):
-        made = RECIPES[name]()
-        assert (made.objective, made.data, made.steps, made.batch) == ("masked", data, steps, 4096)
-        optim = made.optim
+        recipe = RECIPES[name]()
+        assert (recipe.objective, recipe.data, recipe.steps, recipe.batch) == ("masked", data, steps, 4096)
+        optim = recipe.optim
         assert (optim.name, optim.lr, optim.warmup, optim.schedule) == ("adamw", 2e-4, 10_000, "cosine")
-        assert (made.masked.ratio, made.masked.target) == (0.5, "colour")
-        assert isinstance(made.model, ViTConfig)
-        assert (made.model.width, made.model.depth, made.model.patch) == (768, 12, (16, 16))
+        assert (recipe.masked.ratio, recipe.masked.target) == (0.5, "colour")
+        assert isinstance(recipe.model, ViTConfig)
+        assert (recipe.model.width, recipe.model.depth, recipe.model.patch) == (768, 12, (16, 16))
     assert "79.9 %" in about("masked-b16-jft")["expected"]
 
 
@@ -80,52 +71,46 @@ def test_mae_is_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["mae", "colour"], 2))
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path, quick: None) -> None:  # noqa: ARG001
-    made = config(kind)
-    stopped_run(made, tmp_path / "run", 8)
-    fit(made, tmp_path / "run", quiet=True)
-    assert runs.outcome(tmp_path / "run") == undisturbed(made, tmp_path / "whole")
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
+    """And a step that follows a checkpoint can be repeated."""
+    run_config, out = config(kind, keep=5), tmp_path / "run"
+    stopped_run(run_config, out, 8)
+    assert complete_run(run_config, out) == complete_run(run_config, tmp_path / "whole")
+    assert replay(out, step=10)["loss"] == pytest.approx(losses(out)[9], rel=1e-6)
 
 
-def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
-    found = []
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics(out) if "loss" in line]
+
+
+@quick
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
     for size in (0, 4):
         fit(config(steps=4, micro_batch=size), tmp_path / str(size), quiet=True)
-        found.append([line["loss"] for line in metrics(tmp_path / str(size)) if "loss" in line])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert losses(tmp_path / "0") == pytest.approx(losses(tmp_path / "4"), rel=1e-4)
 
 
-CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
-    "masked.target": ("colour", {"masked": Masked(target="pixels")}),
-    "masked.width": ("mae", {"masked": MAE.replace(width=32)}),
-    "objective": ("mae", {"objective": "masked"}),
-}
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("colour", {"masked": Masked(target="pixels")}),
+        ("mae", {"masked": MAE.replace(width=32)}),
+        ("mae", {"objective": "masked"}),
+    ],
+)
+@quick
+def test_the_decoder_cannot_change_in_a_run(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """It is an error before anything is written: the run's own command resumes it."""
+    fit(config(kind, steps=3, evaluations=1), tmp_path, quiet=True)
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(ValueError, match="does not match this run"):
+        fit(config(kind, steps=6, **changes), tmp_path, force=True, quiet=True)
+    assert (tmp_path / "config.json").read_text() == before
 
 
-@pytest.mark.parametrize(("kind", "changes"), CHANGED.values(), ids=CHANGED)
-def test_the_decoder_cannot_change_in_a_run(
-    kind: str,
-    changes: dict[str, Any],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    quick: None,  # noqa: ARG001
-) -> None:
-    """It is refused before anything is written: the run's own command goes on with it."""
-    fit(config(kind, steps=3, evaluations=1), tmp_path / "run", quiet=True)
-    before = (tmp_path / "run/config.json").read_text()
-    with pytest.raises(ValueError, match=f"{request.node.callspec.id} cannot change"):
-        fit(config(kind, steps=6, **changes), tmp_path / "run", force=True, quiet=True)
-    assert (tmp_path / "run/config.json").read_text() == before
-
-
-def test_a_step_can_be_made_again(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
-    fit(config(keep=5), tmp_path / "run", quiet=True)
-    recorded = {line["step"]: line["loss"] for line in metrics(tmp_path / "run") if "loss" in line}
-    assert replay(tmp_path / "run", step=10)["loss"] == pytest.approx(recorded[10], rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["colour", "mae", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+@pytest.mark.parametrize("kind", mostly_slow(["colour", "colours16", "mae", "pixels"], 2))
+@quick
+def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> None:
     done = fit(config(kind), tmp_path / "run", quiet=True)
     lines = list(metrics(tmp_path / "run"))
     validations = [line["val"] for line in lines if "val" in line]
@@ -141,17 +126,16 @@ def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path, qui
     ]
 
 
-def test_it_learns(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
-    """Flat patches of a known colour are easily predicted: from their neighbours, by colours and by pixels."""
-    for kind, share in (("colour", 0.9), ("mae", 0.95)):
-        done = fit(config(kind, steps=60, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path / kind, quiet=True)
-        first = next(line["val"]["loss"] for line in metrics(tmp_path / kind) if "val" in line)
-        start = math.log(512) if kind == "colour" else 1.0  # of one who knows nothing
-        assert done.numbers["val"]["loss"] < share * start
-        assert done.numbers["val"]["loss"] < first
+@pytest.mark.parametrize(("kind", "most"), mostly_slow([("colour", 0.9 * math.log(512)), ("mae", 0.95)], 2))
+@quick
+def test_masked_prediction_learns(kind: str, most: float, tmp_path: Path) -> None:
+    """Flat patches of a known colour are easily predicted from their neighbours; a constant has log(512), or 1."""
+    done = fit(config(kind, steps=60, evaluations=2, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path, quiet=True)
+    first = next(line["val"]["loss"] for line in metrics(tmp_path) if "val" in line)
+    assert done.numbers["val"]["loss"] < min(first, most)
 
 
-def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path, quick: None) -> None:  # noqa: ARG001
+def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path) -> None:
     """Nothing special: --init takes the run folder, for the model of the weights or a recipe's own."""
     fit(config("mae"), tmp_path / "masked", quiet=True)
     encoder = plainvit.load(tmp_path / "masked/model.safetensors")
@@ -186,52 +170,37 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
 # From the command line ------------------------------------------------------------------------------------------------
 
 
-def command(*words: str) -> int:
-    try:
-        cli.main([*words])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def test_the_command_trains_and_fine_tunes(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    quick: None,  # noqa: ARG001
-) -> None:
-    made = runs.recipe_file(tmp_path, config("colour"))
-    assert command("train", made, "--out", str(tmp_path / "masked")) == 0
+@quick
+def test_the_command_trains_and_fine_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = runs.recipe_file(tmp_path, config("colour"))
+    assert run_command("train", recipe, "--out", tmp_path / "masked") == 0
     assert "validation loss" in capsys.readouterr().out
-    words = ("--init", str(tmp_path / "masked"), "--data", SHAPES, "--steps", "2", "--epochs", "0", "--json")
-    assert command("finetune", *words, "--workers", "0", "--out", str(tmp_path / "tuned")) == 0
+    words = ("--init", tmp_path / "masked", "--data", SHAPES, "--steps", 2, "--epochs", 0, "--json")
+    assert run_command("finetune", *words, "--workers", 0, "--out", tmp_path / "tuned") == 0
     assert 0 <= json.loads(capsys.readouterr().out)["val"]["top1"] <= 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--masked.ratio", "0"), "ratio must be above 0 and below 1, got 0"),
-        (("--masked.ratio", "1"), "ratio must be above 0 and below 1, got 1"),
-        (("--model.patch", "16", "16"), "hides 1 of 1 x 1 patches"),
-        (("--masked.target", "colours16", "--masked.no-normalise", "--model.patch", "2", "2"), "divisible by 4"),
-        (("--augment.mixup", "0.5"), "augment.mixup is not supported"),
-        (("--objective", "mea"), "objective"),
-        (("--parallel", "fsdp"), ""),  # of one process: nothing to cut up
-    ],
+    ("flags", "part"),
+    mostly_slow(
+        [
+            ("--masked.ratio 0", "ratio must be above 0 and below 1, got 0"),
+            ("--masked.ratio 1", "ratio must be above 0 and below 1, got 1"),
+            ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
+            ("--masked.target colours16 --masked.no-normalise --model.patch 2 2", "divisible by 4"),
+            ("--augment.mixup 0.5", "augment.mixup is not supported"),
+            ("--objective mea", "objective"),
+        ],
+        2,
+    ),
 )
-def test_bad_settings_end_in_one_line_and_leave_nothing(
-    flags: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    quick: None,  # noqa: ARG001
+@quick
+def test_invalid_settings_are_errors_that_leave_nothing(
+    flags: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = runs.recipe_file(tmp_path, config("mae", steps=2))
-    code = command("train", made, "--out", str(tmp_path / "run"), *flags)
-    assert code == (2 if words else 0)
-    if words:
-        assert words in " ".join(capsys.readouterr().err.split())
-        assert not (tmp_path / "run").exists()
+    recipe = runs.recipe_file(tmp_path, config("mae", steps=2))
+    assert part in error_of(capsys, "train", recipe, "--out", tmp_path / "run", *flags.split())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -244,5 +213,4 @@ def test_two_processes_hide_what_one_does(tmp_path: Path) -> None:
     for count in ("1", "2"):
         words = ["train", made, "--devices", count, "--out", str(tmp_path / count)]
         subprocess.run([sys.executable, "-m", "plainvit", *words], check=True, capture_output=True, timeout=300)
-    one, two = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("1", "2"))
-    assert one == pytest.approx(two, rel=1e-5)
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)

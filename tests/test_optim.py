@@ -2,6 +2,8 @@
 
 import copy
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import timm.optim
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plainvit.config import Optim
-from plainvit.models import ViT, create
+from plainvit.models import create
+from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.train.optim import (
     Average,
     Muon,
@@ -95,29 +98,6 @@ def gradients(model: nn.Module, seed: int) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
 
 
-def run_both(model: ViT, optim: Optim, theirs: list[torch.optim.Optimizer], twin: nn.Module) -> None:
-    ours = Optimizers(model, model.named_parameters(), optim)
-    for step in range(STEPS):
-        lr = learning_rate(optim, step, STEPS)
-        ours.set_rate(lr)
-        for one in theirs:
-            for group in one.param_groups:
-                group["lr"] = lr
-        gradients(model, step)
-        gradients(twin, step)
-        ours.step()
-        for one in theirs:
-            one.step()
-        ours.zero()
-
-
-def same(model: nn.Module, twin: nn.Module, tolerance: float) -> None:
-    pairs = list(zip(model.named_parameters(), twin.parameters(), strict=True))
-    assert pairs
-    for (name, mine), other in pairs:
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-
-
 def decayed(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Kernels and the rest, told by the paper's rule on module types, not by our names."""
     kernels = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
@@ -132,67 +112,47 @@ def test_only_kernels_decay() -> None:
         assert {id(p) for n, p in model.named_parameters() if is_matrix(n, p)} == {id(p) for p in kernels}
 
 
-def test_adamw_is_torchs_with_decay_on_kernels() -> None:
+@pytest.mark.parametrize(
+    ("optim", "decay", "theirs", "tolerance"),
+    [
+        (
+            Optim(lr=3e-3, warmup=10, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-7),
+            0.3,
+            partial(torch.optim.AdamW, lr=1.0, betas=(0.9, 0.95), eps=1e-7),
+            1e-12,
+        ),
+        (Optim(name="sgd", lr=0.03, weight_decay=1e-2), 1e-2, partial(torch.optim.SGD, lr=1.0, momentum=0.9), 1e-12),
+        (
+            Optim(name="lamb", lr=4e-3, weight_decay=0.05),
+            0.05,
+            partial(timm.optim.Lamb, lr=1.0, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None),
+            1e-10,
+        ),
+    ],
+    ids=["adamw", "sgd", "lamb"],
+)
+def test_optimizers_are_those_of_torch_and_timm(optim: Optim, decay: float, theirs: Any, tolerance: float) -> None:
+    """With decay on kernels only."""
     model = vit()
     twin = copy.deepcopy(model)
     kernels, rest = decayed(twin)
-    groups = [{"params": kernels, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-7)
-    run_both(model, Optim(lr=3e-3, warmup=10, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-7), [theirs], twin)
-    same(model, twin, 1e-12)
+    reference = theirs([{"params": kernels, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}])
+    ours = Optimizers(model, model.named_parameters(), optim)
+    for step in range(STEPS):
+        lr = learning_rate(optim, step, STEPS)
+        ours.set_rate(lr)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        for trained, optimizer in ((model, ours), (twin, reference)):
+            gradients(trained, step)
+            optimizer.step()
+        ours.zero()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_sgd_is_torchs() -> None:
-    model = vit()
-    twin = copy.deepcopy(model)
-    kernels, rest = decayed(twin)
-    groups = [{"params": kernels, "weight_decay": 1e-2}, {"params": rest, "weight_decay": 0.0}]
-    theirs = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
-    run_both(model, Optim(name="sgd", lr=0.03, weight_decay=1e-2), [theirs], twin)
-    same(model, twin, 1e-12)
-
-
-def test_lamb_is_timms() -> None:
-    model = vit()
-    twin = copy.deepcopy(model)
-    kernels, rest = decayed(twin)
-    groups = [{"params": kernels, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
-    theirs = timm.optim.Lamb(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None)
-    run_both(model, Optim(name="lamb", lr=4e-3, weight_decay=0.05), [theirs], twin)
-    same(model, twin, 1e-10)
-
-
-def newton_schulz(gradient: Tensor, steps: int = 5) -> Tensor:
-    """Muon's quintic iteration (Jordan 2024) in float64."""
-    x = gradient.double()
-    x = x / x.norm().clamp(min=1e-7)
-    tall = x.shape[0] > x.shape[1]
-    x = x.mT if tall else x
-    for _ in range(steps):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.mT if tall else x
-
-
-def test_muon_orthogonalises_q_k_and_v_apart() -> None:
-    model = vit()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    ours = Optimizers(model, model.named_parameters(), Optim(name="muon", lr=0.01, momentum=0.0))
-    ours.set_rate(0.01)
-    gradients(model, 0)
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    ours.step()
-    name = "blocks.0.attention.qkv.weight"
-    moved = dict(model.named_parameters())[name].detach() - before[name]
-    D = moved.shape[1]
-    for got, gradient in zip(moved.split(D), grads[name].split(D), strict=True):
-        expected = -0.01 * 0.2 * D**0.5 * newton_schulz(gradient)  # rate matched to AdamW's step size
-        torch.testing.assert_close(got.double(), expected, rtol=0.1, atol=3e-4)  # torch iterates in bf16
-        assert torch.linalg.matrix_norm(got / 0.01 / 0.2 / D**0.5, 2) < 1.3
-    whole = newton_schulz(grads[name])
-    assert (
-        moved.double() + 0.01 * 0.2 * (3 * D) ** 0.5 * whole
-    ).norm() > 0.1 * moved.norm()  # not orthogonalised as one
+def is_block_matrix(name: str) -> bool:
+    return "blocks." in name and name.endswith("weight") and "norm" not in name
 
 
 def test_muon_is_torchs() -> None:
@@ -202,7 +162,7 @@ def test_muon_is_torchs() -> None:
     ours = Optimizers(model, model.named_parameters(), optim)
     theirs = []
     for name, parameter in twin.named_parameters():
-        if "blocks." in name and name.endswith("weight") and "norm" not in name:
+        if is_block_matrix(name):
             theirs += [(parameter, part) for part in parameter.detach().chunk(3 if "qkv" in name else 1)]
     parts = [nn.Parameter(part) for _, part in theirs]
     muon = torch.optim.Muon(parts, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -221,7 +181,7 @@ def test_muon_is_torchs() -> None:
         muon.step()
     mine = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
-        if "blocks." in name and name.endswith("weight") and "norm" not in name:
+        if is_block_matrix(name):
             torch.testing.assert_close(mine[name], parameter, rtol=0.02, atol=2e-4)  # both iterate in bf16
 
 
@@ -233,9 +193,7 @@ def test_muon_leaves_the_rest_to_adamw() -> None:
     assert isinstance(adam, torch.optim.AdamW)
     inside = {p.data_ptr() for group in muon.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        assert (parameter.data_ptr() in inside) == (
-            "blocks." in name and name.endswith("weight") and "norm" not in name
-        )
+        assert (parameter.data_ptr() in inside) == is_block_matrix(name)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -271,18 +229,6 @@ def test_frozen_parts_do_not_move() -> None:
         assert torch.equal(tensor, before[name]) == name.startswith(("embedding.", "blocks.0.")), name
 
 
-def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'block\.\*' matches no parameter"):
-        freeze(vit(), ["block.*"])
-
-
-def test_nothing_left_to_train_is_an_error() -> None:
-    model = vit()
-    freeze(model, ["*"])
-    with pytest.raises(ValueError, match="nothing to train"):
-        Optimizers(model, model.named_parameters(), Optim())
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
 def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     optim = Optim(name=name, lr=1e-2, weight_decay=0.1)  # pyright: ignore[reportArgumentType]
@@ -298,13 +244,12 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     take(ours, model, range(7))
     twin = copy.deepcopy(model)
     other = Optimizers(twin, twin.named_parameters(), optim)
-    other.load({key: value.clone() for key, value in ours.state().items()})
+    other.load({key: value.clone() for key, value in ours.state().items()}, updates=7)
     take(ours, model, range(7, 20))
     take(other, twin, range(7, 20))
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert ours.state().keys() == other.state().keys()
-    assert all(torch.equal(value, other.state()[key]) for key, value in ours.state().items())
+    assert tensor_hash(ours.state()) == tensor_hash(other.state())
 
 
 @pytest.mark.parametrize(("name", "device"), [("adamw", "cuda"), ("lamb", "cpu")])
@@ -316,7 +261,7 @@ def test_counters_are_restored_to_where_a_new_state_has_them(name: str, device: 
         parameter = nn.Parameter(torch.zeros(3, 2, device="cuda"))
         ours = Optimizers(model, [("head.weight", parameter)], optim)
         stored = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2)}
-        ours.load({f"head.weight:{key}": value for key, value in stored.items()})
+        ours.load({f"head.weight:{key}": value for key, value in stored.items()}, updates=7)
         found = {key: value.device.type for key, value in ours.all[0].state[parameter].items()}
     assert found == {"step": device, "exp_avg": "cuda", "exp_avg_sq": "cuda"}
 

@@ -186,7 +186,7 @@ def test_the_micro_batch_is_the_one_that_training_chooses(largest: int, monkeypa
             return torch.ones((), requires_grad=True), None
 
     run = Run(cast=contextlib.nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
-    found = guards.largest_micro_batch(run, (torch.zeros(100, 1),), 100)  # pyright: ignore[reportArgumentType]
+    found = guards.largest_micro_batch(run, (torch.zeros(100, 1),))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("plainvit.planning.plan.largest_micro_batch", lambda *_: largest)
     tiny_device = dataclasses.replace(H200, memory=1e-9)  # the full batch never fits
     assert choose_micro_batch(Step(model=SMALL, images=100), tiny_device) == found

@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,10 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Waits for the writing thread without raising its error: no file is written after the folder is unlocked."""
         if self._thread:
             self._thread.join()
-
-    @contextlib.contextmanager
-    def settled(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.settle()
 
     def set_aside(self, step: int) -> None:
         """Renames checkpoints newer than `step`, which are damaged, so that they do not count as kept."""
@@ -91,7 +84,7 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir(exist_ok=True)
             write_synced(temporary / TENSORS, lambda path: safetensors.torch.save_file(tensors, path))
-            state |= {"files": {TENSORS: file_hash(temporary / TENSORS)}, "tensors": sorted(tensors)}
+            state |= {"files": {TENSORS: file_hash(temporary / TENSORS)}}
             text = json.dumps(state | {"sha256": _state_hash(state)})
             write_synced(temporary / STATE, lambda path: path.write_text(text))
             self._publish(temporary, self.folder / f"step-{step:08d}")
@@ -141,10 +134,7 @@ class Checkpoints:
                 raise ValueError(f"{STATE} does not match its hash")
             if state.get("files") != {TENSORS: file_hash(folder / TENSORS)}:
                 raise ValueError(f"{TENSORS} does not match its hash")
-            tensors = safetensors.torch.load_file(folder / TENSORS)
-            if sorted(tensors) != state.get("tensors"):
-                raise ValueError(f"{TENSORS} has other tensors than {STATE} lists")
-            return tensors, state
+            return safetensors.torch.load_file(folder / TENSORS), state
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
 

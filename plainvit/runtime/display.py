@@ -17,7 +17,7 @@ from plainvit.config import visible
 
 LINE_INTERVAL = 10.0  # seconds between plain lines
 ACTIVITY_DELAY = 1.0  # seconds before work of unknown length is mentioned
-BAR_WIDTH = 40  # characters, at most
+BAR_WIDTH = 16  # characters, which leaves room for words in a terminal of 80
 
 
 class StandardError:
@@ -79,15 +79,9 @@ class Display:
         self._start, self._first, self._last = time.monotonic(), done, 0.0
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
-            self._column = BarColumn(BAR_WIDTH)
+            name = TextColumn("{task.description}", "bold", markup=False)
             words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True), markup=False)
-            columns = (
-                TextColumn("{task.description}", "bold", markup=False),
-                self._column,
-                TaskProgressColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True),
-                words,
-            )
+            columns = (name, BarColumn(BAR_WIDTH), TaskProgressColumn(), TimeRemainingColumn(), words)
             self._bar = Progress(*columns, console=self.console, expand=True)
             self._task = self._bar.add_task(self.title, total=total, completed=done, words="")
 
@@ -103,8 +97,6 @@ class Display:
     def advance(self, done: int, words: str) -> None:
         self.done = done
         if self._bar:
-            room = self.console.width - len(f"{self.title}  100% 0:00:00  {words}")
-            self._column.bar_width = min(max(room, 1), BAR_WIDTH)
             self._bar.update(self._task, completed=done, total=self.total, words=visible(words))
         elif time.monotonic() - self._last > LINE_INTERVAL or done == self.total:
             self._last = time.monotonic()

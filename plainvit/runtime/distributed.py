@@ -7,7 +7,6 @@ torchrun starts and restarts the processes. Without it there is one process, and
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
@@ -79,17 +78,15 @@ class World:
         """Gathers one string from each process, in rank order."""
         if self.size == 1:
             return [words]
-        encoded = torch.tensor(list(words.encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.gather_rows(torch.tensor([len(encoded)], device=self.device)).tolist()
-        gathered = bytes(self.gather_rows(encoded).tolist())
-        ends = itertools.accumulate(sizes)
-        return [gathered[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]
+        gathered = [""] * self.size
+        dist.all_gather_object(gathered, words)
+        return gathered
 
     def agree(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
         """Calls `make()` in every process. Raises in all of them if it fails in one or if `same(result)` differs."""
-        made, error = None, ""
+        result, error = None, ""
         try:
-            made = make()
+            result = make()
         except (ValueError, OSError) as failure:
             if self.size == 1:
                 raise
@@ -98,10 +95,10 @@ class World:
             if reported:
                 code, _, message = reported.partition(" ")
                 raise DisagreementError(f"rank {rank}: {message}" if rank else message, int(code))
-        assert made is not None
-        if self.size > 1 and same and len(set(self.gather_strings(same(made)))) > 1:
+        assert result is not None
+        if self.size > 1 and same and len(set(self.gather_strings(same(result)))) > 1:
             raise DisagreementError("the processes have different configs or data: start all with the same command", 2)
-        return made
+        return result
 
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
@@ -112,20 +109,17 @@ def join(device: str, timeout: float) -> World:
     """Joins the processes that torchrun started; without torchrun, a World of one."""
     if "RANK" not in os.environ:
         return World(device=choose_device(device))
-    try:
-        rank, size, local_rank, local_size = (
-            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"RANK is set but torchrun's other variables are not valid ({error}): start with torchrun or --devices"
-        ) from error
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if missing := [name for name in names if not os.environ.get(name, "").isdigit()]:
+        raise ValueError(f"RANK is set, but {missing[0]} is no number: start with torchrun or --devices")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device = choose_device(device, local_rank, local_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_parent()
+        end_with_parent()
+    backend = "gloo"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+        backend = "nccl"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store = _connect_store(rank, size, timedelta(seconds=timeout))
@@ -133,18 +127,14 @@ def join(device: str, timeout: float) -> World:
     except (RuntimeError, ValueError, LookupError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {reason}") from error
-    _report_restart(rank)
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if rank == 0 and count != "0":
+        log.warning("a process failed: restart %s of %s from the last checkpoint", count, limit)
     token = World(rank, size, device).gather_strings(secrets.token_hex(4) if rank == 0 else "")[0]
     return World(rank, size, device, token)
 
 
-def _report_restart(rank: int) -> None:
-    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if rank == 0 and count != "0":
-        log.warning("a process failed: restart %s of %s from the last checkpoint", count, limit)
-
-
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     parent = os.getppid()
 
     def wait_for_parent() -> None:

@@ -90,22 +90,8 @@ class Folder:
         """Writes status.json. The state is running, done, interrupted, diverged or failed."""
         code = None if state == "running" else exit_code
         status = {"state": state, "step": step, "steps": steps, "reason": reason, "exit_code": code}
-        self.write("status.json", status | _describe_process())
-
-    def start_clock(self) -> float:
-        """Starts the clock and returns the seconds spent before; a killed process counts to its last metrics line."""
-        known, spent = self.read("environment.json"), run_seconds(self.path)
-        if known.get("running_since") is not None:
-            last = max((line["time"] for line in _lines(self.path) if _is_time(line.get("time"))), default=0.0)
-            spent += max(min(last, time.time()) - known["running_since"], 0.0)
-        self.write("environment.json", known | {"seconds": round(spent, 1), "running_since": round(time.time(), 3)})
-        return spent
-
-    def stop_clock(self, seconds: float) -> None:
-        """Stops the clock at `seconds`, counted over all starts of the run."""
-        known = self.read("environment.json")
-        known.pop("running_since", None)
-        self.write("environment.json", known | {"seconds": round(seconds, 1)})
+        process = {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        self.write("status.json", status | process)
 
     def record(self, line: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl and flushes it, so that killing the process does not lose it."""
@@ -128,57 +114,33 @@ class Folder:
         write_text(self.path / "metrics.jsonl", text)
 
 
-def _describe_process() -> dict[str, Any]:
-    return {"host": platform.node(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-
-
-def write_status_for(path: Path, state: str, reason: str, exit_code: int) -> None:
-    """Writes how a run ended for a main process that died or hangs."""
-    status = read_json(path / "status.json")
-    if status.get("state") == "running":
-        ended = {"state": state, "reason": reason, "exit_code": exit_code}
-        write_text(path / "status.json", _json(status | ended | _describe_process()) + "\n")
-
-
 def run_seconds(path: Path) -> float:
-    """Seconds spent on the run so far, from environment.json. Raises ValueError if its times are invalid."""
-    known = read_json(path / "environment.json")
-    for name in ("seconds", "running_since"):
-        if known.get(name) is not None and not _is_time(known[name]):
-            file = path / "environment.json"
-            raise ValueError(
-                f"{file}: {name} is {shorten_repr(known[name])}, not a time in seconds: correct or delete it"
-            )
-    return float(known.get("seconds") or 0.0)
+    """Training time of a run that ended, from environment.json. Raises ValueError if it is no number."""
+    seconds = read_json(path / "environment.json").get("seconds", 0.0)
+    if type(seconds) not in (int, float) or not 0 <= seconds < 1e12:
+        raise ValueError(f"{path / 'environment.json'}: seconds is {shorten_repr(seconds)}: correct or delete it")
+    return float(seconds)
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """results.json of a finished run. Raises ValueError if its numbers are invalid."""
-    file = path / "results.json"
-    results = read_json(file)
+    results = read_json(path / "results.json")
     for split in ("val", "test", "first", "trained"):
-        fault = find_fault(results.get(split, {}))
-        if fault:
-            raise ValueError(f"{file}: {split}{fault}: delete the file and run the run's command again")
+        check_metrics(results.get(split, {}), f"{path / 'results.json'}: {split}")
     return results
 
 
-def find_fault(numbers: Any) -> str:
-    """Describes the first invalid number of an entry of results.json; "" if all are valid."""
-    if not isinstance(numbers, dict):
-        return f" is {shorten_repr(numbers)}, not an object"
-    if numbers and (type(numbers.get("images")) is not int or not 1 <= numbers["images"] < 2**53):
-        return f".images is {shorten_repr(numbers.get('images'))}, not a count"
-    for name, most in (("top1", 1.0), ("top5", 1.0), ("majority_accuracy", 1.0), ("nll", math.inf), ("loss", math.inf)):
-        value = numbers.get(name)
-        given = value is not None or (name == "top1" and name in numbers)  # others are null where they are not finite
-        if given and (type(value) not in (int, float) or not 0 <= value <= most):
-            return f".{name} is {shorten_repr(value)}, not a number from 0 to {most:g}"
-    return ""
-
-
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e12  # pyright: ignore[reportOperatorIssue]
+def check_metrics(metrics: Any, name: str) -> None:
+    """Raises ValueError for metrics of a split that no run writes, which is why they are not used."""
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
+    most = {"images": 2**53, "top1": 1.0, "top5": 1.0, "majority_accuracy": 1.0, "nll": math.inf, "loss": math.inf}
+    for key in [key for key in most if key in metrics]:
+        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are not finite
+        is_number = type(value) in (int, float) and (key == "images") <= value <= most[key]
+        if not is_number and (is_required or value is not None):
+            limits = f"{name}.{key} is {shorten_repr(value)}, not a number up to {most[key]:g}"
+            raise ValueError(f"{limits}: delete the file and repeat the command of the run")
 
 
 def shorten_repr(value: object) -> str:
@@ -265,8 +227,8 @@ def _commit(folder: Path) -> str | None:
     """Commit of the checkout that the package runs from, with "+" for uncommitted changes; None without one."""
     git = ["git", "-C", str(folder)]
     try:
-        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         state = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() + ("+" if state.stdout.strip() else "")
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "")

@@ -3,6 +3,7 @@
 plainvit doctor          plainvit doctor digits --model.patch 8 8
 """
 
+import contextlib
 import importlib.metadata
 import math
 import os
@@ -21,58 +22,37 @@ from plainvit.config import Config, ViTConfig
 from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
 from plainvit.models import build
-from plainvit.recipes import list_recipes, recipe
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import read_starting_model, resolve
 
-REQUIRED = (
-    "torch",
-    "torchvision",
-    "numpy",
-    "pillow",
-    "simplejpeg",
-    "pyarrow",
-    "safetensors",
-    "huggingface_hub",
-    "rich",
-)
-EXTRAS = ("timm", "transformers", "tensorboard", "wandb", "onnx", "ray")
-WAITING = {"sleep": "leave their cores to other work", "spin": "keep their cores, which is fastest on free ones"}
+PACKAGES = ("torch", "torchvision", "numpy", "timm", "transformers", "onnx", "ray")
 FEW_TOKENS, MANY_TOKENS = 16, 2500
 Problem = tuple[str, str]  # (what may go wrong, how to fix it)
 
 
 def examine(config: Config | None = None, devices: int = 1) -> dict[str, Any]:
-    """Versions, devices and attention as JSON values; with a config, its problems when run in so many processes."""
-    device.choose_attention_backend()
-    report: dict[str, Any] = {
-        "versions": {"plainvit": __version__, "python": platform.python_version(), **read_versions(REQUIRED)},
-        "extras": {name: version for name, version in read_versions(EXTRAS).items() if version},
-        "machine": describe_machine(),
-        "attention": list_attention_kernels(),
-        "risks": [],
-    }
+    """Versions and devices as JSON values; with a config, its problems when run in so many processes."""
+    report: dict[str, Any] = {"machine": describe_machine(), "versions": read_versions(), "risks": []}
     if config:
         report["config"] = config.recipe
         report["risks"] = [{"risk": problem, "fix": fix} for problem, fix in find_problems(config, devices)]
     return report
 
 
-def read_versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Version of each package; "" if it is not installed."""
-    installed = {one.name.lower().replace("-", "_"): one.version for one in importlib.metadata.distributions()}
-    return {name: installed.get(name, "") for name in names}
+def read_versions() -> dict[str, str]:
+    """Version of each package that is installed."""
+    versions = {"plainvit": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def describe_machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "waiting": "sleep" if os.environ.get(device.WAIT_VARIABLE, "").lower() == "passive" else "spin",
-        "memory_gib": round(memory, 1),
+        "cpu": f"{processor()}, {os.cpu_count()} cores, {memory:.1f} GiB",
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "bf16_on_cpu": describe_bf16(device.measure_cpu()),
         "disk_free_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
@@ -90,17 +70,6 @@ def describe_bf16(speed: device.CpuSpeed) -> str:
     return f"{use}: {times} ({speed.gain:.2g}x)"
 
 
-def list_attention_kernels() -> dict[str, bool]:
-    """Which of PyTorch's attention kernels are enabled on a GPU."""
-    cuda = torch.backends.cuda
-    return {
-        "flash": cuda.flash_sdp_enabled(),
-        "memory_efficient": cuda.mem_efficient_sdp_enabled(),
-        "math": cuda.math_sdp_enabled(),
-        "cudnn": cuda.cudnn_sdp_enabled(),
-    }
-
-
 def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
     """Problems of the config, and of its data and weights if they can be opened."""
     yield from check_optim(config)
@@ -115,11 +84,7 @@ def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
             yield f"the initial weights cannot be read: {error}", "give --init a file, a run folder or a published name"
     if isinstance(model, ViTConfig):
         yield from check_tokens(model, has_weights=bool(config.init))
-    try:
-        choose_device(config.device)
-        yield from check_processes(config, devices)
-    except ValueError as error:
-        yield str(error), "use --device auto"
+    yield from check_processes(config, devices)
     if not config.data:
         yield "there is no data to train on", "--data FOLDER, or the name of a known dataset with --data-root"
     elif is_readable:
@@ -131,7 +96,7 @@ def check_processes(config: Config, devices: int) -> Iterator[Problem]:
     try:
         choose_device(config.device, 0, devices)
     except ValueError as error:
-        yield str(error), f"--devices {torch.cuda.device_count()}, or torchrun on several machines"
+        yield str(error), f"--devices {count}" if (count := torch.cuda.device_count()) else "--device auto"
     if config.batch % devices:
         words = f"--batch {config.batch} is not divisible by the {devices} processes"
         yield words, f"--batch {math.ceil(config.batch / devices) * devices}"
@@ -155,20 +120,17 @@ def check_data(config: Config) -> Iterator[Problem]:
 
 def check_optim(config: Config) -> Iterator[Problem]:
     optim, is_scratch = config.optim, not config.init
-    if optim.name in ("adamw", "lamb", "muon") and not optim.warmup and is_scratch:
+    if optim.name != "sgd" and not optim.warmup and is_scratch:
         yield "a ViT trained from scratch without warm-up often diverges", "--optim.warmup 0.05"
     if optim.name == "sgd" and optim.weight_decay:
         yield "the weight decay of SGD is L2 in the gradient, unlike Adam's in the paper", "--optim.weight-decay 0"
     if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
-        yield (
-            f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect",
-            f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's",
-        )
+        words = f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect"
+        yield words, f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's"
     if optim.name == "sgd" and is_scratch:
         yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
     if optim.clip == 0 and is_scratch:
-        is_intended = config.recipe in list_recipes() and recipe(config.recipe).optim.clip == 0
-        yield f"gradients are not clipped{', as in the recipe' * is_intended}", "--optim.clip 1 if it diverges"
+        yield "gradients are not clipped", "--optim.clip 1 if it diverges"
     if optim.lr > 5e-3 and optim.name == "adamw":
         yield f"--optim.lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
     if config.augment.flip and config.data.partition(":")[0] == "digits":
@@ -214,21 +176,17 @@ def table(report: dict[str, Any]) -> RenderableType:
     shown.add_column(style="bold")
     shown.add_column()
     machine = report["machine"]
-    shown.add_row("cpu", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB")
-    shown.add_row("load", f"{machine['load']}; threads that wait for each other {WAITING[machine['waiting']]}")
+    shown.add_row("cpu", machine["cpu"])
     shown.add_row("gpu", "\n".join(machine["gpus"]) or "none")
     shown.add_row("bf16 on the cpu", machine["bf16_on_cpu"])
-    attention = report["attention"]
-    shown.add_row("attention", ", ".join(f"{name} {'on' if on else 'off'}" for name, on in attention.items()))
     shown.add_row("disk", f"{machine['disk_free_gib']:,} GiB free")
-    for title in ("versions", "extras"):
-        words = ", ".join(f"{name} {version or 'missing'}" for name, version in report[title].items())
-        shown.add_row(title, words or "none")
-    parts: list[RenderableType] = [shown]
-    if "config" in report:
-        problems = Table("problem", box=None, pad_edge=False, header_style="bold")
-        problems.add_column("fix", style="green")
-        for one in report["risks"]:
-            problems.add_row(one["risk"], one["fix"])
-        parts += ["", problems if report["risks"] else f"{report['config']}: no problem found"]
-    return Group(*parts)
+    shown.add_row("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items()))
+    if "config" not in report:
+        return shown
+    if not report["risks"]:
+        return Group(shown, f"\n{report['config']}: no problem found")
+    problems = Table("problem", box=None, pad_edge=False, header_style="bold")
+    problems.add_column("fix", style="green")
+    for risk in report["risks"]:
+        problems.add_row(risk["risk"], risk["fix"])
+    return Group(shown, "", problems)

@@ -21,8 +21,7 @@ from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import full_tensor
 from plainvit.train.guards import DivergedError
-from plainvit.train.masked import PredictPatches
-from plainvit.train.masked_evaluation import evaluate_masked
+from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import load, save
 
@@ -44,58 +43,50 @@ def finalize(
     model, chosen = choose_model(run, first)
     if run.world.is_main:
         save(model, run.folder.path / "model.safetensors")
+    numbers: dict[str, Any] = {}
+    samples: list[Sample] = []
     try:
-        if isinstance(run.objective, PredictPatches):
-            numbers, samples = evaluate_objective(run, run.objective), []
-        else:
+        if not isinstance(run.objective, PredictPatches):
             numbers, samples = evaluate_splits(run, model, splits)
+        elif run.validation:  # self-supervised training does not read test images
+            numbers["val"] = evaluate_masked(run.objective, run.validation, run.cast)
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
-    was_best = bool(run.config.patience and run.progress.best_step)
-    numbers |= chosen | {"chosen_on_val": was_best or "trained" in chosen, "skipped_steps": run.progress.skipped}
-    numbers |= {"steps": run.progress.step, "steps_asked": run.config.steps}
-    numbers |= find_better_step(run, numbers)
+    progress = run.progress
+    was_best = bool(run.config.patience and progress.best_step)
+    numbers |= chosen | {"chosen_on_val": was_best or "trained" in chosen, "skipped_steps": progress.skipped}
+    numbers |= {"steps": progress.step, "steps_asked": run.config.steps} | find_better_step(run, numbers)
     run.folder.write("results.json", numbers)
     if run.world.is_main:  # the report of an interruption must not be mistaken for the final one
         (run.folder.path / "report.html").unlink(missing_ok=True)
         if report:
             write_report(run.folder.path, samples, state="done")
-    run.folder.write_status("done", run.progress.step, run.steps)
+    run.folder.write_status("done", progress.step, run.steps)
     return model, numbers
 
 
 def choose_model(run: Training, first: First | None) -> tuple[ViT | ResNet, dict[str, Any]]:
-    """The trained model, or the first model if that is at least as good on held-out images; and what is said of it."""
+    """The trained model, or the first model if that is at least as good on held-out images; and both results."""
     trained = choose_final_model(run)
-    if first is None:
+    if first is None or "top1" not in first.results or not run.validation:
         return trained, {}
-    top1, compared = first.results.get("top1"), {}
-    if top1 is not None:
-        compared["first"] = {key: first.results.get(key) for key in ("top1", "images", "seconds")}
-    if run.progress.step:
-        if top1 is None or not run.validation:
-            return trained, compared
-        with contextlib.suppress(NonFiniteError):
-            predictor = make_predictor(run.config, trained, run.world.device, run.folder.path)
-            result = classify(predictor, run.validation)
-            compared["trained"] = {"top1": result.top1, "images": len(result.labels)}
-            if result.top1 > top1:
-                return trained, compared | {"final": "trained"}
+    compared: dict[str, Any] = {"first": {key: first.results.get(key) for key in ("top1", "images", "seconds")}}
+    with contextlib.suppress(NonFiniteError):
+        predictor = make_predictor(run.config, trained, run.world.device, run.folder.path)
+        result = classify(predictor, run.validation)
+        compared["trained"] = {"top1": result.top1, "images": len(result.labels)}
+        if result.top1 > first.results["top1"]:
+            return trained, compared | {"final": "trained"}
     return load(first.folder).to(run.loader.device), compared | {"final": "first"}
 
 
 def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
     """A line on which of the first and the trained model is the final one; nothing for other runs."""
-    scores = {name: numbers[name]["top1"] for name in ("first", "trained") if name in numbers}
-    steps, final = numbers.get("steps"), numbers.get("final")
-    if final == "first" and not steps:
-        yield "final model: the first result, a linear head; --hours left no time to train further"
-    elif final == "first":
-        trained = f"{scores['trained']:.2%}" if "trained" in scores else "non-finite values"
-        yield f"final model: the first result, {scores['first']:.2%} of held-out images; {steps} steps gave {trained}"
-    elif final == "trained":
-        words = f"trained for {steps} steps, {scores['trained']:.2%} of held-out images"
-        yield f"final model: {words}; the first result was {scores['first']:.2%}"
+    if "final" in numbers:
+        first = f"first {numbers['first']['top1']:.2%}"
+        trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
+        words = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
+        yield f"final model: the {numbers['final']} one ({words})"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -106,11 +97,6 @@ def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
     error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
     better = progress.best > val["top1"] + 2 * error
     return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
-
-
-def evaluate_objective(run: Training, objective: PredictPatches) -> dict[str, Any]:
-    """Self-supervised training does not read test images."""
-    return {"val": evaluate_masked(objective, run.validation, run.cast)} if run.validation else {}
 
 
 def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:

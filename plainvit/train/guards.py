@@ -1,13 +1,12 @@
-"""Errors and checks of a run: divergence, memory, signals, checkpoints that do not match.
+"""What may end a run: signals, too little memory, divergence.
 
 `loop.take_step` skips the update of a step that is not finite; `capture` here saves such a step for replay.
 """
 
 import contextlib
-import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.folder import shorten_repr
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -104,7 +102,7 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
     else:
-        size = largest_micro_batch(run, tensors, total)
+        size = largest_micro_batch(run, tensors)
     size = int(run.world.gather_rows(torch.tensor([size], device=run.world.device)).min())
     if not size:
         error = DeviceMemoryError("not even one image at a time fits into the device's memory: choose a smaller model")
@@ -113,14 +111,13 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     return size
 
 
-def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...], most: int) -> int:
-    """The first of `most`, about half, a quarter ... images that pass forward and backward; 0 if none does.
+def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
+    """The first of all, about half, a quarter ... of the images that pass forward and backward; 0 if none does.
 
     Tried uncompiled, which needs more memory and avoids a compilation per size, and without DDP, so that a failure in
     one process does not stop the others.
     """
-    total = len(tensors[0])
-    size = largest_divisor(total, most)
+    size = total = len(tensors[0])
     while size:
         try:
             with run.cast():
@@ -142,70 +139,17 @@ def largest_divisor(total: int, most: int) -> int:
     return max((n for n in range(1, most + 1) if total % n == 0), default=0)
 
 
-def out_of_memory_error(run: "Training", tensors: tuple[Tensor, ...] | None, size: int) -> DeviceMemoryError:
-    """The error to raise, with a --micro-batch that fits if the gradients of `tensors` did not."""
-    run.checkpoints.settle()
-    words = f"out of memory at step {run.progress.step + 1}"
-    saved = f"; the checkpoint of step {run.checkpoints.steps()[-1]} is intact" if run.checkpoints.steps() else ""
-    if tensors is None:
-        return DeviceMemoryError(words + saved)
-    if run.world.size > 1:  # the other processes are in the middle of a step: nothing can be tried without them
-        fits, verb = largest_divisor(len(tensors[0]), size // 2), "needs less"
-    else:
-        fits, verb = largest_micro_batch(run, tensors, size // 2), "fits"
-    hint = f"--micro-batch {fits}{' --force' if saved else ''} {verb}" if fits else "not even one image at a time fits"
-    return DeviceMemoryError(f"{words} with {size} images at once: {hint}{saved}")
+def out_of_memory_error(run: "Training", total: int = 1) -> DeviceMemoryError:
+    """The error to raise; it proposes a smaller --micro-batch for gradients of `total` images."""
+    run.checkpoints.close()
+    steps = run.checkpoints.steps()
+    saved = f"; the checkpoint of step {steps[-1]} is intact" if steps else ""
+    smaller = largest_divisor(total, (run.progress.micro_batch or total) // 2)
+    hint = f"use --micro-batch {smaller}{' --force' if steps else ''}" if smaller else "use a smaller --batch or model"
+    return DeviceMemoryError(f"out of memory at step {run.progress.step + 1}: {hint}{saved}")
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
-def check_checkpoint(run: "Training", tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Raises ValueError for a checkpoint that a run of this config does not write: edited, or of another version."""
-    own = {f"model.{name}": tensor for name, tensor in run.objective.state_dict().items()}
-    own |= {f"average.{name}": tensor for name, tensor in (run.average.weights if run.average else {}).items()}
-    given = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
-    moments = {name.removeprefix("optimizer."): tensors[name] for name in tensors.keys() - given.keys()}
-    progress: Any = state.get("progress")
-    fault = (
-        find_progress_fault(run, progress, state["step"])
-        or find_tensor_fault(own, given)
-        or run.optimizers.find_fault(moments, updates=state["step"] - progress.get("skipped", 0))
-    )
-    if fault:
-        path = run.checkpoints.folder / f"step-{state['step']:08d}"
-        raise ValueError(f"the checkpoint {path} does not match this run: {fault}; delete it, or give another --out")
-
-
-def find_progress_fault(run: "Training", progress: Any, step: int) -> str:
-    if not isinstance(progress, dict):
-        return "progress is not an object"
-    limits = {"skipped": step, "best_step": step, "worse": step, "micro_batch": run.config.batch, "length": 2**53}
-    for name, value in progress.items():
-        if not hasattr(run.progress, name):
-            return f"progress.{name} is not known to this version of plainvit"
-        if name == "best":
-            is_valid = isinstance(value, float) and value < math.inf
-        elif name == "step":
-            is_valid = value == step <= run.config.steps and type(value) is int
-        elif value is None:
-            is_valid = name in ("best_step", "length")
-        else:
-            is_valid = type(value) is int and 0 <= value <= limits[name]
-        if not is_valid:
-            return f"progress.{name} is {shorten_repr(value)}"
-    return "" if "step" in progress else "progress.step is missing"
-
-
-def find_tensor_fault(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describes the first tensor that is missing, unexpected, or of another shape or type; "" if all match."""
-    for name in sorted(own.keys() | given.keys()):
-        if name not in given or name not in own:
-            return f"{name} is {'missing' if name in own else 'unexpected'}"
-        if given[name].shape != own[name].shape or given[name].dtype != own[name].dtype:
-            kinds = [f"{tuple(one.shape)} of {one.dtype}" for one in (given[name], own[name])]
-            return f"{name} is {kinds[0]}, not {kinds[1]}"
-    return ""
+# Non-finite values ----------------------------------------------------------------------------------------------------
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:

@@ -24,7 +24,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, readable, show_activity, tell
-from plainvit.runtime.folder import find_fault
+from plainvit.runtime.folder import check_metrics
 from plainvit.runtime.sharding import release_gathered, shard_like
 from plainvit.train.finalize import First, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
@@ -39,14 +39,13 @@ MOST_WORK = 3e8  # images x features x classes of the regression: seconds to a m
 L2 = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of the mean loss; the middle one where nothing can be chosen
 
 
-def find_first(run: "Training", train: Source, started: float) -> First | None:
+def find_first(run: "Training", train: Source) -> First | None:
     """The first model: made before the first step, read again in a run that is resumed or starts over."""
     folder = run.folder.path / First.FOLDER
     stored = run.folder.read(First.RESULTS)
-    if fault := find_fault(stored) if "top1" in stored else "":
-        raise ValueError(f"{run.folder.path / First.RESULTS}: the value{fault}: delete the file to fit the head again")
+    check_metrics(stored, str(run.folder.path / First.RESULTS))
     if not stored or not has_valid_checksum(folder / "model.safetensors"):
-        return make_first(run, train, started) if not run.progress.step else None
+        return make_first(run, train) if not run.progress.step else None
     if not run.progress.step:  # killed before its first checkpoint: it continues with the same bits
         head = load(folder).head
         assert head is not None
@@ -54,7 +53,7 @@ def find_first(run: "Training", train: Source, started: float) -> First | None:
     return First(folder, stored)
 
 
-def make_first(run: "Training", train: Source, started: float) -> First:
+def make_first(run: "Training", train: Source) -> First:
     """Sets the head to a linear classifier of the training images, saves the model and evaluates it."""
     folder = run.folder.path / First.FOLDER
     predictor = make_predictor(run.config, run.objective.model, run.world.device, run.folder.path)
@@ -64,11 +63,11 @@ def make_first(run: "Training", train: Source, started: float) -> First:
         set_head(run, *fit_head(run, features, labels))
     results = {"seconds": 0.0, "images_fitted": len(features)}
     if run.validation:
-        found = classify(predictor, run.validation)
-        results |= found.summary()
+        evaluation = classify(predictor, run.validation)
+        results |= evaluation.summary()
         run.folder.rewind(-1)  # of a run that was killed here
-        run.record({"step": 0, "val": found.numbers()})
-    results["seconds"] = round(time.monotonic() - started, 1)
+        run.record({"step": 0, "val": evaluation.numbers()})
+    results["seconds"] = round(run.seconds, 1)
     model = copy_model(run)  # all processes gather its shards
     if run.folder.writes:
         make_folder(folder)
@@ -76,41 +75,26 @@ def make_first(run: "Training", train: Source, started: float) -> First:
             save(model, path / "model.safetensors")
     run.folder.write(First.RESULTS, results)
     run.world.barrier()  # nobody reads the files before they are written
-    tell(describe_first(results), quiet=run.quiet)
+    when = f"after {readable(results['seconds'])}"
+    words = f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
+    if "top1" in results:
+        accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
+        words = f"first result on held-out images: {accuracy}, {when}"
+    tell(words, quiet=run.quiet)
     return First(folder, results)
 
 
-def describe_first(results: dict) -> str:
-    when = f"after {readable(results['seconds'])}"
-    if "top1" not in results:
-        return f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
-    accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
-    return f"first result on held-out images: {accuracy}, {when}"
-
-
 def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:
-    """All training images, or as many of each class as fit into MOST_TIME; says how long it will take."""
-    config, (seconds, width) = run.config, time_forward(predictor)
-    seconds = average_over_processes(run, (seconds,))[0] / run.world.size
-    most, limit = MOST_WORK / (width * len(train.classes)), config.hours * 3600
-    if limit:
-        most = min(most, limit * MOST_TIME / seconds)
-    source = take_fraction(train, most / len(train)) if most < len(train) else train
-    features = seconds * (len(source) + (len(run.validation.source) if run.validation else 0))
-    step = 3 * seconds * config.batch  # a backward pass costs about two forward passes
-    steps = min(config.steps, int(max(limit - features, 0) / step)) if limit else config.steps
-    words = f"features of {len(source):,} images take about {readable(features)}"
-    tell(f"{words}, then about {steps:,} steps {readable(steps * step)}", quiet=run.quiet)
-    return source
-
-
-def time_forward(predictor: Predictor, images: int = 8) -> tuple[float, int]:
-    """Seconds per image of a forward pass, after a first one to warm up; and the number of features."""
-    batch = torch.zeros(images, 3, *predictor.size, dtype=torch.uint8)
-    width = predictor.features(batch).shape[1]
+    """All training images, or as many of each class as fit into MOST_TIME."""
+    batch = torch.zeros(8, 3, *predictor.size, dtype=torch.uint8)
+    width = predictor.features(batch).shape[1]  # also warms up
     started = time.perf_counter()
     predictor.features(batch).sum().item()  # waits for the device
-    return (time.perf_counter() - started) / images, width
+    seconds = average_over_processes(run, (time.perf_counter() - started,))[0] / (len(batch) * run.world.size)
+    most = MOST_WORK / (width * len(train.classes))
+    if run.config.hours:
+        most = min(most, run.config.hours * 3600 * MOST_TIME / seconds)
+    return take_fraction(train, most / len(train)) if most < len(train) else train
 
 
 def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:
@@ -120,7 +104,7 @@ def extract_features(run: "Training", source: Source, predictor: Predictor) -> t
     index: list[Tensor] = []
     with Display("features", len(source), quiet=run.quiet) as display:
         for batch in prepared.batches():
-            readable = torch.from_numpy(~np.isin(batch.index, [one for one, _ in batch.bad]))
+            readable = torch.from_numpy(~np.isin(batch.index, [position for position, _ in batch.bad]))
             rows.append(predictor.features(batch.images)[readable.to(world.device)])
             index.append(torch.from_numpy(batch.index)[readable])
             display.advance(min(display.done + len(batch.index) * world.size, len(source)), "images")
@@ -142,10 +126,10 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
     packed = torch.zeros(classes, features.shape[1] + 1, dtype=torch.float64)
     if run.world.is_main:
         has_pair = int(torch.bincount(labels).max()) > 1
-        found = search_logistic(features, labels, classes, L2)[0] if has_pair else None
-        found = found or logistic(features, labels, classes, L2[len(L2) // 2])
-        packed[:, :-1] = (found.weights / found.std.unsqueeze(1)).T  # undo the standardisation of the features
-        packed[:, -1] = found.bias - (found.mean / found.std) @ found.weights
+        fitted = search_logistic(features, labels, classes, L2)[0] if has_pair else None
+        fitted = fitted or logistic(features, labels, classes, L2[len(L2) // 2])
+        packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardisation of the features
+        packed[:, -1] = fitted.bias - (fitted.mean / fitted.std) @ fitted.weights
     packed = run.world.sum(packed.to(run.world.device)).float()  # the others contribute zeros
     return packed[:, :-1], packed[:, -1]
 

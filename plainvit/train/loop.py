@@ -29,7 +29,7 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     progress, config = run.progress, run.config
     run.objective.train()
     with (
-        run.checkpoints.settled(),
+        contextlib.closing(run.checkpoints),
         contextlib.closing(run.loader.batches(progress.step, config.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
         catch_signals() as run.signals,
@@ -46,11 +46,12 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
             display.advance(progress.step, describe_step(line))
             if progress.skipped > config.max_skipped_steps:
                 raise DivergedError(describe_divergence(run))
-            is_due = progress.step % run.evaluation_interval == 0 or progress.step == run.steps
+            is_due = progress.step % run.evaluation_interval == 0
+            if budget and (is_due or budget.is_early()):
+                budget.fit_length(display)
+            is_due = is_due or progress.step >= run.steps
             if is_due and run.evaluate:
                 validate(run, display)
-            if is_due and budget:
-                budget.replan(display)
             if is_due or stop_signal or (config.save_every and progress.step % config.save_every == 0):
                 run.save()
                 run.folder.write_status("running", progress.step, run.steps)

@@ -1,4 +1,4 @@
-"""Masked prediction: which patches are hidden, the targets, and figures of the predictions.
+"""Masked prediction: which patches are hidden, the targets, the loss on held-out images, figures of the predictions.
 
     plainvit train masked-cifar10             plainvit train mae-cifar10
     plainvit finetune --init runs/RUN         the final model is a plain ViT without a head
@@ -10,21 +10,34 @@ rest of a batch does not matter; a colour's 3 bits are the highest of the mean's
 Masks follow from (seed, step, position in the batch), those of held-out images from the image alone.
 """
 
+import contextlib
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plainvit.config import Config
+from plainvit.analyse.masked import draw_masked
+from plainvit.config import Config, Preprocess
+from plainvit.data.decode import DataError, ImageError
 from plainvit.data.loader import Batch
 from plainvit.data.order import uniforms
-from plainvit.data.transforms import as_floats
+from plainvit.data.transforms import as_floats, preprocess_image
+from plainvit.evaluate.classify import Prepared
+from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
 
+if TYPE_CHECKING:
+    from plainvit.runtime.folder import Folder
+
 SALT = 0x6D61736B  # masks and crops use different random numbers
+SHOWN = 6  # images in a figure
 MASK, OTHER = 0.8, 0.1  # fractions of the hidden patches; the rest stays
 
 
@@ -132,3 +145,63 @@ class PredictPatches(MaskedViT):
 def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and std of each patch over its pixels and channels, by MAE's formula."""
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+# Held-out images ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate_masked(
+    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
+) -> dict[str, float]:
+    """The loss, and for target colour the accuracy, over all held-out images, split over the processes."""
+    world = prepared.world
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, images, unreadable
+    with eval_mode(objective):
+        for batch in prepared.batches():
+            good = ~np.isin(batch.index, [index for index, _ in batch.bad])
+            images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
+            sums[3] += len(batch.bad)
+            if count:
+                with cast():
+                    loss, correct = objective(*objective.prepare_held_out(images, batch.index[good]))
+                sums[:3] += torch.stack((loss * count, correct, torch.full_like(loss, count))).double()
+    loss, correct, images, unreadable = world.sum(sums).tolist()
+    if not images:
+        raise DataError(f"no image of the {prepared.source.split} split can be read")
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss on {int(images):,} held-out images is {loss:g}: lower --optim.lr")
+    accuracy = {} if math.isnan(correct) else {"accuracy": correct / images}
+    return {"loss": loss / images, **accuracy, "images": int(images), "unreadable": int(unreadable)}
+
+
+def validate_masked(
+    objective: PredictPatches,
+    prepared: Prepared,
+    cast: Callable[[], AbstractContextManager],
+    folder: "Folder",
+    step: int,
+) -> dict[str, float]:
+    """The metrics of a validation during training; also draws figures/."""
+    metrics = evaluate_masked(objective, prepared, cast)
+    if prepared.world.is_main and folder.writes:
+        draw_predictions(objective, prepared, cast, folder.path, step)
+    return {name: value for name, value in metrics.items() if name in ("loss", "accuracy")}
+
+
+@torch.no_grad()
+def draw_predictions(
+    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager], folder: Path, step: int
+) -> None:
+    """Draws a few held-out images, evenly spaced and always the same."""
+    preprocess: Preprocess = objective.model.about.preprocess
+    images, index = [], []
+    for position in np.unique(np.linspace(0, len(prepared.source) - 1, SHOWN).astype(int)).tolist():
+        with contextlib.suppress(ImageError, OSError):
+            images.append(preprocess_image(prepared.source.read(position), preprocess, prepared.size))
+            index.append(position)
+    if images:
+        batch = torch.stack(images).to(prepared.world.device)
+        with eval_mode(objective), cast():
+            shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
+        draw_masked(folder, step, [part.cpu().numpy() for part in shown])

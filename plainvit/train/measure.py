@@ -29,7 +29,6 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
     """
     splits = open_splits(config)
     config = resolve(config, splits)
-    images = len(splits.train)
     splits.val = splits.test = None  # nothing is evaluated
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
@@ -38,21 +37,20 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
         display = Display("measuring", run.steps)
         with contextlib.closing(run.loader.batches(0, run.steps)) as batches, display:
             prefetcher = Prefetcher(run, batches)
-            for _ in range(run.steps):
+            while run.progress.step < run.steps:
                 line, _ = take_step(run, prefetcher, display)
                 seconds.append(line["seconds"])
                 run.progress.step += 1
                 display.advance(run.progress.step, f"{1000 * line['seconds']:,.1f} ms")
-    name = torch.cuda.get_device_name(run.loader.device) if run.loader.device.type == "cuda" else "cpu"
-    on_cpu = name == "cpu"
-    config = config.replace(
-        precision="fp32" if run.dtype is torch.float32 else config.precision,
-        compile="off" if on_cpu and config.compile == "auto" else config.compile,
-    )
+    on_gpu = run.loader.device.type == "cuda"
+    if run.dtype is torch.float32:
+        config = config.replace(precision="fp32")
+    if not on_gpu and config.compile == "auto":
+        config = config.replace(compile="off")
     return config, {
         "seconds": statistics.median(seconds[WARM_STEPS:]),
         "micro_batch": run.progress.micro_batch,
-        "images": images,
-        "device": name,
+        "images": len(splits.train),
+        "device": torch.cuda.get_device_name(run.loader.device) if on_gpu else "cpu",
         "origin": f"median of {TIMED_STEPS} steps on this machine",
     }

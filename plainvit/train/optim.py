@@ -47,14 +47,14 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
     """Parameter groups of equal weight decay and learning rate factor ("scale"), in a fixed order."""
     layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         scale = optim.layer_decay ** (layers + 1 - find_depth(name, layers))
         decay = optim.weight_decay if is_matrix(name, parameter) else 0.0
-        found.setdefault((scale, decay), []).append(parameter)
+        grouped.setdefault((scale, decay), []).append(parameter)
     return [
         {"params": parameters, "scale": scale, "weight_decay": decay, "lr": 0.0}
-        for (scale, decay), parameters in found.items()
+        for (scale, decay), parameters in grouped.items()
     ]
 
 
@@ -124,51 +124,37 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """All optimizer state as tensors, named PARAMETER:STATE."""
-        found: dict[str, Tensor] = {}
-        for optimizer in self.all:
-            for parameter in _parameters(optimizer):
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                    found[f"{self._names[parameter]}:{name}"] = tensor
-        return found
+        return {
+            f"{self._names[parameter]}:{name}": value if isinstance(value, Tensor) else torch.tensor(value)
+            for optimizer in self.all
+            for parameter in list_parameters(optimizer)
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
 
-    def find_fault(self, state: Mapping[str, Tensor], updates: int) -> str:
-        """Describes the first tensor of a stored state that these optimizers would not write; "" if all match."""
-        known: dict[str, tuple[int, ...]] = {}
-        for optimizer in self.all:
-            for parameter in _parameters(optimizer):
-                name = self._names[parameter]
-                mine = {
-                    f"{name}:{part}": () if part == "step" else tuple(parameter.shape)
-                    for part in state_names(optimizer)
-                }
-                missing = sorted(mine.keys() - state.keys())
-                if 0 < len(missing) < len(mine):  # a parameter without gradients has none at all
-                    return f"optimizer.{missing[0]} is missing"
-                known |= mine
-        if known and not state and updates:
-            return "the optimizer's tensors are missing"
-        for name, tensor in state.items():
-            if known.get(name) != tuple(tensor.shape) or not tensor.is_floating_point():
-                return f"optimizer.{name} is unexpected, or of another shape or type"
-        return ""
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Restores what `state` returned."""
-        mine: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            parameter, _, name = key.rpartition(":")
-            mine.setdefault(parameter, {})[name] = value
+    def load(self, stored: Mapping[str, Tensor], updates: int) -> None:
+        """Restores what `state` returned after so many updates. Raises ValueError if it is not of these optimizers."""
+        left = dict(stored)
         for optimizer in self.all:
             # Counters are on the host, except for kernels that read them on the device
             on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-            for parameter in _parameters(optimizer):
-                found = mine.get(self._names[parameter])
-                if found:
-                    optimizer.state[parameter] = {
-                        name: shard_like(value, parameter) if value.ndim or on_device else value.clone()
-                        for name, value in found.items()
-                    }
+            for parameter in list_parameters(optimizer):
+                prefix, names = self._names[parameter], state_names(optimizer)
+                tensors = {name: left.pop(f"{prefix}:{name}") for name in names if f"{prefix}:{name}" in left}
+                if not tensors:  # a parameter without gradients has no state
+                    continue
+                has_layout = len(tensors) == len(names) and all(
+                    value.is_floating_point() and value.shape == (() if name == "step" else parameter.shape)
+                    for name, value in tensors.items()
+                )
+                if not has_layout:
+                    raise ValueError(f"the optimizer's state of {prefix} is incomplete, or of another shape or type")
+                optimizer.state[parameter] = {
+                    name: shard_like(value, parameter) if value.ndim or on_device else value.clone()
+                    for name, value in tensors.items()
+                }
+        is_missing = updates and not stored and any(state_names(optimizer) for optimizer in self.all)
+        if left or is_missing:
+            raise ValueError(f"optimizer state: {f'{min(left)} is unexpected' if left else 'it is missing'}")
 
 
 def is_for_muon(name: str, parameter: nn.Parameter) -> bool:
@@ -183,7 +169,7 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return "step", "exp_avg", "exp_avg_sq"
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+def list_parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -18,10 +18,9 @@ from plainvit.config import Config, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.folder import Folder, shorten_repr
-from plainvit.train.guards import find_tensor_fault
+from plainvit.runtime.folder import Folder
 from plainvit.train.setup import build_training
-from plainvit.train.state import Training
+from plainvit.train.state import Training, copy_tensors, select
 from plainvit.train.step import launch
 
 
@@ -44,17 +43,8 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
     tensors, state, number = read_state(path, step)
     with Folder(path, writes=False) as folder:  # the run may still be training
         run = build_training(config, open_splits(config), folder, quiet=True)
-        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        size = state.get("micro_batch", 0)
-        if isinstance(progress := state.get("progress"), dict):
-            size = progress.get("micro_batch", 0)
-        fault = find_tensor_fault(run.objective.state_dict(), weights)
-        if not fault and (type(size) is not int or not 0 <= size <= config.batch):
-            fault = f"micro_batch is {shorten_repr(size)}"
-        if fault:
-            raise ValueError(f"the saved state of step {number + 1} in {path} does not match its config.json: {fault}")
-        run.objective.load_state_dict(weights)
-        run.progress.step, run.progress.micro_batch = number, size
+        copy_tensors(select(tensors, "model."), run.objective.state_dict())
+        run.progress.step, run.progress.micro_batch = number, state.get("progress", state)["micro_batch"]
         return {"run": str(path), "step": number + 1} | repeat_step(run)
 
 
@@ -102,16 +92,16 @@ def note_non_finite(name: str, out: object, names: list[str]) -> None:
         names.append(name)
 
 
-def table(found: dict[str, Any]) -> RenderableType:
+def table(report: dict[str, Any]) -> RenderableType:
     """The result of `replay` for the terminal."""
     shown = Table(box=None, pad_edge=False, show_header=False)
-    shown.add_row("loss", f"{found['loss']:.6g}")
-    shown.add_row("gradient norm", f"{found['norm']:.6g}")
+    shown.add_row("loss", f"{report['loss']:.6g}")
+    shown.add_row("gradient norm", f"{report['norm']:.6g}")
     for key, words in (("modules_not_finite", "output"), ("gradients_not_finite", "gradient")):
-        names = found[key]
+        names = report[key]
         first = f"{names[0]} (first of {len(names)})" if names else "none"
         shown.add_row(f"{words} not finite", first)
-    for name, norm in found["largest_gradients"].items():
+    for name, norm in report["largest_gradients"].items():
         shown.add_row(f"|gradient| of {name}", f"{norm:.4g}")
-    words = f", step {found['step']}, {len(found['images'])} images"
-    return Group(Text.assemble((found["run"], "bold"), words), shown)
+    words = f", step {report['step']}, {len(report['images'])} images"
+    return Group(Text.assemble((report["run"], "bold"), words), shown)

@@ -10,7 +10,6 @@ the two it is, `setup.py` builds what the run needs, `loop.py` trains, `finalize
 import hashlib
 import json
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
-from plainvit.runtime.folder import Folder, describe_changes, environment, read_results, write_status_for
+from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import First, finalize
 from plainvit.train.guards import (
     DivergedError,
@@ -42,7 +41,7 @@ from plainvit.train.search import check_search, search_rates
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import CPU_HOURS, hash_init, resolve
+from plainvit.train.transfer import hash_init, resolve
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -124,17 +123,14 @@ def identify(config: Config, splits: Splits) -> str:
 
 
 def check_recipe(config: Config) -> None:
-    """A recipe that was tuned for one data set is not used for another without --force."""
+    """Raises ValueError if the recipe is tuned for a known dataset and another one is given."""
     if config.recipe not in list_recipes():
         return
-    meant, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
-    named = (*SETS, "digits")
-    if meant in named and given != meant and (given in named or meant == "digits"):
-        others = [name for name in list_recipes() if recipe(name).data == config.data]
-        hint = f"use recipe {others[0]!r}" if others else "choose another recipe"
-        raise ValueError(
-            f"recipe {config.recipe!r} is tuned for {meant}, not for {config.data}: {hint}, or give --force"
-        )
+    tuned, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
+    known = (*SETS, "digits")
+    if tuned in known and given != tuned and (given in known or tuned == "digits"):
+        words = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
+        raise ValueError(f"{words}: choose another from `plainvit recipes '*'`, or give --force")
 
 
 def default_name(config: Config) -> str:
@@ -147,9 +143,9 @@ def default_name(config: Config) -> str:
 def search_in(world: World, folder: Folder, config: Config, options: Options) -> Config:
     """The config with the best rate; each rate is a run of its own below the folder."""
 
-    def try_rate(one: Config, splits: Splits, lr: float) -> dict[str, Any]:
+    def try_rate(rate_config: Config, splits: Splits, lr: float) -> dict[str, Any]:
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
-            return run_in(world, inner, one, splits, Options(quiet=options.quiet)).numbers["val"]
+            return run_in(world, inner, rate_config, splits, Options(quiet=options.quiet)).numbers["val"]
 
     return search_rates(config, try_rate)
 
@@ -173,6 +169,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
             log.warning("%s: %s", problem, fix)
     if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
         run.loader.stream()
+    resume(run)  # raises an error before anything is written if the checkpoint is of another config
     write_start(run, splits)
     try:
         with raise_lost_peer(world), raise_on_termination():
@@ -187,12 +184,10 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
 def describe_plan(config: Config, splits: Splits) -> str:
     """What will be trained, in one line."""
     assert config.model
-    held_out = f", {len(splits.val):,} held out" if splits.val else ", none held out"
-    images = f"{len(splits.train):,} training images in {len(splits.classes)} classes{held_out}"
+    held_out = f"{len(splits.val):,}" if splits.val else "none"
+    images = f"{len(splits.train):,} training images in {len(splits.classes)} classes, {held_out} held out"
     size = " x ".join(map(str, dict.fromkeys(config.model.image_size)))
     limit = f", at most {readable(3600 * config.hours)} (--hours {config.hours:g})" if config.hours else ""
-    if config.hours == CPU_HOURS and config.head == "linear":
-        limit += ", the default on a CPU without --hours, --steps or --epochs"
     return f"{images}; {name_model(config.model)} at {size} px; {config.steps:,} steps of {config.batch}{limit}"
 
 
@@ -201,8 +196,7 @@ def name_model(model: Model) -> str:
     if isinstance(model, ResNetConfig):
         return "ResNet"
     sizes = [name for name, fields in SIZES.items() if all(getattr(model, key) == fields[key] for key in fields)]
-    size = sizes[0] if sizes else f"{model.depth}x{model.width}"
-    return f"{'hybrid ' if model.stem else ''}ViT-{size}/{model.stride[0]}"
+    return f"ViT-{sizes[0] if sizes else f'{model.depth}x{model.width}'}/{model.stride[0]}"
 
 
 def write_start(run: Training, splits: Splits) -> None:
@@ -219,22 +213,17 @@ def write_start(run: Training, splits: Splits) -> None:
 
 
 def train_timed(run: Training, splits: Splits) -> First | None:
-    """Trains within --hours, and adds the time to that of earlier parts of the run."""
-    started, spent = time.monotonic(), run.folder.start_clock()
+    """Trains within --hours; environment.json then has the time of all parts of the run."""
     try:
-        budget = TimeBudget(run, spent) if run.config.hours else None
-        resume(run)
-        first = find_first(run, splits.train, started - spent) if run.config.head == "linear" else None
-        if budget and not run.progress.step:
-            budget.plan()
-        train(run, budget)
+        first = find_first(run, splits.train) if run.config.head == "linear" else None
+        train(run, TimeBudget(run) if run.config.hours else None)
         return first
     except RuntimeError as error:  # out of memory outside of the gradients: in the first update, in a validation
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory_error(run, None, 0) from error
+        raise out_of_memory_error(run) from error
     finally:
-        run.folder.stop_clock(spent + time.monotonic() - started)
+        run.folder.write("environment.json", run.folder.read("environment.json") | {"seconds": round(run.seconds, 1)})
 
 
 def write_end(run: Training, error: BaseException, report: bool) -> None:
@@ -246,8 +235,8 @@ def write_end(run: Training, error: BaseException, report: bool) -> None:
     is_plain = words and isinstance(error, ValueError | OSError | Terminated)
     reason = words if is_plain else f"{kind}: {words}".removesuffix(": ")
     code = getattr(error, "exit_code", usual)
-    run.folder.write_status(state, run.progress.step, run.steps, reason, code)
     if isinstance(error, LostError):  # the main process may be the one that is gone
-        write_status_for(run.folder.path, state, reason, code)
+        run.folder.writes |= run.folder.read("status.json").get("state") == "running"
+    run.folder.write_status(state, run.progress.step, run.steps, reason, code)
     if run.world.is_main and report and state != "failed":
         write_report(run.folder.path)

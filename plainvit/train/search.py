@@ -31,21 +31,20 @@ def search_rates(config: Config, run: Callable[[Config, Splits, float], dict[str
     held_out = config.replace(holdout=config.search_holdout)
     splits = open_splits(held_out)
     splits.test = None  # read once, by the run that follows
-    found: dict[float, tuple[float, float]] = {}
+    scores: dict[float, tuple[float, float]] = {}  # rate -> (score, negative NLL)
     for lr in config.optim.grid:
         try:
             metrics = run(held_out.replace(optim=config.optim.replace(lr=lr, grid=())), splits, lr)
         except DivergedError:
             log.warning("search: lr %g diverges", lr)
-            found[lr] = -math.inf, 0.0
+            scores[lr] = -math.inf, 0.0
             continue
         value = f"{metrics['top1']:.2%}" if "top1" in metrics else f"loss {metrics['loss']:.4f}"
         log.warning("search: lr %g gives %s on held-out images", lr, value)
-        found[lr] = score(metrics), -metrics.get("nll", 0.0)
-    if all(top1 == -math.inf for top1, _ in found.values()):
+        scores[lr] = score(metrics), -metrics.get("nll", 0.0)
+    best = choose_best(scores)
+    if scores[best][0] == -math.inf:
         raise DivergedError("every rate of --optim.grid diverges: give lower ones")
-    best = choose_best(found)
-    is_tied = sum(top1 == found[best][0] for top1, _ in found.values()) > 1
-    log.warning("search: using lr %g%s", best, ", the lowest NLL among equal accuracies" if is_tied else "")
-    warn_at_edge(best, found, "search: lr", "extend --optim.grid")
+    log.warning("search: using lr %g", best)
+    warn_at_edge(best, scores, "search: lr", "extend --optim.grid")
     return config.replace(optim=config.optim.replace(lr=best))

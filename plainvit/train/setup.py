@@ -15,17 +15,18 @@ from plainvit.device import choose_device
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.models import ViT, has_fast_path
 from plainvit.models.recompute import recompute_activations
+from plainvit.planning.devices import H200
+from plainvit.planning.plan import describe_step
+from plainvit.planning.step_time import EAGER, step_seconds
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.display import tell
+from plainvit.runtime.display import readable, tell
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.sharding import replicate, shard
 from plainvit.runtime.track import tracker
-from plainvit.train.compile_choice import choose_compile
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
-from plainvit.train.masked import PredictPatches
-from plainvit.train.masked_evaluation import validate_masked
+from plainvit.train.masked import PredictPatches, validate_masked
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, freeze
 from plainvit.train.state import Training, autocast, uses_fsdp
@@ -33,6 +34,11 @@ from plainvit.train.step import Gradients
 from plainvit.train.transfer import load_teacher, make_initial_model
 
 NARROW = 1024  # widest row of which three stages fit into the shared memory of any GPU
+# Measured on an H200 (docs/results.md)
+COMPILE_SECONDS = 30.0  # without compiled code in the cache
+GAIN = 1 / EAGER  # how much faster compiled steps of B/16 are
+# Narrow models gain more: timm's Ti/16 1.48, the recipe cifar10 at batch 512 1.77 (20.5 and 11.6 ms)
+NARROW_MODEL, NARROW_GAIN = 256, 1.48
 
 
 def build_training(
@@ -52,8 +58,8 @@ def build_training(
     has_average = bool(config.ema or config.ema_window)
     loader = build_loader(config, splits, folder, world, force=force)
     compiles, note = choose_compile(config, world.device, world.size)
-    if note and not quiet and world.is_main:
-        tell(note)
+    if note:
+        tell(note, quiet=quiet or not world.is_main)
     gradients = build_gradients(config, objective, optimizers, world, compiles=compiles)
     validation = open_evaluation_set(config, splits.val, world) if splits.val else None
     return Training(
@@ -176,6 +182,26 @@ def build_gradients(
 
     cast = autocast(config, torch.device(world.device))
     return Gradients(forward, optimizers.parameters, cast, config.optim.clip, synchronize)
+
+
+def choose_compile(config: Config, device: str, processes: int = 1) -> tuple[bool, str]:
+    """Whether to compile, and a line that says why not.
+
+    auto is off on a CPU, and on a GPU where the run is too short to win the time back. Steps are as long as
+    `plainvit plan --on h200` estimates: on a slower GPU compiling saves more.
+    """
+    if config.compile != "auto" or not device.startswith("cuda"):
+        return config.compile == "on", ""
+    assert config.model
+    seconds = sum(step_seconds(describe_step(config, config.model, processes), H200).values())
+    steps = min(config.steps, 3600 * config.hours / seconds) if config.hours else config.steps
+    is_narrow = isinstance(config.model, ViTConfig) and config.model.width <= NARROW_MODEL
+    gain = NARROW_GAIN if is_narrow else GAIN
+    saved = steps * seconds * (gain - 1)
+    if saved > COMPILE_SECONDS:
+        return True, ""
+    words = f"not compiled: {steps:,.0f} steps would save about {readable(saved)}"
+    return False, f"{words}, compiling takes about {readable(COMPILE_SECONDS)} (--compile on compiles anyway)"
 
 
 def choose_compiler_options(config: Config) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
-"""The state of one run: what training needs, what it changes, and how that is saved and restored."""
+"""The state of one run: what training needs, what a checkpoint holds (`Training.tensors`), how it is restored."""
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from plainvit.config import Config
 from plainvit.device import choose_precision
 from plainvit.runtime.sharding import shard_like
-from plainvit.train.guards import check_checkpoint
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch, Loader
@@ -65,6 +65,7 @@ class Progress:
     worse: int = 0  # validations since the best
     micro_batch: int = 0
     length: int | None = None  # steps that fit into --hours, at most config.steps; None: all of them
+    seconds: float = 0.0  # time spent so far, over all starts of the run
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Training:
     quiet: bool = False
     is_compiled: bool = False
     progress: Progress = field(default_factory=Progress)
+    started: float = field(default_factory=time.monotonic)
     signals: list[int] = field(default_factory=list)
 
     @property
@@ -132,42 +134,61 @@ class Training:
             **{f"optimizer.{name}": tensor for name, tensor in self.optimizers.state().items()},
         }
 
+    @property
+    def seconds(self) -> float:
+        """Time spent on the run, over all starts of it."""
+        return self.progress.seconds + time.monotonic() - self.started
+
     def save(self) -> None:
-        progress = self.progress
-        self.checkpoints.save(progress.step, self.tensors(), {"progress": asdict(progress)}, progress.best_step)
+        progress = asdict(self.progress) | {"seconds": self.seconds}
+        self.checkpoints.save(self.progress.step, self.tensors(), {"progress": progress}, self.progress.best_step)
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        check_checkpoint(self, tensors, state)
-        by_kind = {
-            kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
-            for kind in ("model.", "average.", "optimizer.")
-        }
-        own = self.objective.state_dict()
-        self.objective.load_state_dict(
-            {name: shard_like(tensor, own[name]) for name, tensor in by_kind["model."].items()}
-        )
-        self.optimizers.load(by_kind["optimizer."])
-        if self.average:
-            for name, tensor in self.average.weights.items():
-                tensor.copy_(shard_like(by_kind["average."][name], tensor))
-        self.progress = Progress(**state["progress"])
+        """Continues from a checkpoint. Raises ValueError if it is of another config or version."""
+        try:
+            progress = Progress(**state["progress"])
+            copy_tensors(select(tensors, "model."), self.objective.state_dict())
+            copy_tensors(select(tensors, "average."), self.average.weights if self.average else {})
+            self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
+        except (KeyError, TypeError, ValueError) as error:
+            path = self.checkpoints.folder / f"step-{state['step']:08d}"
+            words = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
+            raise ValueError(words) from error
+        self.progress = progress
 
 
 def resume(run: Training) -> None:
     """Restores the newest valid checkpoint, the same one in all processes, and sets newer, damaged ones aside."""
     run.world.barrier()  # nobody reads while another process still writes or deletes
-    found = run.checkpoints.newest()
-    run.world.agree(lambda: found or ({}, {}), lambda one: str(one[1].get("step")))
-    if found:
-        run.world.agree(lambda: run.restore(*found) or True)
+    checkpoint = run.checkpoints.newest()
+    run.world.agree(lambda: checkpoint or ({}, {}), lambda loaded: str(loaded[1].get("step")))
+    if checkpoint:
+        run.world.agree(lambda: run.restore(*checkpoint) or True)
     run.set_length(run.progress.length if run.config.hours else None)
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch
     if run.world.is_main:
         run.checkpoints.set_aside(run.progress.step)
     run.folder.rewind(run.progress.step)
-    if found:
+    if checkpoint:
         run.folder.record({"event": "resumed", "step": run.progress.step, "processes": run.world.size})
+
+
+def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+@torch.no_grad()
+def copy_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Copies full tensors into a run's own, which may be shards. Raises ValueError for one that does not match."""
+    for name in sorted(own.keys() | stored.keys()):
+        if name not in stored or name not in own:
+            raise ValueError(f"{name} is {'missing' if name in own else 'unexpected'}")
+        kinds = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (stored[name], own[name])]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"{name} is {kinds[0]}, not {kinds[1]}")
+        own[name].copy_(shard_like(stored[name], own[name]))
 
 
 def uses_fsdp(config: Config, world: "World") -> bool:

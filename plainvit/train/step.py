@@ -104,7 +104,7 @@ def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
         if not is_out_of_memory(error):
             raise
         run.optimizers.zero()
-        raise out_of_memory_error(run, tensors, size) from error
+        raise out_of_memory_error(run, len(tensors[0])) from error
 
 
 @dataclass

@@ -29,13 +29,13 @@ FREE = ("dropout", "stochastic_depth", "init")  # settings that weights do not f
 
 def read_starting_model(config: Config) -> tuple[Model, Preprocess]:
     """The model and preprocessing of init, from its headers alone; without a head if a new one replaces it."""
-    found, _ = inspect_weights(config.init, image_size=config.image_size or None)
-    model: Model = found.config
+    inspected, _ = inspect_weights(config.init, image_size=config.image_size or None)
+    model: Model = inspected.config
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
     if config.head != "keep":
         model = model.without_head()
-    return model, Preprocess(**found.about.get("preprocess", {}))
+    return model, Preprocess(**inspected.about.get("preprocess", {}))
 
 
 def resolve(config: Config, splits: Splits) -> Config:
