@@ -732,18 +732,16 @@ def test_damaged_shard_is_an_error(tmp_path: Path, suffix: str) -> None:
     paths, marker = shards(tmp_path, suffix), tmp_path / "marker"
     loaded = load_or_error(tmp_path, **HINTS)
     assert torch.equal(loaded.norm.bias, valid_weights("timm")["norm.bias"])
-    for path in paths:
-        data = path.read_bytes()
-        for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
-            path.write_bytes(data[:length])
-            expect_error(tmp_path, **HINTS)
-        write({"other": torch.ones(2)}, path)
+    path, data = paths[1], paths[1].read_bytes()
+    for length in (0, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
         expect_error(tmp_path, **HINTS)
-        torch.save({"norm.bias": Payload(marker)}, path)
-        expect_error(tmp_path, **HINTS)
-        path.unlink()
-        assert path.name in expect_error(tmp_path, **HINTS)
-        path.write_bytes(data)
+    write({"other": torch.ones(2)}, path)
+    expect_error(tmp_path, **HINTS)
+    torch.save({"norm.bias": Payload(marker)}, path)
+    expect_error(tmp_path, **HINTS)
+    path.unlink()
+    assert path.name in expect_error(tmp_path, **HINTS)
     assert not marker.exists()
 
 
