@@ -153,6 +153,6 @@ def _print_verdicts(chosen: "list[Study]", out: Path, *, json: bool, is_needed: 
     from plainvit.studies import report
 
     found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found]
+    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_present(found[one.name])]
     if verdicts or is_needed:
         print_result(verdicts, None if json else report.render_summary(verdicts, out))

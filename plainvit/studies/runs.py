@@ -186,6 +186,6 @@ def execute(
             os._exit(143)
     known = read_json(folder / "environment.json") if is_trained else {}
     seconds = run_seconds(folder) if is_trained else time.monotonic() - started
-    commit = known.get("commit") or os.environ.get("PLAINVIT_COMMIT")  # a copy without .git
+    commit = os.environ.get("PLAINVIT_COMMIT") or known.get("commit")  # set for a copy outside its repository
     about = {"seconds": round(seconds, 1), "commit": commit, "device": known.get("device")}
     return {"run": folder.name, "values": values, "is_trained": is_trained, **about}
