@@ -79,7 +79,8 @@ def serve(command: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     begun, port = time.perf_counter(), find_port()
     words = [sys.executable, "-m", *command, "--port", str(port)]
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    threading.Timer(300, process.kill).start()
+    limit = threading.Timer(300, process.kill)
+    limit.start()
     try:
         while not is_ready(f"http://127.0.0.1:{port}/readyz"):
             if process.poll() is not None:
@@ -88,6 +89,7 @@ def serve(command: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         rows = [{"step": shlex.join(command), "seconds": time.perf_counter() - begun, "remark": "until it is ready"}]
         return rows + open_page(f"http://127.0.0.1:{port}/", next((folder / "new").iterdir()))
     finally:
+        limit.cancel()
         process.terminate()
         process.wait(60)
 
