@@ -243,13 +243,19 @@ class ViTConfig(Checked):
                 f"got {self.width}"
             )
         if self.stem and (self.stem.channels != self.channels or self.stem.preactivation):
-            raise ValueError("the stem of a hybrid must have the channels of the images and preactivation=False")
+            raise ValueError(
+                f"a hybrid's stem requires channels={self.channels} and preactivation=False, "
+                f"got channels={self.stem.channels}, preactivation={self.stem.preactivation}"
+            )
 
     def _check_combinations(self) -> None:
         if self.pool.startswith("token") and not self.class_token:
             raise ValueError(f"pool {self.pool!r} requires class_token=True: set it, or use pool 'average'")
         if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
-            raise ValueError("distillation=True requires pool 'token', representation=0 and norm_pooled=False")
+            raise ValueError(
+                "distillation=True requires pool 'token', representation=0 and norm_pooled=False, "
+                f"got pool {self.pool!r}, representation={self.representation}, norm_pooled={self.norm_pooled}"
+            )
         if self.posemb_at != "stem" and self.posemb in ("none", "relative", "bias"):
             raise ValueError(
                 f"posemb {self.posemb!r} does not support posemb_at {self.posemb_at!r}: use posemb_at 'stem'"

@@ -30,7 +30,7 @@ from plainvit.models.fast.fp8 import (
     convert_to_fp8,
     emulate_matmul,
     product,
-    quantise,
+    quantize,
     use_fp8,
 )
 from plainvit.models.fast.inference import FP8, PLAIN, InferenceModel
@@ -53,13 +53,13 @@ def draw(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
 
 
 def error_bound(x: Tensor) -> Tensor:
-    """The largest error of quantising each value of x by its row, in float64."""
+    """The largest error of quantizing each value of x by its row, in float64."""
     x = x.double().abs()
     return torch.maximum(STEP * x, SMALLEST * x.amax(-1, keepdim=True) / 448) * (1 + 1e-5)
 
 
 def matmul_error_bound(a: Tensor, b: Tensor) -> Tensor:
-    """The largest error of a [M, K] times b [N, K] transposed, both quantised."""
+    """The largest error of a [M, K] times b [N, K] transposed, both quantized."""
     (x, dx), (y, dy) = ((one.double().abs(), error_bound(one)) for one in (a, b))
     return (x + dx) @ (y + dy).t() - x @ y.t() + 1e-5 * (x @ y.t())
 
@@ -82,9 +82,9 @@ def linear(K: int = 64, N: int = 96) -> tuple[nn.Linear, nn.Linear]:
 
 
 @pytest.mark.parametrize("spread", [0.0, 4.0])
-def test_quantisation_error_is_within_e4m3(spread: float) -> None:
+def test_quantization_error_is_within_e4m3(spread: float) -> None:
     x = draw(50, 300, spread=spread) ** 3  # from large to far below a row's largest
-    q, scale = quantise(x)
+    q, scale = quantize(x)
     assert q.dtype is E4M3
     assert (scale.dtype, scale.shape) == (torch.float32, (50, 1))
     error = (q.double() * scale.double() - x.double()).abs()
@@ -94,12 +94,12 @@ def test_quantisation_error_is_within_e4m3(spread: float) -> None:
 
 def test_rows_of_zeros_and_of_tiny_numbers() -> None:
     x = torch.stack((torch.zeros(32), torch.full((32,), 1e-25), torch.full((32,), 1e-38)))
-    q, scale = quantise(x)
+    q, scale = quantize(x)
     assert torch.isfinite(scale).all()
     assert q[0].float().abs().max() == 0
     assert q[1].float().unique().tolist() == [448]
     weight, bias = draw(16, 32), draw(1, 16)[0]
-    found = product(q, quantise(weight)[0], (scale, quantise(weight)[1]), bias, fast=True)
+    found = product(q, quantize(weight)[0], (scale, quantize(weight)[1]), bias, fast=True)
     assert torch.equal(found[0], bias)
 
 
@@ -130,7 +130,7 @@ def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
 
 
 def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
-    (a, rows), (b, columns), bias = quantise(draw(24, 64)), quantise(draw(32, 64, seed=1)), draw(1, 32)[0]
+    (a, rows), (b, columns), bias = quantize(draw(24, 64)), quantize(draw(32, 64, seed=1)), draw(1, 32)[0]
     try:
         found = torch._scaled_mm(a, b.t(), rows, columns.t(), out_dtype=torch.float32)  # pyright: ignore
     except (RuntimeError, NotImplementedError) as error:
@@ -322,7 +322,7 @@ def test_inference_copy_keeps_the_activation() -> None:
 @pytest.mark.parametrize(("M", "K", "N"), [(197, 768, 2304), (4, 3072, 768), (1, 768, 768)])
 def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None:
     assert not fp8.explain_unsupported("cuda")
-    (a, rows), (b, columns) = quantise(draw(M, K, spread=1.0).cuda()), quantise(draw(N, K, seed=1).cuda())
+    (a, rows), (b, columns) = quantize(draw(M, K, spread=1.0).cuda()), quantize(draw(N, K, seed=1).cuda())
     bias = draw(1, N)[0].cuda()
     found = product(a, b, (rows, columns), bias, fast=fast)
     right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
@@ -331,9 +331,9 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
 
 
 @tiny.on_gpu((8, 9))
-def test_gpu_quantisation_equals_cpu() -> None:
+def test_gpu_quantization_equals_cpu() -> None:
     x = draw(64, 768, spread=2.0)
-    (found, scale), (right, expected) = quantise(x.cuda()), quantise(x)
+    (found, scale), (right, expected) = quantize(x.cuda()), quantize(x)
     torch.testing.assert_close(scale.cpu(), expected, rtol=1e-6, atol=0)  # a GPU divides by 448 by multiplying
     assert (found.cpu().float() == right.float()).float().mean() > 0.999
 
@@ -387,10 +387,10 @@ def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.
 @tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("K", [48, 3072, 5120])
-def test_gpu_one_pass_quantisation_equals_two_passes(K: int, activation: str) -> None:
+def test_gpu_one_pass_quantization_equals_two_passes(K: int, activation: str) -> None:
     x = hidden_values(K).bfloat16()
     right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
-    (found, scale), (_, scales) = fp8.quantise_rows_op(x.cuda(), activation), quantise(right)
+    (found, scale), (_, scales) = fp8.quantize_rows_op(x.cuda(), activation), quantize(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
     low, high = ((right / scales * (1 + off)).to(E4M3).float() for off in (-2e-5, 2e-5))
     assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), (

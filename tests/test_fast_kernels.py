@@ -27,13 +27,13 @@ INTERPRETED = """
 import json, torch
 from plainvit.models.fast.attention import split
 from plainvit.models.fast.fp8 import E4M3_MAX, MIN_ROW_MAX
-from plainvit.models.fast.fp8_kernels import quantise_rows
+from plainvit.models.fast.fp8_kernels import quantize_rows
 from plainvit.models.fast.gelu import COLUMNS, PRODUCT, ROWS, TURNS, describe_tiles
 from plainvit.models.fast.gelu_kernels import gelu_gradients, linear_gelu
 from plainvit.models.vit import ACTIVATIONS
 from test_fast_kernels import hidden_values
 
-errors = {"gelu_gradients": [], "linear_gelu": [], "quantise_rows": []}
+errors = {"gelu_gradients": [], "linear_gelu": [], "quantize_rows": []}
 for R, M, tanh in ((1, 16, False), (ROWS * TURNS + 3, COLUMNS + 24, False), (2 * ROWS * TURNS, COLUMNS, True)):
     generator = torch.Generator().manual_seed(R)
     x, grad = (4 * torch.randn(R, M, generator=generator) for _ in range(2))
@@ -56,11 +56,11 @@ for R, M, D, programs in ((1, 8, 8, 1), (300, 520, 136, 2), (9 * 128 + 5, 264, 6
 for K, name in ((48, "gelu"), (768, "gelu_tanh"), (3072, "gelu"), (1280, "")):
     x = hidden_values(K)
     out, scale = torch.full((len(x), K), float("nan")), torch.full((len(x), 1), float("nan"))
-    quantise_rows[(len(x),)](x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
+    quantize_rows[(len(x),)](x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=name)
     right = ACTIVATIONS[name](x.double()) if name else x.double()
     most = right.abs().amax(1, keepdim=True).clamp(min=MIN_ROW_MAX)
-    errors["quantise_rows"].append(((out * scale - right).abs() / most).max().item())
-    errors["quantise_rows"].append((scale / (most / E4M3_MAX) - 1).abs().max().item())
+    errors["quantize_rows"].append(((out * scale - right).abs() / most).max().item())
+    errors["quantize_rows"].append((scale / (most / E4M3_MAX) - 1).abs().max().item())
 print(json.dumps(errors))
 """
 
@@ -70,7 +70,7 @@ def test_kernels_in_the_interpreter() -> None:
     errors = json.loads(in_child(INTERPRETED, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"))
     assert max(errors["gelu_gradients"]) < 1e-5
     assert max(errors["linear_gelu"]) < 1e-5
-    assert max(errors["quantise_rows"]) < 6e-6
+    assert max(errors["quantize_rows"]) < 6e-6
 
 
 # A driver that has no GPU but says which one to compile for; a launch ends at the compiler, in `compiled`
@@ -113,7 +113,7 @@ assert len(compiled) == 3
 compiled.clear()
 if capability >= 89:
     for K, activation in ((3072, "gelu"), (5120, "gelu_tanh"), (1280, "")):
-        fp8._quantise_rows(torch.zeros(8, K, dtype=torch.bfloat16), activation)
+        fp8._quantize_rows(torch.zeros(8, K, dtype=torch.bfloat16), activation)
     assert len(compiled) == 3 and all("e4m3" in kernel.asm["ptx"] for kernel in compiled)
 """
 

@@ -478,7 +478,7 @@ def test_curves_draw_the_recorded_values() -> None:
 def test_long_runs_have_small_curves() -> None:
     generator = np.random.default_rng(0)
     lines = [{"step": step, "loss": float(generator.exponential())} for step in range(1, 20_001)]
-    svg = figures.svg(curves.draw_curve(curves.tabulate(lines), "loss"), "loss")
+    svg = figures.to_svg(curves.draw_curve(curves.tabulate(lines), "loss"), "loss")
     assert len(svg) < 30_000
 
 

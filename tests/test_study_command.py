@@ -109,7 +109,7 @@ def test_the_report_has_a_row_for_every_study(tmp_path: Path) -> None:
     plant(out, "activation", 32, "contradicted", budget="gpu", parts=[PART | {"holds": "no"}])
     text = report.write_report(out).read_text()
     assert report.report_path(out) == tmp_path / "docs" / "studies.md"
-    assert f"**2 of {len(read_claims())} studies have a verdict by the present rules" in text
+    assert f"**2 of {len(read_claims())} studies have a verdict under the current rules" in text
     headings = re.findall(r"^## (.*)$", text, re.M)
     assert headings == ["1. positions", "32. activation"]
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}  # as GitHub does
@@ -127,9 +127,9 @@ def test_a_section_has_meaning_parts_arms_and_both_commits(tmp_path: Path) -> No
     section = report.make_report(tmp_path).split("## 1. positions")[1]
     claim = read_claims()["positions"]
     for words in (
-        f"{claim['claim']} *ViT, Table 8 (D.4).* There, ",
-        "**inconclusive**, 5 runs an arm. These runs do not decide the claim: c - b is +1.00 points [+0.50, +1.50]; ",
-        claim["limits"],
+        f"{claim['claim']} *ViT, Table 8 (D.4).* In the paper, ",
+        "**inconclusive**, 5 runs per arm. These runs do not decide the claim: c - b is +1.00 points [+0.50, +1.50]; ",
+        f" Limits: {claim['limits']}",
         "| a - b | +1.00 points [+0.50, +1.50] | > 0 | 10 | 0.01 | yes |",
         "| a | 50.00 ± 0.00 | 5 |",
         "6 runs, 2m30s in total; A GPU; rule of commit bead, runs of commit c0ffee; [",
@@ -163,7 +163,7 @@ def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
     assert "**0 of" in text
     assert "## 1. positions" not in text
     history = text.split("## History")[1]
-    assert "| 1 | positions | not decided | cpu, 5 runs an arm | a - b +1.00 points" in history
+    assert "| 1 | positions | not decided | cpu, 5 runs per arm | a - b +1.00 points" in history
 
 
 def test_report_of_own_studies_lists_only_them(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_summary_shows_effect_interval_and_runs(tmp_path: Path, capsys: Capture)
     plant(tmp_path, "positions", 1)
     Console(width=300).print(report.render_summary(list(report.read_verdicts(tmp_path).values()), tmp_path))
     out = capsys.readouterr().out
-    assert out.startswith("positions: supported, 5 runs an arm\n  a - b +1.00 points [+0.50, +1.50] (> 0), yes\n")
+    assert out.startswith("positions: supported, 5 runs per arm\n  a - b +1.00 points [+0.50, +1.50] (> 0), yes\n")
 
 
 def test_docs_report_is_up_to_date() -> None:

@@ -63,7 +63,7 @@ def test_table_9_averages_to_its_printed_means(row: int) -> None:
     found = study.means(dict(zip(vtab.TASKS, cells, strict=True)))
     assert round(found["vtab"], 1) == mean
     assert [found[group]["tasks"] for group in ("natural", "specialized", "structured")] == [7, 4, 8]
-    assert "mean_of_those_there" not in found
+    assert "mean_of_available" not in found
 
 
 def test_the_vtab_score_needs_all_tasks() -> None:
@@ -71,7 +71,7 @@ def test_the_vtab_score_needs_all_tasks() -> None:
     found = study.means(scores)
     assert "vtab" not in found
     assert found["natural"] == {"mean": 0.5, "tasks": 6, "of": 7}
-    assert found["mean_of_those_there"] == 0.5
+    assert found["mean_of_available"] == 0.5
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_three_tasks_from_images_to_the_table(
     assert rows["camelyon"]["top1"] == 1.0  # black and white
     assert min(rows[task]["top1"] * vtab.TASKS[task].classes for task in tasks[:3]) > 1.5  # well above chance
     tops = [rows[task]["top1"] for task in tasks[:3]]
-    assert report["means"]["mean_of_those_there"] == pytest.approx(np.mean(tops))
+    assert report["means"]["mean_of_available"] == pytest.approx(np.mean(tops))
     assert report["means"]["structured"] == {"mean": pytest.approx(np.mean(tops[1:])), "tasks": 2, "of": 8}
     assert "vtab" not in report["means"]
     configs = {task: json.loads((tmp_path / "out" / task / "config.json").read_text()) for task in tasks[:3]}
@@ -206,7 +206,7 @@ def test_three_tasks_from_images_to_the_table(
     assert "--force" in capsys.readouterr().err
     assert "svhn" in table
     assert "absent" in table
-    assert "mean of the 3 tasks that are there" in table
+    assert "mean of the 3 available tasks" in table
     assert "no VTAB score: 16 of the 19 tasks are missing" in table
     assert "VTAB-1k " not in table
 
@@ -216,10 +216,10 @@ def test_all_19_make_a_score() -> None:
         task: {"state": "done", "group": one.group, "top1": 0.5, "interval": [0.4, 0.6], "n": 10}
         for task, one in vtab.TASKS.items()
     }
-    report = study._report(study.base_config("weights", "paper"), rows)
+    report = study._make_report(study.base_config("weights", "paper"), rows)
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(study.table(report, beside=True))
+        console.print(study.table(report, with_paper=True))
     assert "VTAB-1k       50.00" in shown.get()
     assert "99.3" in shown.get()  # the paper's, of flowers
     assert "no VTAB score" not in shown.get()

@@ -119,7 +119,7 @@ def _write_report(subject: Subject, results: list[Finding], name: str, path: Pat
         sections.insert(0, section)
     lead = page.element("p", _describe_subject(subject), class_="lead")
     lead = page.join((lead, *map(page.notice, subject.notes)))
-    text = page.render_page(f"Analysis of {name}", lead, sections, above=["plainvit analyse"], script=script)
+    text = page.render_page(f"Analysis of {name}", lead, sections, subtitle=["plainvit analyse"], script=script)
     write_text(path, text)
     return path
 

@@ -40,7 +40,10 @@ def require_vit(model: object) -> ViT:
 def require_global_attention(model: object) -> ViT:
     model = require_vit(model)
     if model.config.axial:
-        raise ValueError("axial attention covers one row or column, so there is no attention map of the whole image")
+        raise ValueError(
+            "attention maps are not supported for axial models: "
+            "axial attention covers only one row or column of patches"
+        )
     return model
 
 

@@ -21,7 +21,7 @@ from plainvit.evaluate.statistics import FEW
 
 
 def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequence[Sample], folder: Path) -> None:
-    """report.html with its figures."""
+    """Writes report.html and its figures to the folder."""
     sections: list[Section | None] = []
     if labels.single:  # predictions are classes of the dataset
         names = [figures.printable(name) for name in labels.class_names]
@@ -29,7 +29,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
             matrix = result.confusion.astype(float)
             sections.append(confusion_section(matrix, names, page.SPLIT[card.data["split"]], folder))
         sections.append(class_section(result.by_class(), names, "classes.csv"))
-    totals = int((~result.right).sum()), len(result.right)
+    totals = int((~result.right).sum()), len(result.right)  # errors, images
     sections += [
         _calibration_section(result, folder),
         predictions_section(errors, folder, "Most confident errors", totals),
@@ -37,8 +37,8 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
         _settings_section(card),
     ]
     title = f"{slug(card.name)} on {slug(card.data['spec'])}"
-    above = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
-    write_text(folder / "report.html", page.render_page(title, _summarize(card, result), sections, above=above))
+    subtitle = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
+    write_text(folder / "report.html", page.render_page(title, _summarize(card, result), sections, subtitle=subtitle))
 
 
 def slug(text: str) -> str:

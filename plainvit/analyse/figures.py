@@ -1,6 +1,6 @@
 """The visual style of all figures, and how figures and their data are saved.
 
-from plainvit.analyse.figures import new_axes, save, styled, svg
+from plainvit.analyse.figures import new_axes, save, styled, to_svg
 
 @styled()
 def losses(steps, values) -> Figure:
@@ -9,7 +9,7 @@ def losses(steps, values) -> Figure:
     return figure
 
 save(losses(steps, values), Path("figures/losses.png"))   # on white, for papers and slides
-svg(losses(steps, values), "Loss by step")                # for HTML: uses its font and dark mode
+to_svg(losses(steps, values), "Loss by step")             # for HTML: uses its font and dark mode
 
 Uses Matplotlib without pyplot: no global figures, no display. Matplotlib's settings are global; `styled` restores them.
 """
@@ -146,7 +146,7 @@ def _png(figure: Figure, dpi: float, colours: int = 0) -> bytes:
 
 
 @styled()
-def svg(figure: Figure, label: str) -> str:
+def to_svg(figure: Figure, label: str) -> str:
     """An <svg> element for a page that defines the colours as CSS variables (--ink, --blue ...)."""
     matplotlib.rcParams["svg.hashsalt"] = label  # deterministic ids that differ between figures
     buffer = io.StringIO()
@@ -159,7 +159,7 @@ def svg(figure: Figure, label: str) -> str:
     text = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}">' + text[opening.end() :]
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids must be unique in a page
     variables = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
-    return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda colour: variables.get(colour[0], colour[0]), text).strip()
+    return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda match: variables.get(match[0], match[0]), text).strip()
 
 
 # Text and numbers -----------------------------------------------------------------------------------------------------

@@ -79,13 +79,13 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
 
 
 def render_page(
-    title: str, lead: str, sections: Iterable[Section | None], *, above: Iterable[str] = (), script: str = ""
+    title: str, lead: str, sections: Iterable[Section | None], *, subtitle: Iterable[str] = (), script: str = ""
 ) -> str:
     """A page with a title, a lead (plain text or Html) and sections; those that are None are omitted.
 
-    above: words of the line above the title. The content security policy allows no script but the given one.
+    subtitle: words of the small line above the title. The content security policy allows no script but the given one.
     """
-    shown, words = [section for section in sections if section], " · ".join(filter(None, above))
+    shown, words = [section for section in sections if section], " · ".join(filter(None, subtitle))
     return Template(_read("page.html")).substitute(
         policy=POLICY + (f"; script-src {_digest(script)}" if script else ""),
         title=escape(title),
@@ -183,7 +183,9 @@ def inline_figure(figure: Figure, label: str) -> Html:
     """A figure at the scale of all figures; a wide one scrolls on a phone instead of shrinking."""
     inches = figure.get_figwidth()
     kind, width = "plot wide" if inches > WIDE else "plot", f"--width:{inches * SCALE:.1f}rem"
-    return element("figure", Html(figures.svg(figure, label)), class_=kind, style=width)  # matplotlib escapes its text
+    return element(
+        "figure", Html(figures.to_svg(figure, label)), class_=kind, style=width
+    )  # matplotlib escapes its text
 
 
 def publish_figure(

@@ -58,8 +58,8 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
         _machine_section(run),
     ]
     title = printable(run.config.get("recipe") or folder.resolve().name)
-    above = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
-    write_text(folder / "report.html", page.render_page(title, _summarize(run), sections, above=above))
+    subtitle = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
+    write_text(folder / "report.html", page.render_page(title, _summarize(run), sections, subtitle=subtitle))
     return folder / "report.html"
 
 

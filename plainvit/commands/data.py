@@ -68,5 +68,7 @@ def pack(
 
     packed = write_shards(data, target, side, quality, data_root)
     size = f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB"
-    line = Text(f"{size}, {len(packed['left_out'])} left out: {target}")  # brackets in the name are not markup
+    line = Text(
+        f"{size}, {len(packed['left_out'])} left out: {target}"
+    )  # Text: brackets in the path are not rich markup
     print_result(packed, None if json else line)

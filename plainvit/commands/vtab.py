@@ -39,6 +39,6 @@ def vtab(
         raise ValueError(f"--steps must be at least 1, got {steps}")
     config = study.base_config(init, setting, steps=steps, seed=seed, device=device)
     report = study.run_tasks(config, data_root, out or study.default_folder(config, setting), tasks, quiet=json)
-    print_result(report, None if json else study.table(report, beside=setting == "paper"))
+    print_result(report, None if json else study.table(report, with_paper=setting == "paper"))
     if any(row["state"] == "diverged" for row in report["tasks"].values()):
         sys.exit(4)

@@ -172,10 +172,13 @@ class Work:
         return cls(model, settings, job.top, source, tuple(samples), workers)
 
     def open_job(self) -> PredictionJob:
-        """Raises ValueError on a machine with another version, or without the files."""
+        """Raises ValueError if the version differs or files are missing."""
         host = socket.gethostname()
         if self.version != __version__:
-            raise ValueError(f"{host} has plainvit {__version__}, but the job needs {self.version}")
+            raise ValueError(
+                f"{host} has plainvit {__version__}, but the job needs {self.version}: "
+                "install the same version on all machines"
+            )
         for path in self.samples:
             if not os.path.exists(path):  # noqa: PTH110 - any name
                 raise DataError(f"{host} has no file {path}: use a path that all machines share")

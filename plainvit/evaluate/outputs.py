@@ -41,11 +41,11 @@ class Parts:
         self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self._start({**job, "batch": batch, "part": self.per_part * batch})
+        self._open_folder({**job, "batch": batch, "part": self.per_part * batch})
         self.done = {part for part in range(self.count) if self._is_complete(part)}
 
-    def _start(self, job: dict[str, Any]) -> None:
-        """Keeps the finished parts of the same job. Raises ValueError for those of another."""
+    def _open_folder(self, job: dict[str, Any]) -> None:
+        """Keeps the finished parts of the same job; deletes those of another job with force, else raises ValueError."""
         make_folder(self.folder)
         stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]

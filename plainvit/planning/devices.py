@@ -14,7 +14,7 @@ COMPUTE_SHARE = 0.7  # of a B/16 step on an H200: matmuls and attention; memory 
 class Device:
     """One GPU."""
 
-    origin: str  # of its step times
+    timing_source: str
     tflops: float  # peak dense bf16, TFLOP/s
     fp32_tflops: float  # without TF32
     bandwidth: float  # of its memory, TB/s
@@ -40,7 +40,7 @@ class Device:
 
 
 H200 = Device(
-    origin="from training steps measured on one H200",
+    timing_source="from training steps measured on one H200",
     tflops=989.0,
     fp32_tflops=60.0,
     bandwidth=4.8,
@@ -48,6 +48,6 @@ H200 = Device(
     node_bandwidth=450.0,
     network_bandwidth=50.0,  # one port of 400 Gb/s
 )
-H100 = replace(H200, origin="scaled from the H200 by peak rates, not measured", bandwidth=3.35, memory=79.0)
+H100 = replace(H200, timing_source="scaled from the H200 by peak rates, not measured", bandwidth=3.35, memory=79.0)
 A100 = replace(H100, tflops=312.0, fp32_tflops=17.0, bandwidth=2.039, node_bandwidth=300.0, network_bandwidth=25.0)
 DEVICES: dict[str, Device] = {"h200": H200, "h100": H100, "a100": A100}

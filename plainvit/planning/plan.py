@@ -32,17 +32,17 @@ def plan(
     search: bool = False,
     measured: Report | None = None,
 ) -> Report:
-    """Cost of the run, as JSON; with `on`, a name of `DEVICES`, also whether it fits and its time.
+    """Estimates the cost of a run; with a device, also its time and whether it fits in memory.
 
     Args:
         config: The run.
-        on: Name of a device.
+        on: Name of a device in `DEVICES`.
         devices: Number of these devices.
         images: Training images, where the data is not a known dataset.
         search: Add a run for each rate of optim.grid.
-        measured: From `plainvit.train.measure.measure_steps`, in place of the estimated step time.
+        measured: Result of `plainvit.train.measure.measure_steps`; replaces the estimated step time.
     """
-    _check(config, on, devices, images, search)
+    _check_arguments(config, on, devices, images, search)
     model, device = resolve_model(config), DEVICES.get(on)
     run = _count_steps(config, model, images, runs=1 + len(config.optim.grid) * search)
     step = describe_step(config, model, devices)
@@ -57,7 +57,7 @@ def plan(
         "checkpoint_bytes": checkpoint_bytes(step),
         "checkpoints_kept": config.keep,
         "on": measured["device"] if measured else on,
-        "origin": measured["origin"] if measured else device.origin if device else "",
+        "timing_source": measured["timing_source"] if measured else device.timing_source if device else "",
         "devices": devices,
         "parallel": step.parallel,
         "step": _plan_step(step, device, run, measured),
@@ -78,7 +78,7 @@ def resolve_model(config: Config) -> Model:
     return model.replace(classes=0, representation=0, pool="average" if model.reads_one_token else model.pool)
 
 
-def _check(config: Config, on: str, devices: int, images: int | None, search: bool) -> None:
+def _check_arguments(config: Config, on: str, devices: int, images: int | None, search: bool) -> None:
     if on and on not in DEVICES:
         raise ValueError(f"--on {on}: this device is not known; {nearest(on, DEVICES)}")
     if devices < 1:
@@ -234,7 +234,7 @@ def _describe_run(report: Report) -> dict[str, str]:
     rows["checkpoint"] = f"{size}; the newest {report['checkpoints_kept']} and the best are kept"
     if report["on"]:
         parallel = f", --parallel {report['parallel']}" if report["devices"] > 1 else ""
-        rows["device"] = f"{report['devices']:,} x {report['on']}{parallel}: {report['origin']}"
+        rows["device"] = f"{report['devices']:,} x {report['on']}{parallel}: {report['timing_source']}"
     return rows
 
 

@@ -3,7 +3,7 @@
     write_int8(predictor, images, Path("model.int8.onnx"), "onnx", describe(predictor))
 
 Matmuls and convolutions with constant weights are quantized by ONNX Runtime; attention, softmax and norms stay in fp32.
-So does the tenth of the layers with the largest error: in a ViT these are the second MLP layers of a few blocks, whose
+So do the 10 % of layers with the largest error: in a ViT these are the second MLP layers of a few blocks, whose
 inputs have outliers. Of 128 Pets photos, ViT-Ti/16 AugReg has the same top-1 class as PyTorch on 120 (ONNX Runtime) and
 123 (OpenVINO).
 OpenVINO reads the quantized ONNX graph.
@@ -25,7 +25,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve import require
 from plainvit.serve.formats import KEY, convert_to_openvino, trace_program, write_onnx
 
-KEPT = 0.1  # fraction of the layers that stay in fp32
+FP32_FRACTION = 0.1  # fraction of the layers that stay in fp32
 BATCH = 8
 SAMPLES = 2  # images on which the errors of the layers are measured
 OPERATORS = ["MatMul", "Gemm", "Conv"]
@@ -50,10 +50,11 @@ def write_int8(predictor: Predictor, images: Tensor, path: Path, kind: str, abou
 
 
 def _quantize(exact: Path, quantized: Path, pixels: np.ndarray) -> None:
+    """Writes the int8 ONNX graph; the layers with the largest error stay in fp32."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    class Reader(CalibrationDataReader):
+    class CalibrationReader(CalibrationDataReader):
         def __init__(self) -> None:
             self.batches = iter(np.split(pixels, range(BATCH, len(pixels), BATCH)))
 
@@ -66,17 +67,17 @@ def _quantize(exact: Path, quantized: Path, pixels: np.ndarray) -> None:
     errors = measure_errors(folded, pixels[:SAMPLES])
     if not errors:
         raise ValueError("--int8 is not supported for this model: it has no matmul with constant weights")
-    worst = sorted(errors, key=errors.__getitem__, reverse=True)
+    by_error = sorted(errors, key=errors.__getitem__, reverse=True)
     quantize_static(
         folded,
         quantized,
-        Reader(),
+        CalibrationReader(),
         quant_format=QuantFormat.QDQ,
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         op_types_to_quantize=OPERATORS,
-        nodes_to_quantize=worst[round(KEPT * len(worst)) :],
+        nodes_to_quantize=by_error[round(FP32_FRACTION * len(by_error)) :],  # all but the layers with the largest error
         extra_options={"OpTypesToExcludeOutputQuantization": OPERATORS},
     )
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
-from plainvit.studies.claims import PERCENT
+from plainvit.studies.claims import METRIC_TITLES, PERCENT
 from plainvit.studies.study import Results, Study
 
 SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
@@ -56,7 +56,7 @@ def draw_arms(axes: Axes, found: Results) -> None:
         axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
         draw_dots(axes, x, values, COLOURS["blue"])
     _label_arms(axes, list(shown.values()))
-    axes.set_title(PERCENT.get(found.metric, found.metric))
+    axes.set_title(METRIC_TITLES.get(found.metric, found.metric))
 
 
 def _label_arms(axes: Axes, labels: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ def draw_curves(axes: Axes, found: Results) -> None:
         for arm in arms:
             draw_dots(axes, found.arms[arm].x, scale * np.array(found.samples(arm)), colour)
     _set_ticks(axes, sorted({arm.x for arm in found.arms.values()}))
-    axes.set_title(PERCENT.get(found.metric, found.metric))
+    axes.set_title(METRIC_TITLES.get(found.metric, found.metric))
     axes.legend()
 
 

@@ -3,7 +3,7 @@
     plainvit study list --out docs/studies
     write_report(Path("docs/studies"))          docs/studies.md, from every docs/studies/NAME/verdict.json
 
-Listing does not load torch. A verdict that was made under another rule than the present one is shown as history.
+Listing does not load torch. A verdict that was made under another rule than the current one is shown as history.
 """
 
 import math
@@ -21,7 +21,7 @@ from rich.text import Text
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
-from plainvit.studies.claims import PERCENT, read_claims
+from plainvit.studies.claims import METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.evidence import describe_effect
 
 EARLIER = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
@@ -32,25 +32,25 @@ NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
 
 METHOD = (
-    "Each part of a rule is a difference, or another weighted sum, of the means of arms, with Welch's 95 % interval. "
-    "All parts must hold. A part is decided at 5 % (two-sided) after Holm's correction over the parts of its claim; "
-    "equality by two one-sided tests with a margin fixed before the runs. Supported: every part holds. Contradicted: "
-    "one is ruled out. Inconclusive: anything else, and fewer than three runs of an arm. Learning rates are chosen by "
-    "other runs and on other held-out images than those that decide."
+    "Each part of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % confidence "
+    "interval (Welch). Each part is tested at 5 % (two-sided), with Holm's correction over the parts of the claim. Parts "
+    "that claim equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all parts hold. "
+    "Contradicted: at least one part is ruled out. Inconclusive: anything else, or an arm has fewer than three runs. "
+    "Learning rates are chosen on separate runs and separate held-out images."
 )
 INTRODUCTION = (
-    "Claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims about the same "
-    "models. Each study compares runs (arms) that differ in one setting, with several independent seeds, on held-out "
-    "training images; test images are not used. The rule is written before the runs. A claim about 300 million images "
-    "may not hold on 80,000."
+    "This page tests claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims "
+    "about the same models. Each study compares runs (arms) that differ in one setting, with several independent seeds, on held-out "
+    "training images; test images are not used. The rule is written before the runs. These runs are small: a result on "
+    "80,000 images does not settle a claim about 300 million."
 )
 HISTORY = (
-    "Verdicts by earlier rules, with the commits of their runs. Those of 0.1 paired runs by seed and took two standard "
-    "errors over three seeds, which cover 82 %. They are no evidence under the present rules."
+    "Verdicts under earlier rules, with the commits of their runs. They are not evidence under the current rules: version "
+    "0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."
 )
 MEANINGS = {
-    "supported": "In these small runs the claim holds: every part of its rule does.",
-    "contradicted": "In these small runs the claim does not hold: {part} is {effect}, and {need} was needed.",
+    "supported": "Every part of the rule holds in these small runs.",
+    "contradicted": "The claim does not hold in these small runs: {part} is {effect}; the rule requires {need}.",
     "inconclusive": "These runs do not decide the claim: {part} is {effect}; {need} is neither shown nor ruled out.",
 }
 COMMANDS = (
@@ -78,7 +78,7 @@ def read_verdict(file: Path) -> dict[str, Any]:
 
 
 def is_present(record: Mapping[str, Any]) -> bool:
-    """Whether the verdict was made under the present rule."""
+    """Whether the verdict was made under the current rule."""
     return "parts" in record and record["rule"] == read_claims().get(record["study"], record)["rule"]
 
 
@@ -120,7 +120,7 @@ def render_summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
     lines: list[Text] = []
     for record in found:
         head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
-        lines.append(Text.assemble(*head, f", {count_runs(record)} runs an arm"))
+        lines.append(Text.assemble(*head, f", {count_runs(record)} runs per arm"))
         lines += [Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _part_rows(record)]
     legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the parts", style="dim")
     return Group(*lines, legend, Text(f"report: {report_path(out)}"))
@@ -163,7 +163,7 @@ def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: boo
         return
     yield "# The paper's claims, tested"
     yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
-    summary = f"{counts.total()} of {len(found) + rest} studies have a verdict by the present rules"
+    summary = f"{counts.total()} of {len(found) + rest} studies have a verdict under the current rules"
     yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
 
 
@@ -205,12 +205,13 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"Rule: {claim['rule'].rstrip('.')}."
     part = find_deciding(record)
     meaning = MEANINGS[record["outcome"]].format(part=part["name"], effect=describe_effect(part), need=part["need"])
-    yield f"**{record['outcome']}**, {count_runs(record)} runs an arm. {meaning} {claim.get('limits', '')}".rstrip()
+    limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
+    yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
     if (folder / "figure.png").is_file():
-        yield f"![{name}: {_cell(record['claim'])}]({out.resolve().name}/{name}/figure.png)"
+        yield f"![{name}: {_cell(claim['claim'])}]({out.resolve().name}/{name}/figure.png)"
     heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
     yield markdown_table(heads, _part_rows(record))
-    yield markdown_table(("arm", PERCENT.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
+    yield markdown_table(("arm", METRIC_TITLES.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
     yield _describe_runs(record, out)
 
 
@@ -223,7 +224,7 @@ def _history(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             old["number"] or "",
             name,
             old["outcome"],
-            f"{old['budget']}, {count_runs(old)} runs an arm",
+            f"{old['budget']}, {count_runs(old)} runs per arm",
             old["why"],
             ", ".join(_commits(old)),
         )

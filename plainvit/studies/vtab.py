@@ -67,11 +67,11 @@ def run_tasks(
     console = Console(stderr=True, quiet=quiet, highlight=False)
     for number, task in enumerate(tasks, 1):
         console.print(f"{task}, {number} of {len(tasks)}{'' if task in configs else ': no images'}", markup=False)
-        row = _run(configs[task], out / task, quiet) if task in configs else {"state": "absent"}
+        row = _run_task(configs[task], out / task, quiet) if task in configs else {"state": "absent"}
         rows[task] = {"group": TASKS[task].group, **row}
-    found = _report(config, rows)
-    write_text(out / "vtab.json", json.dumps(finite(found), indent=1) + "\n")
-    return found
+    report = _make_report(config, rows)
+    write_text(out / "vtab.json", json.dumps(finite(report), indent=1) + "\n")
+    return report
 
 
 def _has_images(config: Config, task: str, data_root: str | Path) -> bool:
@@ -85,7 +85,7 @@ def _has_images(config: Config, task: str, data_root: str | Path) -> bool:
     return True
 
 
-def _run(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
+def _run_task(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
     try:
         done = fit(config, folder, quiet=quiet)
     except DivergedError as error:
@@ -95,7 +95,7 @@ def _run(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
     return {"state": "done", "folder": str(done.folder), **numbers, "n": test["images"]}
 
 
-def _report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _make_report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     scores = {task: row["top1"] for task, row in rows.items() if row["state"] == "done"}
     settings = {"steps": config.steps, "batch": config.batch, "lr": config.optim.lr, "seed": config.seed}
     setting = {"init": config.init, "image_size": config.image_size or "the model's own", **settings}
@@ -112,7 +112,7 @@ def means(scores: Mapping[str, float]) -> dict[str, Any]:
     if len(scores) == len(TASKS):
         found["vtab"] = statistics.fmean(scores.values())
     elif scores:
-        found["mean_of_those_there"] = statistics.fmean(scores.values())
+        found["mean_of_available"] = statistics.fmean(scores.values())
     return found
 
 
@@ -125,26 +125,26 @@ def default_folder(config: Config, setting: str) -> Path:
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
-def table(report: Mapping[str, Any], *, beside: bool = False) -> Group:
-    """A row for each task and a line for each group; with `beside`, the paper's ViT-L/16 from ImageNet-21k."""
+def table(report: Mapping[str, Any], *, with_paper: bool = False) -> Group:
+    """A row for each task and a line for each group; with `with_paper`, the paper's ViT-L/16 from ImageNet-21k."""
     setting = report["setting"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("task", style="cyan", no_wrap=True)
-    for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if beside else ())):
+    for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if with_paper else ())):
         shown.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
     for task, row in report["tasks"].items():
         cells, done = [task, row["group"], row["state"], "", ""], row["state"] == "done"
         if done:
             low, high = (f"{100 * value:.1f}" for value in row["interval"])
             cells[2:] = [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
-        if beside:
+        if with_paper:
             cells.append(f"{paper.table(9).value('ViT-L/16 (ImageNet-21k)', TASKS[task].title):.1f}")
         shown.add_row(*cells, style="" if done else "dim")
     how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
-    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_lines(report["means"]))
+    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_summarize_means(report["means"]))
 
 
-def _lines(found: Mapping[str, Any]) -> list[str | Text]:
+def _summarize_means(found: Mapping[str, Any]) -> list[str | Text]:
     """The mean of each group, and the score or why there is none."""
     groups = {group: found[group] for group in GROUPS if group in found}
     lines: list[str | Text] = [
@@ -156,5 +156,5 @@ def _lines(found: Mapping[str, Any]) -> list[str | Text]:
         return [*lines, Text(f"{'VTAB-1k':12} {100 * found['vtab']:6.2f}", style="bold")]
     done = sum(one["tasks"] for one in groups.values())
     if done:
-        lines.append(f"mean of the {done} tasks that are there: {100 * found['mean_of_those_there']:.2f}")
+        lines.append(f"mean of the {done} available tasks: {100 * found['mean_of_available']:.2f}")
     return [*lines, f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing"]

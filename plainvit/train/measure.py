@@ -52,5 +52,5 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
         "micro_batch": run.progress.micro_batch,
         "images": len(splits.train),
         "device": torch.cuda.get_device_name(run.loader.device) if on_gpu else "cpu",
-        "origin": f"median of {TIMED_STEPS} steps on this machine",
+        "timing_source": f"median of {TIMED_STEPS} steps on this machine",
     }

@@ -53,7 +53,10 @@ def read_state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[st
     captures, checkpoints = Checkpoints(path / "captures", 1), Checkpoints(path / "checkpoints", 1)
     if step is None:
         if not captures.steps():
-            raise ValueError(f"{path} has no captured step, as every step was finite: give --step N of a checkpoint")
+            raise ValueError(
+                f"{path} has no captured step, because no step had a NaN or Inf: "
+                "give --step N, where N-1 is the step of a checkpoint"
+            )
         step = captures.steps()[-1]
     if step in captures.steps():
         return *captures.read(step), step - 1

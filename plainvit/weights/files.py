@@ -226,7 +226,7 @@ class TorchFile(Tensors):
         if any(
             t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized for t in self._tensors.values()
         ):
-            raise ValueError(f"{path} has sparse, quantised or meta tensors: save it with dense ones")
+            raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         if size > 2 * path.stat().st_size:
             raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")

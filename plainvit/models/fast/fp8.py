@@ -1,11 +1,11 @@
 """fp8 matmuls in the blocks of a ViT: nearly twice the speed of bf16 on GPUs that support them.
 
     plainvit train vit-l16-i21k --precision fp8           training: use_fp8(model)
-    plainvit.load("B_16.npz", optimise="fp8")             inference: in_fp8(model)
+    plainvit.load("B_16.npz", optimise="fp8")             inference: convert_to_fp8(model)
 
 Each row of an operand (a token, an output channel) is scaled by its own largest value to the range of e4m3 and rounded
 (3 bits of mantissa: a relative error of at most 1/16). torch._scaled_mm multiplies and scales back. Scales come from
-the current values, never from an earlier step, so weights, optimizer and checkpoints are those of bf16. Quantisation
+the current values, never from an earlier step, so weights, optimizer and checkpoints are those of bf16. Quantization
 is written in plain operations, which the compiler fuses with the operation before. Without such a GPU the arithmetic is
 emulated in fp32, for tests. Letters: M tokens, K in, N out.
 """
@@ -37,47 +37,47 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as e4m3, and a scale per row, fp32 [M, 1]. NaN and Inf stay, so that the guard sees a bad step."""
     if x.shape[1] > LONGEST_FUSED_ROW and has_kernel(x):
-        return quantise_rows_op(x, "")
+        return quantize_rows_op(x, "")
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=MIN_ROW_MAX) / E4M3_MAX
     return (x / scale).to(E4M3).contiguous(), scale
 
 
-def quantise_activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """`quantise(activation(x))` of x [M, K]; with Triton, a GELU and its quantisation take one pass."""
+def quantize_activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """`quantize(activation(x))` of x [M, K]; with Triton, a GELU and its quantization take one pass."""
     if kind in SHORT_GELUS and has_kernel(x):
-        return quantise_rows_op(x, kind)
-    return quantise(activation(x))
+        return quantize_rows_op(x, kind)
+    return quantize(activation(x))
 
 
 def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype is torch.bfloat16 and device_ready(x.get_device())
 
 
-def _quantise_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     from plainvit.models.fast import fp8_kernels
 
     x, (M, K) = x.contiguous(), x.shape
     out, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(M, 1, dtype=torch.float32)
-    launch: Any = fp8_kernels.quantise_rows[(M,)]
+    launch: Any = fp8_kernels.quantize_rows[(M,)]
     with torch.cuda.device_of(x):
         launch(x, out, scale, E4M3_MAX, MIN_ROW_MAX, K=K, WIDTHS=split(K, 2048), ACTIVATION=activation)
     return out, scale
 
 
-quantise_rows_op = torch.library.custom_op("plainvit::quantised_rows", _quantise_rows, mutates_args=())
+quantize_rows_op = torch.library.custom_op("plainvit::quantized_rows", _quantize_rows, mutates_args=())
 
 
-@quantise_rows_op.register_fake
+@quantize_rows_op.register_fake
 def _(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty(x.shape, dtype=E4M3, device=x.device), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, fast: bool) -> Tensor:
-    """a [M, K] times b [N, K] transposed, both from `quantise`: [M, N], bf16 on a GPU."""
+    """a [M, K] times b [N, K] transposed, both from `quantize`: [M, N], bf16 on a GPU."""
     if not a.is_cuda:
         return emulate_matmul(a, b, scales, bias)
     return scaled_matmul(a, b, *scales, None if bias is None else bias.bfloat16(), fast)
@@ -105,9 +105,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N] in x's precision, with gradients.
 
     The gradient of the input is an fp8 matmul too, in e4m3: with a scale per row, e5m2's wider range is not needed. The
-    gradient of the weight is in x's precision: fp8 would need both operands quantised again along the tokens.
+    gradient of the weight is in x's precision: fp8 would need both operands quantized again along the tokens.
     """
-    return trainable_matmul(x, weight, bias, *quantise(x.detach()), *quantise(weight.detach()))
+    return trainable_matmul(x, weight, bias, *quantize(x.detach()), *quantize(weight.detach()))
 
 
 def _trainable_matmul(
@@ -128,7 +128,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
-    (a, rows), (b, columns) = quantise(grad), quantise(weight.t())
+    (a, rows), (b, columns) = quantize(grad), quantize(weight.t())
     of_x = product(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
     return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
 
@@ -151,9 +151,9 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8InferenceLinear(nn.Module):
-    """A Linear for inference, with weights quantised once: a quarter of fp32's size.
+    """A Linear for inference, with weights quantized once: a quarter of fp32's size.
 
-    `kind` and `activation` are applied to the input as part of its quantisation.
+    `kind` and `activation` are applied to the input as part of its quantization.
     """
 
     kind: str
@@ -165,12 +165,12 @@ class Fp8InferenceLinear(nn.Module):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind, self.activation = "", identity
-        weight, scale = quantise(linear.weight.detach())
+        weight, scale = quantize(linear.weight.detach())
         for name, value in (("weight", weight), ("scale", scale), ("bias", linear.bias.detach().to(dtype))):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, rows = quantise_activated(x.flatten(0, -2), self.kind, self.activation)
+        a, rows = quantize_activated(x.flatten(0, -2), self.kind, self.activation)
         output = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
         return output.to(x.dtype).unflatten(0, x.shape[:-1])
 
@@ -184,21 +184,22 @@ def use_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
 
 
 def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
-    """A copy for inference with the Linears of the blocks in fp8 and all else in dtype.
+    """A copy for inference: Linears of the blocks in fp8, everything else in dtype.
 
-    Not the last block's q, k and v, of which FastAttention.query_subset uses parts.
+    The last block's qkv stays in dtype, because FastAttention.query_subset slices its weight.
     """
-    low = copy.deepcopy(model).to(dtype)
-    last = {id(part.qkv) for part in model.blocks[-1].modules() if isinstance(part, Attention)}
-    fitting = {id(linear) for linear in _find_linears(model)} - last
+    converted = copy.deepcopy(model).to(dtype)
+    last_qkv = {id(attention.qkv) for attention in model.blocks[-1].modules() if isinstance(attention, Attention)}
+    convertible = {id(linear) for linear in _find_linears(model)} - last_qkv
     for name, linear in model.named_modules():
-        if id(linear) in fitting:
+        if id(linear) in convertible:
             assert isinstance(linear, nn.Linear)
-            low.set_submodule(name, Fp8InferenceLinear(linear, dtype))
-    for mlp in low.modules():
+            converted.set_submodule(name, Fp8InferenceLinear(linear, dtype))
+    for mlp in converted.modules():
         if isinstance(mlp, Mlp) and isinstance(mlp.fc2, Fp8InferenceLinear):
+            # fc2 applies the activation while it quantizes its input
             mlp.fc2.kind, mlp.fc2.activation, mlp.kind, mlp.activation = mlp.kind, mlp.activation, "", identity
-    return low.eval().requires_grad_(False)
+    return converted.eval().requires_grad_(False)
 
 
 def _find_linears(model: ViT) -> list[nn.Linear]:
@@ -222,7 +223,7 @@ def explain_unsupported(device: torch.device | str) -> str:
         has = ".".join(map(str, capability))
         return f"fp8 needs a GPU of compute capability 8.9 or newer, {name} has {has}"
     try:
-        ones, scale = quantise(torch.ones(64, 32, device=device))
+        ones, scale = quantize(torch.ones(64, 32, device=device))
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
             product(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:

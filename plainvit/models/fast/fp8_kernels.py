@@ -25,7 +25,7 @@ def activate(x, ACTIVATION: constexpr):
 
 
 @triton.jit
-def quantise_rows(x, out, scales, most, least, K: constexpr, WIDTHS: constexpr, ACTIVATION: constexpr):
+def quantize_rows(x, out, scales, most, least, K: constexpr, WIDTHS: constexpr, ACTIVATION: constexpr):
     """A program a row: out [M, K] in e4m3 and scales [M] of x [M, K]. WIDTHS: powers of two that cover K."""
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
