@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.clients import Answer, encode_request, find_port, read_photos, send, start, summarise
 from bench.measure import make_parser, publish, show
-from plainvit.serve.service import Limits
+from plainvit.serve.limits import Limits
 
 PAGE = 4096
 SLOW = {

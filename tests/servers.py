@@ -13,8 +13,9 @@ from pictures import encode, photo
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import make_app
 from plainvit.serve.explain import Explainer
+from plainvit.serve.limits import Limits
 from plainvit.serve.server import LOOPBACK, make_server
-from plainvit.serve.service import Limits, Service
+from plainvit.serve.service import Service
 
 
 class Running:

@@ -8,7 +8,7 @@ import small_runs as runs
 import torch
 
 from plainvit.config import Optim
-from plainvit.evaluate import frozen
+from plainvit.evaluate import probe_sets
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, is_at_edge, warn_at_edge
 from plainvit.train.guards import DivergedError
@@ -66,8 +66,8 @@ def make_features(noise: float) -> Features:
 def test_the_linear_probe_warns_of_an_l2_at_the_edge(
     grid: tuple[float, ...], edge: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = frozen.Pair(make_features(2.0), make_features(2.0), 3)
-    found = frozen.run_probes(pair, frozen.Settings(methods=("linear",), linear_l2=grid))["linear"]
+    pair = probe_sets.Pair(make_features(2.0), make_features(2.0), 3)
+    found = probe_sets.run_probes(pair, probe_sets.Settings(methods=("linear",), linear_l2=grid))["linear"]
     assert found["at_edge"] == (edge if edge is not None else found["l2"] > 0)
     assert any("--linear-l2" in line for line in caplog.messages) == found["at_edge"]
 

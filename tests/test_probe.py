@@ -21,7 +21,7 @@ from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.sources import Subset, open_source
 from plainvit.evaluate import features as kept
-from plainvit.evaluate import frozen, probe
+from plainvit.evaluate import probe, probe_sets
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 
@@ -271,16 +271,16 @@ def test_unreadable_images_are_left_out_and_counted(weights: Path, photos: Path,
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def planted_pair(classes: int = 4) -> frozen.Pair:
+def planted_pair(classes: int = 4) -> probe_sets.Pair:
     train, test = clusters(200, 16, classes), clusters(150, 16, classes, seed=1)
     made = [kept.Features(x, y, torch.arange(len(y)), 0, "") for x, y in (train, test)]
-    return frozen.Pair(made[0], made[1], classes)
+    return probe_sets.Pair(made[0], made[1], classes)
 
 
 def test_few_shot_results_equal_numpys() -> None:
     """Mean and sample standard deviation over the seeds, each solved here by NumPy."""
     pair = planted_pair()
-    found = frozen.few_shot(pair, frozen.Settings(shots=(2, 500), seeds=3, l2=8.0))
+    found = probe_sets.few_shot(pair, probe_sets.Settings(shots=(2, 500), seeds=3, l2=8.0))
     labels = pair.train.labels.numpy()
     for shots in (2, 500):
         tops = []

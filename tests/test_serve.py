@@ -31,8 +31,8 @@ from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import ROUTES
 from plainvit.serve.batcher import Batcher, DeadlineError
+from plainvit.serve.limits import Limits
 from plainvit.serve.server import TOKEN, check_access, split_name
-from plainvit.serve.service import Limits
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -207,7 +207,8 @@ from pathlib import Path
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import make_app
 from plainvit.serve.server import make_server
-from plainvit.serve.service import Limits, Service
+from plainvit.serve.limits import Limits
+from plainvit.serve.service import Service
 
 class Gated(Predictor):
     def logits(self, images):

@@ -8,7 +8,7 @@ import pytest
 from verdicts import Planted, along, plant, rate_verdicts
 
 from plainvit.planning import cost
-from plainvit.studies import evidence, learned
+from plainvit.studies import learned, verdict
 from plainvit.studies.bases import complete_model
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.registry import studies
@@ -276,7 +276,7 @@ def open_cases() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", open_cases())
 def test_the_rule_is_wrong_in_at_most_5_percent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)  # intervals are not used
+    monkeypatch.setattr(verdict, "student_quantile", lambda _: 2.0)  # intervals are not used
     study, means = ALL[name], open_cases()[name]
     if isinstance(next(iter(means.values())), tuple):
         means = along(study, means)
@@ -296,7 +296,7 @@ def test_the_rule_is_wrong_in_at_most_5_percent(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["regularisation", "masked", "transfer"])
 def test_choosing_the_best_arm_does_not_bias_the_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All arms are equal, and a run that is better on one half of the images is better on the other."""
-    monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)
+    monkeypatch.setattr(verdict, "student_quantile", lambda _: 2.0)
     study, random, outcomes = ALL[name], np.random.default_rng(0), []
     arms = {name: arm for name, arm in study.arms("cpu").items() if arm.is_compared}
     for _ in range(400):

@@ -16,13 +16,13 @@ from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
 from plainvit.studies.estimate import START, STEP, estimate_run
-from plainvit.studies.evidence import fact
 from plainvit.studies.execute import NoDeviceError, Settings, run_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time, order_stages
 from plainvit.studies.registry import studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Study, families_at_edge
+from plainvit.studies.verdict import fact
 from plainvit.train.run import fit
 
 POOLING = studies()["pooling"]

@@ -12,12 +12,12 @@ from in_process import InProcess
 import plainvit
 from plainvit.config import Config
 from plainvit.disk import read_json
-from plainvit.studies.evidence import fact
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, order_plans
 from plainvit.studies.queue import FailedRunsError, Queue
 from plainvit.studies.runs import Task, Workers, code_hash, compile_key, run_hash, run_name
 from plainvit.studies.study import Arm, Study, held_out
+from plainvit.studies.verdict import fact
 from plainvit.train.run import fit
 
 

@@ -19,11 +19,11 @@ from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
-from plainvit.studies.evidence import fact
 from plainvit.studies.execute import Settings, run_study
 from plainvit.studies.registry import own_study, studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Results, Study
+from plainvit.studies.verdict import fact
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")

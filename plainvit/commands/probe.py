@@ -10,7 +10,7 @@ from plainvit.commands.parsing import InferenceFlags, Model, given_pixel_flags, 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeFlags:
-    """The classifiers: `plainvit.evaluate.frozen.Settings`."""
+    """The classifiers: `plainvit.evaluate.probe_sets.Settings`."""
 
     method: tuple[Literal["fewshot", "knn", "linear"], ...] = ("fewshot",)  # One or more of fewshot, knn, linear
     shots: tuple[int, ...] = (1, 5, 10, 25)  # Few-shot: training images per class (a class with fewer uses all)
@@ -50,7 +50,7 @@ def probe(
     """
     from plainvit.data.workers import default_workers
     from plainvit.disk import write_text
-    from plainvit.evaluate import features, frozen
+    from plainvit.evaluate import features, probe_sets
     from plainvit.evaluate.predictor import Predictor
 
     flags.check()
@@ -59,7 +59,7 @@ def probe(
     if out and not out.parent.is_dir():
         raise ValueError(f"cannot write --out {out}: folder {out.parent} does not exist")
     values = asdict(probes)
-    settings = frozen.Settings(methods=values.pop("method"), **values)
+    settings = probe_sets.Settings(methods=values.pop("method"), **values)
     options = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
     predictor = Predictor(model, device=flags.device, precision=flags.precision, **options)
     workers = flags.processes
@@ -67,7 +67,7 @@ def probe(
         workers = 0 if predictor.device == "cpu" else default_workers()
     folder = None if no_cache else cache or features.default_cache()
     options = {"data_root": flags.data_root, "cache": folder, "workers": workers, "quiet": json}
-    cards = frozen.probe_sets(predictor, data, settings, split=split, **options)
+    cards = probe_sets.probe_sets(predictor, data, settings, split=split, **options)
     if out:
         write_text(out, _json.dumps(cards, indent=2) + "\n")
-    print_result(cards, None if json else frozen.table(cards))
+    print_result(cards, None if json else probe_sets.table(cards))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
+from plainvit.models.families import make_norm
 from plainvit.models.init import initialise_vit
-from plainvit.models.parts import make_norm
 from plainvit.models.positions import Positions, sincos2d
 from plainvit.models.vit import Block, ViT, patchify
 

@@ -8,7 +8,7 @@
 
 Letters: B batch, C channels, P x Q patch, h x w grid of patches, N tokens, D width, H heads, d head width, M mlp_dim,
 K classes; q, k and v are queries, keys and values. Equations are the paper's. Where the paper leaves something open,
-this follows Google's code and says so. Options that only the weights of other families use are in `parts.py`; faster
+this follows Google's code and says so. Options that only the weights of other families use are in `families.py`; faster
 versions of these modules attach from outside: `models/fast`.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.buffers import Normalise
+from plainvit.models.families import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
 from plainvit.models.init import initialise_vit
-from plainvit.models.parts import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
 from plainvit.models.positions import Positions, RelativePositions
 from plainvit.models.resnet import Body
 from plainvit.models.trace import Trace, note, number_layers

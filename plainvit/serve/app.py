@@ -31,8 +31,9 @@ from plainvit.data.decode import ImageError
 from plainvit.errors import NonFiniteError
 from plainvit.serve.batcher import DeadlineError, OverloadError
 from plainvit.serve.explain import Explainer
+from plainvit.serve.limits import FormatError, SizeError
 from plainvit.serve.metrics import Metrics
-from plainvit.serve.service import FormatError, Service, SizeError
+from plainvit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page")
 CURL_DEFAULT = "application/x-www-form-urlencoded"  # what `curl --data-binary` says of any file

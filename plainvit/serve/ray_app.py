@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 
 from plainvit.serve import require
 from plainvit.serve.app import read_body
+from plainvit.serve.limits import Limits
 from plainvit.serve.server import TOKEN, Settings, load_app
-from plainvit.serve.service import Limits
 
 TRIES = 5  # replicas that may die during one request
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body

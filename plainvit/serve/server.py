@@ -22,8 +22,9 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import make_app
 from plainvit.serve.backends import Name, choose_backend
 from plainvit.serve.explain import Explainer
+from plainvit.serve.limits import Limits
 from plainvit.serve.metrics import Metrics
-from plainvit.serve.service import Limits, Service
+from plainvit.serve.service import Service
 
 TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -13,9 +13,9 @@ from itertools import combinations
 from plainvit.config import Config
 from plainvit.planning import cost
 from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
-from plainvit.studies.evidence import Part, fact
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
+from plainvit.studies.verdict import Part, fact
 
 # 1 and 2: positions ---------------------------------------------------------------------------------------------------
 

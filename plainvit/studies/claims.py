@@ -1,4 +1,4 @@
-"""Claims and rules of the studies, from claims.toml, and names of metrics; loads no torch."""
+"""Claims and rules of the studies as text, from claims.toml; verdict.py decides them. Loads no torch."""
 
 import functools
 import tomllib

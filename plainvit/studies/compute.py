@@ -16,8 +16,8 @@ import numpy as np
 from plainvit.config import STEM_NUMERICS, Model, ResNetConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, by_adamw, complete_model, vit
-from plainvit.studies.evidence import Part, slope_weights
 from plainvit.studies.study import Arm, Budget, Results, define
+from plainvit.studies.verdict import Part, slope_weights
 
 KINDS = ("ViT", "ResNet", "hybrid")
 SIZES = ("small", "medium", "large")

@@ -15,9 +15,9 @@ from plainvit.config import Config, Model, ResNetConfig
 from plainvit.planning.datasets import IMAGES
 from plainvit.studies.bases import by_adamw, plain, pretrain_config, vit
 from plainvit.studies.compute import models, slopes
-from plainvit.studies.evidence import Part
 from plainvit.studies.measures import overfitting
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
+from plainvit.studies.verdict import Part
 
 VIT, RESNET, LARGE = "ViT", "ResNet", "large ViT"
 FRACTIONS: dict[Budget, tuple[float, ...]] = {"cpu": (0.05, 0.1, 0.25, 1.0), "gpu": (0.025, 0.1, 0.3, 1.0)}

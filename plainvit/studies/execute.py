@@ -27,13 +27,13 @@ from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
 from plainvit.studies.claims import CLAIMS
 from plainvit.studies.drawings import draw_study
-from plainvit.studies.evidence import Verdict
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
 from plainvit.studies.report import is_present
 from plainvit.studies.runs import Workers, execute
 from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge
+from plainvit.studies.verdict import Verdict
 
 log = logging.getLogger("plainvit")
 

@@ -31,9 +31,9 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
-from plainvit.studies.evidence import Part, above, contrast
 from plainvit.studies.measures import load_model, trained_and_untrained
 from plainvit.studies.study import Arm, Budget, Results, define
+from plainvit.studies.verdict import Part, above, contrast
 
 IMAGES = 128  # as in the paper
 SHUFFLES = 199

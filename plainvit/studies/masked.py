@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
 from plainvit.config import Config, Masked
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, plain, pretrain_config, vit
-from plainvit.studies.evidence import Part, bootstrap, rank_correlations
 from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
+from plainvit.studies.verdict import Part, bootstrap, rank_correlations
 
 SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
 LIMIT = 0.7  # of the rank correlation

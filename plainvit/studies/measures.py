@@ -10,7 +10,7 @@ from plainvit.analyse.attention import require_vit
 from plainvit.config import Config, Optim
 from plainvit.data.sources import Source, Subset
 from plainvit.data.splits import open_splits
-from plainvit.evaluate import frozen, probe
+from plainvit.evaluate import probe, probe_sets
 from plainvit.evaluate.card import read_card, read_rows
 from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.features import extract
@@ -75,9 +75,8 @@ def few_shot(config: Config, predictor: Predictor) -> float:
     count, labels = len(splits.classes), splits.train.labels
     support = Subset(splits.train, np.sort(probe.draw_shots(labels, count, (SUPPORT,), 0)[SUPPORT]))
     train, test = (extract(predictor, source, quiet=True) for source in (support, limit_images(splits.val, EVALUATED)))
-    return frozen.few_shot(frozen.Pair(train, test, count), frozen.Settings(shots=(SHOTS,), seeds=DRAWS))[str(SHOTS)][
-        "top1"
-    ]
+    pair, settings = probe_sets.Pair(train, test, count), probe_sets.Settings(shots=(SHOTS,), seeds=DRAWS)
+    return probe_sets.few_shot(pair, settings)[str(SHOTS)]["top1"]
 
 
 # Untrained models -----------------------------------------------------------------------------------------------------

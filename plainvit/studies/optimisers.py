@@ -11,9 +11,9 @@ from plainvit.config import Config, Optim
 from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.studies.bases import DOWNSTREAM, by_adamw, finetune_config, pretrain_config
 from plainvit.studies.compute import models
-from plainvit.studies.evidence import Part, above
 from plainvit.studies.measures import halves
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
+from plainvit.studies.verdict import Part, above
 
 KINDS = ("Adam", "SGD")
 FACTORS = (1 / 3, 1, 3)  # of the learning rate of pre-training

@@ -22,7 +22,7 @@ from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
 from plainvit.studies.claims import METRIC_TITLES, PERCENT, read_claims
-from plainvit.studies.evidence import describe_effect
+from plainvit.studies.verdict import describe_effect
 
 EARLIER = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
 COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}

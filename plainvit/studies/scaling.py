@@ -17,8 +17,8 @@ import numpy as np
 from plainvit.config import Config, Model, ViTConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, vit
-from plainvit.studies.evidence import Part, bootstrap, correlations, fact
 from plainvit.studies.study import Arm, Budget, Results, define
+from plainvit.studies.verdict import Part, bootstrap, correlations, fact
 
 AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide

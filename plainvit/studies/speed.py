@@ -25,8 +25,8 @@ from plainvit.names import configure
 from plainvit.planning import memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
-from plainvit.studies.evidence import Part, above, contrast, slope_weights, welch
 from plainvit.studies.study import Arm, Budget, Results, define
+from plainvit.studies.verdict import Part, above, contrast, slope_weights, welch
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 224, 384)}
 ALIKE = {"ViT": "ResNet", "ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}  # of the nearest multiply-adds

@@ -3,7 +3,7 @@
     STUDY = Study(name="rate", claim=..., source=..., rule=..., arms=..., parts=lambda found: [found.above("b", "a")])
 
 The arms differ in one setting. Each has several independent runs, compared on held-out training images; test images are
-not used. `plainvit/studies/execute.py` runs a study, `plainvit/studies/evidence.py` decides it.
+not used. `plainvit/studies/execute.py` runs a study, `plainvit/studies/verdict.py` decides it.
 """
 
 import math
@@ -20,7 +20,7 @@ from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
 from plainvit.studies.claims import PERCENT, read_claims
-from plainvit.studies.evidence import Estimate, Part, Verdict, above, contrast, judge, within
+from plainvit.studies.verdict import Estimate, Part, Verdict, above, contrast, judge, within
 
 Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest

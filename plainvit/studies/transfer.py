@@ -19,9 +19,9 @@ from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
-from plainvit.studies.evidence import Part, above, welch
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
+from plainvit.studies.verdict import Part, above, welch
 from plainvit.weights import load
 
 BEFORE = "pre-training"

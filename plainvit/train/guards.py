@@ -1,7 +1,4 @@
-"""What may end a run: signals, too little memory, divergence.
-
-`loop.take_step` skips the update of a step that is not finite; `capture` here saves such a step for replay.
-"""
+"""What may go wrong in a run: steps with NaN or Inf, which are skipped, divergence, too little memory, signals."""
 
 import contextlib
 import os
@@ -17,6 +14,7 @@ from plainvit.runtime.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
+    from plainvit.runtime.display import Display
     from plainvit.train.state import Training
 
 
@@ -150,6 +148,15 @@ def out_of_memory_error(run: "Training", total: int = 1) -> DeviceMemoryError:
 
 
 # Non-finite values ----------------------------------------------------------------------------------------------------
+
+
+def skip_step(run: "Training", batch: "Batch", loss: float, norm: float, display: "Display") -> None:
+    """Counts and saves a step whose loss or gradient is NaN or Inf; the loop leaves the weights as they are."""
+    run.progress.skipped += 1
+    capture(run, batch, loss, norm)
+    step = run.progress.step + 1
+    hint = f"run `plainvit replay {run.folder.path} --step {step}` to find the layer"
+    display.tell(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
-from plainvit.train.guards import DivergedError, InterruptedRunError, capture, catch_signals, choose_micro_batch
+from plainvit.train.guards import DivergedError, InterruptedRunError, catch_signals, choose_micro_batch, skip_step
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import averaged_weights
 from plainvit.train.step import Prefetcher, launch
@@ -85,11 +85,8 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
         run.update()
         if run.average:
             run.average.update(number)
-    else:  # no weight changes
-        run.progress.skipped += 1
-        capture(run, batch, loss, norm)
-        hint = f"run `plainvit replay {run.folder.path} --step {number + 1}` to find the layer"
-        display.tell(f"step {number + 1} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
+    else:
+        skip_step(run, batch, loss, norm, display)
     run.optimizers.zero()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
     if not config.augment.mixup and not config.augment.cutmix and math.isfinite(correct):

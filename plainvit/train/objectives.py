@@ -1,7 +1,8 @@
 """Objectives: a model with its loss. This one classifies labels; masked.py predicts hidden patches.
 
 The loop calls `prepare(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns the
-mean loss over the images and the number of correct predictions (NaN if there is no such number).
+mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an entry
+of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in setup.py.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The names and shapes of our parameters in each format, for reading and for writing.
 
-layouts.ini has a section per format, whose syntax is explained there. Reading and writing use the same names, so a
-round trip is exact.
+parameter_names.ini has a section per format, whose syntax is explained there. Reading and writing use the same names,
+so a round trip is exact.
 """
 
 import configparser
@@ -121,7 +121,7 @@ def _read_sections() -> dict[str, dict[str, str]]:
     """{section: {our name: its names there}}, with what a section takes from another."""
     parser = configparser.RawConfigParser(delimiters=("=",))
     parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]  # names keep their case
-    parser.read_string(Path(__file__).with_name("layouts.ini").read_text(encoding="utf-8"))
+    parser.read_string(Path(__file__).with_name("parameter_names.ini").read_text(encoding="utf-8"))
     sections: dict[str, dict[str, str]] = {}
     for title in parser.sections():
         section, _, base = title.partition(" : ")
@@ -138,7 +138,7 @@ def make_layout(
     """The names of a format. Of alternatives, those of a file; without a file, those with one of `words`.
 
     Args:
-        section: The section of layouts.ini.
+        section: The section of parameter_names.ini.
         shapes: The tensors of a file.
         prefix: What the names in the file begin with.
         words: Parts of names to write in place of the first alternative; of several, the shortest is written.

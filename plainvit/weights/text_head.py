@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plainvit.models.parts import make_head
+from plainvit.models.families import make_head
 from plainvit.models.vit import ViT
 from plainvit.weights.files import SafetensorsFiles
 from plainvit.weights.layout import check_values

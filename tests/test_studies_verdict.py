@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 from verdicts import rate_verdicts
 
-from plainvit.studies import evidence
-from plainvit.studies.evidence import Estimate, above, contrast, fact, holm, judge, welch, within
+from plainvit.studies import verdict
+from plainvit.studies.verdict import Estimate, above, contrast, fact, holm, judge, welch, within
 
 STUDIES = 20_000  # simulated
 
@@ -36,15 +36,15 @@ def test_a_limit_is_the_one_sample_test() -> None:
 def test_contrast_is_that_of_the_regression_slope() -> None:
     """With one observation of each mean, the weights give the slope of linregress."""
     x, y = [1.0, 2.0, 4.0, 7.0], [0.3, 0.4, 0.9, 1.1]
-    found = contrast([(weight, [value] * 2) for weight, value in zip(evidence.slope_weights(x), y, strict=True)])
+    found = contrast([(weight, [value] * 2) for weight, value in zip(verdict.slope_weights(x), y, strict=True)])
     assert found.effect == pytest.approx(stats.linregress(x, y).slope)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("freedom", [1.0, 1.7, 4.0, 9.3, 500.0])
 def test_student_is_scipys(freedom: float) -> None:
     for t in (-6.0, -0.5, 0.0, 1.2, 12.0):
-        assert evidence.student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-12)
-    assert evidence.student_quantile(freedom) == pytest.approx(stats.t.isf(0.025, freedom), rel=1e-8)
+        assert verdict.student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-12)
+    assert verdict.student_quantile(freedom) == pytest.approx(stats.t.isf(0.025, freedom), rel=1e-8)
 
 
 def test_equivalence_is_two_one_sided_tests() -> None:
@@ -67,11 +67,11 @@ def test_holm_by_hand() -> None:
 def test_rank_correlation_is_scipys() -> None:
     random = np.random.default_rng(0)
     a, b = random.integers(0, 5, (2, 7, 9)).astype(float)  # with ties
-    ranked, linear = evidence.rank_correlations(a, b), evidence.correlations(a, b)
+    ranked, linear = verdict.rank_correlations(a, b), verdict.correlations(a, b)
     for at, (x, y) in enumerate(zip(a, b, strict=True)):
         assert ranked[at] == pytest.approx(stats.spearmanr(x, y).statistic)  # pyright: ignore[reportAttributeAccessIssue]
         assert linear[at] == pytest.approx(stats.pearsonr(x, y).statistic)
-    assert evidence.correlations(np.ones((1, 4)), a[:1, :4])[0] == 0
+    assert verdict.correlations(np.ones((1, 4)), a[:1, :4])[0] == 0
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ def simulate(means: list[float], spreads: list[float]) -> list[Estimate]:
 def quantile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals of thousands of studies take long, and the verdict does not depend on them."""
     if "wrong" in request.node.name or "true" in request.node.name:
-        monkeypatch.setattr(evidence, "student_quantile", lambda _: 2.0)
+        monkeypatch.setattr(verdict, "student_quantile", lambda _: 2.0)
 
 
-def rate(parts: list[evidence.Part]) -> tuple[float, float]:
+def rate(parts: list[verdict.Part]) -> tuple[float, float]:
     return rate_verdicts([part.p_for for part in parts], [part.p_against for part in parts])
 
 
@@ -170,7 +170,7 @@ def test_a_true_effect_is_found() -> None:
 @pytest.mark.parametrize("arms", [11, 12])
 def test_bootstrap_over_arms_is_wrong_in_at_most_5_percent(arms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy follows two costs equally well."""
-    monkeypatch.setattr(evidence, "RESAMPLES", 500)
+    monkeypatch.setattr(verdict, "RESAMPLES", 500)
     random = np.random.default_rng(0)
     outcomes = []
     for _ in range(300):
@@ -178,8 +178,8 @@ def test_bootstrap_over_arms_is_wrong_in_at_most_5_percent(arms: int, monkeypatc
         top1 = a + b + random.normal(size=arms)
 
         def difference(picks: np.ndarray, a=a, b=b, top1=top1) -> np.ndarray:
-            return evidence.correlations(a[picks], top1[picks]) - evidence.correlations(b[picks], top1[picks])
+            return verdict.correlations(a[picks], top1[picks]) - verdict.correlations(b[picks], top1[picks])
 
-        outcomes.append(judge([evidence.bootstrap("", difference, arms, 0.0, 5 * arms)]).outcome)
+        outcomes.append(judge([verdict.bootstrap("", difference, arms, 0.0, 5 * arms)]).outcome)
     assert outcomes.count("supported") / 300 <= 0.05
     assert outcomes.count("contradicted") / 300 <= 0.05

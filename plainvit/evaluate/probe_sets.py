@@ -1,4 +1,4 @@
-"""Probe frozen features of a model on one or more datasets: few-shot as in big_vision, k-NN, linear.
+"""Probe frozen features of a model on one or more datasets; probe.py computes few-shot, k-NN and linear classifiers.
 
     plainvit probe WEIGHTS --data cifar10 oxford-pets flowers102 --data-root DIR
     plainvit probe WEIGHTS --data photos/ --method fewshot knn linear
